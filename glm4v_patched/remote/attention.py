@@ -1,8 +1,7 @@
 """One way into transformers' attention registry, shared by vision tower and language model.
 
 Rows that hold several samples are attended to sample by sample (:class:`PackedSamples`), so that no
-mask over the whole row is ever made. A single query reads each cached key once for all the heads
-that share it (:func:`attend_to_cache`).
+mask over the whole row is ever made.
 """
 
 from typing import NamedTuple, cast
@@ -23,23 +22,15 @@ class PackedSamples(NamedTuple):
     Samples are gathered in groups of similar lengths, filled on the right with their own last
     token, which under a causal mask no real query sees. At most half of what a group holds is
     filling, so attention takes memory in proportion to the rows however unlike the samples are.
-
-    Attributes:
-        groups: ``(N, M)`` int64 each, the token in every place.
-        places: ``(B * R,)`` int64, the place of every token, counted through all groups.
     """
 
-    groups: tuple[Tensor, ...]
-    places: Tensor
+    groups: tuple[Tensor, ...]  # (N, M) int64 each, the token in every place
+    places: Tensor  # (B * R,) int64, the place of every token, counted through all groups
 
 
 def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
-    """Group the samples of rows by length; ``None`` where every row is one sample.
-
-    Args:
-        position_ids_BR: 0 where a row or a sample starts. Read on the host, the only transfer from
-            the device.
-    """
+    """Group the samples of rows by length; ``None`` where every row is one sample. Positions, 0
+    where a row or a sample starts, are read on the host: the only transfer from the device."""
     rows, length = position_ids_BR.shape
     starts = (position_ids_BR.flatten() == 0).cpu().nonzero().flatten()
     if len(starts) == rows:
@@ -74,26 +65,25 @@ def attend(
     kept_weights: list[Tensor] | None = None,
     **kwargs,
 ) -> Tensor:
-    """Scaled dot-product attention by the named implementation (eager, sdpa, flex, flash, ...).
+    """``(B, Q, H * C)`` by the named implementation (eager, sdpa, flex, flash, ...).
 
     Args:
         module: Carries ``is_causal`` and ``num_key_value_groups`` (query heads per key-value
             head), which the implementations read.
-        attention_mask: What transformers' mask functions make for that implementation; ``None``;
-            or packed samples, for an implementation that is causal without a mask (sdpa).
+        attention_mask: What transformers makes for that implementation; or packed samples, for one
+            that is causal without a mask (sdpa).
         kept_weights: Takes the weights ``(B, H, Q, K)``, which only eager attention makes.
-
-    Returns:
-        ``(B, Q, H * C)`` in the dtype of the inputs.
     """
     if isinstance(attention_mask, PackedSamples):
         return _attend_within_samples(
             module, query_BHQC, key_BGKC, value_BGKC, attention_mask, implementation, **kwargs
         )
-    # The paged cache of continuous batching is filled by transformers' own function.
-    is_sdpa = implementation == "sdpa" and kwargs.get("cache") is None
-    if is_sdpa and _is_drawn(module, query_BHQC, key_BGKC, attention_mask):
-        return attend_to_cache(query_BHQC, key_BGKC, value_BGKC, attention_mask).flatten(2)
+    if implementation == "sdpa" and _is_drawn(module, query_BHQC, key_BGKC, attention_mask):
+        # torch's fused kernel, told of the groups, reads each key once for all heads of its group.
+        out_BH1C = F.scaled_dot_product_attention(
+            query_BHQC, key_BGKC, value_BGKC, attn_mask=attention_mask, enable_gqa=True
+        )
+        return out_BH1C.transpose(1, 2).flatten(2)
     function = (
         eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     )
@@ -164,21 +154,3 @@ def _is_drawn(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None)
         mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1
     )
     return is_one and has_groups and is_for_all_heads
-
-
-def attend_to_cache(
-    query_BH1C: Tensor, key_BGKC: Tensor, value_BGKC: Tensor, mask: Tensor | None
-) -> Tensor:
-    """One query of each row against a cache, each key read once for all heads of its group.
-
-    Args:
-        mask: bool ``(B or 1, 1, 1, K)``, true where it may look.
-
-    Returns:
-        ``(B, 1, H, C)``.
-    """
-    # torch's fused kernel, told of the groups: its memory-bound work is to read each key once.
-    out_BH1C = F.scaled_dot_product_attention(
-        query_BH1C, key_BGKC, value_BGKC, attn_mask=mask, enable_gqa=True
-    )
-    return out_BH1C.transpose(1, 2)

@@ -1,7 +1,6 @@
-"""What generation knows of rows whose keys are in a cache: their positions, pictures and padding.
+"""What generation knows of rows whose keys are in a cache: their positions and padding.
 
-A cache holds keys and values only. An image has more entries there than positions, so what position
-comes next cannot be told from its length.
+An image has more entries there than positions, so what comes next cannot be told from its length.
 """
 
 from dataclasses import dataclass
@@ -26,22 +25,14 @@ class CachedRows(NamedTuple):
             each at the position after that of the id before it.
         length: Positions up to which that holds.
         next_position: ``(B, 1)``, the position that follows ``anchor``.
-        anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``: by them rows
-            are found again that were reordered, selected, repeated or copied since. ``None`` for a
-            cache that does not keep keys as they are.
-        num_images: ``(B,)``, pictures in each row up to ``length``; ``None`` if not known.
-        images_end: Positions up to the end of the last of them.
+        anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``, by which rows
+            are found again that were reordered, selected, repeated or copied since.
     """
 
     anchor: int
     length: int
     next_position: Tensor
     anchor_keys: Tensor | None
-    num_images: Tensor | None
-    images_end: int
-
-    def reaches(self, length: int) -> bool:
-        return self.anchor <= length <= self.length
 
 
 CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CachedRows, the latest last
@@ -76,51 +67,17 @@ def _known(cache: Cache | None) -> list[CachedRows]:
     return getattr(cache, CACHED_ROWS, [])
 
 
-def images_up_to(cache: Cache | None, length: int) -> Tensor | None:
-    """Pictures ``(B,)`` in each row of the cache as far as that; ``None`` if not known."""
-    for known in reversed(_known(cache)):
-        if known.images_end <= length <= known.length:
-            return _of_rows_now(cache, known, length)
-    return None
-
-
-def _of_rows_now(cache: Cache | None, known: CachedRows, length: int) -> Tensor | None:
-    """The pictures of rows that may have been reordered, selected or repeated since."""
-    if known.num_images is None:
-        return None
-    if not bool(known.num_images.any()):
-        return _none_in(cache, known.num_images)
-    same = _same_rows(cache, known, length) if known.anchor <= length else None
-    if same is None or not bool(same.any(dim=1).all()):
-        return None
-    return known.num_images[same.int().argmax(dim=1).to(known.num_images.device)]
-
-
-def _none_in(cache: Cache | None, num_images: Tensor) -> Tensor:
-    layers: list[Any] = [] if cache is None else [*cache.layers]
-    keys = layers[0].keys if layers else None
-    return num_images.new_zeros(len(keys)) if isinstance(keys, Tensor) else num_images
-
-
-def remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: int) -> None:
-    """Rows were put into the cache behind ``past_length`` positions.
-
-    What was remembered of positions that were cropped since is forgotten.
-    """
+def remember_rows(cache: Cache, rows: GrownRows, past_length: int) -> None:
+    """Rows were put into the cache behind ``past_length`` positions; it may have been cropped."""
     length = past_length + rows.input_ids.shape[1]
-    earlier = [
+    every = [
         known._replace(length=min(known.length, past_length))
         for known in _known(cache)
         if known.anchor <= past_length
     ]
-    images_B = _images_in(rows, num_images)
-    before_B = images_up_to(cache, past_length) if past_length else torch.zeros_like(images_B)
-    if earlier and past_length and not rows.plain_from and earlier[-1].length == past_length:
-        earlier[-1] = earlier[-1]._replace(length=length)
+    if every and not rows.plain_from and every[-1].length == past_length:
+        every[-1] = every[-1]._replace(length=length)
     else:
-        images_end = past_length + rows.images_end if num_images else 0
-        if not num_images and earlier and past_length:
-            images_end = earlier[-1].images_end
         anchor = past_length + max(rows.plain_from, 1)
         last_B1 = rows.position_ids.amax(dim=1, keepdim=True)
         known = CachedRows(
@@ -128,19 +85,9 @@ def remember_rows(cache: Cache, rows: GrownRows, past_length: int, num_images: i
             length=length,
             next_position=last_B1 + 1 - (length - anchor),
             anchor_keys=_keys_before(cache, anchor, length),
-            num_images=None if before_B is None else before_B.to(images_B.device) + images_B,
-            images_end=images_end,
         )
-        earlier = [*earlier, known] if past_length else [known]
-    setattr(cache, CACHED_ROWS, earlier)
-
-
-def _images_in(rows: GrownRows, num_images: int) -> Tensor:
-    """Pictures ``(B,)`` of each row, of so many in all: each has as many columns."""
-    if not num_images:
-        return rows.image_mask.new_zeros(len(rows.image_mask), dtype=torch.int64)
-    columns_B = rows.image_mask.sum(dim=1)
-    return columns_B * num_images // columns_B.sum()
+        every.append(known)
+    setattr(cache, CACHED_ROWS, every)
 
 
 def remember_drawn(cache: Cache, length: int) -> None:
@@ -160,52 +107,38 @@ def _keys_before(cache: Cache, anchor: int, length: int) -> Tensor | None:
     return keys[:, :, anchor - 1].flatten(1).clone().view(torch.uint8)
 
 
+def known_rows(cache: Cache | None, length: int) -> CachedRows | None:
+    """What tells the position behind so many of a cache, if anything does."""
+    reaching = [of for of in _known(cache) if of.anchor <= length <= of.length]
+    return reaching[-1] if reaching and reaching[-1].anchor_keys is not None else None
+
+
 def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
     if cache is None or not past_length:
         return None
-    every = _known(cache)
-    if not every:
+    known = known_rows(cache, past_length)
+    is_same = None if known is None else _same_rows(cache, known, past_length)
+    if known is None or is_same is None:
         raise ValueError(
-            f"the cache holds {past_length} positions that were not put there by this model, or "
-            "it was made anew from its tensors: what position comes next is not known (an image "
-            "has more entries than positions); give position_ids; for peft's prefix tuning, "
-            "which drops them, use prompt tuning or LoRA"
-        )
-    known = next((known for known in reversed(every) if known.reaches(past_length)), None)
-    if known is None:
-        plain = ", ".join(f"from {known.anchor} to {known.length}" for known in every)
-        raise ValueError(
-            f"the cache holds {past_length} positions but was filled to {every[-1].length}, with "
-            f"plain text {plain}: what position comes next is known there alone, not within or "
-            "before images and padding; give position_ids"
-        )
-    is_same = _same_rows(cache, known, past_length)
-    if is_same is None:
-        raise ValueError(
-            f"a {type(cache).__name__} with {past_length} positions does not show its keys, by "
-            "which its rows are known again: give position_ids"
+            f"the cache holds {past_length} positions after which the next one is not known (an "
+            "image has more entries than positions): it is where this model has put them there, "
+            "the cache shows its keys, and it ends in text behind its images and padding; give "
+            "position_ids; for peft's prefix tuning, which drops them, use prompt tuning or LoRA"
         )
     # Layers may stand on several devices.
     follows_B1 = known.next_position + (past_length - known.anchor)
     return torch.where(is_same.to(follows_B1.device), follows_B1.T, -1).amax(dim=1, keepdim=True)
 
 
-def _same_rows(cache: Cache | None, known: CachedRows, length: int) -> Tensor | None:
-    """``(B, known rows)`` bool, which rows of the cache are which of the known; ``None`` if it does
-    not show its keys."""
-    keys = None if cache is None else _keys_before(cache, known.anchor, length)
+def _same_rows(cache: Cache, known: CachedRows, length: int) -> Tensor | None:
+    """``(B, known rows)`` bool, which rows are which; ``None`` if the cache shows no keys."""
+    keys = _keys_before(cache, known.anchor, length)
     if keys is None or known.anchor_keys is None:
         return None
     if keys.shape[1] != known.anchor_keys.shape[1]:
         return keys.new_zeros((len(keys), len(known.anchor_keys)), dtype=torch.bool)
     return (keys[:, None] == known.anchor_keys.to(keys.device)).all(dim=-1)
-
-
-def holds_images(cache: Cache | None, past_length: int) -> bool:
-    """Whether images are known to be in the cache: generate's positions count them too long."""
-    images_B = images_up_to(cache, past_length) if past_length else None
-    return images_B is not None and bool(images_B.any())
 
 
 def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
@@ -218,49 +151,35 @@ def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor
         )
 
 
-def possible_numbers(
-    images: Tensor | None, cache: Cache | None, past_length: int, is_drawing: bool
-) -> list[tuple[int, int]] | int | None:
-    """How many images whole rows may hold, and how many of them may come after the cache.
-
-    The given images are those of the whole rows or of what follows the cache; once a token was
-    drawn they are in it.
-    """
-    given = 0 if images is None else len(images)
-    if not past_length:
-        return given
-    images_B = images_up_to(cache, past_length)
-    if images_B is None:
-        return None
-    in_cache = int(images_B.sum())
-    if is_drawing:
-        return [(in_cache, 0)]
-    return [(given, given - in_cache), (in_cache + given, given)]
-
-
 @dataclass(eq=False)
 class GrownPrompt:
-    """A prompt that ``generate`` answers: grown once, and what every drawn token needs of it.
+    """A prompt that ``generate`` answers, grown once. Beams and several answers change places only
+    among copies of one row, so nothing here follows them; what counts is on the host."""
 
-    Beams and several answers change places only among copies of one row, so nothing here follows
-    them. Everything that counts is on the host.
-
-    Attributes:
-        input_ids: ``(B, L)`` as given, by which the prompt is known again.
-        rows: The same, grown.
-        position_ids: ``(B, L)`` or ``None``, as given with the prompt. In some releases generate
-            hands over those of new ids alone from then on.
-        passes: How often inputs were made for a pass of ``forward`` over it or what follows it.
-    """
-
-    input_ids: Tensor
+    input_ids: Tensor  # (B, L) as given, by which the prompt is known again
     rows: GrownRows
-    position_ids: Tensor | None = None
-    passes: int = 0
+    position_ids: Tensor | None = None  # as given; some releases then hand over those of new ids
+    passes: int = 0  # how often inputs were made
 
     @property
     def length(self) -> int:
         return self.rows.input_ids.shape[1]
+
+    def repeated(self, times: int, input_ids: Tensor) -> "GrownPrompt":
+        """Each row so often; ``input_ids`` are so already."""
+
+        def repeat(value: Any) -> Any:
+            return value.repeat_interleave(times, dim=0) if isinstance(value, Tensor) else value
+
+        rows = GrownRows(*map(repeat, self.rows))
+        return GrownPrompt(input_ids, rows, repeat(self.position_ids))
+
+    def count_images(self, begin_id: int, past_length: int, number: int) -> list[int]:
+        """Of each row: all, or where ``number`` is less, those that are not in the cache."""
+        is_begin = (self.rows.input_ids == begin_id) & self.rows.image_mask
+        if int(is_begin.sum()) != number:
+            is_begin = is_begin[:, past_length:]
+        return is_begin.sum(dim=1).tolist()
 
     def num_drawn(self, input_ids: Tensor) -> int:
         return input_ids.shape[1] - self.input_ids.shape[1]

@@ -40,10 +40,8 @@ class _PlainSubclasses:
 class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
     """A layer that recomputes its activations in backward when checkpointing is enabled.
 
-    Subclasses define ``layer_forward(hidden, *rest)``, called with positional arguments only.
-    What the checkpointing function receives is that bound method, so that frameworks find the
-    layer as its ``__self__``, and the hidden states first. The layer's own hooks stay outside the
-    recomputation, its submodules' hooks inside.
+    Subclasses define ``layer_forward(hidden, *rest)``. The checkpointing function receives a bound
+    method, so that frameworks find the layer as its ``__self__``, and the hidden states first.
 
     It is a ``GradientCheckpointingLayer`` because transformers counts those for
     ``every_n_layers``; that class's own wrapping (of ``__call__``, from 5.23 on of ``forward``)
@@ -83,10 +81,7 @@ class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
 
 @contextmanager
 def frozen_parameters_held(layer: nn.Module):
-    """Keep the frozen parameters of ``layer`` gathered after a recomputation under ZeRO-3.
-
-    Does nothing outside a backward pass, and nothing to parameters that ZeRO-3 does not shard.
-    """
+    """Keep the frozen ZeRO-3 parameters of ``layer`` gathered after a recomputation in backward."""
     modules = list(layer.modules()) if _in_backward() else []
     owners = _frozen_zero3_parameters(modules)
     for parameter in owners:

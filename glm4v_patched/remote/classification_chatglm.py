@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .cached_rows import cached_length
-from .keywords import CACHE, named_cache, one_cache, wants_dict
+from .keywords import CACHE, named_cache, wants_dict
 from .sharding import refuse_split_model
 
 # Shapes: B rows, L length as given, R length of the grown rows, D width.
@@ -33,13 +33,9 @@ class ScoresRows(nn.Module):
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         return_dict: bool | None = None,
-        image_features: Tensor | None = None,
         cache: Cache | None = None,
-        **attention_kwargs,
+        **options,
     ) -> SequenceClassifierOutputWithPast | tuple:
         """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
 
@@ -48,20 +44,15 @@ class ScoresRows(nn.Module):
                 that it ends with, as in transformers' own models; a single one need not, where
                 ``config.pad_token_id`` is None.
             labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
-                at once. What loss they are for ``config.problem_type`` says, or their dtype.
+                at once, by ``config.problem_type`` or their dtype.
 
         Returns:
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
-
-        Raises:
-            ValueError: packed rows, which hold several samples; several rows with neither a mask
-                nor a ``config.pad_token_id``.
         """
         if self.training:
             refuse_split_model(self)
-        past_key_values = one_cache(past_key_values, cache)
-        attention_mask, past_key_values, images = self.transformer._by_name(
-            attention_mask, past_key_values, images
+        attention_mask, past_key_values, images = self.transformer._by_place(
+            attention_mask, past_key_values, cache, images
         )
         if attention_mask is None and input_ids is not None:
             attention_mask = self._mask_of_ends(input_ids, cached_length(past_key_values))
@@ -73,12 +64,8 @@ class ScoresRows(nn.Module):
             inputs_embeds=inputs_embeds,
             pixel_values=pixel_values,
             images=images,
-            image_features=image_features,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
             return_dict=True,
-            **attention_kwargs,
+            **options,
         )
         if attention_mask is not None and output.attention_mask is None:
             raise ValueError(
@@ -123,10 +110,5 @@ class ScoresRows(nn.Module):
         columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
         if attention_mask is None:
             return columns[:, -1]
-        if attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
-                "last token, which a mask (rows, ids) says"
-            )
         is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
         return columns.masked_fill(~is_token, 0).amax(dim=1)

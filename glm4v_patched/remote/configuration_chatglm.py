@@ -1,8 +1,7 @@
 """Configuration of glm-4v, with the field names of the published ``config.json``.
 
-The defaults are the published 9B model. Fields that exist in the format but that no glm-4v
-checkpoint sets otherwise are accepted at their one supported value and refused at any other,
-because a silently ignored field would mean silently different numbers.
+Fields that every glm-4v checkpoint has at one value are refused at another: a field that is ignored
+in silence would mean other numbers in silence.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -16,18 +15,12 @@ from transformers.utils import find_adapter_config_file, is_peft_available, logg
 
 OLDEST_TRANSFORMERS = "4.57.6"
 FIRST_UNTESTED_TRANSFORMERS = "5.25"
-
-
 # 5.1.0's Trainer does not hand a model to DeepSpeed.
 TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},!=5.1.0,<{FIRST_UNTESTED_TRANSFORMERS}"
 
 
 def check_transformers(found: str) -> None:
-    """Warn of a version that is not among those this code is tested on.
-
-    Raises:
-        ImportError: it is older than all of them.
-    """
+    """Warn of a version that this code is not tested on; ``ImportError`` if it is too old."""
     what = f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {found}"
     if Version(found) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
@@ -53,10 +46,7 @@ FETCHED_QUANTISERS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nv
 
 
 def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
-    """Raise ``ValueError`` for a name in a file by which transformers fetches code of others.
-
-    Whoever loads a model may give such a name to ``from_pretrained``; a folder may not.
-    """
+    """Raise ``ValueError`` for a name in a file by which transformers fetches code of others."""
     for key, value in values.items():
         fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
         fetches |= key == "quant_method" and value in FETCHED_QUANTISERS
@@ -91,15 +81,8 @@ def fault_of_adapters() -> str | None:
 
 
 def check_adapters(name_or_path, options: dict, are_adapters: bool = False) -> None:
-    """Before weights are read, for adapters that this transformers cannot load by itself.
-
-    Args:
-        options: Of ``from_pretrained``.
-        are_adapters: Whether that is known already.
-
-    Raises:
-        ImportError: ``name_or_path`` holds such adapters.
-    """
+    """Raise ``ImportError``, before weights are read, for adapters that this transformers cannot
+    load by itself: ``name_or_path``, or what these ``options`` of ``from_pretrained`` name."""
     if (fault := fault_of_adapters()) is None:
         return
     adapters = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
@@ -131,15 +114,13 @@ AUTO_MAP = {
 
 
 def _auto_map(given: dict | None) -> dict:
-    """Ours, as ``repository--module.Class`` where it was read from weights without code.
-
-    The published code has a config class of the same name; its models are told apart.
-    """
+    """Ours, as ``repository--module.Class`` where it was read from weights without code."""
     elsewhere = {
         name: value
         for name, value in (given or {}).items()
         if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
     }
+    # The published code has a config class of the same name; its models are told apart.
     return AUTO_MAP | (elsewhere if elsewhere.keys() - {"AutoConfig"} else {})
 
 
@@ -172,15 +153,8 @@ class EVA2CLIPVisionConfig:
                 f"{self.image_size} in patches of {self.patch_size} makes {self.num_patches} "
                 f"patches and one class position: set num_positions to {self.num_patches + 1}"
             )
-        if self.num_image_tokens < 1:
-            raise ValueError(
-                f"vision_config: image_size {self.image_size} is less than two patches of "
-                f"{self.patch_size}; an image needs at least 2 x 2 patches"
-            )
         if self.dropout_prob:
-            raise ValueError(
-                f"vision_config: dropout_prob is {self.dropout_prob}; only 0.0 is supported"
-            )
+            raise ValueError(f"vision_config: dropout_prob {self.dropout_prob} is not supported")
 
     @classmethod
     def from_dict(cls, values: dict) -> "EVA2CLIPVisionConfig":
@@ -198,25 +172,64 @@ class EVA2CLIPVisionConfig:
         return (self.image_size // self.patch_size // 2) ** 2
 
 
+# Fields of the published file at the one value that is computed: that of every checkpoint.
+ONLY = {
+    "multi_query_attention": True,
+    "original_rope": True,
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "apply_residual_connection_post_layernorm": False,
+    "fp32_residual_connection": False,
+    "hidden_dropout": 0.0,
+    "pre_seq_len": None,
+    "tie_word_embeddings": False,
+}
+# All fields but ``vision_config`` and ``image_token_id``, with the values of glm-4v-9b.
+DEFAULTS = ONLY | {
+    "num_layers": 40,
+    "padded_vocab_size": 151552,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 13696,
+    "kv_channels": 128,
+    "num_attention_heads": 32,
+    "multi_query_group_num": 2,
+    "seq_length": 8192,
+    "rope_ratio": 1,
+    "layernorm_epsilon": 1.5625e-07,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_query_key_layer_scaling": True,
+    "attention_softmax_in_fp32": True,
+    "attention_dropout": 0.0,
+    "bias_dropout_fusion": True,
+    "use_cache": True,
+    "boi_token_id": 151339,
+    "eoi_token_id": 151340,
+    "bos_token_id": None,
+    "pad_token_id": 151329,
+    "eos_token_id": (151329, 151336, 151338),
+    "initializer_range": 0.02,
+    "rope_in_fp32": False,
+    "skip_logits": False,
+    "loss_chunk_size": 1024,
+}
+# transformers 4 puts these on every config, with values of its own, and 5 on none.
+OF_EVERY_CONFIG = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
+
+
 class ChatGLMConfig(PretrainedConfig):
     """Configuration of :class:`GLM4VForCausalLM`; ``ChatGLMConfig()`` is glm-4v-9b.
 
-    Fields not in the published file:
+    Fields are those of :data:`DEFAULTS`. Those not in the published file:
 
     Args:
         rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype as
             the published code does, which is what the weights were trained with.
-        skip_logits: In training, when labels are given, compute only the loss: the logits of the
-            supervised positions in chunks, never ``[batch, length, vocabulary]``. The output's
-            ``logits`` is then ``None``. Off by default because callers may read the logits.
-        loss_chunk_size: Supervised positions a chunk when ``skip_logits`` is on.
+        skip_logits: In training, when labels are given, compute only the loss, in chunks of
+            ``loss_chunk_size`` supervised positions; the output's ``logits`` is then ``None``.
         initializer_range: Standard deviation of new weights.
         image_token_id: What fills an image's positions in the rows of our processor, for trainers
-            that count them; the model reads any id there. ``None`` for a vocabulary too small for
-            glm-4v-9b's.
-
-    Raises:
-        ValueError: a field at a value that this code does not compute.
+            that count them; the model reads any id there. ``None`` for too small a vocabulary.
     """
 
     model_type = "chatglm"
@@ -232,106 +245,27 @@ class ChatGLMConfig(PretrainedConfig):
     }
     _auto_class = "AutoConfig"
 
-    def __init__(
-        self,
-        num_layers=40,
-        padded_vocab_size=151552,
-        hidden_size=4096,
-        ffn_hidden_size=13696,
-        kv_channels=128,
-        num_attention_heads=32,
-        multi_query_attention=True,
-        multi_query_group_num=2,
-        seq_length=8192,
-        rope_ratio=1,
-        original_rope=True,
-        layernorm_epsilon=1.5625e-07,
-        rmsnorm=True,
-        post_layer_norm=True,
-        add_bias_linear=False,
-        add_qkv_bias=True,
-        apply_query_key_layer_scaling=True,
-        attention_softmax_in_fp32=True,
-        apply_residual_connection_post_layernorm=False,
-        fp32_residual_connection=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=True,
-        use_cache=True,
-        pad_token_id=151329,
-        eos_token_id=(151329, 151336, 151338),
-        boi_token_id=151339,
-        eoi_token_id=151340,
-        vision_config=None,
-        image_token_id=None,
-        bos_token_id=None,
-        pre_seq_len=None,
-        initializer_range=0.02,
-        rope_in_fp32=False,
-        skip_logits=False,
-        loss_chunk_size=1024,
-        tie_word_embeddings=False,
-        **kwargs,
-    ):
-        self.num_layers = num_layers
-        self.padded_vocab_size = padded_vocab_size
-        self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
-        self.kv_channels = kv_channels
-        self.num_attention_heads = num_attention_heads
-        self.multi_query_attention = multi_query_attention
-        self.multi_query_group_num = multi_query_group_num
-        self.seq_length = seq_length
-        self.rope_ratio = rope_ratio
-        self.original_rope = original_rope
-        self.layernorm_epsilon = layernorm_epsilon
-        self.rmsnorm = rmsnorm
-        self.post_layer_norm = post_layer_norm
-        self.add_bias_linear = add_bias_linear
-        self.add_qkv_bias = add_qkv_bias
-        self.apply_query_key_layer_scaling = apply_query_key_layer_scaling
-        self.attention_softmax_in_fp32 = attention_softmax_in_fp32
-        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        self.fp32_residual_connection = fp32_residual_connection
-        self.hidden_dropout = hidden_dropout
-        self.attention_dropout = attention_dropout
-        self.bias_dropout_fusion = bias_dropout_fusion
-        self.use_cache = use_cache
-        self.boi_token_id = boi_token_id
-        self.eoi_token_id = eoi_token_id
-        if image_token_id is None and padded_vocab_size > IMAGE_TOKEN_ID:
+    def __init__(self, vision_config=None, image_token_id=None, **kwargs):
+        values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
+        if isinstance(values["eos_token_id"], tuple):
+            values["eos_token_id"] = [*values["eos_token_id"]]
+        for name, value in values.items():
+            setattr(self, name, value)
+        if image_token_id is None and self.padded_vocab_size > IMAGE_TOKEN_ID:
             image_token_id = IMAGE_TOKEN_ID
         self.image_token_id = image_token_id
-        self.pre_seq_len = pre_seq_len
-        self.initializer_range = initializer_range
-        self.rope_in_fp32 = rope_in_fp32
-        self.skip_logits = skip_logits
-        self.loss_chunk_size = loss_chunk_size
         # A plain dict, as in the published file: vLLM and others index it.
         self.vision_config = asdict(EVA2CLIPVisionConfig()) | dict(vision_config or {})
-        self._refuse_unsupported(tie_word_embeddings)
+        self._refuse_unsupported()
         kwargs["auto_map"] = _auto_map(kwargs.get("auto_map"))
-        of_format = {
-            "bos_token_id": bos_token_id,
-            "pad_token_id": pad_token_id,
-            "eos_token_id": [*eos_token_id] if isinstance(eos_token_id, tuple) else eos_token_id,
-            "tie_word_embeddings": tie_word_embeddings,
-        }
-        super().__init__(**of_format, **kwargs)
-        # transformers 5 no longer keeps these on every config; ours are part of the format.
-        for name, value in of_format.items():
-            setattr(self, name, value)
+        super().__init__(**kwargs)
+        for name in OF_EVERY_CONFIG:
+            setattr(self, name, values[name])
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ChatGLMConfig":
-        """``config`` as an object of this class; the same object if it is one.
-
-        Others have classes of their own for the fields of the published file: its code, and vLLM,
-        which registers one for the whole process.
-
-        Raises:
-            ValueError: it is not that of a glm-4v, or a field has a value that is not computed.
-        """
+        """``config``, which may be of a class of others (the published code's, or vLLM's, which is
+        registered for the whole process), as an object of this class; itself if it is one."""
         if isinstance(config, cls):
             return config
         values = config.to_dict()
@@ -351,26 +285,18 @@ class ChatGLMConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """As transformers', of what a folder or a repository says.
-
-        Raises:
-            ValueError: it names an implementation of attention, or of something else, that is none
-                of transformers' own: transformers would fetch and run the repository of that name.
-        """
+        """As transformers'; ``ValueError`` for names by which it would fetch and run code."""
         refuse_fetched_code(config_dict)
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
-        """As usual; what is saved has the code beside it, wherever this one's came from.
-
-        peft looks here, and not at the attributes, for the number of key-value heads.
-        """
+        """As usual; what is saved has the code beside it, wherever this one's came from."""
+        # peft looks here, and not at the attributes.
         heads = {"num_key_value_heads": self.multi_query_group_num}
         return super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
 
     def to_diff_dict(self) -> dict:
-        """What is saved: without what follows from the published fields, as other readers know
-        the file."""
+        """What is saved: without what follows from the published fields."""
         values = super().to_diff_dict()
         values.pop("num_key_value_heads", None)
         absent = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}
@@ -386,28 +312,13 @@ class ChatGLMConfig(PretrainedConfig):
         """``vision_config``, checked and with attribute access."""
         return EVA2CLIPVisionConfig.from_dict(self.vision_config)
 
-    def _refuse_unsupported(self, tie_word_embeddings: bool) -> None:
-        only = {
-            "multi_query_attention": True,
-            "original_rope": True,
-            "rmsnorm": True,
-            "post_layer_norm": True,
-            "apply_residual_connection_post_layernorm": False,
-            "fp32_residual_connection": False,
-            "hidden_dropout": 0.0,
-            "pre_seq_len": None,
-        }
-        for name, value in only.items():
+    def _refuse_unsupported(self) -> None:
+        for name, value in ONLY.items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not supported; every glm-4v checkpoint "
                     f"has {value!r}"
                 )
-        if tie_word_embeddings:
-            raise ValueError(
-                "tie_word_embeddings=True is not supported: a glm-4v has two separate tables "
-                "(word_embeddings and output_layer)"
-            )
         if self.num_attention_heads % self.multi_query_group_num:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "

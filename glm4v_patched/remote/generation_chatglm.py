@@ -4,7 +4,7 @@
 token needs nothing from the rows before it (cached_rows.py).
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,14 @@ from .cached_rows import (
     GrownPrompt,
     cached_length,
     check_room,
-    holds_images,
-    images_up_to,
     is_static,
-    possible_numbers,
+    known_rows,
     remember_drawn,
     room_of,
 )
 from .configuration_chatglm import ChatGLMConfig
-from .image_checks import check_position
-from .image_layout import GivenRows, GrownRows, count_images, grow_rows, unmask_images
+from .image_checks import GivenRows, check_position
+from .image_layout import GrownRows, grow_rows, unmask_images
 from .keywords import (
     CACHE,
     EMBEDS_ARE_CUT,
@@ -47,10 +45,9 @@ COMPILES_NO_STEPS = ("cpu",)  # by itself
 
 
 class ChatGLMGenerationMixin(GenerationMixin):
-    """For a model whose decoder is its ``transformer``.
+    """For a model whose decoder is its ``transformer``."""
 
-    transformers looks for its own mixin's name in the names of a class's bases.
-    """
+    # transformers looks for its own mixin's name in the names of a class's bases.
 
     config: ChatGLMConfig
     transformer: Any
@@ -60,16 +57,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def load_custom_generate(
         self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs
     ):
-        """As usual, for a caller who says that the code is trusted.
-
-        transformers 4.57 runs ``custom_generate/generate.py`` of any folder, unasked.
-
-        Raises:
-            OSError: the caller does not; for ``from_pretrained`` this is a folder without.
-        """
+        """As usual, for a caller who says that the code is trusted."""
         where = pretrained_model_name_or_path
-        if not trust_remote_code:
-            raise OSError(
+        if not trust_remote_code:  # transformers 4.57 runs it, unasked
+            raise OSError(  # which is for from_pretrained a folder without
                 f"custom_generate of {where} is code: pass trust_remote_code=True to run it"
             )
         return super().load_custom_generate(where, trust_remote_code=True, **kwargs)
@@ -90,13 +81,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
     ) -> dict:
         """What ``forward`` needs for the part of the rows that is not in the cache yet.
 
-        ``generate`` counts ids as given; the cache counts positions. Rows are therefore grown
-        here, and cut after what the cache holds. ``prompt_length`` counts ids as given, too.
-
-        Args:
-            grown_prompt: Of :meth:`_expand_inputs_for_generation`. Once its prompt is in the cache
-                a drawn token needs no more of the rows: nothing is grown, nothing waits for the
-                device, and with a static cache every step has the same shapes.
+        Rows are grown here, and cut after what the cache holds; ``prompt_length`` counts ids as
+        given. Once a ``grown_prompt`` is in the cache, for a drawn token nothing is grown, nothing
+        waits for the device, and with a static cache every step has the same shapes.
         """
         check_generate()
         cache = one_cache(past_key_values, cache)
@@ -104,7 +91,12 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if grown_prompt is not None:
             grown_prompt.passes += 1
             if grown_prompt.passes > 1 and cache is None and more.get("use_cache"):
-                _refuse_without_cache(grown_prompt.num_drawn(input_ids))
+                refuse(
+                    f"generate has drawn {grown_prompt.num_drawn(input_ids)} tokens with "
+                    "use_cache=True and handed over no cache, without which every token takes a "
+                    "pass over the whole rows: give use_cache=False if that is wanted, or the "
+                    f"cache as {CACHE}"
+                )
             num_new = 0 if inputs_embeds is not None else grown_prompt.num_new(input_ids, cache)
             if num_new and cache is not None:
                 return more | self._inputs_of_drawn(grown_prompt, input_ids, cache, num_new)
@@ -126,11 +118,18 @@ class ChatGLMGenerationMixin(GenerationMixin):
         new = 1
         # Until a token is drawn there are no ids, unless they are given beside embeddings.
         if is_first or past_length == 0 or given.input_ids.shape[1] == 0:
-            new = _not_cached_yet(inputs_embeds, past_length)
+            # As everywhere in transformers, they are whole rows.
+            new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
+            if new < 1:
+                raise ValueError(
+                    f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
+                    f"{past_length} already: give generate the embeddings of whole rows"
+                )
             inputs |= images | {"inputs_embeds": inputs_embeds[:, -new:]}
         else:
             inputs["input_ids"] = given.input_ids[:, -new:]
-        if given.position_ids is not None and not holds_images(cache, past_length):
+        # generate counts the positions of images that are cached one by one.
+        if given.position_ids is not None and known_rows(cache, past_length) is None:
             inputs["position_ids"] = given.position_ids[:, -new:]
         return inputs
 
@@ -143,7 +142,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         else:
             if grown_prompt is not None:
                 given = given._replace(position_ids=grown_prompt.position_ids)
-            rows = self._grow_whole_rows(given, images, cache, past_length, prompt_length)
+            rows = self._grow_whole_rows(given, images, past_length, prompt_length)
         length = rows.input_ids.shape[1]
         # A cache may hold more than the rows: peft's virtual tokens have no ids.
         first = min(past_length, length - 1)
@@ -160,17 +159,15 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return inputs
 
     def _grow_whole_rows(
-        self, given: GivenRows, images, cache, past_length: int, prompt_length
+        self, given: GivenRows, images: Tensor | None, past_length: int, prompt_length: int | None
     ) -> GrownRows:
-        length = given.input_ids.shape[1]
         if given.attention_mask is None:
             # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
             # positions without a mask would say that rows are packed.
             given = given._replace(attention_mask=torch.ones_like(given.input_ids))
-        positions = _continued(given.position_ids, length)
+        positions = _continued(given.position_ids, given.input_ids.shape[1])
         given = given._replace(position_ids=positions, num_cached=past_length)
-        is_drawing = prompt_length is not None and length > prompt_length
-        num_images = possible_numbers(images, cache, past_length, is_drawing)
+        num_images = 0 if images is None else len(images)
         return grow_rows(given, self.transformer.image_format, num_images, prompt_length)
 
     def _inputs_of_drawn(
@@ -202,7 +199,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return inputs
 
     def _length_with_drawn(self, prompt: GrownPrompt, cache: Cache, num_drawn: int) -> int:
-        """Raises ``ValueError`` where there is no position or no room left for the last of them."""
         length = prompt.length + num_drawn
         check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
         check_room(cache, length)
@@ -211,16 +207,11 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def advance_drawn_inputs(
         self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: GrownPrompt, num_drawn: int
     ) -> bool:
-        """Make the inputs of the drawn id before it those of this one, in place, for a loop that
-        has no whole rows at hand. Nothing is made that is alike in every step.
+        """Make the inputs of the drawn id before it, of :meth:`prepare_inputs_for_generation`,
+        those of this one, in place; if that is not possible, nothing changes and it is False.
 
         Args:
-            inputs: Of :meth:`prepare_inputs_for_generation`; their tensors change.
             num_drawn: Ids drawn so far, this one included.
-
-        Returns:
-            Whether that was possible; if not, nothing has changed, and
-            :meth:`prepare_inputs_for_generation` makes them.
         """
         cache, mask = inputs[CACHE], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
@@ -242,11 +233,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     @overrides_generation(since="4.57")
     def _get_logits_processor(self, generation_config, *arguments, **options):
-        if not arguments:
-            # Continuous batching names none; its graphs cannot copy the ids from the host.
-            options.setdefault("device", self.device)
-        # generate names that of its ids: that of weights that are offloaded holds no numbers.
-        device = options.get("device", self.device)
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
@@ -256,13 +242,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
         # of the config for one of the same class that it is given.
         given = generation_config.suppress_tokens
         if given is None or len(given):
-            processors.insert(
-                0, SuppressTokensLogitsProcessor(self._image_ids(), device=str(device))
-            )
-        for processor in processors:
-            if isinstance(processor, SuppressTokensLogitsProcessor):
-                # It looks at the last dimension alone; continuous batching would warn.
-                processor.supports_continuous_batching = True
+            # generate names that of its ids: that of weights that are offloaded holds no numbers.
+            device = str(options.get("device", self.device))
+            processors.insert(0, SuppressTokensLogitsProcessor(self._image_ids(), device=device))
         return processors
 
     @overrides_generation(since="5.2")
@@ -278,11 +260,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
     ):
-        """Repeat rows for beams or several answers, with each row's images kept together.
-
-        Also notes where the prompt ends, unless ``prompt_length`` is given, as it is to a model
-        that assists another one. Raises ``ValueError`` for ``image_features``.
-        """
+        """Repeat rows for beams or several answers, with each row's images kept together."""
         if model_kwargs.get(OLD_CACHE) is not None:
             refuse(
                 f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
@@ -295,25 +273,22 @@ class ChatGLMGenerationMixin(GenerationMixin):
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )
-        if images is not None and expand_size > 1:
-            ids, embeds = input_ids, model_kwargs.get("inputs_embeds")
-            if embeds is not None:
-                ids = self.transformer._ids_of(embeds, len(images))
-            counts = count_images(ids, self.transformer.image_format, len(images))
-            past_length = cached_length(cache := model_kwargs.get(CACHE))
-            in_cache_B = images_up_to(cache, past_length) if past_length else None
-            if sum(counts) != len(images) and in_cache_B is not None:
-                # Those of what follows the cache, which has been repeated already.
-                there = in_cache_B.tolist()[:: len(in_cache_B) // len(counts) or 1]
-                counts = [max(of_row - t, 0) for of_row, t in zip(counts, there, strict=False)]
-            if sum(counts) != len(images):
-                raise ValueError(
-                    f"{len(images)} images were given for {sum(counts)} begin-of-image ids in "
-                    "input_ids: give one image for each, in the order of their ids"
-                )
-            images = torch.cat(
-                [of_row.repeat(expand_size, 1, 1, 1) for of_row in images.split(counts)]
-            )
+        embeds = model_kwargs.get("inputs_embeds")
+        if input_ids is not None and model_kwargs.get("prompt_length") is None:
+            # Called once, before the first token is drawn; given to who assists another model.
+            model_kwargs["prompt_length"] = input_ids.shape[1]
+        prompt = None
+        if embeds is None and input_ids is not None:
+            prompt = self._grown_prompt(input_ids, images, model_kwargs)
+        elif images is not None and expand_size > 1:
+            ids = self.transformer._ids_of(embeds, len(images))
+            prompt = self._grown_prompt(ids, images, model_kwargs | {"prompt_length": None})
+        if images is not None and prompt is not None and expand_size > 1:
+            past_length = cached_length(model_kwargs.get(CACHE))
+            counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
+            if sum(counts) == len(images):  # else none is needed: all are in the cache
+                of_rows = images.split(counts)
+                images = torch.cat([of_row.repeat(expand_size, 1, 1, 1) for of_row in of_rows])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
             expand_size=expand_size,
             is_encoder_decoder=is_encoder_decoder,
@@ -322,20 +297,20 @@ class ChatGLMGenerationMixin(GenerationMixin):
         )
         if images is not None:
             model_kwargs["pixel_values"] = images
-        if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # Called once, before the first token is drawn.
-            model_kwargs["prompt_length"] = input_ids.shape[1]
-        if input_ids is not None and model_kwargs.get("inputs_embeds") is None:
-            model_kwargs["grown_prompt"] = self._grown_prompt(input_ids, images, model_kwargs)
+        if prompt is not None and embeds is None:
+            model_kwargs["grown_prompt"] = prompt.repeated(expand_size, input_ids)
         return input_ids, model_kwargs
 
     def _grown_prompt(
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> GrownPrompt:
-        cache = model_kwargs.get(CACHE)
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-        given, prompt_length = GivenRows(input_ids, mask, positions), model_kwargs["prompt_length"]
-        rows = self._grow_whole_rows(given, images, cache, cached_length(cache), prompt_length)
+        past_length, prompt_length = (
+            cached_length(model_kwargs.get(CACHE)),
+            model_kwargs["prompt_length"],
+        )
+        given = GivenRows(input_ids, mask, positions)
+        rows = self._grow_whole_rows(given, images, past_length, prompt_length)
         if rows.has_padding:
             assert rows.attention_mask is not None
             if ends := (rows.attention_mask[:, -1] == 0).nonzero().flatten().tolist():
@@ -345,26 +320,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
                 )
         return GrownPrompt(input_ids, rows, positions)
 
-    def generate_batch(self, inputs, *args, **kwargs):
-        """transformers' continuous batching, of rows of ids without pictures.
-
-        Raises:
-            ValueError: a row has a picture. transformers (5.24) hands on ids alone, counts
-                positions by place, and takes rows with equal ids for equal.
-        """
-        begin = self.transformer.image_format.begin_id
-        for number, row in enumerate(inputs, start=1):
-            if begin in row:
-                raise ValueError(
-                    f"row {number} of {len(inputs)} has a picture (id {begin}), which continuous "
-                    "batching of transformers cannot hand on: answer such rows with generate(), "
-                    "padded on the left"
-                )
-        implementation = self.config._attn_implementation
-        try:
-            return super().generate_batch(inputs, *args, **kwargs)
-        finally:  # transformers 5.8 leaves that of its paged cache
-            self.config._attn_implementation = implementation
+    def generate_batch(self, *args, **kwargs):
+        """Raises ``ValueError``: transformers' continuous batching hands on ids alone, without
+        pictures, counts positions by place, and takes rows with equal ids for equal."""
+        raise ValueError(
+            "continuous batching of transformers hands on no pictures: answer with generate(), "
+            "rows padded on the left"
+        )
 
     @overrides_generation(since="4.57")
     def _prepare_cache_for_generation(
@@ -389,8 +351,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     @overrides_generation(since="4.57")
     def _get_candidate_generator(self, generation_config, **given):
-        """Candidates that end before the longest answer does: those of prompt lookup go on, and
-        what is verified needs positions."""
+        # Those of prompt lookup go on behind the longest answer, and verifying needs positions.
         generator = super()._get_candidate_generator(  # type: ignore[misc]
             generation_config, **given
         )
@@ -406,26 +367,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
         generator.get_candidates = within_length  # type: ignore[method-assign]
         return generator
-
-
-def _refuse_without_cache(num_drawn: int) -> NoReturn:
-    refuse(
-        f"generate has drawn {num_drawn} tokens with use_cache=True and handed over no cache, "
-        "without which every token takes a pass over the whole rows: give use_cache=False if that "
-        f"is wanted, or the cache as {CACHE}"
-    )
-
-
-def _not_cached_yet(inputs_embeds: Tensor, past_length: int) -> int:
-    """How many of the embeddings are new: as everywhere in transformers, they are whole rows."""
-    new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
-    if new < 1:
-        raise ValueError(
-            f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
-            f"{past_length} already: give generate the embeddings of whole rows, those in the "
-            "cache included"
-        )
-    return new
 
 
 def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:

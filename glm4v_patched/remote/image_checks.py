@@ -3,7 +3,6 @@
 What can be wrong is counted on the device and comes to the host in one transfer.
 """
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -22,184 +21,186 @@ class ImageFormat(NamedTuple):
     max_positions: int
 
 
-def check_shapes(input_ids, attention_mask, position_ids, labels, past_length) -> None:
-    if input_ids.ndim != 2 or not input_ids.numel():
+class GivenRows(NamedTuple):
+    """Rows of either form, and what comes with each of their ids.
+
+    Attributes:
+        input_ids: ``(B, L)`` int64.
+        attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for grown rows.
+        position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
+            with an image's positions shared, or one more for every position (what a collator
+            makes that knows nothing of images). Where they restart at 0 a new sample of a packed
+            row begins; a mask of ones beside them says nothing and is left out.
+        labels: ``(B, L)`` int64.
+        label_after: ``(B, 1)`` int64, the label of what follows the last id, if there is one.
+        past_length: ``P``, positions already in the cache.
+        next_position: ``(B, 1)``, the position that follows the cache, -1 where it is not known;
+            default ``past_length``.
+        num_cached: How many of these rows' own grown positions a cache holds.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    labels: Tensor | None = None
+    label_after: Tensor | None = None
+    past_length: int = 0
+    next_position: Tensor | None = None
+    num_cached: int = 0
+
+
+def check_shapes(given: GivenRows) -> None:
+    """Raise ``ValueError`` for inputs of other shapes than the ids."""
+    if given.input_ids.ndim != 2 or not given.input_ids.numel():
         raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)}: give at least one row with at least "
-            "one id, (rows, ids)"
+            f"input_ids has shape {tuple(given.input_ids.shape)}: give at least one row with at "
+            "least one id, (rows, ids)"
         )
-    rows, length = input_ids.shape
-    if attention_mask is not None and attention_mask.ndim == 2:
-        wanted = (rows, past_length + length)
-        if tuple(attention_mask.shape) != wanted:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)} but input_ids "
-                f"{(rows, length)} after {past_length} cached positions need {wanted}: give one "
-                "entry for every cached position and every id as given; rows with images are "
-                "grown inside, and the mask with them"
-            )
-    if position_ids is not None and (
-        position_ids.shape[-1] != length or position_ids.shape[0] not in (1, rows)
+    (rows, length), past_length = given.input_ids.shape, given.past_length
+    mask, wanted = given.attention_mask, (rows, past_length + length)
+    if mask is not None and mask.ndim == 2 and tuple(mask.shape) != wanted:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} but input_ids {(rows, length)} after "
+            f"{past_length} cached positions need {wanted}: give one entry for every cached "
+            "position and every id as given; rows with images are grown inside, with their mask"
+        )
+    for name, values, others in (
+        ("position_ids", given.position_ids, (1, length)),
+        ("labels", given.labels, (rows, length)),
     ):
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)} but input_ids {(rows, length)}: "
-            "give one position for every id"
-        )
-    if labels is not None and labels.shape != input_ids.shape:
-        raise ValueError(
-            f"labels has shape {tuple(labels.shape)} but input_ids {(rows, length)}: give one "
-            "label (or -100) for every id; rows with images are grown inside, and labels with them"
-        )
+        if values is not None and tuple(values.shape) not in ((rows, length), others):
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)} but input_ids {(rows, length)}: give one "
+                "for every id (a label of -100 where nothing is learned); rows with images grow "
+                "inside, with all of these"
+            )
 
 
-class Facts(NamedTuple):
-    """Numbers on the host, for all that is checked: one transfer from the device."""
+# What is counted only where it is given: labels, positions, a mask, a cache.
+OPTIONAL_FACTS = ["smallest_label", "largest_label", "labels_inside", "starts_inside"]
+OPTIONAL_FACTS += ["unknown_positions", "wrong_mask_values", "masked", "restarts", "steps_back"]
 
-    begins: int
-    ends: int
-    found: int
-    found_after_cache: int
-    misfit: int
-    smallest_id: int
-    largest_id: int
-    smallest_label: int
-    largest_label: int
-    labels_inside: int
-    last_position: int
-    unknown_positions: int
-    wrong_mask_values: int
-    masked: int
-    restarts: int
-    steps_back: int
-    starts_inside: int
-    images_end: int
-    length: int
-    shortest: int
-    plain_from: int
+
+def facts_on_host(facts: dict[str, Tensor]) -> dict[str, int]:
+    """All that is checked, with 0 for what is not there: one transfer from the device."""
+    numbers = torch.stack([fact.long() for fact in facts.values()]).tolist()
+    return dict.fromkeys(OPTIONAL_FACTS, 0) | dict(zip(facts, numbers, strict=True))
 
 
 def facts_in_graph(
-    facts: dict[str, Tensor],
-    input_ids: Tensor,
-    image_format: ImageFormat,
-    num_images: int | None,
-    allow_unpaired: bool,
-) -> Facts:
+    facts: dict[str, Tensor], length: int, image_format: ImageFormat, num_images: int
+) -> dict[str, int]:
     """What sound, grown rows have, asserted of these rows whenever the graph runs."""
-    length = input_ids.shape[1]
     last = image_format.vocab_size - 1
-    is_sound = (facts["misfit"] == 1) & (facts["length"] == length)
-    is_sound &= (facts["smallest_id"] >= 0) & (facts["largest_id"] <= last)
-    is_sound &= facts["last_position"] < image_format.max_positions
-    if not allow_unpaired:
-        is_sound &= (facts["begins"] == facts["found"]) & (facts["ends"] == facts["found"])
-    if num_images is not None:
-        is_sound &= facts["found"] == num_images
-    if "smallest_label" in facts:
-        is_sound &= (facts["smallest_label"] >= 0) & (facts["largest_label"] <= last)
-    faults = ("unknown_positions", "wrong_mask_values", "restarts", "steps_back", "starts_inside")
-    for name in faults:
+    wanted = {"begins": num_images, "ends": num_images, "found": num_images, "misfit": 1}
+    wanted |= {"length": length, "unknown_positions": 0, "wrong_mask_values": 0}
+    wanted |= {"restarts": 0, "steps_back": 0, "starts_inside": 0}
+    is_sound = facts["last_position"] < image_format.max_positions
+    for name, value in wanted.items():
         if name in facts:
-            is_sound &= facts[name] == 0
+            is_sound = is_sound & (facts[name] == value)
+    for kind in ("id", "label"):
+        if f"smallest_{kind}" in facts:
+            is_sound &= (facts[f"smallest_{kind}"] >= 0) & (facts[f"largest_{kind}"] <= last)
     torch._assert_async(
         is_sound,
         "these rows do not fit a compiled graph: they are in the three-id form (give grown rows, "
         "as this model's processor makes them), hold stray begin- or end-of-image ids, or have a "
         "fault that the same call without compilation names",
     )
-    images = num_images or 0
-    expected = dict.fromkeys(Facts._fields, 0)
-    expected |= {"begins": images, "ends": images, "found": images, "misfit": 1, "length": length}
     # How much of a mask is padding is not known, nor how far positions go.
-    expected |= {"shortest": length, "plain_from": length, "masked": int("masked" in facts)}
-    # Where the last image ends is not known: at the end of the rows, to be on the safe side.
-    return Facts(**(expected | {"images_end": length if images else 0}))
+    known = dict.fromkeys((*OPTIONAL_FACTS, *facts), 0) | wanted
+    return known | {"shortest": length, "plain_from": length, "masked": int("masked" in facts)}
 
 
-def fault_of_images(
-    facts: Facts, image_format: ImageFormat, num_images, allow_unpaired: bool
-) -> str | None:
-    """What is wrong with the images that were found, if anything."""
-    begins, ends, found = facts.begins, facts.ends, facts.found
-    if not allow_unpaired and not begins == ends == found:
-        return (
+def check_images(
+    facts: dict[str, int], image_format: ImageFormat, num_images: int, num_cached: int
+) -> None:
+    """Raise ``ValueError`` unless begin and end ids are those of the images that were given."""
+    begins, ends, found = facts["begins"], facts["ends"], facts["found"]
+    if not begins == ends == found:
+        raise ValueError(
             f"input_ids holds {begins} begin-of-image ids ({image_format.begin_id}) and {ends} "
             f"end-of-image ids ({image_format.end_id}), of which {found} pairs belong together: "
             "every begin needs its end later in the same row; was a row truncated inside an image?"
         )
-    if facts.misfit != 1:
-        return (
-            f"an image has {facts.misfit} ids between its begin and its end, but takes 1 (to be "
+    if facts["misfit"] != 1:
+        raise ValueError(
+            f"an image has {facts['misfit']} ids between its begin and its end, but takes 1 (to be "
             f"grown here) or {image_format.num_image_tokens} (grown already, at this model's "
             "image_size)"
         )
-    if not is_number(facts, num_images):
-        given = num_images if isinstance(num_images, int) else next(iter(num_images))[0]
-        return (
-            f"{given} images were given for {found} begin-of-image ids in input_ids: give one "
+    not_cached = facts["found_after_cache"]
+    # Those of whole rows, or of what follows the cache; if it holds all of them, none is looked at.
+    are_cached = num_cached > 0 and not not_cached and num_images <= found
+    if num_images not in (found, not_cached) and not are_cached:
+        raise ValueError(
+            f"{num_images} images were given for {found} begin-of-image ids in input_ids: give one "
             "image for each, in the order of their ids"
         )
-    return None
-
-
-def is_number(facts: Facts, num_images: int | Collection[tuple[int, int]] | None) -> bool:
-    if num_images is None or isinstance(num_images, int):
-        return num_images is None or num_images == facts.found
-    return (facts.found, facts.found_after_cache) in num_images
 
 
 def check_rows(
-    facts: Facts, padding_mask, image_format: ImageFormat, labels, past_length, num_items_in_batch
+    facts: dict[str, int],
+    given: GivenRows,
+    padding_mask: Tensor | None,
+    image_format: ImageFormat,
+    num_items_in_batch: Tensor | int | None,
 ) -> None:
     """Raise ``ValueError`` for rows that cannot be computed."""
-    offender = facts.smallest_id if facts.smallest_id < 0 else facts.largest_id
-    if not 0 <= offender < image_format.vocab_size:
-        raise ValueError(
-            f"input_ids holds id {offender}, but the vocabulary has {image_format.vocab_size} "
-            "entries: use the tokenizer of this model, or resize_token_embeddings"
-        )
-    offender = facts.smallest_label if facts.smallest_label < 0 else facts.largest_label
-    if not 0 <= offender < image_format.vocab_size:
-        raise ValueError(
-            f"labels holds {offender}, but the vocabulary has {image_format.vocab_size} entries: "
-            "give an id of the vocabulary, or -100 where nothing is learned"
-        )
-    if padding_mask is not None and facts.wrong_mask_values:
+    for kind, holds, cure in (
+        ("id", "input_ids holds id", "use the tokenizer of this model, or resize_token_embeddings"),
+        ("label", "labels holds", "give an id of the vocabulary, or -100 where nothing is learned"),
+    ):
+        smallest, largest = facts[f"smallest_{kind}"], facts[f"largest_{kind}"]
+        offender = smallest if smallest < 0 else largest
+        if not 0 <= offender < image_format.vocab_size:
+            raise ValueError(
+                f"{holds} {offender}, but the vocabulary has {image_format.vocab_size} entries: "
+                f"{cure}"
+            )
+    if padding_mask is not None and facts["wrong_mask_values"]:
         wrong = padding_mask[(padding_mask != 0) & (padding_mask != 1)]
         raise ValueError(
-            f"attention_mask holds {wrong[0].item()} and {facts.wrong_mask_values - 1} more values "
-            "other than 0 (padding) and 1: give 0 and 1; packed rows have no mask but position_ids "
-            "that restart at 0 with each sample"
+            f"attention_mask holds {wrong[0].item()} and {len(wrong) - 1} more values other than 0 "
+            "(padding) and 1: give 0 and 1; packed rows have no mask but position_ids that restart "
+            "at 0 with each sample"
         )
-    if facts.starts_inside:
+    if facts["starts_inside"]:
         raise ValueError(
-            f"position_ids are 0 at {facts.starts_inside} places between the begin and the end of "
-            "an image, whose positions go on from its begin: leave position_ids out, or count "
+            f"position_ids are 0 at {facts['starts_inside']} places between the begin and the end "
+            "of an image, whose positions go on from its begin: leave position_ids out, or count "
             "them by a mask that is 1 inside images"
         )
-    if facts.steps_back or (facts.restarts and (facts.masked or past_length)):
+    restarts, masked = facts["restarts"] + facts["steps_back"], facts["masked"]
+    if facts["steps_back"] or (restarts and (masked or given.past_length)):
         raise ValueError(
-            f"position_ids restart {facts.restarts + facts.steps_back} times within rows whose "
-            f"attention_mask has {facts.masked} zeros, after {past_length} cached positions: "
-            "samples in one row are told apart without a cache, without padding and by positions "
-            "that restart at 0; give packed rows no attention_mask"
+            f"position_ids restart {restarts} times within rows whose attention_mask has {masked} "
+            f"zeros, after {given.past_length} cached positions: samples in one row are told apart "
+            "without a cache, without padding and by positions that restart at 0; give packed rows "
+            "no attention_mask"
         )
-    if facts.unknown_positions:
+    if facts["unknown_positions"]:
         raise ValueError(
-            f"{facts.unknown_positions} rows of the cache are not rows as this model filled them: "
-            "what position comes next in them is not known; give position_ids"
+            f"{facts['unknown_positions']} rows of the cache are not rows as this model filled "
+            "them: what position comes next in them is not known; give position_ids"
         )
-    check_position(facts.last_position, image_format.max_positions)
-    if facts.labels_inside and num_items_in_batch is not None:
-        # As a Trainer counts them, which knows nothing of images. The only further transfer.
-        counted, divisor = int((labels[:, 1:] != -100).sum()), int(num_items_in_batch)
-        if divisor >= counted:
-            raise ValueError(
-                f"labels holds {facts.labels_inside} labels inside images, where nothing is "
-                f"learned, and num_items_in_batch {divisor} may count them (this batch has "
-                f"{counted} labels, others of one step may have the rest): the loss would be "
-                "divided by too much; set labels inside images to -100"
-            )
+    check_position(facts["last_position"], image_format.max_positions)
+    if facts["labels_inside"] and num_items_in_batch is not None:
+        _check_divisor(facts["labels_inside"], given.labels, int(num_items_in_batch))
+
+
+def _check_divisor(labels_inside: int, labels: Tensor | None, divisor: int) -> None:
+    """As a Trainer counts labels, which knows nothing of images; this is a further transfer."""
+    assert labels is not None
+    counted = int((labels[:, 1:] != -100).sum())
+    if divisor >= counted:
+        raise ValueError(
+            f"labels holds {labels_inside} labels inside images, where nothing is learned, and "
+            f"num_items_in_batch {divisor} may count them (this batch has {counted} labels, others "
+            "of one step may have the rest): the loss would be divided by too much; set labels "
+            "inside images to -100"
+        )
 
 
 def check_position(last_position: int, max_positions: int) -> None:

@@ -6,26 +6,21 @@ between them: one id (the published three-id form), or one id for every position
 
 An image costs three positions: begin keeps ``p``, all its inner positions share ``p + 1``, end
 has ``p + 2``.
-
-A model can draw begin and end ids, and answers come back in later rows. A stray id is taken for an
-ordinary token where it cannot be what is left of an image: two unlike ids of text stand on its
-inner side, and there are no labels to learn it from.
 """
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .image_checks import (
-    Facts,
+    GivenRows,
     ImageFormat,
+    check_images,
     check_rows,
     check_shapes,
     facts_in_graph,
-    fault_of_images,
-    is_number,
+    facts_on_host,
 )
 
 # Shapes: B rows, L length as given, R length of the grown rows, P length of the cache.
@@ -37,14 +32,12 @@ class GrownRows(NamedTuple):
     Attributes:
         input_ids: ``(B, R)`` int64.
         position_ids: ``(B, R)`` int64, with an image's inner positions shared.
-        image_mask: ``(B, R)`` bool, true from an image's begin to its end.
-        attention_mask: ``(B, P + R)``, ``None`` if none was given and none is needed, or a given
-            4D mask unchanged.
+        image_mask: ``(B, R)`` bool, true from begin to end.
+        attention_mask: ``(B, P + R)``, ``None`` if none is needed, or a given 4D mask.
         labels: ``(B, R)`` int64 or ``None``; -100 inside images and where a row or sample starts.
             ``(B, R + 1)`` with a label after the last id.
-        packed_position_ids: ``(B, R)`` counting every position and restarting at 0 with each
-            sample; ``None`` unless positions were given without a mask, as packed rows have them.
-        images_end: Columns up to the end of the last image of all rows; 0 without images.
+        packed_position_ids: Of packed rows ``(B, R)``, counting every position and restarting at 0
+            with each sample.
         last_position: The greatest of all rows, on the host.
         has_padding: Whether any column of any row is padding.
         plain_from: From this column on all rows hold text alone, each id at the position after
@@ -57,46 +50,16 @@ class GrownRows(NamedTuple):
     attention_mask: Tensor | None
     labels: Tensor | None
     packed_position_ids: Tensor | None
-    images_end: int
     last_position: int
     has_padding: bool
     plain_from: int
 
 
-class GivenRows(NamedTuple):
-    """Rows of either form, and what comes with each of their ids.
-
-    Attributes:
-        input_ids: ``(B, L)`` int64.
-        attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for rows that
-            need no growing. See :func:`unmask_images`.
-        position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
-            with an image's positions shared, or one more for every position (what a collator
-            makes that knows nothing of images). Where they restart at 0 a new sample of a packed
-            row begins; a mask of ones beside them says nothing and is left out.
-        labels: ``(B, L)`` int64. With them, every begin and end id of the prompt must be an
-            image's.
-        label_after: ``(B, 1)`` int64, the label of what follows the last id, if there is one.
-        past_length: ``P``, positions already in the cache.
-        next_position: ``(B, 1)``, the position that follows the cache, -1 where it is not known;
-            default ``past_length``.
-        num_cached: How many of these rows' own grown positions a cache holds.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor | None = None
-    position_ids: Tensor | None = None
-    labels: Tensor | None = None
-    label_after: Tensor | None = None
-    past_length: int = 0
-    next_position: Tensor | None = None
-    num_cached: int = 0
-
-
 class _ImageSpans(NamedTuple):
-    """``(B, L)`` each. Only begin and end ids of the prompt that belong together count."""
+    """``(B, L)`` each. Begin and end ids that belong together make an image."""
 
-    is_prompt: Tensor
+    begin_ids: Tensor  # of the prompt, all of them
+    end_ids: Tensor
     is_begin: Tensor
     is_inside: Tensor
     is_end: Tensor
@@ -107,7 +70,7 @@ class _ImageSpans(NamedTuple):
 class _ReadRows(NamedTuple):
     """Rows before they grow; ``padding_mask`` ``(B, P + L)`` and ``current_mask`` ``(B, L)``."""
 
-    facts: Facts
+    facts: dict[str, int]
     padding_mask: Tensor | None
     current_mask: Tensor | None
     positions: Tensor
@@ -117,9 +80,8 @@ class _ReadRows(NamedTuple):
 def grow_rows(
     given: GivenRows,
     image_format: ImageFormat,
-    num_images: int | Collection[tuple[int, int]] | None,
+    num_images: int,
     prompt_length: int | None = None,
-    allow_unpaired: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> GrownRows:
     """Bring rows of either form, with any number of images each, to the grown form.
@@ -127,32 +89,29 @@ def grow_rows(
     Rows that end up shorter than the longest are filled up on the left, where generation wants it.
 
     Args:
-        num_images: Pictures that come with these rows; or what may be, pairs of all images and of
-            those that begin after ``num_cached`` grown positions. ``None`` skips that check.
+        num_images: Pictures that come with these rows; with ``num_cached``, those of whole rows or
+            of what follows the cache.
         prompt_length: Columns from here on were drawn by generation: a begin or end id among them
             is an ordinary token. Default: all columns are the prompt.
-        allow_unpaired: Take begin and end ids that enclose no image for ordinary tokens too.
         num_items_in_batch: What the summed loss will be divided by, if that was given.
 
     Raises:
-        ValueError: names both numbers and the cure. In a compiled or exported graph, whose shapes
-            cannot follow from values, rows are taken to be grown and without stray ids; a
-            ``RuntimeError`` when the graph runs says that they are not, or that they have a fault
-            (on a GPU a device-side assertion).
+        ValueError: names both numbers and the cure. In a compiled or exported graph rows are taken
+            to be grown; a ``RuntimeError`` when it runs says that they are not, or have a fault.
     """
-    check_shapes(
-        given.input_ids, given.attention_mask, given.position_ids, given.labels, given.past_length
-    )
+    check_shapes(given)
     given = _beside_ids(given)
-    spans, read = _find_and_read(given, image_format, num_images, prompt_length, allow_unpaired)
-    facts, labels, past_length = read.facts, given.labels, given.past_length
-    check_rows(facts, read.padding_mask, image_format, labels, past_length, num_items_in_batch)
-    is_packed = _are_packed(given, read)
+    spans = _find_images(given.input_ids, image_format, prompt_length)
+    read = _read_rows(given, spans, image_format, num_images)
+    facts, labels = read.facts, given.labels
+    check_images(facts, image_format, num_images, given.num_cached)
+    check_rows(facts, given, read.padding_mask, image_format, num_items_in_batch)
+    attention_mask = given.attention_mask if read.padding_mask is None else read.padding_mask
+    is_packed = given.position_ids is not None and not given.past_length
+    is_packed = is_packed and (attention_mask is None or facts["restarts"] > 0)
     if is_packed:
         # A mask of ones cannot tell the samples apart that the positions tell apart.
-        given = given._replace(attention_mask=None)
-        read = read._replace(padding_mask=None, current_mask=None)
-    attention_mask = given.attention_mask if read.padding_mask is None else read.padding_mask
+        attention_mask, read = None, read._replace(padding_mask=None, current_mask=None)
     if labels is not None:
         unlearned = spans.is_inside | _starts(read.positions, read.current_mask, is_packed)
         labels = labels.masked_fill(unlearned, -100)
@@ -163,17 +122,17 @@ def grow_rows(
         attention_mask=attention_mask,
         labels=labels,
         packed_position_ids=None,
-        images_end=facts.images_end,
-        last_position=facts.last_position,
-        has_padding=attention_mask is not None and facts.masked > 0,
-        plain_from=facts.plain_from,
+        last_position=facts["last_position"],
+        has_padding=attention_mask is not None and facts["masked"] > 0,
+        plain_from=facts["plain_from"],
     )
-    if facts.length != given.input_ids.shape[1]:
-        rows = _grow(rows, read, past_length, is_packed)
-    return rows._replace(
-        labels=_followed_by(rows.labels, given.label_after),
-        packed_position_ids=_count_within_samples(rows.position_ids) if is_packed else None,
-    )
+    if facts["length"] != given.input_ids.shape[1]:
+        rows = _grow(rows, read, given.past_length, is_packed)
+    if rows.labels is not None and given.label_after is not None:
+        rows = rows._replace(labels=torch.cat((rows.labels, given.label_after), dim=1))
+    if is_packed:
+        rows = rows._replace(packed_position_ids=_count_within_samples(rows.position_ids))
+    return rows
 
 
 def _beside_ids(given: GivenRows) -> GivenRows:
@@ -182,21 +141,16 @@ def _beside_ids(given: GivenRows) -> GivenRows:
     def moved(values: Tensor | None) -> Tensor | None:
         return None if values is None else values.to(given.input_ids.device, torch.long)
 
-    labels, label_after = moved(given.labels), moved(given.label_after)
-    follows = moved(given.next_position)
-    return given._replace(labels=labels, label_after=label_after, next_position=follows)
-
-
-def _are_packed(given: GivenRows, read: _ReadRows) -> bool:
-    if given.position_ids is None or given.past_length:
-        return False
-    return given.attention_mask is None if read.padding_mask is None else read.facts.restarts > 0
+    labels, after = moved(given.labels), moved(given.label_after)
+    return given._replace(
+        labels=labels, label_after=after, next_position=moved(given.next_position)
+    )
 
 
 def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -> GrownRows:
     """``rows``, which are as long as given, with every image at its full length."""
     input_ids, facts, current_mask = rows.input_ids, read.facts, read.current_mask
-    length, given_length = facts.length, input_ids.shape[1]
+    length, given_length = facts["length"], input_ids.shape[1]
     if rows.attention_mask is not None and current_mask is None:
         raise ValueError(
             f"a {rows.attention_mask.ndim}D attention_mask cannot be grown with its rows (from "
@@ -212,7 +166,7 @@ def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -
         return values.gather(1, source).masked_fill(is_fill, fill)
 
     padding_mask = read.padding_mask
-    is_uneven = facts.shortest != length
+    is_uneven = facts["shortest"] != length
     if padding_mask is None and is_uneven:
         if is_packed:
             raise ValueError(
@@ -229,15 +183,9 @@ def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -
         image_mask=grow(rows.image_mask, False),
         attention_mask=padding_mask,
         labels=None if rows.labels is None else grow(rows.labels, -100),
-        has_padding=padding_mask is not None and (is_uneven or facts.masked > 0),
-        plain_from=max(facts.plain_from, length - facts.shortest),
+        has_padding=padding_mask is not None and (is_uneven or facts["masked"] > 0),
+        plain_from=max(facts["plain_from"], length - facts["shortest"]),
     )
-
-
-def _followed_by(labels: Tensor | None, label_after: Tensor | None) -> Tensor | None:
-    if labels is None or label_after is None:
-        return labels
-    return torch.cat((labels, label_after), dim=1)
 
 
 def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: ImageFormat) -> Tensor:
@@ -248,41 +196,30 @@ def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: Image
     return attention_mask.masked_fill(_find_images(input_ids, image_format).is_inside, 1)
 
 
-def count_images(input_ids: Tensor, image_format: ImageFormat, num_images: int) -> list[int]:
-    """Images in each row ``(B,)``, of ``num_images`` in all as far as stray ids allow."""
-    spans = _find_images(input_ids, image_format)
-    counts = spans.is_begin.sum(dim=1).tolist()
-    if sum(counts) != num_images:
-        sound = _without_strays(spans, None, input_ids, image_format)
-        others = counts if sound is None else sound.is_begin.sum(dim=1).tolist()
-        counts = others if sum(others) == num_images else counts
-    return counts
-
-
 def _find_images(
     input_ids: Tensor, image_format: ImageFormat, prompt_length: int | None = None
 ) -> _ImageSpans:
     length = input_ids.shape[1]
     columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     is_prompt = columns < (length if prompt_length is None else prompt_length)
-    is_begin = (input_ids == image_format.begin_id) & is_prompt
-    is_end = (input_ids == image_format.end_id) & is_prompt
-    last_begin = columns.masked_fill(~is_begin, -1).cummax(dim=1).values
-    last_end = columns.masked_fill(~is_end, -1).cummax(dim=1).values
-    next_begin = _cummin_from_right(columns.masked_fill(~is_begin, length))
-    next_end = _cummin_from_right(columns.masked_fill(~is_end, length))
+    begin_ids = (input_ids == image_format.begin_id) & is_prompt
+    end_ids = (input_ids == image_format.end_id) & is_prompt
+    last_begin = columns.masked_fill(~begin_ids, -1).cummax(dim=1).values
+    last_end = columns.masked_fill(~end_ids, -1).cummax(dim=1).values
+    next_begin = _cummin_from_right(columns.masked_fill(~begin_ids, length))
+    next_end = _cummin_from_right(columns.masked_fill(~end_ids, length))
     begin_after = torch.nn.functional.pad(next_begin[:, 1:], (0, 1), value=length)
 
-    is_begin = is_begin & (next_end < begin_after)
+    is_begin = begin_ids & (next_end < begin_after)
     is_inside = (last_begin > last_end) & (columns > last_begin) & (next_end < next_begin)
     inner_length = next_end - columns - 1
-    is_placeholder = _shift_right(is_begin & (inner_length == 1))
     return _ImageSpans(
-        is_prompt=is_prompt,
+        begin_ids=begin_ids,
+        end_ids=end_ids,
         is_begin=is_begin,
         is_inside=is_inside,
-        is_end=is_end & _shift_right(is_inside),
-        is_placeholder=is_placeholder,
+        is_end=end_ids & _shift_right(is_inside),
+        is_placeholder=_shift_right(is_begin & (inner_length == 1)),
         inner_length=inner_length,
     )
 
@@ -333,45 +270,8 @@ def _count_within_samples(positions: Tensor) -> Tensor:
     return columns - columns.masked_fill(positions != 0, 0).cummax(dim=1).values
 
 
-def _find_and_read(
-    given: GivenRows,
-    image_format: ImageFormat,
-    num_images: int | Collection[tuple[int, int]] | None,
-    prompt_length: int | None,
-    allow_unpaired: bool,
-) -> tuple[_ImageSpans, _ReadRows]:
-    """Where images stand in rows, and these, read.
-
-    Raises:
-        ValueError: begin and end ids are not those of the images that come with the rows.
-    """
-    input_ids = given.input_ids
-    spans = _find_images(input_ids, image_format, prompt_length)
-    in_graph = None
-    if torch.compiler.is_compiling() and (num_images is None or isinstance(num_images, int)):
-        # Whether there is room for that many grown images, as far as shapes tell.
-        places = (num_images or 0) * (image_format.num_image_tokens + 2)
-        if places <= input_ids.shape[0] * input_ids.shape[1]:
-            in_graph = num_images, allow_unpaired
-    read = _read_rows(given, spans, image_format, in_graph)
-    fault = fault_of_images(read.facts, image_format, num_images, allow_unpaired)
-    if fault is None:
-        return spans, read
-    # With labels, what is left of an image would be learned as text.
-    can_hold_strays = given.labels is None
-    others = _without_strays(spans, read, input_ids, image_format) if can_hold_strays else None
-    if others is not None:
-        read = _read_rows(given, others, image_format)
-        if is_number(read.facts, num_images):
-            return others, read
-    raise ValueError(fault)
-
-
 def _read_rows(
-    given: GivenRows,
-    spans: _ImageSpans,
-    image_format: ImageFormat,
-    in_graph: tuple[int | None, bool] | None = None,
+    given: GivenRows, spans: _ImageSpans, image_format: ImageFormat, num_images: int
 ) -> _ReadRows:
     input_ids, past_length = given.input_ids, given.past_length
     attention_mask, position_ids = given.attention_mask, given.position_ids
@@ -407,12 +307,12 @@ def _read_rows(
         facts["masked"] = (padding_mask == 0).sum()
         if position_ids is not None:
             facts |= _facts_of_restarts(counted, current_mask)
-    if in_graph is not None:
-        known = facts_in_graph(facts, input_ids, image_format, *in_graph)
+    # Whether there is room for that many grown images, as far as shapes tell.
+    has_room = num_images * (image_format.num_image_tokens + 2) <= input_ids.numel()
+    if torch.compiler.is_compiling() and has_room:
+        known = facts_in_graph(facts, input_ids.shape[1], image_format, num_images)
     else:
-        none = input_ids.new_zeros(())
-        numbers = torch.stack([facts.get(name, none).long() for name in Facts._fields])
-        known = Facts(*numbers.tolist())
+        known = facts_on_host(facts)
     return _ReadRows(known, padding_mask, current_mask, positions, width)
 
 
@@ -428,18 +328,16 @@ def _facts_of_images(
     given: GivenRows, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
 ) -> dict[str, Tensor]:
     """``ends``: the columns after each id, in the grown rows."""
-    input_ids = given.input_ids
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
     misfits = inner.masked_fill(inner == image_format.num_image_tokens, 1).flatten()
     return {
-        "begins": ((input_ids == image_format.begin_id) & spans.is_prompt).sum(),
-        "ends": ((input_ids == image_format.end_id) & spans.is_prompt).sum(),
+        "begins": spans.begin_ids.sum(),
+        "ends": spans.end_ids.sum(),
         "found": spans.is_begin.sum(),
         "found_after_cache": (spans.is_begin & (ends > given.num_cached)).sum(),
         "misfit": misfits.gather(0, (misfits - 1).abs().argmax(keepdim=True)).squeeze(),
-        "smallest_id": input_ids.amin(),
-        "largest_id": input_ids.amax(),
-        "images_end": ends.masked_fill(~spans.is_end, 0).amax(),
+        "smallest_id": given.input_ids.amin(),
+        "largest_id": given.input_ids.amax(),
     }
 
 
@@ -469,57 +367,9 @@ def _facts_of_restarts(counted: Tensor, current_mask: Tensor) -> dict[str, Tenso
     }
 
 
-def _without_strays(
-    spans: _ImageSpans, read: _ReadRows | None, input_ids: Tensor, image_format: ImageFormat
-) -> _ImageSpans | None:
-    """Only the pairs that may be images; all other begin and end ids are ordinary tokens.
-
-    Every pair around as many ids as an image has is one, whatever the ids. ``None`` if another
-    begin or end id may be what is left of an image: two unlike ids of text must follow a begin,
-    or come before an end.
-    """
-    is_form = (spans.inner_length == 1) | (spans.inner_length == image_format.num_image_tokens)
-    is_begin = spans.is_begin & is_form
-    is_begin_id = (input_ids == image_format.begin_id) & spans.is_prompt
-    is_end_id = (input_ids == image_format.end_id) & spans.is_prompt
-
-    # From a begin to its end, both inside: +1 where one begins, -1 after the end.
-    length = input_ids.shape[1]
-    columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-    ends_at = (columns + spans.inner_length + 1).clamp(min=0, max=length - 1)
-    is_end = torch.zeros_like(is_begin, dtype=torch.long)
-    is_end = is_end.scatter_add(1, ends_at, is_begin.long()).bool()
-    is_inside = (is_begin.long() - is_end.long()).cumsum(dim=1).bool() & ~is_begin
-
-    is_text = spans.is_prompt & ~is_begin_id & ~is_end_id
-    is_start = columns == 0
-    if read is not None:
-        is_start = is_start | (read.positions == 0)
-        if read.current_mask is not None:
-            is_text &= read.current_mask != 0
-    is_first_text = is_text & ~is_start
-    # Of two columns the second: both text, unlike, of one sample.
-    is_unlike = is_first_text & _shift_right(is_text) & (input_ids != input_ids.roll(1, dims=1))
-    two_follow = _shift_left(is_first_text & _shift_left(is_unlike))
-    two_before = _shift_right(is_unlike) & ~is_start
-    is_cut = (is_begin_id & ~is_begin & ~two_follow) | (is_end_id & ~is_end & ~two_before)
-    if is_cut.any():
-        return None
-    return spans._replace(
-        is_begin=is_begin,
-        is_inside=is_inside,
-        is_end=is_end,
-        is_placeholder=_shift_right(is_begin & (spans.inner_length == 1)),
-    )
-
-
 def _cummin_from_right(values: Tensor) -> Tensor:
     return values.flip(1).cummin(dim=1).values.flip(1)
 
 
 def _shift_right(flags: Tensor) -> Tensor:
     return torch.nn.functional.pad(flags[:, :-1], (1, 0), value=False)
-
-
-def _shift_left(flags: Tensor) -> Tensor:
-    return torch.nn.functional.pad(flags[:, 1:], (0, 1), value=False)

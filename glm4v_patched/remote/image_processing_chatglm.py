@@ -1,15 +1,11 @@
 """Image preprocessing of glm-4v-9b as a transformers image processor.
 
 The computation is upstream's: PIL bicubic resize to a square without keeping the aspect ratio,
-division by 255, normalisation with the CLIP constants, float32, channels first. It needs Pillow
-and numpy, not torchvision, and is the same code on transformers 4.57 and 5.x.
-
-A picture has the same pixels whichever way it comes. What it is made of and which way is up are
-read here and nowhere else; what cannot be told is refused (:func:`as_picture`).
+division by 255, normalisation with the CLIP constants, float32, channels first. A picture has the
+same pixels whichever way it comes; what cannot be told is refused (:func:`as_picture`).
 """
 
 import base64
-import binascii
 import io
 import os
 import urllib.request
@@ -29,8 +25,6 @@ PIL_BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, written out: without Pillow the
 ORIENTATION = 0x0112  # the EXIF tag
 SECONDS_TO_ANSWER = 60
 MOST_BYTES_FETCHED = 256 * 2**20
-# Pillow hands these to another program.
-RUN_BY_OTHERS = ("EPS",)
 # How Pillow says that a file has 16 bits a channel; in "BGR;16" they are a pixel's.
 OF_16_BITS = (";16B", ";16L", ";16N")
 
@@ -42,13 +36,8 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         size: Side of the square in pixels: an int or ``{"height": S, "width": S}``. The tower has
             one position embedding per patch and does not interpolate, so it takes this size only.
         patch_size: Side of a vision patch in pixels.
-        resample: PIL resampling filter.
         do_convert_rgb: Convert every image to RGB. Upstream leaves that to the caller.
-        image_mean: Mean of each channel, on the 0..1 scale.
-        image_std: Standard deviation of each channel, on the 0..1 scale.
-
-    Raises:
-        ValueError: ``size`` is not a square.
+        image_mean, image_std: Of each channel, on the 0..1 scale.
     """
 
     model_input_names = ["pixel_values"]
@@ -83,7 +72,6 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         Args:
             images: A picture as :func:`as_picture` takes it, or a (nested) list of those; arrays
                 and tensors of four dimensions are several.
-            do_convert_rgb: Overrides the attribute for this call.
             return_tensors: ``"pt"``, ``"np"``, or None for numpy.
 
         Returns:
@@ -139,13 +127,12 @@ def as_picture(image) -> "PIL.Image.Image":
             turned, a PIL image too.
 
     Raises:
-        ValueError: it cannot be read; what counts as white in it is not known (16 or more bits, or
-            numbers of other ranges); where its channels are is not known. That a file had 16 bits
-            in each of several channels is not seen any more in a PIL image whose pixels were
-            loaded already.
+        ValueError: it cannot be read, or what counts as white or where its channels are is not
+            known. A PIL image whose pixels were loaded does not show that its file had 16 bits in
+            each of several channels.
     """
     if isinstance(image, (str, os.PathLike, bytes, bytearray, memoryview)):
-        return _upright(_open(image))
+        image = _open(image)
     if isinstance(image, PIL.Image.Image):
         return _upright(image)
     if isinstance(image, torch.Tensor):
@@ -156,7 +143,8 @@ def as_picture(image) -> "PIL.Image.Image":
             f"it is a {type(image).__name__}: give a PIL image, a path, an URL, base64, the bytes "
             "of a file, an array or a tensor"
         )
-    return _from_array(np.asarray(image))
+    array = _in_8_bits(_channels_last(np.asarray(image)))
+    return PIL.Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 def _open(source) -> "PIL.Image.Image":
@@ -208,7 +196,7 @@ def _from_base64(text: str, shown: str) -> bytes:
     try:
         # Lines may be broken anywhere.
         return base64.b64decode("".join(encoded.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise ValueError(
             f"there is no file {shown!r}, and it is neither an URL nor base64 ({error})"
         ) from error
@@ -216,38 +204,32 @@ def _from_base64(text: str, shown: str) -> bytes:
 
 def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
     name = getattr(image, "filename", "") or "it"
-    if image.format in RUN_BY_OTHERS:
+    if image.format == "EPS":
         raise ValueError(
             f"{name} is {image.format}, which Pillow has another program draw: convert it to PNG"
         )
-    # Before the pixels are loaded, with which it is forgotten.
-    deep = _file_of_16_bits(image)
-    if deep:
-        raise ValueError(
-            f"{name} has mode {deep!r}, of more than 8 bits, and does not say which number is "
-            "white (Pillow keeps the upper 8): scale it yourself, in another program, and save it "
-            "with 8 bits a channel"
-        )
+    _refuse_deep(name, _file_of_16_bits(image))  # which is forgotten once the pixels are loaded
     try:
         image.load()
         turned = image.getexif().get(ORIENTATION, 1) != 1
         image = PIL.ImageOps.exif_transpose(image) if turned else image
     except Exception as error:  # as above: files are decoded here, not when they are opened
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
-    if image.mode.startswith("I") or image.mode == "F":
-        raise ValueError(
-            f"{name} has mode {image.mode!r}, of more than 8 bits, and does not say which number "
-            "is white: scale it yourself, e.g. with white at 65535 "
-            "Image.fromarray((numpy.asarray(image) / 257).astype('uint8'))"
-        )
+    _refuse_deep(name, image.mode if image.mode.startswith(("I", "F")) else None)
     return image
 
 
-def _file_of_16_bits(image: "PIL.Image.Image") -> str | None:
-    """Pillow's name for the numbers in a file of 16 bits a channel, until they are loaded.
+def _refuse_deep(name: str, mode: str | None) -> None:
+    if mode is not None:
+        raise ValueError(
+            f"{name} has mode {mode!r}, of more than 8 bits, and does not say which number is "
+            "white: scale it yourself and save it with 8 bits a channel, e.g. with white at 65535 "
+            "Image.fromarray((numpy.asarray(image) / 257).astype('uint8'))"
+        )
 
-    ``None`` for one channel, whose numbers Pillow keeps.
-    """
+
+def _file_of_16_bits(image: "PIL.Image.Image") -> str | None:
+    """Pillow's name for the numbers in a file of 16 bits in each of several channels."""
     if image.mode.startswith("I"):
         return None
     for codec, _, _, arguments in getattr(image, "tile", ()):
@@ -257,11 +239,6 @@ def _file_of_16_bits(image: "PIL.Image.Image") -> str | None:
         if isinstance(mode, str) and mode.endswith(OF_16_BITS):
             return mode
     return None
-
-
-def _from_array(array: np.ndarray) -> "PIL.Image.Image":
-    array = _in_8_bits(_channels_last(array))
-    return PIL.Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
 
 
 def _channels_last(array: np.ndarray) -> np.ndarray:

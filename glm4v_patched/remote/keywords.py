@@ -49,8 +49,6 @@ def _name_of_cache() -> str:
 # What this transformers calls it: in outputs, in what generate hands over, and for masks.
 CACHE = _name_of_cache()
 OLD_CACHE = "cache" if CACHE == "past_key_values" else "past_key_values"
-# From 5.24 on a model fills the cache of continuous batching; before, its attention function did.
-MODEL_FILLS_PAGED_CACHE = CACHE == "cache"
 # Embeddings of whole rows are handed over without what is in the cache, by 5.3 alone.
 EMBEDS_ARE_CUT = Version("5.3") <= Version(VERSION) < Version("5.4")
 
@@ -60,29 +58,20 @@ def named_cache(cache: Any) -> dict[str, Any]:
     return {CACHE: cache}
 
 
-def is_paged(cache: Any) -> bool:
-    """Whether it is that of continuous batching, which is no ``Cache``."""
-    if cache is None or isinstance(cache, (Cache, Tensor)):
-        return False
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache
-
-    return isinstance(cache, PagedAttentionCache)
-
-
-def one_cache(past_key_values: Any, cache: Any) -> Any:
-    """What was given under either name of the cache.
-
-    Raises:
-        ValueError: there are two, or it is none.
-    """
+def one_cache(past_key_values: Any, cache: Any) -> Cache | None:
+    """What was given under either name of the cache, if it is one and no other is given."""
     if past_key_values is not None and cache is not None and past_key_values is not cache:
         refuse(
             f"two caches were given, a {type(past_key_values).__name__} as past_key_values and a "
             f"{type(cache).__name__} as cache, which are two names of one thing: give {CACHE}"
         )
-    if cache is not None and not isinstance(cache, Cache) and not is_paged(cache):
-        refuse(f"cache is a {type(cache).__name__}; give a Cache, e.g. transformers.DynamicCache()")
-    return past_key_values if cache is None else cache
+    given = past_key_values if cache is None else cache
+    if given is not None and not isinstance(given, Cache):
+        refuse(
+            f"{'cache' if given is cache else 'past_key_values'} is a {type(given).__name__}; give "
+            "a Cache, e.g. transformers.DynamicCache()"
+        )
+    return given
 
 
 def wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
@@ -98,101 +87,62 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) or (_is_ids(value, 0, 1) and value.numel() == 1)
 
 
-def _is_tokenizer(value: Any) -> bool:
-    return isinstance(value, PreTrainedTokenizerBase)
-
-
 def _is_lengths(value: Any) -> bool:
     return _is_ids(value, 1)
 
 
-def _by_layer_type(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def holds(value: Any) -> bool:
-        return kind(value) or (isinstance(value, dict) and all(map(kind, value.values())))
-
-    return holds
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
-def _by_group(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(_is_ids(one, 1) for one in value)
-
-
-_OF_PACKED_ROWS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("cu_seq_lens_q", "cumulative_seqlens_q"), _is_lengths),
-    **dict.fromkeys(("cu_seq_lens_k", "cumulative_seqlens_k"), _by_layer_type(_is_lengths)),
-    **dict.fromkeys(("max_length_q", "max_seqlen_q"), _is_number),
-    **dict.fromkeys(("max_length_k", "max_seqlen_k"), _by_layer_type(_is_number)),
-    "is_causal": lambda value: isinstance(value, bool),
-}
-# The longest sample, beside where samples end.
-_BESIDE = {
-    f"{name}_{side}": (f"cu_seq_lens_{side}", f"cumulative_seqlens_{side}")
-    for name in ("max_length", "max_seqlen")
-    for side in ("q", "k")
-}
-# Without its cache these are no keywords.
-_OF_CONTINUOUS_BATCHING: dict[str, Callable[[Any], bool]] = {
-    "cache": is_paged,
-    "read_index": _by_group,
-    "write_index": _by_group,
-    "block_table": lambda value: isinstance(value, Tensor),
-    "logits_indices": _is_lengths,
-    "logits_processor_args": lambda value: isinstance(value, Tensor),
-}
-# What attention takes of its caller: of packed rows by two sets of names, and of transformers'
-# continuous batching.
-ATTENTION_KEYWORDS = frozenset(_OF_PACKED_ROWS | _OF_CONTINUOUS_BATCHING)
-_SAID_BY_CACHE: dict[str, Callable[[Any], bool]] = {"cache_position": _is_lengths}
+# What attention takes of its caller, of packed rows: where samples end, and the longest, each by
+# two names. "cache_position" is of transformers 4.57, and said by the cache.
+_ENDS, _LONGEST = ("cu_seq_lens", "cumulative_seqlens"), ("max_length", "max_seqlen")
+_OF_ATTENTION: dict[str, Callable[[Any], bool]] = {"is_causal": _is_bool}
+for side in ("_q", "_k"):
+    _OF_ATTENTION |= dict.fromkeys((name + side for name in _ENDS), _is_lengths)
+    _OF_ATTENTION |= dict.fromkeys((name + side for name in _LONGEST), _is_number)
+ATTENTION_KEYWORDS = frozenset(_OF_ATTENTION)
+_OF_ATTENTION["cache_position"] = _is_lengths
 
 # What generate keeps account of, in its various versions, and a model need not know.
 _OF_GENERATE: dict[str, Callable[[Any], bool]] = {
-    **_SAID_BY_CACHE,
     # Of stop_strings, and of an assistant with another vocabulary.
-    **dict.fromkeys(("tokenizer", "assistant_tokenizer"), _is_tokenizer),
-    "is_first_iteration": lambda value: isinstance(value, bool),
+    "tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
+    "assistant_tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
+    "is_first_iteration": _is_bool,
     "labels": lambda value: _is_ids(value, 2),
+    "cache_position": _is_lengths,
 }
 if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters:
     _OF_GENERATE["next_sequence_length"] = _is_number
 
 
 def attention_keywords(given: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Those of ``given`` that attention takes.
-
-    Args:
-        known: Names that ``forward`` takes, for messages.
-
-    Raises:
-        ValueError: a name that nobody takes, or a value that is not of its name's kind.
-    """
-    is_batching = given.get("cache") is not None
+    """Those of ``given`` that attention takes. Raises ``ValueError`` for a name that nobody takes,
+    with those that ``forward`` does (``known``), and a value that is not of its name's kind."""
     attention = {}
     for name, value in given.items():
-        kind = _OF_PACKED_ROWS.get(name) or _SAID_BY_CACHE.get(name)
-        of_batching = _OF_CONTINUOUS_BATCHING.get(name)
-        if kind is None and of_batching is None:
+        kind = _OF_ATTENTION.get(name)
+        if kind is None:
             refuse(
                 f"forward was given {name}, which it does not know{_what(value)}: it takes "
                 f"{', '.join(known)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
             )
         if value is None:
             continue
-        kind = kind or (of_batching if is_batching else None)
-        is_alone = name in _BESIDE and not any(given.get(n) is not None for n in _BESIDE[name])
-        if kind is None or not kind(value) or is_alone:
+        ends = [ends + name[-2:] for ends in _ENDS]
+        is_alone = name.startswith("max_") and all(given.get(beside) is None for beside in ends)
+        if is_alone or not kind(value):
             refuse(f"forward was given {name}{_what(value)}, which is not what goes by that name")
-        if name not in _SAID_BY_CACHE:
+        if name in ATTENTION_KEYWORDS:
             attention[name] = value
     return attention
 
 
 def refuse_other_samples(seq_idx: Any, position_ids: Tensor | None) -> None:
-    """Raise ``ValueError`` unless ``seq_idx`` says of packed rows what their positions say.
-
-    Args:
-        seq_idx: ``(B, L)``, the number of the sample that each id belongs to.
-        position_ids: ``(B, L)``, which begin at 0 with each sample; ``None`` if each row is one.
-    """
+    """Raise ``ValueError`` unless ``seq_idx`` ``(B, L)``, the number of the sample of each id, says
+    of packed rows what their positions say."""
     if seq_idx is None:
         return
     if not _is_ids(seq_idx, 2):
@@ -208,11 +158,7 @@ def refuse_other_samples(seq_idx: Any, position_ids: Tensor | None) -> None:
 
 
 def without_account(given: dict[str, Any]) -> dict[str, Any]:
-    """What of generate's keywords goes on to ``forward``: not what generate keeps account of.
-
-    Raises:
-        ValueError: a value that is not of its name's kind.
-    """
+    """What of generate's keywords goes on to ``forward``: not what generate keeps account of."""
     for name, kind in _OF_GENERATE.items():
         value = given.get(name)
         if value is not None and not kind(value):
@@ -227,7 +173,7 @@ def _what(value: Any) -> str:
     """Its type, and what may help to tell what it is."""
     if isinstance(value, Tensor):
         return f" (a tensor {tuple(value.shape)} of {value.dtype})"
-    if isinstance(value, Cache) or is_paged(value):
+    if isinstance(value, Cache):
         return f" (a {type(value).__name__}; here {CACHE} is the name of a cache)"
     return f" (of type {type(value).__name__})"
 

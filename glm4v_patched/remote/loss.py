@@ -19,10 +19,7 @@ IGNORE_INDEX = -100
 def next_token_loss(
     logits_BLV: Tensor, labels_BL: Tensor, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Cross-entropy of each position's logits against the label that follows it.
-
-    Only supervised positions (label not -100) are copied to fp32, on the device of the logits;
-    labels move there.
+    """Cross-entropy in fp32 of each position's logits against the label that follows it.
 
     Args:
         logits_BLV: Any floating dtype.
@@ -45,11 +42,8 @@ def chunked_next_token_loss(
     num_items_in_batch: Tensor | int | None,
     chunk_size: int,
 ) -> Tensor:
-    """:func:`next_token_loss` of ``project(hidden_BLD)``, without ever holding those logits.
-
-    Logits exist for ``chunk_size`` supervised positions at a time, in forward and again
-    (recomputed) in backward.
-    """
+    """:func:`next_token_loss` of ``project(hidden_BLD)``, whose logits exist for ``chunk_size``
+    supervised positions at a time, in forward and again (recomputed) in backward."""
 
     def chunk_loss(hidden_SD: Tensor, targets_S: Tensor) -> Tensor:
         return F.cross_entropy(project(hidden_SD).float(), targets_S, reduction="sum")
@@ -63,77 +57,45 @@ def chunked_next_token_loss(
 
 
 def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Index of the S positions that predict a supervised label, and those labels.
-
-    Returns:
-        ``((batch index, position), labels)``, each ``(S,)`` int64, in row order.
-    """
+    """``((row, position), labels)``, ``(S,)`` int64 each, of what predicts a supervised label."""
     following = labels_BL[:, 1:]
     batch, position = (following != IGNORE_INDEX).nonzero(as_tuple=True)
     return (batch, position), following[batch, position]
 
 
 class KeptColumns(NamedTuple):
-    """The positions that ``logits_to_keep`` names.
+    """The positions that ``logits_to_keep`` names."""
 
-    Attributes:
-        last: Number of last positions; ``None`` where they are named one by one, 0 for all.
-        columns: ``(K,)`` of all rows or ``(B, K)``, int64.
-        length: Length of the rows that a mask was made for; ``None`` without one.
-    """
-
-    last: int | None
-    columns: Tensor | None = None
-    length: int | None = None
+    columns: slice | Tensor | None  # in every row; all
+    length: int | None = None  # of the rows that a mask was made for
 
     @classmethod
     def of(cls, logits_to_keep: int | Tensor) -> "KeptColumns":
-        """
-        Raises:
-            ValueError: a number below 0, a tensor that is neither of all rows nor one for each, or
-                a mask that keeps more positions in one row than in another.
-        """
+        """Raises ``ValueError`` for a number below 0 or a tensor that is not of all rows."""
         if not isinstance(logits_to_keep, Tensor):
             if logits_to_keep < 0:
                 raise ValueError(f"logits_to_keep is {logits_to_keep}; expected 0 (all) or more")
-            return cls(logits_to_keep)
-        if logits_to_keep.ndim not in (1, 2):
+            return cls(slice(-logits_to_keep, None) if logits_to_keep else None)
+        if logits_to_keep.ndim != 1:
             raise ValueError(
                 f"logits_to_keep is a tensor of {logits_to_keep.ndim} dimensions; expected a plain "
-                "number, positions (K,) or (B, K), or a mask (L,) or (B, L)"
+                "number, positions (K,), or a mask (L,), the same for all rows"
             )
         if logits_to_keep.dtype != torch.bool:
-            return cls(None, logits_to_keep)
-        length = logits_to_keep.shape[-1]
-        if logits_to_keep.ndim == 1:
-            return cls(None, logits_to_keep.nonzero().flatten(), length)
-        counts = logits_to_keep.sum(dim=1).tolist()
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"logits_to_keep keeps {counts} positions of {len(counts)} rows, whose logits have "
-                "no common length then: keep as many of each row"
-            )
-        columns = logits_to_keep.nonzero()[:, 1].view(len(counts), -1)
-        return cls(None, columns[0] if len(counts) == 1 else columns, length)
+            return cls(logits_to_keep)
+        return cls(logits_to_keep.nonzero().flatten(), len(logits_to_keep))
 
-    def number(self, length: int) -> int:
-        """``K`` in rows of ``length``."""
-        if self.columns is not None:
-            return self.columns.shape[-1]
-        return min(self.last or length, length)
+    def take(self, values_BR: Tensor) -> Tensor:
+        """Of ``(B, R)`` or ``(B, R, D)`` the kept positions."""
+        return values_BR if self.columns is None else values_BR[:, self.columns]
 
     def are_cut(self, labels: Tensor | None, given: Tensor | None) -> bool:
-        """Whether ``labels`` are those of the kept positions of the rows ``given``, not of all.
-
-        Raises:
-            ValueError: they are neither.
-        """
-        if self.last == 0 or labels is None or given is None:
+        """Whether ``labels`` are those of kept positions, not of all of the rows ``given``."""
+        if self.columns is None or labels is None or given is None:
             return False
         if min(labels.ndim, given.ndim) < 2 or labels.shape[1] == given.shape[1]:
             return False
-        length = given.shape[1]
-        kept = self.number(length)
+        length, kept = given.shape[1], self.take(given).shape[1]
         if labels.shape[1] != kept:
             raise ValueError(
                 f"labels have {labels.shape[1]} positions and the rows {length}, of which "
@@ -141,57 +103,34 @@ class KeptColumns(NamedTuple):
             )
         return True
 
-    def take(self, values_BR: Tensor) -> Tensor:
-        """Of ``(B, R)`` or ``(B, R, D)`` the kept positions."""
-        if self.last is not None:
-            return values_BR[:, -self.last :]  # -0: all
-        assert self.columns is not None
-        if self.columns.ndim == 1:
-            return values_BR[:, self.columns]
-        rows = torch.arange(len(values_BR), device=self.columns.device)[:, None]
-        return values_BR[rows, self.columns]
-
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
         """``(B, L)``: at each kept position the label of the next kept one, elsewhere -100."""
-        following = F.pad(labels_BK[:, 1:], (0, 1), value=IGNORE_INDEX)
-        if self.last is not None:
-            return F.pad(following, (length - following.shape[1], 0), value=IGNORE_INDEX)
-        assert self.columns is not None
-        columns = self.columns.to(labels_BK.device).expand_as(labels_BK) % length
+        columns = torch.arange(length, device=labels_BK.device)[self.columns]
         everywhere = labels_BK.new_full((len(labels_BK), length), IGNORE_INDEX)
-        return everywhere.scatter(1, columns, following)
+        everywhere[:, columns[:-1]] = labels_BK[:, 1:]
+        return everywhere
 
     def check(self, given: Tensor | None, grown_length: int, image_ids: Collection[int]) -> None:
-        """That the kept positions of the rows as given are those of the rows as grown.
-
-        Args:
-            given: ``(B, L)`` ids; embeddings ``(B, L, D)`` do not grow.
-            image_ids: Which no kept position may have where rows grew. Empty: not looked for.
-
-        Raises:
-            ValueError: they are not.
-        """
-        if self.last == 0 or given is None:
+        """Raise ``ValueError`` unless the kept positions of the rows as given are those of the rows
+        as grown; ``image_ids`` are those that none of them may have where rows grew."""
+        if self.columns is None or given is None:
             return
-        if self.columns is not None and self.columns.ndim == 2:
-            rows = len(self.columns)
-            if rows not in (1, len(given)):
-                raise ValueError(f"logits_to_keep is for {rows} rows, and {len(given)} are given")
         length = given.shape[1]
         grows = f"rows of {length} ids take {grown_length} positions here"
         cure = "give grown rows, as this model's processor makes them"
         if self.length not in (None, grown_length):
-            cure = cure if self.length == length else "give it one entry for each"
             raise ValueError(
-                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}"
+                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}, and "
+                "one entry for each position"
             )
         if not image_ids or length == grown_length:
             return
-        tail = given[:, -self.number(length) :]
-        if self.last is None or any(bool((tail == image_id).any()) for image_id in image_ids):
+        kept = self.take(given)
+        ids = torch.tensor([*image_ids], device=kept.device)
+        if not isinstance(self.columns, slice) or bool(torch.isin(kept, ids).any()):
             raise ValueError(
-                f"labels were cut to {self.number(length)} positions, among which there are "
-                f"images, but {grows}: {cure}"
+                f"labels were cut to {kept.shape[1]} positions, among which there are images, but "
+                f"{grows}: {cure}"
             )
 
 
@@ -206,9 +145,8 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
 def with_loss(layer: nn.Linear) -> nn.Linear:
     """Let an output projection compute the loss, too, without keeping its logits.
 
-    The loss is computed in the layer's own forward and not outside because a sharded weight is
-    gathered for the forward of the module that owns it: once, whatever the number of chunks. No
-    subclass does it: quantisers and exporters know ``nn.Linear`` by its class.
+    In its own forward, because a sharded weight is gathered for that: once, whatever the number of
+    chunks. No subclass does it: quantisers and exporters know ``nn.Linear`` by its class.
     """
     layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
     return layer
@@ -227,11 +165,8 @@ def forward(
     num_items_in_batch: Tensor | int | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead.
-
-    It has the name of what it stands for, by which a pickled method is found again: ``nn.Linear``'s
-    own then, and the loss is computed outside of the layer.
-    """
+    """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead."""
+    # A pickled method is found again by its name: nn.Linear's own then.
     project = partial(type(layer).forward, layer)
     if labels_BL is None:
         return project(hidden_BLD)

@@ -1,13 +1,7 @@
 """glm-4v: a GLM-4 language model that reads images through an EVA2-CLIP tower.
 
-Computes what the published code of glm-4v-9b computes, under the same parameter names. Differences
-from it, each with a test:
-
-- images: any number per row, any padding, one path for training and evaluation  (image_layout.py)
-- checkpointing: all layers, through the current API, safe under ZeRO-3         (checkpointing.py)
-- loss: fp32, supervised positions only, on the device of the logits                     (loss.py)
-- attention: any implementation transformers registers                              (attention.py)
-- generation: a drawn token needs nothing from the rows before it          (generation_chatglm.py)
+Computes what the published code of glm-4v-9b computes, under the same parameter names, for any
+number of images a row, any padding and packing, alike in training and evaluation.
 """
 
 from dataclasses import dataclass
@@ -42,15 +36,13 @@ from .checkpointing import CheckpointedLayer
 from .classification_chatglm import ScoresRows
 from .configuration_chatglm import ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin
-from .image_checks import ImageFormat
-from .image_layout import GivenRows, grow_rows
+from .image_checks import GivenRows, ImageFormat
+from .image_layout import grow_rows
 from .keywords import (
     CACHE,
-    MODEL_FILLS_PAGED_CACHE,
     VERSION,
     WANTS_CACHE_POSITION,
     attention_keywords,
-    is_paged,
     named_cache,
     one_cache,
     refuse_other_samples,
@@ -78,12 +70,10 @@ class Embedding(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles for the first half of each head's channels.
+    """Angles for the first half of each head's channels."""
 
-    ``inv_freq`` is part of the checkpoint format and written as published (without ``rope_ratio``);
-    nothing is computed from it, because a checkpoint may hold it rounded.
-    """
-
+    # Part of the checkpoint format and written as published (without rope_ratio); nothing is
+    # computed from it, because a checkpoint may hold it rounded.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -129,18 +119,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
-class Fills(NamedTuple):
-    """How a cache is filled.
-
-    Attributes:
-        is_empty: Whether it was empty.
-        where: Further arguments of its ``update``.
-    """
-
-    is_empty: bool
-    where: tuple[dict[str, Tensor], ...]
-
-
 class SelfAttention(nn.Module):
     """Causal attention, grouped key-value heads, one fused projection (q, then k, then v)."""
 
@@ -165,20 +143,17 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BRD, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
     ) -> Tensor:
-        """``fills``: see :class:`Fills`."""
+        """``fills``: whether the cache was empty, and further arguments of its ``update``."""
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.query_key_value(x_BRD).split(self.split_sizes, dim=-1)
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        if MODEL_FILLS_PAGED_CACHE and "cache" in attention_kwargs:
-            attention_kwargs = dict(attention_kwargs)  # which the cache changes, for this layer
-            paged = attention_kwargs.pop("cache")
-            key, value = paged.update(key, value, self.layer_idx, kwargs=attention_kwargs)
         if past_key_values is not None:
+            was_empty, where = fills
             new = key, value
-            key, value = past_key_values.update(key, value, self.layer_idx, *fills.where)
-            if fills.is_empty:
+            key, value = past_key_values.update(key, value, self.layer_idx, *where)
+            if was_empty:
                 key, value = new  # all there is to see, without the room that is left
         implementation = self.config._attn_implementation
         return self.dense(
@@ -223,11 +198,9 @@ class GLMTransformer(nn.Module):
     def forward(
         self, x_BRD: Tensor, *attention_inputs, keep_states: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The normalised output; if asked, what went into each layer and came out of the last.
-
-        ``config.num_layers`` may be less than there are: generate leaves out the last layers so.
-        """
+        """The normalised output; if asked, what went into each layer and came out of the last."""
         states = [x_BRD]
+        # Which may be less than there are: generate leaves out the last layers so.
         for layer in islice(self.layers, self.config.num_layers):
             x_BRD = layer(x_BRD, *attention_inputs)
             if keep_states:
@@ -254,11 +227,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """As usual, also with a ``config`` of somebody else's class for the same fields.
-
-        Raises:
-            ImportError: adapters that this transformers cannot load.
-        """
+        """As usual, also with a ``config`` of somebody else's class for the same fields. Raises
+        ``ImportError`` for adapters that this transformers cannot load."""
         check_adapters(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
             config = ChatGLMConfig.of(config)
@@ -322,22 +292,21 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Normal weights of ``initializer_range``, zero biases, norms that change nothing."""
-        std = self.config.initializer_range
+        drawn: list[Tensor] = []
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
-            nn.init.normal_(module.weight, std=std)
-            if (bias := getattr(module, "bias", None)) is not None:
-                nn.init.zeros_(bias)
+            drawn = [module.weight]
         elif isinstance(module, (RMSNorm, nn.LayerNorm)):
             nn.init.ones_(module.weight)
-            if (bias := getattr(module, "bias", None)) is not None:
-                nn.init.zeros_(bias)
         elif isinstance(module, PatchEmbedding):
-            nn.init.normal_(module.cls_embedding, std=std)
+            drawn = [module.cls_embedding]
         elif isinstance(module, EVA2CLIPModel):
-            nn.init.normal_(module.boi, std=std)
-            nn.init.normal_(module.eoi, std=std)
+            drawn = [module.boi, module.eoi]
         elif isinstance(module, RotaryEmbedding):
             module.inv_freq.copy_(module.published_inv_freq())
+        for weight in drawn:
+            nn.init.normal_(weight, std=self.config.initializer_range)
+        if isinstance(bias := getattr(module, "bias", None), Tensor):
+            nn.init.zeros_(bias)
 
 
 @dataclass
@@ -345,11 +314,9 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
     """What the decoder gives, and what it was given in the form it used.
 
     Attributes:
-        labels: ``(B, R)`` int64, grown with the rows; ``None`` if none were given.
-        image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features as the tower
-            made them, or as they were given; ``None`` without images.
-        attention_mask: ``(B, cached + R)``, grown with the rows; ``None`` if none was given or
-            needed.
+        labels: ``(B, R)`` int64, grown with the rows.
+        image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features.
+        attention_mask: ``(B, cached + R)``, grown with the rows.
     """
 
     labels: Tensor | None = None
@@ -438,11 +405,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         cache: Cache | None = None,
         **attention_kwargs,
     ) -> ChatGLMModelOutput | tuple:
-        """Run the decoder over rows of text and images.
-
-        1. Rows are grown to their full length (:mod:`image_layout`), with mask, positions, labels.
-        2. Images are encoded and take the place of their positions' embeddings.
-        3. The decoder runs, causal over image positions too.
+        """Run the decoder over rows of text and images, causal over image positions too.
 
         Args:
             input_ids: ``(B, L)`` int64, images in either form. Exactly one of this and
@@ -451,53 +414,49 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 are given.
             position_ids: ``(B, L)``; made here when not given. Where they restart at 0, without a
                 mask or under one of ones, another sample begins that sees nothing before it.
-            past_key_values: A ``Cache``; rows that follow one may bring new images. What position
-                comes next is known for rows that this model put there, whatever their order now;
-                for others, or after ``crop``, give ``position_ids``.
+            past_key_values: A ``Cache``; rows that follow one may bring new images. For rows that
+                this model did not put there, or after ``crop``, give ``position_ids``.
             inputs_embeds: ``(B, L, D)``. Images go where these are the embeddings of begin- and
                 end-of-image ids, in rows of the grown form.
             pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
-            images: Another name for ``pixel_values``, which the published code uses.
+            images, cache: Other names for ``pixel_values``, of the published code, and for
+                ``past_key_values``, of transformers 5.24.
             labels: ``(B, L)``; grown with the rows and handed back.
+            output_hidden_states: The input of every layer, and the output of the last before the
+                final norm, too.
+            output_attentions: ``(B, H, R, cached + R)`` of each layer, too. Only eager attention
+                makes them; any other warns and returns none.
+            prompt_length: Ids from this column on were drawn by generation; begin- and
+                end-of-image ids among them are ordinary tokens.
+            image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
+                :meth:`get_image_features` gives (its output, too). The tower does not run.
+                Processes that gather it together must all be given features or none; without
+                images, ``N`` is 0, which also leaves out the blank image.
             shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one,
                 as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
             num_items_in_batch: What the summed loss will be divided by; refused if it may count
                 labels inside images, where nothing is learned.
-            output_hidden_states: Also return the input of every layer and the output of the last,
-                before the final norm.
-            output_attentions: Also return each layer's attention weights ``(B, H, R, cached +
-                R)``. Only eager attention makes them; any other warns and returns none.
-            prompt_length: Ids from this column on were drawn by generation; begin- and
-                end-of-image ids among them are ordinary tokens.
-            image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
-                :meth:`get_image_features` gives for them (its output, too), from another time.
-                The tower does not run. Processes that gather it together must all be given
-                features or none; without images, ``N`` is 0, which also leaves out the blank
-                image.
-            cache: Another name for ``past_key_values``, which transformers 5.24 uses; there also
-                that of continuous batching, for which there are keywords of attention.
             attention_kwargs: For the attention implementation: those of :mod:`keywords`.
 
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
-        config, cache = self.config, one_cache(past_key_values, cache)
+        attention_mask, cache, images = self._by_place(
+            attention_mask, past_key_values, cache, images
+        )
         wanted = self._wanted(output_hidden_states, output_attentions, return_dict)
         others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
         is_drawn = prompt_length is not None and prompt_length <= 0
         is_step = is_drawn and position_ids is not None and all(other is None for other in others)
-        if is_step and is_ready(cache, attention_mask, config._attn_implementation):
+        if is_step and is_ready(cache, attention_mask, self.config._attn_implementation):
             assert input_ids is not None and position_ids is not None and cache is not None
             return self._decode(
                 input_ids, attention_mask, position_ids, cache, wanted, attention_kwargs
             )
-        attention_mask, cache, images = self._by_name(attention_mask, cache, images)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = self._attention_keywords(
-            attention_kwargs, cache, input_ids, position_ids
-        )
+        attention_kwargs = self._attention_keywords(attention_kwargs, input_ids, position_ids)
         pixel_values, features = self._given_images(pixel_values, images, image_features)
         given_images = pixel_values if features is None else features
         num_images = 0 if given_images is None else len(given_images)
@@ -510,11 +469,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         labels, after = _labels_and_one_after(labels, shift_labels)
         follows = next_position(cache, past_length) if position_ids is None else None
         given = GivenRows(ids, attention_mask, position_ids, labels, after, past_length, follows)
-        # With a cache, a lone begin or end id may be one that generation drew.
-        may_be_drawn = past_length > 0 and num_images == 0
-        rows = grow_rows(
-            given, self.image_format, num_images, prompt_length, may_be_drawn, num_items_in_batch
-        )
+        rows = grow_rows(given, self.image_format, num_images, prompt_length, num_items_in_batch)
         length = rows.input_ids.shape[1]
         self._check_growth(ids.shape[1], length, inputs_embeds, wanted.states)
         check_room(cache, past_length + length)
@@ -523,18 +478,15 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         embeds_BRD, features = self._merge_images(
             embeds_BRD, rows.image_mask, pixel_values, features, past_length
         )
-
         packed = rows.packed_position_ids
-        mask = causal_mask(
-            config, embeds_BRD, rows.attention_mask, packed, cache, past_length, rows.has_padding
-        )
+        mask = causal_mask(self.config, embeds_BRD, rows, cache, past_length)
         if packed is not None:
             attention_kwargs = {"position_ids": packed, **attention_kwargs}
         hidden_BRD, states = self._run_layers(
             embeds_BRD, rows.position_ids, mask, cache, past_length, wanted, attention_kwargs
         )
         if cache is not None:
-            remember_rows(cache, rows, past_length, num_images)
+            remember_rows(cache, rows, past_length)
         return wanted.output(
             hidden_BRD,
             states,
@@ -567,7 +519,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                     first = cached_length(cache) if past_length is None else past_length
                     columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
                 where = ({"cache_position": columns},)
-            fills = Fills(past_length == 0, where)
+            fills = past_length == 0, where
         return self.encoder(
             embeds_BRD, cos, sin, mask, cache, fills, kwargs, keep_states=wanted.states
         )
@@ -581,12 +533,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         wanted: Wanted,
         attention_kwargs: dict,
     ) -> ChatGLMModelOutput | tuple:
-        """Run the decoder over ids that generation drew, after what is in the cache.
-
-        Nothing is checked or grown, and nothing waits for the device: ids are the model's own, and
-        :meth:`GLM4VForCausalLM.prepare_inputs_for_generation` says their positions. With a static
-        cache it makes the mask, too, so that this is one graph for all steps.
-        """
+        """Run the decoder over ids that generation drew: nothing is checked or grown, and nothing
+        waits for the device. With a static cache the mask is made before, so that this is one graph
+        for all steps."""
         columns = attention_kwargs.get("cache_position")
         attention_kwargs = attention_keywords(attention_kwargs, FORWARD_NAMES)
         if columns is not None:
@@ -604,37 +553,24 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _check_growth(
         self, given: int, length: int, inputs_embeds: Tensor | None, wants_states: bool
     ) -> None:
-        """Warn of hidden states that are longer than the rows as given, once; refuse to train.
-
-        Args:
-            given: Length of the rows, which is ``length`` with their images grown.
-
-        Raises:
-            ValueError: also for embeddings, which cannot grow.
-        """
+        """Warn of hidden states that are longer than the rows as given, once; refuse to train on
+        them, and embeddings of such rows, which cannot grow."""
         if length == given:
             return
         grows = f"rows of {given} ids take {length} positions here"
+        cure = "give grown rows, as this model's processor makes them"
+        if inputs_embeds is not None:
+            raise ValueError(f"{grows}, and inputs_embeds cannot be grown: {cure}, or input_ids")
+        said = (
+            f"{grows}, and so do their hidden states: read by the rows as given (as reward models "
+            f"and value heads do) they are those inside images; {cure}"
+        )
         if wants_states and self.training:
-            raise ValueError(
-                f"{grows}, and their hidden states were asked for in training: a loss that "
-                "reads them by the rows as given (reward models and value heads do) would look "
-                "inside images; give grown rows, as this model's processor makes them"
-            )
+            raise ValueError(said)
         if wants_states and not self._has_named_growth:
             # Not warning_once, which would say it again for every other length.
             self._has_named_growth = True
-            logger.warning(
-                f"{grows}, and so do their hidden states: read by the rows as given (as reward "
-                "models and value heads do) they are those inside images; give grown rows, as "
-                "this model's processor makes them"
-            )
-        if inputs_embeds is not None:
-            raise ValueError(
-                f"inputs_embeds has {given} positions but its rows take {length} with their "
-                "images grown, which embeddings cannot be: give those of grown rows, as this "
-                "model's processor makes them, or input_ids"
-            )
+            logger.warning(said)
 
     def get_image_features(
         self,
@@ -645,18 +581,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> BaseModelOutputWithPooling | tuple | Tensor:
         """Encode images ``(N, 3, S, S)``, as transformers' own models do.
 
-        A tower without trainable weights records no gradients, unless ``pixel_values`` requires
-        grad itself.
-
         Returns:
             With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, what takes an
-            image's place in its row, begin and end vectors included; ``last_hidden_state``
-            ``(N, T, V)`` of the tower; on request ``hidden_states`` and ``attentions`` of its
-            layers (see :meth:`forward`). With transformers 4: what ``pooler_output`` would be,
-            unless ``return_dict`` is given.
-
-        Raises:
-            ValueError: images of another size than the configured one.
+            image's place in its row; ``last_hidden_state`` ``(N, T, V)`` of the tower; on request
+            ``hidden_states`` and ``attentions`` of its layers. With transformers 4: what
+            ``pooler_output`` would be, unless ``return_dict`` is given.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -707,7 +636,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             number = len(images if pixel_values is None else pixel_values)
             raise ValueError(
                 f"{number} images were given as pixel_values and {len(features)} as "
-                "image_features: give the images of a batch in one form"
+                "image_features: give those of a batch in one form"
             )
         # Begin and end of an image are features, too.
         wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
@@ -738,52 +667,41 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _attention_keywords(self, given: dict, cache, input_ids, position_ids) -> dict:
+    def _attention_keywords(self, given: dict, input_ids, position_ids) -> dict:
         """What attention takes of the keywords that have no names here."""
-        given = self._without_types(given, input_ids)
+        types, ids = given.get("token_type_ids"), input_ids
+        # OpenRLHF's are 1 where ids fill an image; those of others mean something else.
+        if (
+            isinstance(types, Tensor)
+            and isinstance(ids, Tensor)
+            and types.shape == ids.shape
+            and not bool(types.ne(ids == self.config.image_token_id).any())
+        ):
+            del given["token_type_ids"]
         refuse_other_samples(given.pop("seq_idx", None), position_ids)
-        if is_paged(cache):
-            given["cache"] = cache
         return attention_keywords(given, FORWARD_NAMES)
 
-    def _without_types(self, keywords: dict, input_ids: Tensor | None) -> dict:
-        """Without ``token_type_ids`` that are 1 where ids fill an image and else 0.
-
-        OpenRLHF makes them; those of other models mean something else.
-        """
-        types = keywords.get("token_type_ids")
-        if not (isinstance(types, Tensor) and isinstance(input_ids, Tensor)):
-            return keywords
-        if types.shape != input_ids.shape:
-            return keywords
-        if not bool((types == (input_ids == self.config.image_token_id)).all()):
-            return keywords
-        return {name: value for name, value in keywords.items() if name != "token_type_ids"}
-
-    def _by_name(self, attention_mask, past_key_values, images) -> tuple:
-        """What was given under these names, or by place in the published order of arguments.
-
-        That is input_ids, images, position_ids, attention_mask. No mask is shaped like pictures,
-        and no cache is a tensor.
-        """
-        if self._is_images(attention_mask):
+    def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
+        """Mask, cache and images by these names, or by place in the published order: input_ids,
+        images, position_ids, attention_mask. No mask is shaped like pictures."""
+        if self._are_pictures(attention_mask):
             if images is not None:
                 raise ValueError(
                     f"{len(attention_mask)} images were given in the second place and "
                     f"{len(images)} as images: give them once"
                 )
             images, attention_mask = attention_mask, None
-        if isinstance(past_key_values, Tensor) and attention_mask is None:
+        if isinstance(past_key_values, Tensor) and attention_mask is None and cache is None:
             attention_mask, past_key_values = past_key_values, None
-        return attention_mask, past_key_values, images
+        return attention_mask, one_cache(past_key_values, cache), images
 
-    def _is_images(self, given) -> bool:
+    def _are_pictures(self, given) -> bool:
         if isinstance(given, (list, tuple)):
-            return all(image is None or self._is_images(image) for image in given)
-        if not isinstance(given, Tensor) or not given.is_floating_point():
+            return all(image is None or self._are_pictures(image) for image in given)
+        if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim < 3:
             return False
-        channels = self.vision.vision_config.in_channels  # a mask of four dimensions has one
-        return given.ndim >= 3 and given.shape[-3] == channels
+        # A mask of four dimensions has one channel.
+        return given.shape[-3] == self.vision.vision_config.in_channels
 
     def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
         if pixel_values is not None and images is not None:
@@ -792,10 +710,15 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if images is not None and not isinstance(images, Tensor):
             # The published code's rows without an image have None in their place.
             images = [image for image in images if image is not None]
-            _check_list(images)
+            kinds = {str(tuple(of.shape)) if isinstance(of, Tensor) else type(of) for of in images}
+            if len(kinds) > 1 or not all(isinstance(image, Tensor) for image in images):
+                raise ValueError(
+                    f"images hold {', '.join(sorted(map(str, kinds)))}: give tensors of one shape, "
+                    "as this model's image processor makes them"
+                )
+            images = torch.stack(images) if images else None
         if images is None or len(images) == 0:
             return None
-        images = images if isinstance(images, Tensor) else torch.stack(images)
         if images.ndim != 4:
             raise ValueError(
                 f"images have shape {tuple(images.shape)}; give (number of images, channels, side, "
@@ -804,13 +727,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return images
 
     def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
-        if is_paged(past_key_values):
-            return None  # attention has it
-        if past_key_values is not None and not isinstance(past_key_values, Cache):
-            raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}; give a Cache, e.g. "
-                "transformers.DynamicCache()"
-            )
         checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
         if self.training and checkpointing:
             # A recomputed layer would enter its keys twice.
@@ -827,10 +743,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return past_key_values
 
     def _ids_of(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
-        """Ids that say how long the rows are and, if there are images, where they begin and end.
-
-        Raises ``ValueError`` if images are given and no position holds a begin's embedding.
-        """
+        """Ids that say how long the rows are and, if there are images, where they begin and end."""
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
         ids = torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
@@ -848,11 +761,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
 
 class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type: ignore[override]
-    """glm-4v with its loss and generation.
-
-    Published as ``ChatGLMForConditionalGeneration``, which stays as an alias; the class carries
-    the name under which vLLM serves the model, because ``save_pretrained`` writes it.
-    """
+    """glm-4v with its loss and generation, under the name by which vLLM serves it."""
 
     _auto_class = "AutoModelForCausalLM"
     # A step of generation with a static cache, and a pass over rows of the grown form.
@@ -865,8 +774,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
-        """``empty_init``: of the published code, where it left out initialisation. No effect here:
-        weights that no checkpoint gives are initialised, and no others."""
+        """``empty_init``: of the published code, without effect: weights that no checkpoint gives
+        are initialised, and no others."""
         super().__init__(config)
         self.transformer = ChatGLMModel(config)
         self.post_init()
@@ -914,8 +823,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
                 is learned; any device. ``(B, K)`` with ``logits_to_keep``: cut to the ``K`` kept
                 positions, of which each learns the label of the next kept one.
             logits_to_keep: Positions of the logits that are returned: the number of last ones (0:
-                all), indices ``(K,)``, or a boolean mask ``(L,)`` or ``(B, L)`` with as many in
-                each row. Labels ``(B, L)`` count at all positions all the same.
+                all), indices ``(K,)``, or a boolean mask ``(L,)``. Labels ``(B, L)`` count at all
+                positions all the same.
             num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
             skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
@@ -926,10 +835,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
-
-        Raises:
-            ValueError: labels are neither as long as the rows nor as many as are kept, or a mask of
-                kept positions is not as long as the grown rows.
         """
         if self.training:
             refuse_split_model(self)  # again: the processes may have met after train()
@@ -999,16 +904,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return next_token_loss(logits, labels, num_items_in_batch), kept.take(logits)
 
 
-ChatGLMForConditionalGeneration = GLM4VForCausalLM
+ChatGLMForConditionalGeneration = GLM4VForCausalLM  # as published
 
 
 class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
-    """glm-4v with a linear head on each row's last token: classifiers and reward models.
-
-    The published class of this name reads the last row of the batch and no images. The head is
-    named as in transformers' own models, ``score``, for whoever trains it beside adapters; the
-    output projection is left out.
-    """
+    """glm-4v with a linear head, ``score``, on each row's last token, in place of the output
+    projection: classifiers and reward models."""
 
     _auto_class = "AutoModelForSequenceClassification"
     _keys_to_ignore_on_load_unexpected = [r"transformer\.output_layer\.weight"]
@@ -1039,19 +940,6 @@ def _labels_and_one_after(
         return labels, None
     # As transformers does: they win over labels. Nothing predicts the first id.
     return F.pad(shift_labels[:, :-1], (1, 0), value=-100), shift_labels[:, -1:]
-
-
-def _check_list(images: list) -> None:
-    if others := [type(image).__name__ for image in images if not isinstance(image, Tensor)]:
-        raise ValueError(
-            f"images hold {len(others)} of type {others[0]}, not tensors: give what this model's "
-            "image processor makes, (number of images, channels, side, side)"
-        )
-    if len(shapes := {tuple(image.shape) for image in images}) > 1:
-        raise ValueError(
-            f"images have {len(shapes)} shapes, {', '.join(map(str, sorted(shapes)))}: resize all "
-            "with this model's image processor"
-        )
 
 
 def _over_room(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:

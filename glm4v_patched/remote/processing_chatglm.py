@@ -5,7 +5,6 @@ This processor emits the grown row, so that ids, mask, labels and logits have on
 is its begin id, one fill id for every position its features take, and its end id.
 """
 
-from inspect import signature
 from typing import Any
 
 from transformers import BatchFeature, ProcessorMixin
@@ -31,17 +30,9 @@ DOWNLOAD_OPTIONS = (
 class ChatGLMProcessor(ProcessorMixin):
     """Make model inputs from text, conversations and images.
 
-    Args:
-        image_processor: Its ``size`` and ``patch_size`` decide how many positions an image takes.
-        tokenizer: Its ``image_size`` is filled in when None.
-        chat_template: Defaults to the tokenizer's.
-
     Attributes:
         num_image_tokens: Positions between begin and end of an image, ``(S // patch // 2) ** 2``.
         image_token, image_token_id: What fills them.
-
-    Raises:
-        ValueError: the image sizes of the two differ.
     """
 
     # Read by transformers 4.57, which wants the Auto names for classes of one's own; 5.x reads
@@ -83,7 +74,6 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """As usual. Raises ``ValueError`` for files with an audio tokenizer."""
         reader: Any = super(ChatGLMProcessor, _WithoutAudio)
         return reader.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
@@ -107,10 +97,7 @@ class ChatGLMProcessor(ProcessorMixin):
         return [image_processor, tokenizer]
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as transformers does, and the image processor's own file with every version.
-
-        5.x writes ``processor_config.json`` only, in which 4.57 does not look for it.
-        """
+        # The image processor's own file with every version: 4.57 looks for it.
         self.image_processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
@@ -132,10 +119,9 @@ class ChatGLMProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Encode texts and images.
 
-        An image in a text is ``<|begin_of_image|>``, one id, ``<|end_of_image|>`` (the chat
-        template writes it so) and grows to `num_image_tokens` ids between the two; one that has
-        grown already stays. Special tokens in a text are read as such: text from users belongs in
-        `apply_chat_template`, which tells them apart.
+        An image in a text is ``<|begin_of_image|>``, one id, ``<|end_of_image|>`` and grows to
+        `num_image_tokens` ids between the two; one that has grown stays. Special tokens in a text
+        are read as such: text from users belongs in `apply_chat_template`.
 
         Args:
             images: As for the image processor, in the order of their begin ids; or one list (or
@@ -146,42 +132,38 @@ class ChatGLMProcessor(ProcessorMixin):
             **kwargs: ``text_kwargs`` and ``images_kwargs``, dicts of options for either part.
 
         Returns:
-            ``input_ids`` and ``attention_mask`` ``[B, L]``; with images also ``pixel_values``,
-            float32 ``[number of images, 3, S, S]``. Always a batch. No position ids: the model
-            makes them from the ids and the mask.
+            Always a batch: ``input_ids`` and ``attention_mask`` ``[B, L]``; with images also
+            ``pixel_values``, float32 ``[number of images, 3, S, S]``.
 
         Raises:
-            ValueError: the number of images is not the number of begin ids, an image is neither
-                in the short nor in the grown form, truncation would cut into an image, or an
-                option is unknown.
+            ValueError: images that do not fit their ids, truncation into an image, or an option
+                that is unknown.
         """
         if videos is not None or audio is not None:
             raise ValueError("this model takes images and text: videos and audio must be None")
-        options: dict[str, Any] = {
+        given = {
             "add_special_tokens": add_special_tokens,
             "padding": padding,
             "truncation": truncation,
             "max_length": max_length,
             "pad_to_multiple_of": pad_to_multiple_of,
             "padding_side": padding_side,
+            "return_tensors": return_tensors,
         }
-        images_options, options, return_tensors = _merge_options(options, return_tensors, kwargs)
+        options, of_images = _merge_options(given, kwargs)
         if text is None:
             if images is None:
                 raise ValueError("neither text nor images were given: pass at least one of them")
-            return self._encode_images(_flatten(images)[0], return_tensors, images_options)
-        rows = {"input_ids": self._encode(text, options.pop("add_special_tokens"))}
-        return self._finish(rows, images, images_options, return_tensors, **options)
+            tensors = options["return_tensors"]
+            return self.image_processor(_flatten(images)[0], return_tensors=tensors, **of_images)
+        rows = {"input_ids": self._encode(text, options["add_special_tokens"])}
+        return self._finish(rows, images, options, of_images)
 
     def apply_chat_template(  # type: ignore[override]  # the base class says that it returns text
         self,
         conversation: list[dict] | list[list[dict]],
         chat_template: str | None = None,
         *,
-        tools: list | None = None,
-        documents: list[dict] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
         return_assistant_tokens_mask: bool = False,
         tokenize: bool = False,
         padding: bool | str = False,
@@ -200,55 +182,37 @@ class ChatGLMProcessor(ProcessorMixin):
         ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` in a part of a content
         list. Each is what the image processor takes: a PIL image, an array, a tensor, a path, an
         URL, base64, or the bytes of a file. Keys that nothing reads are refused. The words
-        ``<image>`` in a text are text, for people may write about them; a warning says so once if
-        the conversation has no picture.
+        ``<image>`` in a text are text; a warning says so once if the conversation has no picture.
 
         Args:
             processor_kwargs: Options of `__call__`, as transformers 5 passes them.
-            **kwargs: Variables for the template.
+            **kwargs: ``tools``, ``documents``, ``add_generation_prompt`` and
+                ``continue_final_message``, as the tokenizer takes them; variables for the template.
 
         Returns:
             Text (``tokenize=False``), the batch of grown ids, or with ``return_dict`` what
-            `__call__` returns, plus ``assistant_masks`` if asked for. Always a batch of ids, as
-            from transformers' own processors.
-
-        Raises:
-            ValueError: an image part names no image, or two; otherwise as `__call__` and the
-                tokenizer.
+            `__call__` returns, plus ``assistant_masks`` if asked for.
         """
-        options: dict[str, Any] = {
-            "add_special_tokens": False,
+        given = {
+            "add_special_tokens": False,  # the template writes them, once, whatever is asked for
             "padding": padding,
             "truncation": truncation,
             "max_length": max_length,
             "pad_to_multiple_of": pad_to_multiple_of,
             "padding_side": padding_side,
+            # transformers 5 has "auto" for "the processor's own default", which is None here.
+            "return_tensors": None if return_tensors == "auto" else return_tensors,
         }
-        # transformers 5 has "auto" for "the processor's own default", which is None here.
-        return_tensors = None if return_tensors == "auto" else return_tensors
-        images_options, options, return_tensors = _merge_options(
-            options, return_tensors, processor_kwargs or {}
-        )
-        # The template writes the prefix itself, once, whatever is asked for.
-        del options["add_special_tokens"]
-        chat = {
-            "tools": tools,
-            "documents": documents,
-            "chat_template": self._named_template(chat_template),
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            **kwargs,
-        }
+        options, of_images = _merge_options(given, processor_kwargs or {})
+        kwargs["chat_template"] = self._named_template(chat_template)
         if not tokenize:
-            return self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, return_dict=False, **chat
-            )
+            return self.tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs)
         conversations, _ = as_batch(conversation)
         rows = self.tokenizer.encode_chats(
-            conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **chat
+            conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **kwargs
         )
         images = [find_images(messages) for messages in conversations]
-        out = self._finish(rows, images, images_options, return_tensors, **options)
+        out = self._finish(rows, images, options, of_images)
         return out if return_dict else out["input_ids"]
 
     def _named_template(self, chat_template: str | None) -> str | None:
@@ -274,18 +238,11 @@ class ChatGLMProcessor(ProcessorMixin):
         return rows
 
     def _finish(
-        self,
-        rows: dict[str, list[list[int]]],
-        images: Any,
-        images_options: dict[str, Any],
-        return_tensors: str | None,
-        *,
-        truncation: bool | str,
-        max_length: int | None,
-        **padding: Any,
+        self, rows: dict[str, list[list[int]]], images: Any, options: dict, of_images: dict
     ) -> BatchFeature:
         """Grow, check, cut and pad rows of ids, and add the images."""
-        limit = self.tokenizer.truncation_limit(truncation, max_length)
+        options = {name: value for name, value in options.items() if name != "add_special_tokens"}
+        limit = self.tokenizer.truncation_limit(options.pop("truncation"), options["max_length"])
         grown: dict[str, list[list[int]]] = {name: [] for name in rows}
         counts = []
         for number, ids in enumerate(rows["input_ids"]):
@@ -301,32 +258,19 @@ class ChatGLMProcessor(ProcessorMixin):
                 values[-1] = values[-1][kept]
 
         flat, per_row = _flatten(images)
-        if per_row is not None and per_row != counts:
+        if len(flat) != sum(counts) or per_row not in (None, counts):
             raise ValueError(
-                f"the rows have {counts} begin-of-image ids but came with {per_row} images: pass "
-                "for each row the images its text holds"
+                f"the rows hold {counts} begin-of-image ids but {per_row or len(flat)} images were "
+                "passed: write each image into its text with apply_chat_template and pass each"
             )
-        if len(flat) != sum(counts):
-            raise ValueError(
-                f"the text holds {sum(counts)} begin-of-image ids but {len(flat)} images were "
-                "passed: write each image into the text with apply_chat_template and pass each"
-            )
-        data = self.tokenizer.pad_rows(
-            grown, max_length=max_length, return_tensors=return_tensors, **padding
-        )
-        out = BatchFeature(dict(data))
+        out = BatchFeature(dict(self.tokenizer.pad_rows(grown, **options)))
         if flat:
-            out.update(self._encode_images(flat, return_tensors, images_options))
+            tensors = options["return_tensors"]
+            out.update(self.image_processor(flat, return_tensors=tensors, **of_images))
         return out
 
-    def _encode_images(self, images: list, return_tensors, options) -> BatchFeature:
-        return self.image_processor(images, return_tensors=return_tensors, **options)
-
     def _grow(self, row: int, ids: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the indices of ``ids`` that make the grown row, and its images' ranges in it.
-
-        A range goes from begin id to end id, both inside.
-        """
+        """The indices of ``ids`` that make the grown row, and its images' ranges in it."""
         begin, end = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
         )
@@ -387,32 +331,21 @@ class _WithoutAudio(ChatGLMProcessor):
         )
 
 
-def _merge_options(
-    options: dict[str, Any], return_tensors: str | None, given: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """Sort options given flat or by part into those of images and of text."""
-    given = dict(given)
-    images_options = dict(given.pop("images_kwargs", None) or {})
-    text_options = {**(given.pop("text_kwargs", None) or {}), **given}
-    tensors = [d.pop("return_tensors", None) for d in (images_options, text_options)]
-    unknown = sorted(text_options.keys() - options.keys())
-    unknown += sorted(images_options.keys() - {"do_convert_rgb"})
+def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, dict]:
+    """Options of text, given flat or by part, and those of images."""
+    more = dict(more)
+    of_images = dict(more.pop("images_kwargs", None) or {})
+    of_text = {**(more.pop("text_kwargs", None) or {}), **more}
+    # Of either part; what is said of text goes first.
+    tensors = of_images.pop("return_tensors", None)
+    unknown = sorted((of_text.keys() - given.keys()) | (of_images.keys() - {"do_convert_rgb"}))
     if unknown:
         raise ValueError(
-            f"unknown options {unknown}: text takes {sorted(options)}, images_kwargs takes "
+            f"unknown options {unknown}: text takes {sorted(given)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
-    parameters = signature(ChatGLMProcessor.__call__).parameters
-    # apply_chat_template of transformers says add_special_tokens beside what its caller says.
-    for name in sorted((options.keys() & text_options.keys()) - {"add_special_tokens"}):
-        said = options[name] != parameters[name].default
-        if said and options[name] != text_options[name]:
-            raise ValueError(
-                f"{name} was given twice, as {options[name]!r} and as {text_options[name]!r} in "
-                "text_kwargs: give it once"
-            )
-    chosen = return_tensors or tensors[1] or tensors[0]
-    return images_options, {**options, **text_options}, chosen
+    tensors = given["return_tensors"] or of_text.get("return_tensors") or tensors
+    return given | of_text | {"return_tensors": tensors}, of_images
 
 
 def _flatten(images: Any) -> tuple[list, list[int] | None]:

@@ -5,12 +5,8 @@ from torch import nn
 
 
 def must_run_on_every_process(module: nn.Module) -> bool:
-    """True if processes would wait for each other, or reduce unlike gradients, otherwise.
-
-    That is so when the weights are spread over processes, which gather them together (DeepSpeed
-    ZeRO-3, FSDP), and when the weights are whole everywhere but trained (ZeRO-1 and 2, DDP):
-    gradients are reduced in buckets that every process has to fill alike.
-    """
+    """Whether weights are spread over processes, which gather them together (ZeRO-3, FSDP), or are
+    whole and trained (ZeRO-1 and 2, DDP): gradients are reduced in buckets that all fill alike."""
     if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
         return True
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -1,18 +1,11 @@
 """Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
 
-Differences from upstream's Python tokenizer over tiktoken, each with a test in
-tests/remote/test_tokenization.py:
-
-- It is a fast tokenizer. A folder with only ``tokenizer.model`` (the ranks) is converted once on
-  loading, and ``save_pretrained`` writes ``tokenizer.json``. Ids are upstream's.
-- Both padding sides work.
-- The chat format is a Jinja template, so ``tokenize=False`` carries the image placeholder too.
-- A conversation may hold any number of images, and a batch rows with and without.
-- Ordinary encoding gives no position ids: the model makes them. Chats have them, as upstream's.
+Ids are upstream's. A folder with only ``tokenizer.model`` (the ranks) is converted on loading, and
+``save_pretrained`` writes ``tokenizer.json``. Ordinary encoding gives no position ids: the model
+makes them. Chats have them, as upstream's.
 """
 
 import base64
-import functools
 import itertools
 import re
 import shutil
@@ -29,29 +22,19 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import BatchEncoding, PreTrainedTokenizerFast
-from transformers.utils import PaddingStrategy, get_json_schema, logging
+from transformers.utils import get_json_schema, logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .image_processing_chatglm import ChatGLMImageProcessor
 
 logger = logging.get_logger(__name__)
 
+ROLES = ("system", "user", "assistant", "observation")
 # In the order of their ids, which follow the ranks in the original vocabulary.
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "[MASK]",
-    "[gMASK]",
-    "[sMASK]",
-    "<sop>",
-    "<eop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|observation|>",
-    "<|begin_of_image|>",
-    "<|end_of_image|>",
-    "<|begin_of_video|>",
-    "<|end_of_video|>",
+    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+    *(f"<|{role}|>" for role in ROLES),
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
 )
 PROMPT_PREFIX = ("[gMASK]", "<sop>")
 # What clean_up_tokenization_spaces takes the spaces from, in this order, as transformers has it.
@@ -137,44 +120,11 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """.strip()
 
-# Noncharacters, which Unicode keeps for a program's own use. They live between the escaping of a
-# conversation and the encoding of what was rendered from it; in a user's text they are escaped.
+# Noncharacters, which Unicode keeps for a program's own use; in a user's text they are escaped.
 _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
-
-ROLES = ("system", "user", "assistant", "observation")
-
-# The arguments of the published apply_chat_template after the conversation, in their order.
-PUBLISHED_ORDER = (
-    "add_generation_prompt",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "tokenizer_kwargs",
-    "add_special_tokens",
-)
-
-
-def _takes_published_order(apply_chat_template):
-    """Arguments by place are in the published order if the second is a bool, as no ``tools`` is."""
-
-    @functools.wraps(apply_chat_template)
-    def in_either_order(self, conversation, *places, **options):
-        if not places or not isinstance(places[0], bool):
-            return apply_chat_template(self, conversation, *places, **options)
-        if len(places) > len(PUBLISHED_ORDER):
-            raise TypeError(
-                f"apply_chat_template was given {1 + len(places)} arguments by place, and takes "
-                f"{1 + len(PUBLISHED_ORDER)}: conversation, {', '.join(PUBLISHED_ORDER)}"
-            )
-        placed = dict(zip(PUBLISHED_ORDER, places, strict=False))
-        return apply_chat_template(self, conversation, **placed, **options)
-
-    return in_either_order
+_CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 
 
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
@@ -185,17 +135,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     Args:
         vocab_file: Original ranks (``tokenizer.model``), read if there is no ``tokenizer_file``.
-        tokenizer_file: Serialised `tokenizers.Tokenizer`.
-        tokenizer_object: A `tokenizers.Tokenizer`. Special tokens that it lacks are added; no id
-            is assumed.
         image_size: Side in pixels of the images that `apply_chat_template` makes.
-        chat_template: Defaults to this module's.
         **kwargs: As for `PreTrainedTokenizerFast`. ``eos_token`` and ``pad_token`` default to
             ``<|endoftext|>``, ``padding_side`` to left.
-
-    Raises:
-        ValueError: no vocabulary was given, or the ranks file does not fit the ids of the
-            special tokens.
     """
 
     vocab_files_names = {"vocab_file": "tokenizer.model", "tokenizer_file": "tokenizer.json"}
@@ -254,19 +196,15 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict[str, Any]:
-        """Leave the files to ``__init__``.
-
-        transformers 5 would take ``tokenizer.json`` apart for a class with an ``__init__`` of its
-        own, and would read ``tokenizer.model`` as sentencepiece. 4.57 does not call this.
-        """
+        """Leave the files to ``__init__``: transformers 5 would take ``tokenizer.json`` apart, and
+        read ``tokenizer.model`` as sentencepiece."""
         return kwargs
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
 
-        A tokenizer that came with a processor names that in its file. Saved alone, as a trainer on
-        texts does, it brings the processor's code along; where that is not at hand it does not name
-        it, and ``AutoProcessor`` gives the tokenizer.
+        A tokenizer that came with a processor names that in its file. Saved alone, it brings the
+        processor's code along, or does not name it where that is not at hand.
         """
         auto_map = self.init_kwargs.get("auto_map") or {}
         saved = Path(save_directory, PROCESSOR_FILE)
@@ -281,45 +219,37 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 self.init_kwargs["auto_map"] = kept
         return super().save_pretrained(save_directory, *args, **kwargs)
 
-    @_takes_published_order
-    def apply_chat_template(
+    def apply_chat_template(  # type: ignore[override]  # in the published order of arguments
         self,
         conversation: list[dict] | list[list[dict]],
-        tools: list | None = None,
-        documents: list[dict] | None = None,
-        chat_template: str | None = None,
-        *,
         add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
         tokenize: bool = True,
         padding: bool | str = False,
         truncation: bool | str = False,
         max_length: int | None = None,
         return_tensors: str | None = None,
         return_dict: bool = False,
-        return_assistant_tokens_mask: bool = False,
-        add_special_tokens: bool = True,
         tokenizer_kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = True,
+        *,
+        tools: list | None = None,
+        documents: list[dict] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool | str = False,
+        return_assistant_tokens_mask: bool = False,
         **kwargs,
     ) -> str | list[str] | list[list[int]] | BatchEncoding:
         """Format one conversation or a list of them, as upstream's method does.
 
-        A message is a dict, a dataclass or one of pydantic's models, as OpenAI's client gives
-        them: ``{"role", "content"}`` with optional ``"metadata"``, ``"tools"`` and
-        ``"image"`` (upstream's form: one image; None, and as upstream False, 0, and what is empty,
-        is none), or has a list of ``{"type": "text", "text": ...}`` and ``{"type": "image", ...}``
-        as content. The images of a message come first, where the model was trained to find them,
-        wherever they stand in that list. Messages with neither image nor text are left out. Other
-        keys are refused unless they are None, because nothing would read them; a template of one's
-        own may read more. The words ``<image>`` in a text are text.
+        A message is a dict, a dataclass or one of pydantic's models: ``{"role", "content"}`` with
+        optional ``"metadata"``, ``"tools"`` and ``"image"`` (upstream's form: one image; None, and
+        as upstream False, 0, and what is empty, is none), or has a list of ``{"type": "text",
+        "text": ...}`` and ``{"type": "image", ...}`` as content. The images of a message come
+        first, wherever they stand in that list. Messages with neither image nor text are left out.
+        Other keys are refused unless they are None; a template of one's own may read more.
 
-        Arguments by place are taken in upstream's order as well, which begins with
-        ``add_generation_prompt``.
-
-        With ``tokenize=True`` no string of ``conversation``, ``tools``, ``documents`` or
-        ``kwargs`` becomes a special token, whatever the template: only what the template itself
-        writes does. (A template that glues a user's string to a part of a special token of its
-        own is beyond help.) A plain string (``tokenize=False``) cannot keep the two apart.
+        With ``tokenize=True`` no string that is given becomes a special token, whatever the
+        template. A plain string (``tokenize=False``) cannot keep the two apart.
 
         Args:
             add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
@@ -327,57 +257,44 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             **kwargs: Variables for the template.
 
         Returns:
-            Text (``tokenize=False``, whatever ``return_dict`` says: a string, or a list for a list
-            of conversations), else always a batch, of one conversation too, with an image as three
-            ids: its ids ``[B, L]``, or with ``return_dict`` also ``attention_mask``,
-            ``position_ids`` ``[B, L]`` (0 at padding), ``assistant_masks`` if asked for, and
-            ``images`` if the messages hold pictures: float32 ``[number of images, 3, S, S]`` in
-            the order of their begin ids, a torch tensor unless ``return_tensors`` is ``"np"``.
-            Without ``return_dict`` images are not opened. In image parts of a content list
-            pictures may be missing, from all.
-
-        Raises:
-            ValueError: arguments that exclude each other, an empty conversation, a message that
-                is not a dict or holds what nothing reads, an unknown entry of
-                ``tokenizer_kwargs``, pictures without an ``image_size``, or another number of
-                pictures than of images in the ids.
+            Text (``tokenize=False``: a string, or a list for a list of conversations), else always
+            a batch with an image as three ids: its ids ``[B, L]``, or with ``return_dict`` also
+            ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at padding), ``assistant_masks`` if
+            asked for, and ``images`` if the messages hold pictures: float32 ``[number of images,
+            3, S, S]`` in the order of their begin ids, a torch tensor unless ``return_tensors`` is
+            ``"np"``. Without ``return_dict`` images are not opened. In image parts of a content
+            list pictures may be missing, from all.
         """
+        if not isinstance(add_generation_prompt, bool):
+            raise ValueError(
+                f"add_generation_prompt is a {type(add_generation_prompt).__name__}: by place the "
+                "arguments are in the published order; give tools, documents and chat_template by "
+                "name"
+            )
         conversations, is_batched = as_batch(conversation)
         options = tokenizer_kwargs or {}
         if unknown := sorted(options.keys() - {"pad_to_multiple_of", "padding_side"}):
             raise ValueError(
                 f"unknown tokenizer_kwargs {unknown}: use pad_to_multiple_of and padding_side"
             )
-        rendering: dict[str, Any] = {
+        if return_assistant_tokens_mask and not (tokenize and return_dict):
+            raise ValueError(
+                "return_assistant_tokens_mask=True needs tokenize=True and return_dict=True"
+            )
+        rendering = kwargs | {
             "tools": tools,
             "documents": documents,
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "return_assistant_tokens_mask": return_assistant_tokens_mask,
         }
-        if return_assistant_tokens_mask and not (tokenize and return_dict):
-            raise ValueError(
-                "return_assistant_tokens_mask=True needs tokenize=True and return_dict=True"
-            )
         if not tokenize:
-            self._check_conversations(conversations, chat_template, tools, kwargs)
-            kwargs.pop("sanitize_control_tokens", None)
-            conversations = [[*map(_without_empty_image, chat)] for chat in conversations]
-            text: Any = super().apply_chat_template(
-                conversations if is_batched else conversations[0],
-                tokenize=False,
-                return_dict=False,
-                **rendering,
-                **kwargs,
-            )
-            return text if add_special_tokens else _without_prefix(text)
-
-        rows = self.encode_chats(
-            conversations,
-            return_assistant_tokens_mask=return_assistant_tokens_mask,
-            **rendering,
-            **kwargs,
-        )
+            texts, _ = self._render(conversations, None, **rendering)
+            if not add_special_tokens:
+                texts = [text.removeprefix("".join(PROMPT_PREFIX)) for text in texts]
+            return texts if is_batched else texts[0]
+        rows = self.encode_chats(conversations, **rendering)
         if not add_special_tokens:
             prefix = self.get_prefix_tokens()
             starts = [len(prefix) * (row[: len(prefix)] == prefix) for row in rows["input_ids"]]
@@ -401,64 +318,72 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return encoding
 
     def encode_chats(
-        self,
-        conversations: list[list[dict]],
-        tools: list | None = None,
-        documents: list[dict] | None = None,
-        chat_template: str | None = None,
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-        return_assistant_tokens_mask: bool = False,
-        **kwargs,
+        self, conversations: list[list[dict]], return_assistant_tokens_mask: bool = False, **options
     ) -> dict[str, list[list[int]]]:
-        """The ids of conversations, images as three ids and not opened.
+        """``input_ids`` of conversations, images as three ids and not opened, and with
+        ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
 
         Args:
-            **kwargs: Variables for the template.
-
-        Returns:
-            ``input_ids``, a list of ids for each conversation, and with
-            ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
-
-        Raises:
-            ValueError: as `apply_chat_template`.
+            **options: ``tools``, ``documents``, ``chat_template``, ``add_generation_prompt``,
+                ``continue_final_message``, as `apply_chat_template` takes them, and variables.
         """
-        self._check_conversations(conversations, chat_template, tools, kwargs)
-        kwargs.pop("sanitize_control_tokens", None)  # of transformers 5.23: always the case here
-        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
-            raise ValueError(
-                "continue_final_message excludes add_generation_prompt and "
-                "return_assistant_tokens_mask: the final message is left open"
-            )
+        options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
         escape = _Escaper(self._special_ids())
-        if tools is not None:
-            # Schemas are made here, so that docstrings are escaped like any other string.
-            tools = [
-                tool if isinstance(tool, Mapping) else get_json_schema(tool)
-                for tool in _as_dicts(tools)
-            ]
-        made: Any = render_jinja_template(
-            conversations=[[escape.message(m) for m in messages] for messages in conversations],
-            tools=escape(tools),
-            documents=escape(documents),
-            chat_template=self.get_chat_template(chat_template, tools),
-            return_assistant_tokens_mask=return_assistant_tokens_mask,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **{**self.special_tokens_map, **escape(kwargs), "piece_break": _PIECE_BREAK},
-        )
-        rendered, spans = made
+        rendered, spans = self._render(conversations, escape, **options)
         encoded = self._encode_rendered(rendered, spans or [()] * len(rendered))
         rows = {"input_ids": [ids for ids, _ in encoded]}
         if return_assistant_tokens_mask:
             rows["assistant_masks"] = [mask for _, mask in encoded]
         return rows
 
-    def _check_conversations(self, conversations, chat_template, tools, variables) -> None:
-        own_template = self.get_chat_template(chat_template, tools) == CHAT_TEMPLATE
+    def _render(
+        self,
+        conversations: list[list[dict]],
+        escaper: "_Escaper | None",
+        *,
+        tools: list | None = None,
+        documents: list[dict] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        return_assistant_tokens_mask: bool = False,
+        **variables,
+    ) -> tuple[list[str], list]:
+        """The texts of conversations, and the spans of what an assistant says, if asked for."""
+        for name in ("images", "image", "pixel_values", "videos", "audio"):
+            if variables.get(name) is not None:
+                raise ValueError(
+                    f"apply_chat_template was given {name}, which nothing reads: put pictures into "
+                    "the messages, under 'image'"
+                )
+        template = self.get_chat_template(chat_template, tools)
         for messages in conversations:
-            _check_conversation(messages, variables, own_template)
+            _check_conversation(messages, own_template=template == CHAT_TEMPLATE)
+        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
+            raise ValueError(
+                "continue_final_message excludes add_generation_prompt and "
+                "return_assistant_tokens_mask: the final message is left open"
+            )
+        variables.pop("sanitize_control_tokens", None)  # of transformers 5.23: always the case here
+        if tools is not None:
+            # Schemas are made here, so that docstrings are escaped like any other string.
+            tools = [
+                tool if isinstance(tool, Mapping) else get_json_schema(tool)
+                for tool in _as_dicts(tools)
+            ]
+        escape = escaper or (lambda value: value)
+        piece_break = _PIECE_BREAK if escaper else ""
+        made: Any = render_jinja_template(
+            conversations=[[escape(_said(m)) for m in messages] for messages in conversations],
+            tools=escape(tools),
+            documents=escape(documents),
+            chat_template=template,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **{**self.special_tokens_map, **escape(variables), "piece_break": piece_break},
+        )
+        return made
 
     def _pictures(self, conversations: list[list[dict]], rows: list[list[int]]) -> list:
         """The pictures of all messages in the order of their begin ids, not opened yet."""
@@ -493,77 +418,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """``[gMASK]<sop>`` before the ids, and those of a pair after them, as encoding does."""
         return [*self.get_prefix_tokens(), *token_ids_0, *(token_ids_1 or ())]
 
-    def get_special_tokens_mask(
-        self,
-        token_ids_0: list[int],
-        token_ids_1: list[int] | None = None,
-        already_has_special_tokens: bool = False,
-    ) -> list[int]:
-        """1 for each special token and 0 for others: of ids that have the prefix already, or of
-        those that :meth:`build_inputs_with_special_tokens` makes of ids that do not."""
-        if not already_has_special_tokens:
-            plain = len(token_ids_0) + len(token_ids_1 or ())
-            return [1] * len(self.get_prefix_tokens()) + [0] * plain
-        if token_ids_1 is not None:
-            raise ValueError("give one list of ids: those that have special tokens are one already")
-        special = set(self.all_special_ids)
-        return [int(token in special) for token in token_ids_0]
-
-    if not hasattr(PreTrainedTokenizerFast, "prepare_for_model"):
-        # A name that transformers 5 has dropped for fast tokenizers.
-        def prepare_for_model(
-            self,
-            ids: list[int],
-            pair_ids: list[int] | None = None,
-            add_special_tokens: bool = True,
-            padding: bool | str = False,
-            truncation: bool | str | None = None,
-            max_length: int | None = None,
-            pad_to_multiple_of: int | None = None,
-            padding_side: str | None = None,
-            return_tensors: str | None = None,
-            return_attention_mask: bool | None = None,
-            return_special_tokens_mask: bool = False,
-            return_length: bool = False,
-            prepend_batch_axis: bool = False,
-        ) -> BatchEncoding:
-            """Ids with ``[gMASK]<sop>`` before them, cut at their end, padded, and with their mask.
-
-            Raises:
-                ValueError: a pair is to be cut, or ids to fewer than the prefix has.
-            """
-            build = self.build_inputs_with_special_tokens
-            row = build(ids, pair_ids) if add_special_tokens else [*ids, *(pair_ids or ())]
-            limit = self.truncation_limit(truncation, max_length)
-            if limit is not None and len(row) > limit:
-                kept = len(ids) - (len(row) - limit)
-                if pair_ids or kept < 0:
-                    raise ValueError(
-                        f"{len(row)} ids, of which {len(pair_ids or ())} are of a pair, cannot be "
-                        f"cut to {limit}: cut the lists before"
-                    )
-                row = build(ids[:kept]) if add_special_tokens else ids[:kept]
-            encoded: dict[str, Any] = {"input_ids": row}
-            if return_special_tokens_mask:
-                encoded["special_tokens_mask"] = self.get_special_tokens_mask(
-                    row, already_has_special_tokens=True
-                )
-            encoded = dict(
-                self.pad(
-                    encoded,
-                    padding=padding,
-                    max_length=max_length,
-                    pad_to_multiple_of=pad_to_multiple_of,
-                    padding_side=padding_side,
-                    return_attention_mask=return_attention_mask,
-                )
-            )
-            if return_length:
-                encoded["length"] = len(encoded["input_ids"])
-            return BatchEncoding(
-                encoded, tensor_type=return_tensors, prepend_batch_axis=prepend_batch_axis
-            )
-
     def _decode(
         self,
         token_ids: int | list[int],
@@ -572,11 +426,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         spaces_between_special_tokens: bool = True,
         **kwargs,
     ) -> str:
-        """The text of ids, with a space on either side of each added token, as slow tokenizers
-        have it, of which the published one is one. Ids of no token are left out.
-
-        Bytes that are no UTF-8 become U+FFFD, before and after an added token each for itself.
-        """
+        """As slow tokenizers, of which the published one is one: a space on either side of each
+        added token, and the bytes between two of them decoded for themselves."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
             special = set(self.all_special_ids)
@@ -604,13 +455,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         tokenize: bool = True,
         message_prefix: list[int] | None = None,
     ) -> list[int] | str:
-        """One message of a chat: ``<|role|>``, metadata, a newline, ``message_prefix``, the text.
-
-        Special tokens are not read out of the texts. ``message_prefix`` are ids, e.g. an image's.
-
-        Raises:
-            ValueError: an unknown role.
-        """
+        """One message of a chat: ``<|role|>``, metadata, a newline, ``message_prefix`` (ids), the
+        text. Special tokens are not read out of the texts."""
         if role not in ROLES:
             raise ValueError(f"the message has the role {role!r}: use {', '.join(ROLES)}")
         if not tokenize:
@@ -625,61 +471,20 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     if not hasattr(PreTrainedTokenizerFast, "batch_encode_plus"):
         # Two names that transformers 5 has dropped.
         def encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
-            """``self(text, text_pair, ...)``."""
             return self(text, text_pair, **kwargs)
 
         def batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
-            """``self(texts, ...)``, or of pairs of texts."""
-            texts = batch_text_or_text_pairs
-            # A text that is split already is a list, too.
-            text = list if kwargs.get("is_split_into_words") else str
-            first: Any = texts[0] if len(texts) else None
-            is_list = isinstance(first, (list, tuple))
-            if is_list and len(first) == 2 and all(isinstance(one, text) for one in first):
-                texts, kwargs["text_pair"] = map(list, zip(*texts, strict=True))
-            return self(texts, **kwargs)
-
-    def __getattr__(self, name: str):
-        if name == "tokenizer":
-            # No property: frameworks ask a processor for its tokenizer by this name, and take
-            # what has none for a tokenizer.
-            raise AttributeError(
-                "the published tokenizer's .tokenizer was tiktoken's, which is not used here: "
-                "encode(text, add_special_tokens=False) reads special tokens out of the text, "
-                "build_single_message does not; backend_tokenizer is that of `tokenizers`"
-            )
-        inherited = getattr(super(), "__getattr__", None)  # of transformers 5
-        if inherited is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
-        return inherited(name)
+            return self(batch_text_or_text_pairs, **kwargs)
 
     @classmethod
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
-        """Leave the split pattern alone, also with ``fix_mistral_regex=True``.
-
-        transformers takes the folders it saved itself in 4.57.3 to 4.57.6 for Mistral's, warns, and
-        offers to put another pattern in the place of ours, which would change the ids.
-        """
+        """Leave the pattern alone: transformers takes folders that it saved itself in 4.57.3 to
+        4.57.6 for Mistral's, and offers another one, which would change the ids."""
         return tokenizer
 
-    def _pad(
-        self,
-        encoded_inputs,
-        max_length=None,
-        padding_strategy=PaddingStrategy.DO_NOT_PAD,
-        pad_to_multiple_of=None,
-        padding_side=None,
-        return_attention_mask=None,
-    ) -> dict:
+    def _pad(self, encoded_inputs, *, padding_side=None, **options) -> dict:  # type: ignore[override]
         """As transformers', with 0 at padding in :data:`PADDED_WITH_0`."""
-        padded = super()._pad(
-            encoded_inputs,
-            max_length=max_length,
-            padding_strategy=padding_strategy,
-            pad_to_multiple_of=pad_to_multiple_of,
-            padding_side=padding_side,
-            return_attention_mask=return_attention_mask,
-        )
+        padded = super()._pad(encoded_inputs, padding_side=padding_side, **options)
         on_left = (padding_side or self.padding_side) == "left"
         for name in padded.keys() & PADDED_WITH_0:
             values = list(padded[name])
@@ -688,7 +493,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return padded
 
     def truncation_limit(self, truncation: bool | str | None, max_length: int | None) -> int | None:
-        """Return the length that ``truncation`` cuts rows to, or None if it cuts nothing."""
+        """The length that ``truncation`` cuts rows to, or None if it cuts nothing."""
         if truncation in (None, False, "do_not_truncate"):
             return None
         return self.model_max_length if max_length is None else max_length
@@ -699,30 +504,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         *,
         padding: bool | str = False,
         max_length: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        padding_side: str | None = None,
-        return_tensors: str | None = None,
+        **options,
     ) -> BatchEncoding:
-        """Pad rows of ids and make their attention mask.
-
-        Args:
-            rows: ``input_ids`` and possibly what :data:`PADDED_WITH_0` names, one list of ints
-                per row.
-            max_length: Length for ``padding="max_length"``.
-
-        Returns:
-            ``input_ids``, ``attention_mask`` and the other names of ``rows`` ``[B, L]``: int64
-            tensors with ``return_tensors="pt"``, else lists.
-        """
-        return self.pad(
-            dict(rows),
-            padding=padding,
-            # The base class takes a length without this strategy for a request to truncate.
-            max_length=max_length if padding == "max_length" else None,
-            pad_to_multiple_of=pad_to_multiple_of,
-            padding_side=padding_side,
-            return_tensors=return_tensors,
-        )
+        """Pad rows of ids, and of what :data:`PADDED_WITH_0` names, with their attention mask."""
+        # The base class takes a length without this strategy for a request to truncate.
+        max_length = max_length if padding == "max_length" else None
+        return self.pad(dict(rows), padding=padding, max_length=max_length, **options)
 
     def _special_ids(self) -> dict[str, int]:
         return {str(t): i for i, t in self.added_tokens_decoder.items() if t.special}
@@ -730,12 +517,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _encode_rendered(
         self, rendered: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[int]]]:
-        """Encode rendered chats whose user strings are escaped.
-
-        Returns:
-            For each chat the ids, and for each id 1 if it stands for characters in the chat's
-            ``spans``.
-        """
+        """Of rendered chats whose user strings are escaped the ids, each with 1 if it stands for
+        characters in the chat's ``spans``."""
         specials = self._special_ids()
         marks = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
         split = re.compile("(" + "|".join(map(re.escape, marks)) + ")").split
@@ -773,11 +556,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return [encode(pieces, of_chat) for pieces, of_chat in zip(chats, spans, strict=True)]
 
     def _plain_tokenizer(self) -> Tokenizer:
-        """Return a tokenizer with this vocabulary that reads no special token out of a text.
+        """A tokenizer with this vocabulary that reads no special token out of a text.
 
-        It shares the model with the real one (nothing is copied), so it is made for each call and
-        the real one's settings, which other threads may be using, stay as they are. Added tokens
-        that are not special are still found, under their own ids.
+        It shares the model with the real one (nothing is copied), whose settings, which other
+        threads may be using, stay as they are.
         """
         real = self.backend_tokenizer
         plain = Tokenizer(real.model)
@@ -793,16 +575,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 def convert_ranks(
     vocab_file: str, special_tokens: dict[int, str | AddedToken] | None = None
 ) -> Tokenizer:
-    """Convert a tiktoken ranks file to a `tokenizers.Tokenizer` with the same ids.
+    """Convert a tiktoken ranks file (lines of ``base64 rank``) to a tokenizer with the same ids.
 
     transformers' TikTokenConverter would need the tiktoken package only to read the file.
 
     Args:
-        vocab_file: Lines of ``base64 rank``.
         special_tokens: id -> token. Defaults to GLM-4's, numbered from the end of the ranks.
-
-    Raises:
-        ValueError: a special token would get another id than asked for.
     """
     with open(vocab_file, "rb") as lines:
         pairs = (line.split() for line in lines if line.strip())
@@ -883,27 +661,30 @@ def _is_no_image(value: Any) -> bool:
     return value is None or (isinstance(value, has_truth) and not value)
 
 
-def _without_empty_image(message: Mapping) -> Mapping:
-    if "image" in message and _is_no_image(message["image"]):
-        return {key: value for key, value in message.items() if key != "image"}
-    return message
+def _said(message: Mapping) -> dict:
+    """Without what is none: templates would print "None"."""
+    return {
+        key: value
+        for key, value in message.items()
+        if value is not None and not (key == "image" and _is_no_image(value))
+    }
+
+
+def _parts(message: Mapping) -> Sequence:
+    content = message.get("content")
+    return content if isinstance(content, (list, tuple)) else ()
 
 
 def find_images(messages: list[dict], may_miss: bool = False) -> list:
     """The images of a conversation, as given, in the order in which the template places them.
 
-    Args:
-        may_miss: An image part that names no image is a ``None`` in what is returned.
-
-    Raises:
-        ValueError: an image part names no image.
+    An image part that names no image is an error, or a ``None`` if it ``may_miss``.
     """
     found = []
     for number, message in enumerate(messages):
         if not _is_no_image(message.get("image")):
             found.append(message["image"])
-        content = message.get("content")
-        for part in content if isinstance(content, (list, tuple)) else ():
+        for part in _parts(message):
             if part.get("type") not in ("image", "image_url"):
                 continue
             image = next((part[key] for key in IMAGE_SOURCES if part.get(key) is not None), None)
@@ -918,27 +699,13 @@ def find_images(messages: list[dict], may_miss: bool = False) -> list:
     return found
 
 
-def _without_prefix(text: str | list[str]) -> str | list[str]:
-    prefix = "".join(PROMPT_PREFIX)
-    if isinstance(text, list):
-        return [one.removeprefix(prefix) for one in text]
-    return text.removeprefix(prefix)
-
-
 MESSAGE_KEYS = ("role", "content", "metadata", "tools", "image")
 IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
 PART_KEYS = {"text": ("text",), "image": IMAGE_SOURCES, "image_url": IMAGE_SOURCES}
 
 
-def _check_conversation(messages: list, variables: Mapping, own_template: bool) -> None:
+def _check_conversation(messages: list, own_template: bool) -> None:
     """Raise ``ValueError`` for what the template would drop, or write as the name of its type."""
-    for name in ("images", "image", "pixel_values", "videos", "audio"):
-        if variables.get(name) is not None:
-            raise ValueError(
-                f"apply_chat_template was given {name}, which nothing reads: put pictures into the "
-                "messages, under 'image'"
-            )
-    texts, has_image = [], False
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(
@@ -946,40 +713,31 @@ def _check_conversation(messages: list, variables: Mapping, own_template: bool) 
                 f"{type(message).__name__}"
             )
         place = f"message {number}"
-        content = message.get("content")
-        if not isinstance(content, (str, list, tuple)) and content is not None:
-            raise ValueError(
-                f"{place} has content of type {type(content).__name__}: give a string, or a list "
-                "of parts"
-            )
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-        if own_template:
-            _check_keys(place, message)
-            has_image |= not _is_no_image(message.get("image"))
-        for at, part in enumerate(parts):
-            if own_template:
-                _check_part(f"{place}, part {at},", part)
+        _check_type(place, message, "content", (str, list, tuple, type(None)), "string or parts")
+        for at, part in enumerate(_parts(message)):
             if isinstance(part, Mapping) and part.get("type") == "text":
-                text = part.get("text")
-                if not isinstance(text, str):
-                    raise ValueError(
-                        f"{place}, part {at}, has text of type {type(text).__name__}: give a string"
-                    )
-                texts.append(text)
-            else:
-                has_image = True
-    if own_template and not has_image and any("<image>" in text for text in texts):
-        logger.warning_once(
-            "a conversation without a picture holds the words <image>, which are text here: "
-            "pictures stand under 'image' of a message"
+                _check_type(f"{place}, part {at},", part, "text", str, "string")
+        if own_template:
+            _refuse_other_keys(place, message, MESSAGE_KEYS)
+            _check_type(place, message, "metadata", (str, type(None)), "string")
+            for at, part in enumerate(_parts(message)):
+                _check_part(f"{place}, part {at},", part)
+    if own_template and not find_images(messages, may_miss=True):
+        contents = [message.get("content") for message in messages]
+        texts = [part["text"] for message in messages for part in _parts(message)]
+        texts += [content for content in contents if isinstance(content, str)]
+        if any("<image>" in text for text in texts):
+            logger.warning_once(
+                "a conversation without a picture holds the words <image>, which are text here: "
+                "pictures stand under 'image' of a message"
+            )
+
+
+def _check_type(place: str, given: Mapping, key: str, kinds: Any, wanted: str) -> None:
+    if not isinstance(given.get(key), kinds):
+        raise ValueError(
+            f"{place} has {key} of type {type(given.get(key)).__name__}: give a {wanted}"
         )
-
-
-def _check_keys(place: str, message: Mapping) -> None:
-    _refuse_other_keys(place, message, MESSAGE_KEYS)
-    metadata = message.get("metadata")
-    if metadata is not None and not isinstance(metadata, str):
-        raise ValueError(f"{place} has metadata of type {type(metadata).__name__}: give a string")
 
 
 def _check_part(place: str, part: Any) -> None:
@@ -991,13 +749,6 @@ def _check_part(place: str, part: Any) -> None:
     sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{place} has its image under {' and '.join(sources)}: give one of them")
-    # {"url": None} stands for one that is kept elsewhere.
-    for name in sources:
-        if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
-            raise ValueError(
-                f"{place} is an image, but under {name!r} it has {part[name]!r}, which is none: "
-                "put a picture there, or leave out the part"
-            )
 
 
 def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:
@@ -1015,9 +766,9 @@ def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None
 class _Escaper:
     """Deep copy of template inputs in which no string holds a special token.
 
-    The first character of each occurrence becomes `_ESCAPE` and its number, in digits because
-    templates change the case of strings. So does the first character of a part of a special token
-    at the end of a string, where a template may append the rest.
+    The first character of each becomes `_ESCAPE` and its number, in digits because templates change
+    the case of strings; also of a part of one at the end of a string, where a template may append
+    the rest.
     """
 
     def __init__(self, specials: dict[str, int]) -> None:
@@ -1028,11 +779,6 @@ class _Escaper:
             for end in range(1, len(token)):
                 found.add(rf"{re.escape(token[0])}(?={re.escape(token[1:end])}\Z)")
         self._pattern = re.compile("|".join(sorted(found)))
-
-    def message(self, message: Mapping) -> dict:
-        # transformers 5 drops None values as well; templates would print "None".
-        escaped = self(_without_empty_image(message))
-        return {key: value for key, value in escaped.items() if value is not None}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -1049,9 +795,6 @@ class _Escaper:
         # Images and the like: templates ask only whether they are there, and printing an object
         # would let a string in.
         return self(f"<{type(value).__name__}>")
-
-
-_CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 
 
 def _unescape(text: str) -> str:

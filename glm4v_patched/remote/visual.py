@@ -1,8 +1,7 @@
 """The EVA2-CLIP vision tower of glm-4v and the adapter into the language model's width.
 
-Both towers' weights keep the published names. What differs from a usual ViT: a layer normalises
-the *output* of its attention and of its MLP before adding it, there is no final norm, and the
-begin- and end-of-image vectors are learned here, not taken from the token embeddings.
+What differs from a usual ViT: a layer normalises the *output* of its attention and of its MLP
+before adding it, there is no final norm, and the begin- and end-of-image vectors are learned here.
 """
 
 from dataclasses import dataclass
@@ -22,19 +21,11 @@ from .configuration_chatglm import ChatGLMConfig
 
 @dataclass
 class TowerRecord:
-    """What a caller wants to see of the tower besides the features; filled by its forward.
+    """What a caller wants to see of the tower besides the features: lists are filled by it."""
 
-    Attributes:
-        states: If a list, takes what goes into each layer and what comes out of the last,
-            ``(N, T, V)`` each.
-        weights: If a list, takes each layer's attention weights ``(N, heads, T, T)``; eager
-            attention only.
-        last_state: What comes out of the last layer.
-    """
-
-    states: list[Tensor] | None = None
-    weights: list[Tensor] | None = None
-    last_state: Tensor | None = None
+    states: list[Tensor] | None = None  # (N, T, V): into each layer, and out of the last
+    weights: list[Tensor] | None = None  # (N, heads, T, T) of each layer, of eager attention only
+    last_state: Tensor | None = None  # (N, T, V)
 
 
 class PatchEmbedding(nn.Module):
@@ -162,23 +153,20 @@ class EVA2CLIPModel(nn.Module):
         self.smallest_side = 2 * vision.patch_size
 
     def forward(self, pixels_N3SS: Tensor, record: TowerRecord | None = None) -> Tensor:
-        """Encode images.
+        """``(N, num_image_tokens + 2, D)``: begin vector, image, end vector, divided by
+        ``scaling_factor``.
 
         Args:
-            pixels_N3SS: ``(N, 3, S, S)`` in the dtype of the weights. ``S`` is the configured
-                ``image_size``, or ``smallest_side`` for a stand-in that only has to touch every
-                parameter; the learned positions of the two do not correspond.
-            record: Filled with what it asks for.
-
-        Returns:
-            ``(N, num_image_tokens + 2, D)``: begin vector, image, end vector, all divided by
-            ``scaling_factor``.
+            pixels_N3SS: In the dtype of the weights. ``S`` is the configured ``image_size``, or
+                ``smallest_side`` for a stand-in that only has to touch every parameter.
         """
         patches_NPV = self.transformer(self.patch_embedding(pixels_N3SS), record)[:, 1:]
         side = int(patches_NPV.shape[1] ** 0.5)
         grid_NVGG = patches_NPV.transpose(1, 2).unflatten(-1, (side, side))
         # Contiguous: products of bitsandbytes on a CPU do not look at strides.
         image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2).contiguous())
-        boi = self.boi.to(image_NKD.device).expand(len(image_NKD), -1, -1)
-        eoi = self.eoi.to(image_NKD.device).expand(len(image_NKD), -1, -1)
+        boi, eoi = (
+            vector.to(image_NKD.device).expand(len(image_NKD), -1, -1)
+            for vector in (self.boi, self.eoi)
+        )
         return torch.cat((boi, image_NKD, eoi), dim=1) / self.scaling_factor

@@ -148,13 +148,9 @@ def key(row: dict) -> tuple:
 
 
 def summary(rows: list[dict]) -> str:
-    """Counts by versions, the largest differences, and every distinct reason."""
+    """Counts by versions, and every distinct reason."""
     counts = Counter((r.get("deepspeed", "-"), r["transformers"], r["outcome"]) for r in rows)
     lines = [f"{' '.join(of)}: {number}" for of, number in counts.items()]
-    for precision in GRADIENT_LIMIT:
-        passed = [r for r in rows if (r["precision"], r["outcome"]) == (precision, "passed")]
-        worst = max((row["gradient_difference"] for row in passed), default=0)
-        lines.append(f"largest gradient difference, {precision}: {worst:.1e}")
     reasons = Counter(row["reason"].splitlines()[0][:200] for row in rows if row.get("reason"))
     return "\n".join(lines + [f"{number:>5} {reason}" for reason, number in reasons.items()])
 

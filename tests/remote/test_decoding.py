@@ -177,8 +177,8 @@ def test_a_compiled_graph_says_when_rows_do_not_fit_it():
 
 @torch.no_grad()
 def test_exports_text():
-    model = tiny_model(num_layers=1)
-    inputs = {"input_ids": torch.tensor([text(8, seed=1)]), "use_cache": False}
+    model, inputs = tiny_model(num_layers=1), {"input_ids": torch.tensor([text(8, seed=1)])}
+    inputs["use_cache"] = False
     program = torch.export.export(model, (), inputs, strict=False)
     other = inputs | {"input_ids": torch.tensor([text(8, seed=4)])}
     got = program.module()(**other)

@@ -15,27 +15,16 @@ from tests.helpers.tiny import (
     pictures,
     text,
     three_id_image,
-    tiny_model,
 )
 from tests.remote.rows import assert_equal, gradients, labels_for, rows_with
 
 FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
-# fp32, the same row at other columns of a batch. Measured 2.6e-6; packed samples that saw each
-# other differed by 6.6.
-ATOL = 2e-5
-NUM_IMAGES = 8  # of rows_with
 
-
-def grow(rows, num_images=None, image_format=FORMAT, **given) -> GrownRows:
+def grow(rows, image_format=FORMAT, **given) -> GrownRows:
     """``rows``: ids of one or of several, also as a tensor."""
     ids = torch.atleast_2d(torch.as_tensor(rows))
-    return grow_rows(GivenRows(ids, **given), image_format, num_images)
-
-
-@torch.no_grad()
-def logits_alone(model, row: list[int], images: torch.Tensor | None) -> torch.Tensor:
-    return model(input_ids=torch.tensor([row]), pixel_values=images).logits[0]
+    return grow_rows(GivenRows(ids, **given), image_format, int((ids == BOI).sum()))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -54,18 +43,10 @@ def test_three_id_rows_equal_grown_rows_bitwise_with_gradients(model, side):
     assert_equal(got, want)
 
 
-def test_rows_that_grow_unlike_need_no_mask_also_after_a_longer_cache(model):
+def test_rows_that_grow_unlike_need_no_mask():
     rows = [[*text(2, seed=1), *three_id_image()], text(5, seed=2)]
-    grown = grow(rows, 1, past_length=20)
+    grown = grow(rows, past_length=20)
     assert grown.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
-    cached = [text(20, seed=3), text(20, seed=4)]
-    with torch.no_grad():
-        cache = model(input_ids=torch.tensor(cached), use_cache=True).past_key_values
-        given = {"past_key_values": cache, "pixel_values": pictures(1)}
-        got = model(input_ids=torch.tensor(rows), **given).logits
-    for first, row, logits, images in zip(cached, rows, got, (pictures(1), None), strict=True):
-        want = logits_alone(model, first + row, images)[len(first) :]
-        assert (logits[-len(want) :] - want).abs().max() <= ATOL
 
 
 def positions(rows, **inputs) -> list[list[int]]:
@@ -82,18 +63,10 @@ def test_an_image_costs_three_positions(image):
         offset = torch.tensor(want) + 20
         assert positions([row], position_ids=offset) == offset.tolist()
     one = FORMAT._replace(num_image_tokens=1)
-    assert grow([5, BOI, PAD, EOI, 6], 1, one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert grow([5, BOI, PAD, EOI, 6], one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
     # The last position of the table is taken.
     assert grow(text(128)).position_ids.max() == 127
-    assert grow([*grown_image(), *text(125)], 1).last_position == 127
-
-
-def test_the_first_id_of_a_packed_sample_is_not_learned(model):
-    ids = torch.tensor([[*text(5, seed=1), *text(4, seed=2)]])
-    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    masked = ids.masked_fill(places == 0, -100)
-    got, want = (model(ids, position_ids=places, labels=of).loss for of in (ids, masked))
-    assert torch.equal(got, want)
+    assert grow([*grown_image(), *text(125)]).last_position == 127
 
 
 # Wrong use: what is given, and what of it the error names.
@@ -170,45 +143,28 @@ def test_rows_that_do_not_fit_the_cache_are_refused_with_both_numbers(model):
 
 
 # Three-id rows whose pictures are missing, with fillers as frameworks write them, and what is left
-# of images after a cut.
+# of images after a cut, or was drawn.
 LEFT_OVER = {
     "filler": [*text(3), BOI, 7, EOI, *text(3)],
     "grown, unlike ids": [*text(3), BOI, 5, 6, 7, 8, EOI, *text(3)],
     "empty": [*text(3), BOI, EOI, *text(3)],
     "cut after begin": [*text(3), BOI],
-    "cut before end": [EOI, *text(3)],
-    "begin lost": [*text(3), PAD, EOI, 7, EOI, *text(3)],
+    "cut before end": [*text(3), EOI, *text(3)],
 }
 
 
 @pytest.mark.parametrize("row", LEFT_OVER.values(), ids=LEFT_OVER.keys())
-@pytest.mark.parametrize("pad_token_id", [7, None])
-def test_places_of_pictures_never_become_words(row, pad_token_id):
-    model = tiny_model()
-    model.config.pad_token_id = pad_token_id
+def test_places_of_pictures_never_become_words(model, row):
     other = [*text(2), *three_id_image(), *text(3)]
     refused = "(begin-of-image ids|has 0 ids)"
     for rows, images in ([row], None), ([row, other], pictures(1)):
-        for side in ("left", "right"):
+        batch = padded(rows, "left") | {"pixel_values": images}
+        for call in (model, model.generate):
             with pytest.raises(ValueError, match=refused):
-                model(**padded(rows, side), pixel_values=images)
-        with pytest.raises(ValueError, match=refused):
-            model.generate(**padded(rows, "left"), pixel_values=images, max_new_tokens=2)
-    # Packed: what is left stands where samples meet.
-    ids = torch.tensor([[*text(4, seed=1), *row, *text(4, seed=2)]])
-    places = torch.cat([torch.arange(number) for number in (4, len(row), 4)])[None]
+                call(**batch)
+    cache = model(torch.tensor([text(3)]), use_cache=True).past_key_values
     with pytest.raises(ValueError, match=refused):
-        model(input_ids=ids, position_ids=places)
-
-
-@pytest.mark.parametrize("stray", [[BOI, 7, 8], [7, 8, EOI]], ids=str)
-def test_stray_ids_are_not_learned(model, stray):
-    ids = torch.tensor([[*text(4), *stray, *text(4)]])
-    with torch.no_grad():
-        model(input_ids=ids)
-    for name in ("labels", "shift_labels"):
-        with pytest.raises(ValueError, match="begin-of-image ids .* end-of-image ids"):
-            model(input_ids=ids, **{name: ids})
+        model(torch.tensor([row]), past_key_values=cache)
 
 
 def test_a_count_of_labels_that_holds_those_inside_images_is_refused(model, image):

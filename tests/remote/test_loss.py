@@ -153,8 +153,6 @@ def cut(inputs: dict, way: str) -> tuple[dict, torch.Tensor]:
         columns = columns[:, kept]
         if "indices" in way:
             kept = kept.nonzero().flatten() - (length if way == "negative indices" else 0)
-        elif way == "mask of rows":
-            kept = kept.expand(len(labels), -1)
     return inputs | {"labels": labels, "logits_to_keep": kept}, columns
 
 
@@ -163,7 +161,7 @@ def of_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("skip_logits", [False, True])
-@pytest.mark.parametrize("way", ["last", "mask", "mask of rows", "negative indices"])
+@pytest.mark.parametrize("way", ["last", "mask", "negative indices"])
 def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, skip_logits):
     model = tiny_model().train()
     whole = two_images(grown_image()) | {"num_items_in_batch": 20 if skip_logits else None}
@@ -181,21 +179,11 @@ def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, skip_lo
     assert torch.equal(more.loss, every.loss) and torch.equal(more.logits, every.logits)
 
 
-def test_rows_may_keep_unlike_positions(model):
-    whole = two_images(grown_image())
-    length = whole["labels"].shape[1]
-    columns = torch.tensor([[length - 4, length - 3, length - 1], [1, length - 5, length - 4]])
-    mask = torch.zeros(2, length, dtype=torch.bool).scatter(1, columns, True)
-    every = model(**whole | {"labels": None}).logits
-    cut_labels = torch.tensor([[-100, 7, 8], [-100, -100, 9]])
-    got = model(**whole | {"labels": cut_labels}, logits_to_keep=mask)
-    assert (got.logits - of_columns(every, columns)).abs().max() <= ATOL
-    # Each kept position learns the label of the next kept one.
-    logits = torch.stack((every[0, length - 4], every[0, length - 3], every[1, length - 5]))
-    assert (got.loss - F.cross_entropy(logits, torch.tensor([7, 8, 9]))).abs() <= ATOL
-    # The published code's name for the last one.
-    last = model(**whole | {"labels": None}, return_last_logit=True).logits
-    assert last.shape == (2, 1, 512) and (last - every[:, -1:]).abs().max() <= ATOL
+def test_the_published_name_for_the_last_logit(model):
+    inputs = two_images(grown_image()) | {"labels": None}
+    last = model(**inputs, return_last_logit=True).logits
+    assert last.shape == (2, 1, 512)
+    assert (last - model(**inputs).logits[:, -1:]).abs().max() <= ATOL
 
 
 def test_three_id_rows_may_keep_the_text_behind_their_images_and_no_more(model):
@@ -210,15 +198,12 @@ def test_three_id_rows_may_keep_the_text_behind_their_images_and_no_more(model):
     assert (got.logits - want.logits[:, -5:]).abs().max() <= ATOL
 
 
-WHOLE, SHORT = torch.arange(15) >= 10, torch.arange(9) < 3
-UNLIKE = torch.stack((torch.arange(15) > 11, torch.arange(15) > 13))
+SHORT = torch.arange(9) < 3
 REFUSED = {
     "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 positions", "ps 15"),
     "below 0": (None, -3, "-3"),
-    "more of one row": (None, UNLIKE, "[3, 1]", "2 rows"),
     "a short mask": (two_images(grown_image())["labels"][:, :3], SHORT, "9 positions"),
-    "a mask of other rows": (None, WHOLE.expand(3, -1), "3 rows", "2 are"),
-    "no dimension": (None, torch.tensor(1), "0 dimensions"),
+    "a mask of each row": (None, SHORT.expand(2, -1), "2 dimensions"),
 }
 
 

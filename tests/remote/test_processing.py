@@ -92,7 +92,7 @@ def test_rows_with_no_one_and_two_images(processor, side):
 
 WRONG_CALLS = {
     "nothing": ({}, "neither"),
-    "an image for text": ({"text": "cat", "images": picture()}, "0 begin-of-image", "1 images"),
+    "an image for text": ({"text": "cat", "images": picture()}, "[0] begin-of-image", "1 images"),
     "of other rows": (
         {"text": [IMAGE, IMAGE], "images": [[picture()] * 2, []]},
         "[1, 1]",
@@ -102,12 +102,6 @@ WRONG_CALLS = {
     "another size": ({"text": BEGIN + FILL * 3 + END, "images": picture()}, "3 ids", "4 times"),
     "an option": ({"text": "cat", "max_len": 3}, "['max_len']"),
     "videos": ({"text": "cat", "videos": [1]}, "videos"),
-    "an option twice": (
-        {"text": "a", "padding": "longest", "text_kwargs": {"padding": False}},
-        "padding",
-        "'longest'",
-        "False",
-    ),
 }
 
 

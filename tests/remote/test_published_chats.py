@@ -94,19 +94,3 @@ def test_every_way_to_decode_is_that_of_slow_tokenizers(processor, ids, skip, sp
     assert tokenizer.batch_decode([ids, []], **switches) == [want, ""]
     for token in ids[:3]:
         assert tokenizer.decode(token, **switches) == expected([token], **switches)
-
-
-@given(ids=st.lists(WORDS, max_size=9), pair=st.none() | st.lists(WORDS, max_size=5))
-@settings(max_examples=50, deadline=None)
-def test_ids_get_the_prefix_that_texts_get(processor, ids, pair):
-    tokenizer = processor.tokenizer
-    prefix = tokenizer.get_prefix_tokens()
-    built = tokenizer.build_inputs_with_special_tokens(ids, pair)
-    assert built == [*prefix, *ids, *(pair or [])]
-    mask = tokenizer.get_special_tokens_mask(ids, pair)
-    assert mask == tokenizer.get_special_tokens_mask(built, already_has_special_tokens=True)
-    prepared = tokenizer.prepare_for_model(ids, pair, return_length=True)
-    assert prepared["input_ids"] == built and prepared["attention_mask"] == [1] * len(built)
-    if len(ids) > 2 and not pair:
-        cut = tokenizer.prepare_for_model(ids, truncation=True, max_length=4)
-        assert cut["input_ids"] == [*prefix, *ids[:2]]

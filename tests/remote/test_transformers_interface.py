@@ -148,22 +148,9 @@ def generated(eager_model, batch: dict, mode: str, **options):
 
 @FORMS
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_draws_the_same_with_another_cache_and_without(eager_model, image, mode):
-    batch = batch_of(image)
-    want = generated(eager_model, batch, mode, output_logits=True)
-    cache = StaticCache(eager_model.config, 40)
-    for options in ({"past_key_values": cache}, {"use_cache": False}):
-        got = generated(eager_model, batch, mode, output_logits=True, **options)
-        assert torch.equal(got.sequences, want.sequences)
-        for one, other in zip(got.logits, want.logits, strict=True):
-            assert (one - other).abs().max() <= ATOL
-    assert got.past_key_values is None
-    assert int(cache.get_seq_length()) == eager_model(**batch).logits.shape[1] + STEPS - 1
-
-
-@FORMS
-@pytest.mark.parametrize("mode", MODES)
-def test_outputs_of_every_step(eager_model, image, mode):
+def test_every_mode_has_its_outputs_and_draws_the_same_with_another_cache_and_without(
+    eager_model, image, mode
+):
     batch, config = batch_of(image), eager_model.config
     names = ("scores", "logits", "attentions", "hidden_states")
     lengths, layer = [], eager_model.transformer.output_layer
@@ -171,9 +158,15 @@ def test_outputs_of_every_step(eager_model, image, mode):
     output = generated(eager_model, batch, mode, **{f"output_{name}": True for name in names})
     hook.remove()
     assert lengths == [1] * STEPS  # the last logits alone
+    before, cache = eager_model(**batch).logits.shape[1], StaticCache(config, 40)
+    for given in ({"past_key_values": cache}, {"use_cache": False}):
+        got = generated(eager_model, batch, mode, output_logits=True, **given)
+        assert torch.equal(got.sequences, output.sequences)
+        for one, other in zip(got.logits, output.logits, strict=True):
+            assert (one - other).abs().max() <= ATOL
+    assert got.past_key_values is None and int(cache.get_seq_length()) == before + STEPS - 1
     options = MODES[mode]
     rows = 2 * options.get("num_beams", options.get("num_return_sequences", 1))
-    before = eager_model(**batch).logits.shape[1]
     for step, new in enumerate([before] + [1] * (STEPS - 1)):
         weights = rows, config.num_attention_heads, new, before + step
         states = rows, new, config.hidden_size
