@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -27,7 +28,7 @@ from .questions import (
 )
 
 if TYPE_CHECKING:
-    from .answer_worker import Answer, Part
+    from .answer_worker import Answer, Job, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,9 @@ class Request:
         check_weights(self.weights, self.device, self.cache)
         return place(self.processes, self.device)
 
+    def find(self) -> Base:
+        return find_source(self.model, self.revision, self.weights)
+
 
 def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Line]:
     """Answer every row of the data, and write ``out``, a line a row, as the answers come.
@@ -67,9 +71,7 @@ def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Li
         ValueError: the model, the data, a picture or ``out`` cannot be used, before a model is
             loaded; RuntimeError: answering failed, and what was answered is in ``out``.
     """
-    placement = request.place()
-    base = find_source(request.model, request.revision, request.weights)
-    questions = read_questions(request.data)
+    placement, base, questions = request.place(), request.find(), read_questions(request.data)
     settings = settings_of(request, base, questions, digest_pictures(questions))
     return answer_questions(request, placement, base, questions, settings, out, overwrite)
 
@@ -85,32 +87,46 @@ def answer_questions(
 ) -> list[Line]:
     """:func:`answer_file` of questions that were read, and their :func:`settings_of`."""
     with closing(AnswersFile(out, questions, settings, request.data, overwrite)) as file:
-        if file.dropped:
-            print(file.dropped, flush=True)
         missing = file.missing
         if file.lines:
             print(f"{len(file.lines):,} of {len(questions):,} answers are there", flush=True)
         if missing:
-            from ..data.check import require_pictures  # imports torch
-
-            require_pictures(request.data, to_learn=False)
-            _require_room(request, base, missing)
-        times = [time.monotonic()]
-        try:
-            with _progress(len(questions), len(file.lines)) as progress:
-                for question, answer in answers(request, placement, base, missing):
-                    file.add(Line(question, *answer))
-                    progress.update()
-                    times.append(time.monotonic())
-        except (KeyboardInterrupt, RuntimeError) as error:
-            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}, and the same "
-            kept += f"command continues{', without --overwrite' * overwrite}"
-            if overwrite and not file.has_begun:
-                kept = f"nothing was answered, and {out} is as it was"
-            raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
-        if missing:
-            print(_describe_speed(times, request.batch_size * placement.processes), flush=True)
+            _answer_missing(request, placement, base, file, missing)
         return file.all_lines()
+
+
+def _answer_missing(
+    request: Request,
+    placement: Placement,
+    base: Base,
+    file: AnswersFile,
+    missing: Sequence[Question],
+) -> None:
+    from tqdm import tqdm
+
+    from ..data.check import require_pictures
+    from ..models.loading import config_of, load_processor
+    from .answer_worker import require_room
+
+    require_pictures(request.data, to_learn=False)
+    new, limit = request.generation.max_new_tokens, config_of(base).seq_length
+    require_room(load_processor(base), limit, missing, new)
+    number = len(file.questions)
+    bar: dict[str, Any] = {"total": number, "initial": number - len(missing), "disable": None}
+    times = [time.monotonic()]
+    try:
+        with tqdm(**bar, unit="row", desc="answering") as progress:
+            for question, answer in answers(request, placement, base, missing):
+                file.add(Line(question, *answer))
+                progress.update()
+                times.append(time.monotonic())
+    except (KeyboardInterrupt, RuntimeError) as error:
+        kept = f"{len(file.lines):,} of {number:,} answers are in {file.path}, and the same "
+        kept += f"command continues{', without --overwrite' * file.overwrite}"
+        if file.overwrite and not file.has_begun:
+            kept = f"nothing was answered, and {file.path} is as it was"
+        raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
+    print(_describe_speed(times, request.batch_size * placement.processes), flush=True)
 
 
 def _describe_speed(times: Sequence[float], at_once: int) -> str:
@@ -149,14 +165,12 @@ def answers(
     Raises:
         RuntimeError: a batch cannot be answered; names its rows.
     """
-    if not questions:
-        return
-    from .answer_worker import Answer, Job, Part, answer_parts, batches  # imports torch
+    from .answer_worker import Answer, Job, Part, answer_parts, batches
     from .decoding.static_cache import chosen
 
     device = "cpu" if placement.on_cpu else "cuda"
-    number = min(placement.processes, -(-len(questions) // request.batch_size))
     some = list(batches(questions, request.batch_size))
+    number = min(placement.processes, len(some))
     steps = -(-len(some) // number) * request.generation.max_new_tokens
     cache = chosen(request.cache, device, steps, request.weights)
     job = Job(base, device, request.weights, request.generation, cache)
@@ -164,27 +178,26 @@ def answers(
     if number == 1:
         told: Generator[list[Answer], None, None] = answer_parts(job, parts)
     else:
-        command = python_module("glm4v_patched.inference.answer_worker", job.to_json())
-        told = _answers_of_processes(command, parts, environments(number, placement.on_cpu))
+        told = _answers_of_processes(job, parts, environments(number, placement.on_cpu))
     with closing(told):
         for part, replies in zip(some, told, strict=True):
             yield from zip(part, (Answer(*answer) for answer in replies), strict=True)
 
 
 def _answers_of_processes(
-    command: list[str], parts: "list[Part]", every: list[dict[str, str]]
+    job: "Job", parts: "list[Part]", every: list[dict[str, str]]
 ) -> Generator[list, None, None]:
     """Answers to batches that processes take in turn, in order."""
+    command = python_module("glm4v_patched.inference.answer_worker")
     # In a session of its own: Ctrl-C is ours to answer.
-    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "encoding": "utf-8"}
-    processes = [Popen(command, env=each, start_new_session=True, **pipes) for each in every]
+    how: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+    processes: list[Any] = [Popen(command, env=each, **how) for each in every]
     try:
         for first, process in enumerate(processes):
-            assert process.stdin is not None  # a pipe, which stays open until all is answered
             with suppress(OSError):  # it has ended
-                print(json.dumps(parts[first :: len(every)]), file=process.stdin, flush=True)
+                pickle.dump((job, parts[first :: len(every)]), process.stdin)
+                process.stdin.flush()  # it stays open until all is answered
         for part, process in zip(parts, cycle(processes), strict=False):
-            assert process.stdout is not None
             if not (line := process.stdout.readline()):
                 raise RuntimeError(
                     f"the process that answered the rows {part.rows} ended with status "
@@ -210,18 +223,3 @@ def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = given.split(",") if given else [str(number) for number in range(processes)]
     return [common | {"CUDA_VISIBLE_DEVICES": seen[number]} for number in range(processes)]
-
-
-def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
-    from ..models.loading import config_of, load_processor
-    from .answer_worker import require_room
-
-    config = config_of(base)
-    new = request.generation.max_new_tokens
-    require_room(load_processor(base), config.seq_length, questions, new)
-
-
-def _progress(total: int, done: int):
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=done, unit="row", desc="answering", disable=None)

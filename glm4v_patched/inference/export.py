@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from ..atomic import give_usual_modes, require_apart
+from ..data.messages import pictures_of
 from ..data.rows import Source
 from ..engine.gpus import free_on_gpus
 from ..engine.ram import free_ram
@@ -24,7 +24,6 @@ from ..models.find import find_source
 from ..terminal_text import in_bytes, pip_install
 from .answer import Request
 from .merge import (
-    ADAPTER_CONFIG,
     bytes_of,
     merge,
     new_folder,
@@ -34,6 +33,7 @@ from .merge import (
     taken_over,
     weights_of,
 )
+from .questions import read_questions
 
 # Whose names, also such as it does not publish, layer_by_layer uses.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
@@ -67,21 +67,31 @@ class Needs(NamedTuple):
     saved: float
     memory: float
 
-    def __str__(self) -> str:
-        return (
-            f"weights {in_bytes(self.weights)}, written about {in_bytes(self.saved)}, memory about "
-            f"{in_bytes(self.memory)}"
-        )
-
 
 class Report(NamedTuple):
     """Of an export; scores are what :func:`evaluate.evaluate` returns, None without its rows."""
 
+    format: str
     bytes_before: int
     bytes_after: int
     seconds: float
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        lines = [f"{'':8}{'bytes':>10}"]
+        if self.before is not None:
+            lines[0] += "  right answers  with swapped pictures"
+        for name, size, scores in (
+            ("before", self.bytes_before, self.before),
+            (self.format, self.bytes_after, self.after),
+        ):
+            lines.append(f"{name:8}{in_bytes(size):>10}")
+            if scores is not None:
+                swapped = scores["exact_match_swapped"]
+                told = "no rows" if swapped is None else f"{swapped:.4f}"
+                lines[-1] += f"  {scores['exact_match']:>13.4f}  {told:>21}"
+        return "\n".join([*lines, f"quantised in {self.seconds:.0f} s"])
 
 
 def export(
@@ -108,7 +118,7 @@ def export(
         ValueError: model, rows or ``out`` cannot be used, or disk or memory do not suffice.
         RuntimeError: a package is missing, or is another version than is needed.
     """
-    from ..data.check import check_sets
+    from ..data.check import check_sets, require_pictures
     from ..models.loading import config_of, load_processor
 
     require_new(out)
@@ -119,21 +129,29 @@ def export(
             f"{model} was saved quantised already, by {method}; expected the weights that it was "
             "made of"
         )
-    if base.adapters is not None:
-        require_mergeable(base.adapters / ADAPTER_CONFIG)
-    for folder in (Path(base.model), base.adapters):
-        if folder is not None and folder.is_dir():
-            require_apart(out, folder)
+    require_mergeable(base, out)
     if evaluation is not None:
-        _require_questions(evaluation)
+        evaluation.place()
+        read_questions(evaluation.data, with_reference=True)
+        require_pictures(evaluation.data, to_learn=False)
     processor = load_processor(base)
     checked = check_sets([calibration], processor, config_of(base).seq_length)
     conversations = spread(checked.conversations(), rows)
     held = weights_of(base)
     needs = needs_of(base, bytes_of(held), FORMATS[format], processor, conversations)
-    print(f"{len(conversations):,} rows to calibrate with; {needs}", flush=True)
+    print(
+        f"{len(conversations):,} rows to calibrate with; weights {in_bytes(needs.weights)}, "
+        f"written about {in_bytes(needs.saved)}, memory about {in_bytes(needs.memory)}",
+        flush=True,
+    )
     require_space(needs.saved + needs.weights * (base.adapters is not None), out)
-    _require_memory(needs, device, len(conversations))
+    free = free_ram() if device == "cpu" else free_on_gpus(1)[0]
+    if free < needs.memory:
+        raise ValueError(
+            f"{in_bytes(free)} of memory are free on the {device}, and this takes about "
+            f"{in_bytes(needs.memory)}; expected fewer rows to calibrate with than "
+            f"{len(conversations):,} (--rows), a larger machine, or --device cpu, which is slow"
+        )
     with new_folder(out) as partial:
         if base.adapters is not None:
             merge(model, partial / "merged", revision, check=False)
@@ -146,10 +164,9 @@ def export(
         for path in taken_over(held):
             if not (partial / path.name).exists():
                 shutil.copyfile(path, partial / path.name)
-        give_usual_modes(partial)
         shutil.rmtree(partial / "merged", ignore_errors=True)
     after = _scores(evaluation, Base(str(out)))
-    return Report(needs.weights, bytes_of(out), seconds, before, after)
+    return Report(format, needs.weights, bytes_of(out), seconds, before, after)
 
 
 def require_compressor() -> None:
@@ -172,19 +189,8 @@ def require_compressor() -> None:
             )
 
 
-def _require_questions(evaluation: Request) -> None:
-    from ..data.check import require_pictures
-    from .questions import read_questions
-
-    evaluation.place()
-    read_questions(evaluation.data, with_reference=True)
-    require_pictures(evaluation.data, to_learn=False)
-
-
 def spread(conversations: Sequence[list[dict]], most: int) -> list[list[dict]]:
     """So many of them, evenly spread. Raises ``ValueError`` if none of these has a picture."""
-    from ..data.messages import pictures_of
-
     number = min(most, len(conversations))
     taken = [conversations[at * len(conversations) // number] for at in range(number)]
     if not any(map(pictures_of, taken)):
@@ -229,18 +235,6 @@ def needs_of(
     return Needs(weights, saved, weights + statistics + max(kept) * width)
 
 
-def _require_memory(needs: Needs, device: str, rows: int) -> None:
-    free = free_ram() if device == "cpu" else free_on_gpus(1)[0]
-    if free < needs.memory:
-        where = "of memory are free" if device == "cpu" else "are free on the GPU"
-        raise ValueError(
-            f"{in_bytes(free)} {where}, and this takes about {in_bytes(needs.memory)}; expected "
-            f"fewer rows to calibrate with than {rows:,} (--rows), or a larger machine"
-            + " (or --device cpu, which is slow)"
-            * (device != "cpu")
-        )
-
-
 def _scores(evaluation: Request | None, base: Base) -> dict[str, Any] | None:
     if evaluation is None:
         return None
@@ -273,20 +267,3 @@ def _quantise(
         processor.save_pretrained(out)
     finally:
         reset_session()  # it keeps the model
-
-
-def describe(report: Report, format: str, out: Path) -> str:
-    """Sizes, and scores if there are any, before and after."""
-    lines = [f"{'':8}{'bytes':>10}"]
-    rows = [("before", report.bytes_before, report.before)]
-    rows.append((format, report.bytes_after, report.after))
-    if report.before is not None:
-        lines[0] += "  right answers  with swapped pictures"
-    for name, size, scores in rows:
-        line = f"{name:8}{in_bytes(size):>10}"
-        if scores is not None:
-            swapped = scores["exact_match_swapped"]
-            told = "no rows" if swapped is None else f"{swapped:.4f}"
-            line += f"  {scores['exact_match']:>13.4f}  {told:>21}"
-        lines.append(line)
-    return "\n".join([*lines, f"quantised in {report.seconds:.0f} s", f"model {out}"])

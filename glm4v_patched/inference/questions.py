@@ -1,32 +1,24 @@
 """The questions of a data file, and how they are to be answered; needs no torch."""
 
+import argparse
 import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
 from ..data.rows import Fault, Row, Source, describe_faults, read_rows
+from ..option_fields import faults_of_fields, option
 from ..terminal_text import shorten
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
 LEAST_TEMPERATURE = 1e-3
 LEAST_PENALTY, MOST_PENALTY = 1e-2, 1e2
-FINITE = sys.float_info.max
-# Of each option: the least, the most, and what is expected. A NaN is in no range.
-RANGES: dict[str, tuple[float, float, str]] = {
-    "max_new_tokens": (1, FINITE, "at least 1"),
-    "temperature": (LEAST_TEMPERATURE, FINITE, "at least 0.001 (without it, answers are greedy)"),
-    "top_p": (math.ulp(0), 1, "a number above 0, at most 1"),
-    "top_k": (1, FINITE, "at least 1"),
-    "repetition_penalty": (LEAST_PENALTY, MOST_PENALTY, "a number from 0.01 to 100"),
-    "num_beams": (1, FINITE, "at least 1"),
-}
 
 
 class Question(NamedTuple):
@@ -45,27 +37,49 @@ class Question(NamedTuple):
     swapped: bool = False
 
 
+def _within(least: float, most: float, expected: str) -> Callable[[str, float], None]:
+    def check(flag: str, value: float) -> None:
+        if not least <= value <= most:  # a NaN is in no range
+            raise ValueError(f"{flag} is {value}; expected {expected}")
+
+    return check
+
+
+OF_TEMPERATURE = _within(
+    LEAST_TEMPERATURE, sys.float_info.max, "at least 0.001 (without it, answers are greedy)"
+)
+OF_TOP_P = _within(math.ulp(0), 1, "a number above 0, at most 1")
+OF_PENALTY = _within(LEAST_PENALTY, MOST_PENALTY, "a number from 0.01 to 100")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """How answers are generated; the names are transformers'. Greedy, unless one of temperature,
     top_p and top_k is given."""
 
-    max_new_tokens: int = 512
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    num_beams: int = 1
-    seed: int = 0
+    max_new_tokens: int = option(512, "tokens of the longest answer", metavar="N", at_least=1)
+    temperature: float | None = option(
+        None, "draw tokens at this temperature", metavar="T", check=OF_TEMPERATURE
+    )
+    top_p: float | None = option(
+        None, "draw among the likeliest, up to this probability", metavar="P", check=OF_TOP_P
+    )
+    top_k: int | None = option(None, "draw among the K likeliest", metavar="K", at_least=1)
+    repetition_penalty: float | None = option(
+        None, "above 1: repeat less", metavar="X", check=OF_PENALTY
+    )
+    num_beams: int = option(1, "beams of a beam search", metavar="N", at_least=1)
+    seed: int = option(0, "of what is drawn")
 
     def __post_init__(self):
-        wrong = [
-            f"--{name.replace('_', '-')} {value}: expected {expected}"
-            for name, (least, most, expected) in RANGES.items()
-            if (value := getattr(self, name)) is not None and not least <= value <= most
-        ]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        if wrong := "; ".join(faults_of_fields(self)):
+            raise ValueError(wrong)
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> "Generation":
+        """That of a command, which may not have all of the options."""
+        given = vars(options)
+        return Generation(**{f.name: given[f.name] for f in fields(Generation) if f.name in given})
 
     @property
     def do_sample(self) -> bool:

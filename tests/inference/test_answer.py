@@ -355,7 +355,7 @@ def mistaken(files, tmp_path, monkeypatch) -> Path:
         (["adapters"], "/was/there/once"),
         (["model", "--data", "faulty.jsonl"], 'faulty.jsonl:1: message 2 of 2: the key "img"'),
         (["model", "--weights", "4bit"], "--weights 4bit needs a GPU"),
-        (["model", "--top-p", "2"], "--top-p 2.0"),
+        (["model", "--top-p", "2"], "--top-p is 2.0"),
         (["model", "--revision", "main"], "has no revisions"),
         (["model", "--format", "llama"], "--format llama"),
         (["model", "--image-folder", "none"], "--image-folder none"),

@@ -123,7 +123,7 @@ def test_waiting_requests_hold_a_limited_number_of_bytes():
         app, over = Guard(application, Limits(max_body_bytes=1000)), asyncio.Event()
         body = {"a": "a" * 890}
         waiting = [asyncio.create_task(call(app, body)) for _ in range(8)]
-        while app.answered < 8:
+        while len(app.answered) < 8:
             await asyncio.sleep(0.01)
         assert (await asyncio.wait_for(call(app, body), 10))[0] == 429
         over.set()

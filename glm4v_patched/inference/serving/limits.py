@@ -1,8 +1,12 @@
-"""What clients of a server may do; needs no torch."""
+"""What clients of a server may do, and the errors that tell them otherwise; needs no torch."""
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...terminal_text import printable, shorten
 
 VARIABLE = "GLM4V_PATCHED_LIMITS"
 """Hands the limits on to vLLM's processes, whose middleware takes no arguments."""
@@ -53,3 +57,33 @@ class Limits:
                 f"{VARIABLE} does not hold the limits of the server ({error!r}): start it by "
                 "glm4v-patched serve"
             ) from None
+
+
+class ApiError(Exception):
+    """What a client is told, in the form of OpenAI's API.
+
+    Args:
+        status: Of HTTP.
+        param: The key of the request that is wrong.
+        code: OpenAI's word for the mistake, which programs read.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+
+def log(path: str, told: object) -> None:
+    """Print a line about a request; what clients say in it may hold what a terminal would obey."""
+    status = f"{told.status} " if isinstance(told, ApiError) else ""
+    line = printable(shorten(str(told), 300))
+    print(time.strftime("%H:%M:%S"), f"{shorten(path)}: {status}{line}", flush=True)

@@ -82,8 +82,7 @@ def vllm_command(
         names = [f"{name}:base"]
     command += ["--served-model-name", *names]
     if adapters:
-        ranks = {folder: _rank_on_language_model(folder) for folder in adapters.values()}
-        largest = max(_least_rank_of_vllm(folder, rank) for folder, rank in ranks.items())
+        largest = max(map(_rank_for_vllm, adapters.values()))
         command += ["--enable-lora", "--max-lora-rank", str(largest), "--lora-modules"]
         command += [f"{key}={folder}" for key, folder in adapters.items()]
         command += ["--max-loras", str(len(adapters))]
@@ -97,8 +96,7 @@ def vllm_command(
 
 def environment_of(limits: Limits) -> dict[str, str]:
     """The environment of vLLM's server; a key is not in its command, which other users see."""
-    held = limits.to_json()
-    variables = {VARIABLE: held, "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
+    variables = {VARIABLE: limits.to_json(), "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
     if limits.api_key is not None:
         variables["VLLM_API_KEY"] = limits.api_key
     return os.environ | variables
@@ -111,46 +109,26 @@ def _defaults(generation: Generation) -> Mapping[str, float | int]:
     return told if generation.do_sample else told | {"temperature": 0}
 
 
-def _rank_on_language_model(folder: Path) -> int:
-    """The adapters' rank.
+def _rank_for_vllm(folder: Path) -> int:
+    """The least of :data:`LORA_RANKS` that has room for adapters: the rest is zeros.
 
     Raises:
-        ValueError: they are on the vision tower, too, or have ranks or scales of their own in some
-            modules.
+        ValueError: none has; or they are on the vision tower, too, or have ranks or scales of their
+            own in some modules.
     """
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     header, _ = read_header(folder / ADAPTER_WEIGHTS)
-    on_tower = sum(".vision." in name for name in header)
-    if on_tower:
-        raise ValueError(
-            f"{folder}: {on_tower} of the adapters' weights are on the vision tower, where vLLM "
-            f"does not compute adapters; {_cure(folder)}"
-        )
+    fault = None
+    if on_tower := sum(".vision." in name for name in header):
+        fault = f"{on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
+        fault += "compute adapters"
     # vLLM 0.32.0 reads them, others take no notice and scale by r and lora_alpha alone.
-    for key in ("rank_pattern", "alpha_pattern"):
-        if config.get(key):
-            raise ValueError(
-                f"{folder / ADAPTER_CONFIG}: {key} names {len(config[key])} modules, which not "
-                f"every vLLM heeds; {_cure(folder)}"
-            )
-    return config["r"]
-
-
-def _least_rank_of_vllm(folder: Path, rank: int) -> int:
-    """The least of :data:`LORA_RANKS` that has room for adapters of ``rank``: the rest is zeros.
-
-    Raises:
-        ValueError: none has.
-    """
-    for each in LORA_RANKS:
-        if rank <= each:
-            return each
-    raise ValueError(
-        f"{folder}: the adapters have rank {rank}, and vLLM takes {LORA_RANKS[-1]} at most; "
-        f"{_cure(folder)}"
-    )
-
-
-def _cure(folder: Path) -> str:
-    merge = own_command("merge", str(folder), "--out", "merged")
-    return f"merge them ({merge}) and serve that, or take --engine transformers"
+    elif patterns := [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]:
+        fault = f"the adapters have {' and '.join(patterns)}, which not every vLLM heeds"
+    elif config["r"] > LORA_RANKS[-1]:
+        fault = f"the adapters have rank {config['r']}, and vLLM takes {LORA_RANKS[-1]} at most"
+    if fault:
+        merge = own_command("merge", str(folder), "--out", "merged")
+        cure = f"merge them ({merge}) and serve that, or take --engine transformers"
+        raise ValueError(f"{folder}: {fault}; {cure}")
+    return next(each for each in LORA_RANKS if each >= config["r"])
