@@ -1,18 +1,16 @@
 """Answers batches of questions with a loaded model.
 
 ``python -m glm4v_patched.inference.answer_worker`` does so in a process of its own, on the GPU that
-it sees: its standard input is a :class:`Job` and all of its batches, and its standard output a line
-of JSON for each batch. It ends when its input does.
+it sees: it takes a pickled :class:`Job` with all of its batches from its standard input, and writes
+the answers to each batch to its standard output. It ends when its input does.
 """
 
-import json
 import os
 import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -178,15 +176,8 @@ def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
     return [len(ids) for ids in rows]
 
 
-class Part(NamedTuple):
-    """A batch of questions: their lines in the file, and their messages."""
-
-    rows: list[int]
-    prompts: list[list[dict]]
-
-
 def answer_parts(
-    job: Job, parts: Iterable[Part], tells: bool = True
+    job: Job, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded.
@@ -202,22 +193,23 @@ def answer_parts(
     waiting: deque = deque()
     readers = ThreadPoolExecutor(number)
 
-    def read(some: Iterable[Part]) -> None:
+    def read(some: Iterable[Sequence[Question]]) -> None:
         for part in some:
-            waiting.append((part, readers.submit(encode, processor, part.prompts)))
+            batch = readers.submit(encode, processor, [question.prompt for question in part])
+            waiting.append(([question.row for question in part], batch))
 
     try:
         read(islice(left, number + 1))
         loaded = loading.load(job.base, job.device, job.weights, tells)
         answerer = Answerer(loaded, job.generation, job.cache)
         while waiting:
-            part, batch = waiting.popleft()
+            rows, batch = waiting.popleft()
             read(islice(left, 1))
             try:
                 encoded = batch.result().to(answerer.model.device)
-                answers = answerer.answer_encoded(encoded, part.rows[0])
+                answers = answerer.answer_encoded(encoded, rows[0])
             except (ValueError, RuntimeError, OSError) as error:
-                raise RuntimeError(f"rows {part.rows}: {error}") from error
+                raise RuntimeError(f"rows {rows}: {error}") from error
             yield answers
     finally:
         readers.shutdown(cancel_futures=True)
@@ -250,17 +242,17 @@ def batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Quest
 
 
 def serve() -> None:
-    """Answer what comes on standard input, and print each batch's answers as they come."""
+    """Answer what comes on standard input, and write each batch's answers as they come."""
     # What libraries print is for people, and not for the process that reads the answers.
-    replies, sys.stdout = sys.stdout, sys.stderr
+    replies, sys.stdout = sys.stdout.buffer, sys.stderr
     job, parts = pickle.load(sys.stdin.buffer)
     end_with_stdin()
     try:
-        with closing(answer_parts(job, parts, tells=False)) as answers:
-            for answer in answers:
-                print(json.dumps(answer), file=replies, flush=True)
+        for answers in answer_parts(job, parts, tells=False):
+            pickle.dump([*map(tuple, answers)], replies)
+            replies.flush()
     except (ValueError, RuntimeError, OSError) as error:
-        print(json.dumps(str(error)), file=replies, flush=True)
+        pickle.dump(str(error), replies)
 
 
 if __name__ == "__main__":

@@ -49,15 +49,14 @@ def evaluate(
                 told = str(error).partition("\n")[0]
                 raise type(error)(f"{told}\nno answer is kept, as there is no --out") from error
     metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
-    placement, base = request.place(), request.find()
-    questions = read_questions(request.data, with_reference=True)
+    base, questions = request.find(), read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
     pictures = digest_pictures(questions)
     asked = [*questions, *swap_pictures(questions, pictures)]
     settings = settings_of(request, base, asked, pictures)
     _require_ours(out, overwrite)
-    lines = answer_questions(request, placement, base, asked, settings, out / ANSWERS, overwrite)
+    lines = answer_questions(request, base, asked, settings, out / ANSWERS, overwrite)
     report = {
         "model": request.model,
         "data": request.data.path,

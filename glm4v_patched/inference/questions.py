@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
+from ..data.pictures import Stamp
 from ..data.rows import Fault, Row, Source, describe_faults, read_rows
 from ..option_fields import faults_of_fields, option
 from ..terminal_text import shorten
@@ -137,25 +138,17 @@ def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
 
 
 def digest_pictures(questions: Sequence[Question]) -> dict[str, str]:
-    """sha256 of each picture's bytes, by its path.
-
-    Raises:
-        ValueError: one cannot be read.
-    """
+    """sha256 of each picture's bytes, by its path; raises ``ValueError`` if one cannot be read."""
     from tqdm import tqdm
 
     rows = {path: question.row for question in questions for path in pictures_of(question.prompt)}
     digests = {}
-    for path, row in tqdm(
-        rows.items(), unit="file", desc="reading pictures", disable=None, delay=1
-    ):
+    bar: dict[str, Any] = {"unit": "file", "desc": "reading pictures", "disable": None, "delay": 1}
+    for path, row in tqdm(rows.items(), **bar):
         try:
-            with open(path, "rb") as file:
-                digests[path] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise ValueError(
-                f"row {row}: the image {shorten(path)} cannot be read: {error.strerror or error}"
-            ) from None
+            digests[path] = Stamp.of(path).sha256
+        except ValueError as error:
+            raise ValueError(f"row {row}: the image {error}") from None
     return digests
 
 

@@ -152,22 +152,19 @@ def test_a_picture_that_has_gone_since_ends_with_its_row_after_the_answers_befor
     asked = request(files, data=data, processes=processes, batch_size=1)
     rows = read_questions(Source(str(data)))
     Path(rows[3].prompt[0]["image"]).unlink()
-    given = module.answers(asked, asked.place(), find_source(asked.model), rows)
+    given = module.answers(asked, find_source(asked.model), rows)
     assert [next(given)[0].row for _ in range(3)] == [1, 2, 3]
     with pytest.raises(RuntimeError, match=r"rows \[4\]: "):
         next(given)
 
 
-def test_each_process_sees_one_gpu_and_speed_leaves_the_first_answers_out(monkeypatch, words):
+def test_each_process_sees_one_gpu(monkeypatch):
     for given, seen in (("3,5", ["3", "5"]), (None, ["0", "1"])):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if given:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         environments = module.environments(2, on_cpu=False)
         assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == seen
-    # Before them the model was loaded.
-    words(module._describe_speed([0.0, 9.0, 10.0, 10.5, 11.0], at_once=2))
-    words(module._describe_speed([0.0, 9.0, 10.0], at_once=2))
 
 
 def test_code_in_the_folder_is_not_run_and_adapters_of_a_changed_model_are_refused(
