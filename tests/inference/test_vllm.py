@@ -267,7 +267,7 @@ def test_names_that_have_moved_are_all_said_with_version_and_cure(fake, words):
     vllm_plugin.check_vllm()
     del fake.glm4v.GLM4VProcessingInfo, fake.multimodal.MULTIMODAL_REGISTRY
     fake.glm4v.GLM4VForCausalLM = type("Moved", (FakeModel,), {"compute_logits": lambda grid: 0})
-    moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes ('grid',)", vllm_plugin.NEWEST)
+    moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes (grid)", vllm_plugin.NEWEST)
     with words.refused(RuntimeError, *moved, pip=pip_install()):
         vllm_plugin.check_vllm()
 
