@@ -144,11 +144,7 @@ def settings_of(
 def answers(
     request: Request, base: Base, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
-    """Each question with its answer, in order; several processes are started for several.
-
-    Raises:
-        RuntimeError: a batch cannot be answered; names its rows.
-    """
+    """Each question with its answer, in order; several processes are started for several."""
     from .answer_worker import Answer, Job, answer_parts, batches
     from .decoding.static_cache import chosen
 

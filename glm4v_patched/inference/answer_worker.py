@@ -91,9 +91,6 @@ class Answerer:
             number: Of the batch's first row: what is drawn depends on it and on the seed, and not
                 on the batches before.
             streamer: Takes the words of a single prompt's answer as they come.
-
-        Raises:
-            RuntimeError: the GPU's memory does not suffice.
         """
         return self.answer_encoded(self.encode(prompts), number, streamer)
 
@@ -184,9 +181,6 @@ def answer_parts(
 
     Args:
         tells: Say that the model is being loaded.
-
-    Raises:
-        RuntimeError: a batch cannot be answered; names its rows.
     """
     processor, left = load_processor(job.base), iter(parts)
     number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))

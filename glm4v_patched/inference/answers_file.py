@@ -52,10 +52,6 @@ class AnswersFile:
         settings: What its answers belong to, by names that are told where they differ.
         data: What the questions are of; it and its pictures are not written to.
         overwrite: Whether a file that is there may be replaced, at the first answer.
-
-    Raises:
-        ValueError: it is there and its answers belong to something else, it is no file of answers,
-            the file of settings is of something else, or another process writes to it.
     """
 
     def __init__(

@@ -26,9 +26,6 @@ def chat(options: Namespace) -> None:
     """Read questions from standard input, a line each, and write the answers as they come.
 
     At a terminal a mistake is told, and the conversation goes on; else it ends it.
-
-    Raises:
-        ValueError: the model or a picture cannot be used, before the model is loaded; or a line.
     """
     for given, name in ((options.other, "a second model"), (options.port, "--port")):
         if given is not None:
@@ -98,11 +95,7 @@ class Chat:
                 self._say("\n(stopped; the question is not kept)\n")
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False if it ends the conversation.
-
-        Raises:
-            ValueError: a picture cannot be used, there is no such command, or no room is left.
-        """
+        """Do what a line says; False if it ends the conversation."""
         command, _, rest = line.partition(" ")
         if not line.startswith("/"):
             if line:

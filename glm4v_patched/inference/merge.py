@@ -248,12 +248,7 @@ def adapted_layers(base: Base, model: Any) -> dict[str, Any]:
 
 
 def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
-    """The weight with what the adapters add to it, computed in fp32 and rounded once.
-
-    Raises:
-        ValueError: it is not finite.
-        RuntimeError: on random input, it does not give what the unmerged layer gives.
-    """
+    """The weight with what the adapters add to it, computed in fp32 and rounded once."""
     import torch
     from torch.nn.functional import linear
 

@@ -98,9 +98,6 @@ def read_questions(path: str | Path | Source, with_reference: bool = False) -> l
 
     Args:
         with_reference: Whether every row must have one.
-
-    Raises:
-        ValueError: lists up to 20 unusable lines; or there is none at all.
     """
     questions: list[Question] = []
     faults: list[Fault] = []

@@ -40,9 +40,6 @@ METRICS: dict[str, Metric] = {"exact_match": exact_match, "token_f1": token_f1}
 def load_metric(text: str) -> tuple[str, Metric]:
     """The name and the function of ``FILE.py:FUNCTION``, which is given an answer and a reference
     and returns a number.
-
-    Raises:
-        ValueError: there is no such file or function, or its file fails.
     """
     place, _, name = text.rpartition(":")
     path, expected = Path(place), "expected FILE.py:FUNCTION, of a file that is there"
@@ -68,11 +65,7 @@ def load_metric(text: str) -> tuple[str, Metric]:
 
 
 def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> float | None:
-    """The mean over pairs of answer and reference, to 4 digits; None of no pair.
-
-    Raises:
-        ValueError: the metric fails, or does not return a finite number.
-    """
+    """The mean over pairs of answer and reference, to 4 digits; None of no pair."""
     scores = []
     for answer, reference in pairs:
         try:

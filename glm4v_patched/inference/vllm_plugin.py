@@ -53,11 +53,7 @@ _NAMES: tuple[tuple[str, str, str | None], ...] = (
 
 
 def register() -> None:
-    """Make vLLM load our class for a glm-4v; every other model is served as before.
-
-    Raises:
-        RuntimeError: vLLM is not installed.
-    """
+    """Make vLLM load our class for a glm-4v; every other model is served as before."""
     try:
         importlib.import_module("vllm").ModelRegistry.register_model(ARCHITECTURE, MODEL)
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP

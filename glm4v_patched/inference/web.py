@@ -46,10 +46,6 @@ CSS = 'button[aria-label="Share"] { display: none }'
 def chat_in_browser(options: Namespace) -> None:
     """Show a page of one or two models until the process is told to end; only this machine reaches
     it.
-
-    Raises:
-        ValueError: a model or the port cannot be used, before torch is imported.
-        RuntimeError: a package or a GPU is missing.
     """
     if options.image:
         raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
@@ -148,9 +144,6 @@ class Conversations:
 
         Yields:
             The messages of each model, with as much of the answers as there is.
-
-        Raises:
-            ValueError: a picture cannot be used, or no room is left.
         """
         for picture in pictures:
             try:

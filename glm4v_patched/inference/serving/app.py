@@ -99,11 +99,7 @@ def make_app(
 
 
 async def _events(queue: AnswerQueue, request: Request, wanted: Wanted) -> AsyncIterator[Any]:
-    """The texts of an answer, and its end; it is cancelled when nobody waits for it any more.
-
-    Raises:
-        ApiError: it failed, or the client is gone.
-    """
+    """The texts of an answer, and its end; it is cancelled when nobody waits for it any more."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Event] = asyncio.Queue()
 

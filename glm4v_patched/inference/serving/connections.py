@@ -64,9 +64,6 @@ def run_server(
     Args:
         on_exit: Called when it is told to, before what is being answered is waited for.
         log_level: uvicorn's.
-
-    Raises:
-        RuntimeError: this uvicorn has other private names.
     """
     makers = (H11Protocol.__init__, RequestResponseCycle.__init__)
     there = {name for maker in makers for name in maker.__code__.co_names} | {*vars(H11Protocol)}

@@ -163,11 +163,7 @@ class Guard(HostGuard):
 
 
 def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
-    """The JSON of a body, and the body, with pictures in place of what was fetched.
-
-    Raises:
-        ApiError: it is none, too large, or :func:`pictures.secure` refuses it.
-    """
+    """The JSON of a body, and the body, with pictures in place of what was fetched."""
     rest = len(content) - sum(len(found[0]) for found in DATA_URL.finditer(content))
     # Before it is parsed: small values take a hundred times the memory that they have here.
     if rest > MOST_BYTES_OF_TEXT:

@@ -35,10 +35,6 @@ def secure(body: Any, limits: Limits) -> bool:
 
     Returns:
         Whether the body was changed.
-
-    Raises:
-        ApiError: a picture must not be fetched, or is none, or too large; there are too many
-            pictures, or too much beside them.
     """
     places = list(_strings_in(body))
     others = sum(len(holder[key]) for holder, key, is_picture in places if not is_picture)
@@ -118,11 +114,7 @@ def _fetched(url: str, limits: Limits, before: int) -> bytes:
 
 
 def require_size(content: bytes, limits: Limits) -> int:
-    """How many pixels a picture has; it is not decoded for that.
-
-    Raises:
-        ApiError: too many, or it is no picture.
-    """
+    """How many pixels a picture has; it is not decoded for that."""
     option = "--max-picture-megapixels"
     try:
         with Image.open(io.BytesIO(content)) as image:

@@ -180,9 +180,6 @@ def read_request(
     Args:
         names: Of the models that are served; the first is that of a request without one.
         defaults: What is generated where the request does not say.
-
-    Raises:
-        ApiError: says which key is wrong, and what is expected.
     """
     try:
         request = kind.model_validate(_plain(body, IGNORED, NEUTRAL))
@@ -228,11 +225,7 @@ def model_called(name: str | None, names: Sequence[str]) -> str:
 def _plain(
     given: dict[str, Any], ignored: Sequence[str], neutral: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """Without the keys that change nothing at their values, null among them.
-
-    Raises:
-        ApiError: one of ``neutral`` has another value.
-    """
+    """Without the keys that change nothing at their values, null among them."""
     plain = {k: v for k, v in given.items() if v is not None and k not in ignored}
     for key in neutral.keys() & plain.keys():
         value = plain.pop(key)

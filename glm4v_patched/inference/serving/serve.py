@@ -27,12 +27,7 @@ LOCAL_NAME = "localhost"
 
 
 def serve(options: Namespace) -> None:
-    """Serve until the process is told to end.
-
-    Raises:
-        ValueError: the model, the address or the options cannot be used, before torch is imported.
-        RuntimeError: a package or a GPU is missing.
-    """
+    """Serve until the process is told to end."""
     limits = _limits(options)
     adapters = dict(options.adapter)
     if len(adapters) < len(options.adapter):
@@ -102,11 +97,7 @@ def _limits(options: Namespace) -> Limits:
 
 
 def choose_vllm(options: Namespace) -> str | None:
-    """vLLM's program, if it is to serve.
-
-    Raises:
-        ValueError: vLLM cannot do what is asked for; RuntimeError: it is not installed.
-    """
+    """vLLM's program, if it is to serve."""
     cannot = {
         "--device cpu": options.device == "cpu",
         "weights in fewer bytes": options.weights is not None,
@@ -128,11 +119,7 @@ def choose_vllm(options: Namespace) -> str | None:
 def find_adapters(
     base: Base, name: str, adapters: Mapping[str, str], weights: str | None
 ) -> dict[str, Base]:
-    """By their names, the adapters that are served beside a model.
-
-    Raises:
-        ValueError: as :func:`find_source`; or adapters are of another model, or have its name.
-    """
+    """By their names, the adapters that are served beside a model."""
     others = {}
     for each, folder in adapters.items():
         told = f"--adapter {each}={folder}"
@@ -184,11 +171,7 @@ def with_adapters(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address. Connections wait in it until they are accepted.
-
-    Raises:
-        ValueError: there is no such address here, or it is in use.
-    """
+    """A socket at the address. Connections wait in it until they are accepted."""
     if not 0 <= port <= 65535:  # getaddrinfo() takes the lower 16 bits of others
         raise ValueError(f"--port {port}: expected 0 to 65535")
     try:

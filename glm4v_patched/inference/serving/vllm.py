@@ -63,10 +63,6 @@ def vllm_command(
         name: Of the model, for clients.
         others: Adapters on the same model, by their names.
         address: Host and port.
-
-    Raises:
-        ValueError: the adapters are not only on the language model, or have a larger rank than vLLM
-            takes; it does not take the seed.
     """
     host, port = address
     if not 0 <= generation.seed <= MOST_SEED:
@@ -110,12 +106,7 @@ def _defaults(generation: Generation) -> Mapping[str, float | int]:
 
 
 def _rank_for_vllm(folder: Path) -> int:
-    """The least of :data:`LORA_RANKS` that has room for adapters: the rest is zeros.
-
-    Raises:
-        ValueError: none has; or they are on the vision tower, too, or have ranks or scales of their
-            own in some modules.
-    """
+    """The least of :data:`LORA_RANKS` that has room for adapters: the rest is zeros."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     header, _ = read_header(folder / ADAPTER_WEIGHTS)
     fault = None
