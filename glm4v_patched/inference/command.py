@@ -13,6 +13,9 @@ from .questions import Generation
 # replayed; auto: what pays.
 CACHES = ("auto", "static", "graph", "dynamic")
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
+ALL = [each.name for each in fields(Generation)]
+AS_THEY_COME = [name for name in ALL if name != "num_beams"]
+"""Of what is shown while it is generated."""
 
 
 def add_commands(commands) -> None:
@@ -54,15 +57,13 @@ def add_commands(commands) -> None:
     asked = "rows that are asked before and after, as evaluate does"
     export.add_argument("--evaluate", metavar="FILE", help=asked)
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
-    _add_generation(export, ["max_new_tokens"])
+    _add_generation(export, ALL[:1])
     _add_fields(export)
 
-    shown_as_they_come = [each.name for each in fields(Generation) if each.name != "num_beams"]
     chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
     chat.set_defaults(run=_chat)
     _add_model(chat)
-    add_weights(chat)
-    _add_cache(chat)
+    _add_how(chat)
     second = "a second model for --web, shown beside the first"
     chat.add_argument("other", nargs="?", metavar="MODEL2", help=second)
     page = "show a page in the browser, which only this machine reaches"
@@ -71,14 +72,14 @@ def add_commands(commands) -> None:
     shown = "a picture that the first question shows; several are allowed"
     chat.add_argument("--image", action="append", default=[], metavar="PICTURE", help=shown)
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
-    _add_generation(chat, shown_as_they_come)
+    _add_generation(chat, AS_THEY_COME)
 
     serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
     serve.set_defaults(run=_serve)
     _add_model(serve)
     add_weights(serve)
     _add_server(serve)
-    _add_generation(serve, shown_as_they_come)
+    _add_generation(serve, AS_THEY_COME)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +94,8 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=[*WEIGHTS], help=told)
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    add_weights(parser)
     told = "of keys and values (default: auto)"
     parser.add_argument("--cache", choices=CACHES, default="auto", help=told)
 
@@ -123,10 +125,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
-    add_weights(parser)
-    _add_cache(parser)
-    what = "rows to answer: a file, a folder of tables or an id of the Hub, as data.train of a "
-    parser.add_argument("--data", required=True, metavar="FILE", help=f"{what}recipe")
+    _add_how(parser)
+    what = "rows to answer: a file, a folder of tables or an id of the Hub, as in a recipe"
+    parser.add_argument("--data", required=True, metavar="FILE", help=what)
     add_field = _add_fields(parser)
     add_field("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
     every = "processes, each on a GPU of its own; default: all GPUs"
@@ -135,7 +136,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=_at_least_one, default=8, metavar="N", help=rows)
     replaced = "replace what --out has, instead of continuing it"
     parser.add_argument("--overwrite", action="store_true", help=replaced)
-    _add_generation(parser, [each.name for each in fields(Generation)])
+    _add_generation(parser, ALL)
 
 
 def _add_fields(parser: argparse.ArgumentParser):
@@ -173,20 +174,12 @@ def _name_and_folder(text: str) -> tuple[str, str]:
 # The imports are late: --help is answered at once.
 
 
-def _request(options: argparse.Namespace):
+def _request(options: argparse.Namespace, path: str):
     from .answer import Request
 
-    return Request(
-        model=options.model,
-        revision=options.revision,
-        data=_source(options, options.data),
-        device=options.device,
-        processes=options.processes,
-        batch_size=options.batch_size,
-        weights=options.weights,
-        generation=Generation.of(options),
-        cache=options.cache,
-    )
+    names = {each.name for each in fields(Request)} & vars(options).keys() - {"data"}
+    given = {name: getattr(options, name) for name in names}
+    return Request(data=_source(options, path), generation=Generation.of(options), **given)
 
 
 def _source(options: argparse.Namespace, path: str):
@@ -199,9 +192,9 @@ def _source(options: argparse.Namespace, path: str):
     if options.format not in ("auto", *FORMATS):
         known = ", ".join(["auto", *FORMATS])
         raise ValueError(f"--format {options.format}: expected one of {known}")
-    folder, columns = options.image_folder, None
-    if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"--image-folder {folder}: there is no such folder")
+    if options.image_folder is not None and not Path(options.image_folder).is_dir():
+        raise ValueError(f"--image-folder {options.image_folder}: there is no such folder")
+    columns = None
     if options.columns:
         try:
             columns = yaml.safe_load(options.columns)
@@ -209,21 +202,15 @@ def _source(options: argparse.Namespace, path: str):
             raise ValueError(f"--columns {options.columns}: no YAML: {error}") from None
         if fault := fault_of_columns(columns):
             raise ValueError(f"--columns {fault}")
-    return Source(
-        path,
-        options.format,
-        split=options.split,
-        image_folder=folder,
-        ignore=tuple(options.ignore),
-        allow_urls=options.allow_urls,
-        columns=columns,
-    )
+    names = ("format", "split", "image_folder", "allow_urls")
+    given = {name: getattr(options, name) for name in names}
+    return Source(path, ignore=tuple(options.ignore), columns=columns, **given)
 
 
 def _answer(options: argparse.Namespace) -> None:
     from .answer import answer_file
 
-    lines = answer_file(_request(options), options.out, options.overwrite)
+    lines = answer_file(_request(options, options.data), options.out, options.overwrite)
     cut = sum(line.finish_reason == "length" for line in lines)
     told = f" ({cut:,} cut at --max-new-tokens {options.max_new_tokens})" if cut else ""
     print(f"{len(lines):,} answers{told}: {options.out}")
@@ -232,7 +219,8 @@ def _answer(options: argparse.Namespace) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     from .evaluate import describe, evaluate
 
-    report = evaluate(_request(options), options.out, options.metric, options.overwrite)
+    asked = _request(options, options.data)
+    report = evaluate(asked, options.out, options.metric, options.overwrite)
     print(describe(report, options.out))
 
 
@@ -246,24 +234,15 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from .answer import Request
     from .export import export
 
-    evaluation = None
-    if options.evaluate is not None:
-        evaluation = Request(
-            model=options.model,
-            data=_source(options, options.evaluate),
-            device=options.device,
-            generation=Generation.of(options),
-        )
     report = export(
         options.model,
         options.bits,
         _source(options, options.calibration),
         options.out,
         rows=options.rows,
-        evaluation=evaluation,
+        evaluation=_request(options, options.evaluate) if options.evaluate else None,
         revision=options.revision,
         device=options.device,
     )

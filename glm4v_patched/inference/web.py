@@ -145,40 +145,32 @@ class Conversations:
         Yields:
             The messages of each model, with as much of the answers as there is.
         """
+        from .serving.answer_queue import Ask, Ended
+
         for picture in pictures:
-            try:
-                require_size(Path(picture).read_bytes(), Limits())
-            except ApiError as error:
-                raise ValueError(str(error)) from None
+            require_size(Path(picture).read_bytes(), Limits())
             check_picture(picture)
         if not said.strip():
             raise ValueError("write a question" + " about the picture" * bool(pictures))
         asked = question(said, pictures)
         every = [[*(_answered(messages) or self.start), asked] for messages in before]
         yield [*every]
-        for number, each in enumerate(self.queues):
-            prompt = every[number]
-            for text in self._stream(each, prompt):
-                every[number] = [*prompt, {"role": "assistant", "content": text}]
+        for number, answers in enumerate(self.queues):
+            prompt, text = every[number], ""
+            events: queue.Queue[Event] = queue.Queue()
+            ask = Ask(Wanted(prompt=prompt, generation=self.generation), events.put)
+            answers.submit(ask)
+            try:
+                while not isinstance(event := events.get(), Ended):
+                    if isinstance(event, ApiError):
+                        raise event
+                    text += event
+                    every[number] = [*prompt, {"role": "assistant", "content": text}]
+                    yield [*every]
+                every[number] = [*prompt, {"role": "assistant", "content": text or NO_WORDS}]
                 yield [*every]
-
-    def _stream(self, answers: "AnswerQueue", prompt: list[dict]) -> Iterator[str]:
-        """The answer so far, again and again."""
-        from .serving.answer_queue import Ask
-
-        events: queue.Queue[Event] = queue.Queue()
-        ask = Ask(Wanted(prompt=prompt, generation=self.generation), events.put)
-        answers.submit(ask)
-        text = ""
-        try:
-            while isinstance(event := events.get(), str):
-                text += event
-                yield text
-            if isinstance(event, ApiError):
-                raise ValueError(str(event))
-            yield text or NO_WORDS
-        finally:
-            ask.cancelled.set()  # of a reader that stopped
+            finally:
+                ask.cancelled.set()  # of a reader that stopped
 
 
 def _answered(messages: list[dict]) -> list[dict]:
@@ -199,7 +191,7 @@ def make_page(conversations: Conversations) -> Any:
         try:
             for every in conversations.ask(given["text"], given["files"], before):
                 yield [nothing_typed, every, *[shown(messages, waits=True) for messages in every]]
-        except ValueError as error:
+        except (ValueError, ApiError) as error:
             # The question stays where it was typed.
             yield [given, before, *map(shown, before)]
             raise gradio.Error(str(error), title="Not answered", print_exception=False) from None

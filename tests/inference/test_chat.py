@@ -19,6 +19,7 @@ from glm4v_patched.inference.answer_worker import Answer
 from glm4v_patched.inference.chat import Chat
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
+from glm4v_patched.inference.serving.limits import ApiError
 from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
 from tests.helpers.processes import ROOT, cpu_environment, heed_signals, serving
 
@@ -171,7 +172,7 @@ def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words):
         ("a", "large.png", "12,500 x 8,000"),
         ("word " * 3000, "my cat.png", "1,024 positions"),
     ):
-        with words.refused(ValueError, named):
+        with words.refused((ValueError, ApiError), named):
             list(conversations.ask(said, [str(tmp_path / picture)], [[], []]))
 
 

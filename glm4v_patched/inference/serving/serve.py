@@ -21,7 +21,7 @@ from ...models.quantised_weights import check_weights
 from ...terminal_text import pip_install
 from ..questions import Generation
 from .limits import MOST_MEGAPIXELS, Limits
-from .vllm import environment_of, find_vllm, require_plugin, vllm_command
+from .vllm import environment_of, find_vllm, vllm_command
 
 LOCAL_NAME = "localhost"
 
@@ -46,7 +46,6 @@ def serve(options: Namespace) -> None:
     generation = Generation.of(options)
     names = [name, *others]
     if program:
-        require_plugin()
         address = options.host, options.port
         command = vllm_command(program, base, name, others, address, generation)
         print(f"vLLM serves {name}: {shlex.join(command)}", flush=True)

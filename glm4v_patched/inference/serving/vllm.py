@@ -1,8 +1,7 @@
 """``vllm serve`` with our plug-in, our limits, and the options of ``glm4v-patched serve``.
 
 The plug-in (an entry point of this package) gives images the positions that they have; limits that
-vLLM does not have are kept by :class:`guard.Guard`, as its middleware. Imports neither torch nor
-vLLM.
+vLLM does not have are kept by :class:`guard.Guard`, as its middleware. Imports no vLLM.
 """
 
 import json
@@ -38,16 +37,6 @@ def find_vllm() -> str | None:
     return str(beside) if beside.is_file() else shutil.which("vllm")
 
 
-def require_plugin() -> None:
-    """Raise ``RuntimeError`` if vLLM would not find our plug-in, and compute other positions."""
-    if not any(each.module.startswith("glm4v_patched.") for each in entry_points(group=GROUP)):
-        raise RuntimeError(
-            f"vLLM would compute other positions than glm-4v has: this installation of "
-            f"glm4v-patched has no plug-in for it ({GROUP}); install it again: "
-            f"{pip_install('--force-reinstall', '--no-deps', 'glm4v-patched')}"
-        )
-
-
 def vllm_command(
     program: str,
     base: Base,
@@ -64,11 +53,16 @@ def vllm_command(
         others: Adapters on the same model, by their names.
         address: Host and port.
     """
-    host, port = address
+    if not any(each.module.startswith("glm4v_patched.") for each in entry_points(group=GROUP)):
+        raise RuntimeError(
+            f"vLLM would compute other positions than glm-4v has: this installation of "
+            f"glm4v-patched has no plug-in for it ({GROUP}); install it again: "
+            f"{pip_install('--force-reinstall', '--no-deps', 'glm4v-patched')}"
+        )
     if not 0 <= generation.seed <= MOST_SEED:
         raise ValueError(f"--seed {generation.seed}: vLLM takes 0 to {MOST_SEED}")
     command = [program, "serve", base.model, "--trust-remote-code"]
-    command += ["--host", host, "--port", str(port)]
+    command += ["--host", address[0], "--port", str(address[1])]
     if base.revision is not None:
         command += ["--revision", base.revision]
     adapters = {key: found.adapters for key, found in others.items() if found.adapters}
@@ -84,7 +78,10 @@ def vllm_command(
         command += ["--max-loras", str(len(adapters))]
     # What the model's folder says of sampling is for other uses, as in our other commands.
     command += ["--generation-config", "vllm"]
-    command += ["--override-generation-config", json.dumps(_defaults(generation))]
+    names = ["max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"]
+    given = {name: value for name, value in generation.given().items() if name in names}
+    given |= {} if generation.do_sample else {"temperature": 0}
+    command += ["--override-generation-config", json.dumps(given)]
     command += ["--seed", str(generation.seed)]
     # Its middleware fetches, and hands on data URLs.
     return [*command, "--middleware", MIDDLEWARE, "--allowed-media-domains", NO_DOMAIN]
@@ -96,13 +93,6 @@ def environment_of(limits: Limits) -> dict[str, str]:
     if limits.api_key is not None:
         variables["VLLM_API_KEY"] = limits.api_key
     return os.environ | variables
-
-
-def _defaults(generation: Generation) -> Mapping[str, float | int]:
-    given = generation.given()
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
-    told = {name: given[name] for name in names if name in given}
-    return told if generation.do_sample else told | {"temperature": 0}
 
 
 def _rank_for_vllm(folder: Path) -> int:
