@@ -8,7 +8,7 @@ from PIL import Image, ImageOps
 
 from ..atomic import open_atomically
 from ..data.messages import pictures_of, text_of
-from .questions import Question
+from .questions import Question, spread
 from .scoring import exact_match
 from .sheet_fonts import LINE_HEIGHT, Fonts
 
@@ -37,8 +37,8 @@ def draw_sheet(
     names = [question.row for question in questions] if rows is None else rows
     pairs = list(zip(questions, answers, names, strict=True))
     right = [pair for pair in pairs if _is_right(*pair[:2])]
-    shown = _spread([pair for pair in pairs if not _is_right(*pair[:2])], MOST_CELLS)
-    shown += _spread(right, MOST_CELLS - len(shown))
+    shown = spread([pair for pair in pairs if not _is_right(*pair[:2])], MOST_CELLS)
+    shown += spread(right, MOST_CELLS - len(shown))
     fonts = Fonts()
     cells = [_cell(question, answer, row, fonts) for question, answer, row in shown]
     title = f"{len(right):,} of {len(pairs):,} answers are the reference"
@@ -51,11 +51,6 @@ def draw_sheet(
 
 def _is_right(question: Question, answer: str) -> bool:
     return bool(exact_match(answer, question.reference or ""))
-
-
-def _spread(items: list, most: int) -> list:
-    number = min(len(items), most)
-    return [items[place * len(items) // number] for place in range(number)]
 
 
 def _cell(question: Question, answer: str, row: int | str, fonts: Fonts) -> Image.Image:

@@ -23,6 +23,7 @@ from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..terminal_text import in_bytes, pip_install
 from .answer import Request
+from .evaluate import evaluate
 from .merge import (
     bytes_of,
     merge,
@@ -33,7 +34,7 @@ from .merge import (
     taken_over,
     weights_of,
 )
-from .questions import read_questions
+from .questions import read_questions, spread
 
 # Whose names, also such as it does not publish, layer_by_layer uses.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
@@ -58,14 +59,6 @@ FORMATS = {
     "int8": Format("W8A8", 8, True),
     "int4": Format("W4A16", 4, False),
 }
-
-
-class Needs(NamedTuple):
-    """Bytes: of the weights as they are, of what is written, and of memory at the most."""
-
-    weights: int
-    saved: float
-    memory: float
 
 
 class Report(NamedTuple):
@@ -137,26 +130,35 @@ def export(
     processor = load_processor(base)
     checked = check_sets([calibration], processor, config_of(base).seq_length)
     conversations = spread(checked.conversations(), rows)
+    if not any(map(pictures_of, conversations)):
+        raise ValueError(
+            f"none of {len(conversations):,} rows of --calibration has a picture; expected rows "
+            "like those that the model will be asked"
+        )
     held = weights_of(base)
-    needs = needs_of(base, bytes_of(held), FORMATS[format], processor, conversations)
+    weights = bytes_of(held)
+    saved, memory = needs_of(base, weights, FORMATS[format], processor, conversations)
     print(
-        f"{len(conversations):,} rows to calibrate with; weights {in_bytes(needs.weights)}, "
-        f"written about {in_bytes(needs.saved)}, memory about {in_bytes(needs.memory)}",
+        f"{len(conversations):,} rows to calibrate with; weights {in_bytes(weights)}, written "
+        f"about {in_bytes(saved)}, memory about {in_bytes(memory)}",
         flush=True,
     )
-    require_space(needs.saved + needs.weights * (base.adapters is not None), out)
+    require_space(saved + weights * (base.adapters is not None), out)
     free = free_ram() if device == "cpu" else free_on_gpus(1)[0]
-    if free < needs.memory:
+    if free < memory:
         raise ValueError(
             f"{in_bytes(free)} of memory are free on the {device}, and this takes about "
-            f"{in_bytes(needs.memory)}; expected fewer rows to calibrate with than "
+            f"{in_bytes(memory)}; expected fewer rows to calibrate with than "
             f"{len(conversations):,} (--rows), a larger machine, or --device cpu, which is slow"
         )
     with new_folder(out) as partial:
         if base.adapters is not None:
             merge(model, partial / "merged", revision, check=False)
             base = Base(str(partial / "merged"))
-        before = _scores(evaluation, base)
+        before = after = None
+        if evaluation is not None:
+            evaluation = replace(evaluation, model=base.model, revision=base.revision)
+            before = evaluate(evaluation)
         start = time.monotonic()
         _quantise(base, partial, FORMATS[format], conversations, device)
         gc.collect()  # of the model, before it is loaded again
@@ -165,8 +167,9 @@ def export(
             if not (partial / path.name).exists():
                 shutil.copyfile(path, partial / path.name)
         shutil.rmtree(partial / "merged", ignore_errors=True)
-    after = _scores(evaluation, Base(str(out)))
-    return Report(format, needs.weights, bytes_of(out), seconds, before, after)
+    if evaluation is not None:
+        after = evaluate(replace(evaluation, model=str(out), revision=None))
+    return Report(format, weights, bytes_of(out), seconds, before, after)
 
 
 def require_compressor() -> None:
@@ -189,22 +192,11 @@ def require_compressor() -> None:
             )
 
 
-def spread(conversations: Sequence[list[dict]], most: int) -> list[list[dict]]:
-    """So many of them, evenly spread. Raises ``ValueError`` if none of these has a picture."""
-    number = min(most, len(conversations))
-    taken = [conversations[at * len(conversations) // number] for at in range(number)]
-    if not any(map(pictures_of, taken)):
-        raise ValueError(
-            f"none of {number:,} rows of --calibration has a picture; expected rows like those "
-            "that the model will be asked"
-        )
-    return taken
-
-
 def needs_of(
     base: Base, weights: int, format: Format, processor: Any, conversations: Sequence[list[dict]]
-) -> Needs:
-    """What an export takes, by the shapes of the model and the lengths of the rows."""
+) -> tuple[float, float]:
+    """Bytes that an export writes, and takes of memory at the most, by the shapes of the model and
+    the lengths of the rows; ``weights`` has those of the model."""
     import torch
 
     from ..data.collate import ConversationCollator
@@ -232,15 +224,7 @@ def needs_of(
     kept = [sum(size.positions for size in sizes) * config.hidden_size]
     if format.tower:
         kept.append(sum(size.images for size in sizes) * vision.num_positions * vision.hidden_size)
-    return Needs(weights, saved, weights + statistics + max(kept) * width)
-
-
-def _scores(evaluation: Request | None, base: Base) -> dict[str, Any] | None:
-    if evaluation is None:
-        return None
-    from .evaluate import evaluate
-
-    return evaluate(replace(evaluation, model=base.model, revision=base.revision))
+    return saved, weights + statistics + max(kept) * width
 
 
 def _quantise(

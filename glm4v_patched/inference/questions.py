@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,9 +12,8 @@ from typing import Any, NamedTuple
 
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
 from ..data.pictures import Stamp
-from ..data.rows import Fault, Row, Source, describe_faults, read_rows
+from ..data.rows import Fault, Source, describe_faults, read_rows
 from ..option_fields import faults_of_fields, option
-from ..terminal_text import shorten
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
 LEAST_TEMPERATURE = 1e-3
@@ -102,17 +100,24 @@ def read_questions(path: str | Path | Source, with_reference: bool = False) -> l
     questions: list[Question] = []
     faults: list[Fault] = []
     for row in read_rows(path, to_learn=False):
-        if isinstance(row, Row):
-            question = question_of(row.line, row.messages)
-            fault = _fault_of(row, question, with_reference)
-            if fault is None:
-                questions.append(question)
-                continue
-            row = Fault(row.line, fault)
-        faults.append(row)
+        if isinstance(row, Fault):
+            faults.append(row)
+            continue
+        question = question_of(row.line, row.messages)
+        if question.reference is not None or not with_reference:
+            questions.append(question)
+        else:
+            told = f"ends with a message of {row.messages[-1]['role']}; expected the right answer "
+            faults.append(Fault(row.line, f"{told}as one of the assistant, to compare with"))
     if faults:
         raise ValueError(describe_faults(path, faults, len(questions) + len(faults)))
     return questions
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """So many of them, evenly."""
+    number = min(len(items), most)
+    return [items[place * len(items) // number] for place in range(number)]
 
 
 def question_of(row: int, messages: list[dict]) -> Question:
@@ -122,16 +127,6 @@ def question_of(row: int, messages: list[dict]) -> Question:
         return Question(row, without_marks(messages))
     tool, words = last.get("metadata"), text_of(last)
     return Question(row, without_marks(prompt), f"{tool}\n{words}" if tool else words)
-
-
-def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
-    if with_reference and question.reference is None:
-        return (
-            f"ends with a message of {row.messages[-1]['role']}; expected the right answer as one "
-            "of the assistant, to compare with"
-        )
-    lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
-    return None if lost is None else f"the image {shorten(lost)} does not exist"
 
 
 def digest_pictures(questions: Sequence[Question]) -> dict[str, str]:

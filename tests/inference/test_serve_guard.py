@@ -323,7 +323,7 @@ def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, c
     assert ask({"messages": about("\x1b[31mred")})[0] == 400
     line = capsys.readouterr().out  # of the log, which no terminal obeys
     assert "/v1/chat/completions: 400 image is" in line and "\x1b" not in line
-    limits = Limits(hosts=("a", "b"), max_pictures=3, api_key="secret")
+    limits = Limits(hosts=["a", "b"], max_pictures=3, api_key="secret")
     monkeypatch.setenv(VARIABLE, limits.to_json())
     assert Guard(echo).limits == limits
     monkeypatch.delenv(VARIABLE)

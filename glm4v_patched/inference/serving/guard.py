@@ -9,7 +9,7 @@ import ipaddress
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,7 +41,7 @@ class HostGuard:
     whoever reads that page.
     """
 
-    def __init__(self, app: Application, hosts: tuple[str, ...] | None):
+    def __init__(self, app: Application, hosts: Sequence[str] | None):
         self.app, self.hosts = app, hosts
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -177,7 +177,7 @@ def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
     return (body, json.dumps(body).encode()) if secure(body, limits) else (body, content)
 
 
-def check_hosts(headers: dict[bytes, bytes], hosts: tuple[str, ...] | None) -> None:
+def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> None:
     """Raise ``ApiError`` if a request, or the page that sends it, is of another host."""
     if hosts is None:
         return

@@ -191,13 +191,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def hosts_of(host: str, api_key: str | None) -> tuple[str, ...] | None:
+def hosts_of(host: str, api_key: str | None) -> list[str] | None:
     """Names that clients may call the server by, where no key keeps the web's pages out: those of
     this machine, if others reach it, and what it was told to listen at."""
     if api_key:
         return None
     others = () if is_local(host) else (socket.gethostname().lower(),)
-    return tuple(dict.fromkeys((LOCAL_NAME, *others, host.lower())))
+    return [*dict.fromkeys((LOCAL_NAME, *others, host.lower()))]
 
 
 def is_local(host: str) -> bool:
