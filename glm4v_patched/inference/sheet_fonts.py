@@ -84,9 +84,13 @@ class Fonts:
         return lines
 
     def _drawable(self, text: str) -> str:
-        lost = {each for each in text if not (_is_invisible(each) or _face_of(each))}
+        """Without what is invisible: joiners, marks of direction, variation selectors."""
+        shown = [
+            c for c in text if unicodedata.category(c) != "Cf" and not "\ufe00" <= c <= "\ufe0f"
+        ]
+        lost = {each for each in shown if _face_of(each) is None}
         self.missing |= lost
-        parts = (f" U+{ord(each):04X} " if each in lost else each for each in text)
+        parts = (f" U+{ord(each):04X} " if each in lost else each for each in shown)
         return " ".join("".join(parts).split())
 
 
@@ -94,22 +98,10 @@ def _length(text: str) -> float:
     return sum(face.font.getlength(run) for face, run in _runs(text))
 
 
-def _runs(text: str) -> Iterator[tuple[Face, str]]:
-    """What is drawn in one font; invisible characters, such as a joiner, go with what is before."""
-    before = next(_faces())
-
-    def face_here(character: str) -> Face:
-        nonlocal before
-        if not _is_invisible(character):
-            before = _face_of(character) or before
-        return before
-
-    for face, run in groupby(text, face_here):
+def _runs(text: str) -> Iterator[tuple[Any, str]]:
+    """What is drawn in one font."""
+    for face, run in groupby(text, _face_of):
         yield face, "".join(run)
-
-
-def _is_invisible(character: str) -> bool:
-    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
 
 
 @functools.cache
