@@ -28,7 +28,7 @@ class Face:
     def __init__(self, path: str | None):
         self.font: Any
         if path is None:
-            self.characters = frozenset(map(chr, range(0x20, 0x7F)))
+            self.characters = frozenset([*map(chr, range(0x20, 0x7F)), "…"])
             self.font = ImageFont.load_default(SIZE)
             return
         from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
@@ -85,9 +85,8 @@ class Fonts:
 
     def _drawable(self, text: str) -> str:
         """Without what is invisible: joiners, marks of direction, variation selectors."""
-        shown = [
-            c for c in text if unicodedata.category(c) != "Cf" and not "\ufe00" <= c <= "\ufe0f"
-        ]
+        shown = [each for each in text if unicodedata.category(each) != "Cf"]
+        shown = [each for each in shown if not "\ufe00" <= each <= "\ufe0f"]
         lost = {each for each in shown if _face_of(each) is None}
         self.missing |= lost
         parts = (f" U+{ord(each):04X} " if each in lost else each for each in shown)

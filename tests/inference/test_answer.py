@@ -76,9 +76,7 @@ def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answe
 
 
 @pytest.mark.parametrize("source", ["model", "adapters"])
-def test_batches_and_a_static_cache_give_the_answers_of_single_rows(
-    files, source, tmp_path, monkeypatch
-):
+def test_batches_and_a_static_cache_answer_as_single_rows_do(files, source, tmp_path, monkeypatch):
     """It is kept for the next batch of as many rows; the last batch has fewer."""
     made, taken = [], static_cache.StaticCaches.of
 
