@@ -244,7 +244,7 @@ def page(files, tmp_path):
     with serving(command, r"the page is (\S+)", log, environment) as (url, process):
         yield url, uploads
         process.send_signal(signal.SIGHUP)
-        assert process.wait(30) == 128 + signal.SIGHUP, log.read_text()[-4000:]
+        assert process.wait(30) == 128 + signal.SIGTERM, log.read_text()[-4000:]
         assert "Traceback" not in log.read_text() and not os.listdir(uploads)
 
 

@@ -195,7 +195,12 @@ def test_penalties_lower_what_was_said(server):
     assert text_of(asked[0]) != text_of(asked[1])
 
 
-def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing():
+def test_what_clients_send_is_taken_where_it_asks_for_nothing():
+    text = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
+    url = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
+    shown = WORDS[0] | {"content": [text, {"type": "image_url", "image_url": url}]}
+    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    said |= {"annotations": [], "audio": None}
     for given in (
         {"n": 1, "logprobs": False, "presence_penalty": 0, "stop": None, "logit_bias": {}},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me"},
@@ -203,24 +208,14 @@ def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing():
         # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
         {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
         {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
+        {"messages": [{"role": "developer", "content": "a"}, shown, said, NEXT]},
     ):
         wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
-        assert wanted.model == "m" and wanted.prompt == WORDS
+        assert wanted.model == "m" and ("messages" in given or wanted.prompt == WORDS)
+    roles = [message["role"] for message in wanted.prompt]
+    assert roles == ["system", "user", "assistant", "user"] and wanted.pictures == 1
     # A name that is served goes before that of any glm-4v.
     assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
-
-
-def test_messages_are_taken_as_clients_send_them():
-    text = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
-    url = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
-    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
-    for messages, roles in (
-        ([{"role": "developer", "content": "a"}, *WORDS], ["system", "user"]),
-        ([WORDS[0] | {"content": [text, {"type": "image_url", "image_url": url}]}], ["user"]),
-        ([*WORDS, said | {"annotations": [], "audio": None}, NEXT], ["user", "assistant", "user"]),
-    ):
-        wanted = read_request(ChatRequest, {"messages": messages}, ["m"], Generation())
-        assert [message["role"] for message in wanted.prompt] == roles
 
 
 def of_user(*parts: dict) -> dict:
