@@ -327,5 +327,5 @@ def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, c
     monkeypatch.setenv(VARIABLE, limits.to_json())
     assert Guard(echo).limits == limits
     monkeypatch.delenv(VARIABLE)
-    with pytest.raises(RuntimeError, match="does not hold the limits"):
+    with pytest.raises(RuntimeError, match="start the server by glm4v-patched serve"):
         Guard(echo)
