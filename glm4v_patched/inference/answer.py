@@ -131,11 +131,7 @@ def _answer_missing(
 def settings_of(
     request: Request, base: Base, questions: Sequence[Question], pictures: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What decides the answers. Batches and processes do not, but for rounding.
-
-    Args:
-        pictures: Of :func:`questions.digest_pictures`.
-    """
+    """What decides the answers. Batches and processes do not, but for rounding."""
     options = asdict(request.generation) | {"weights": request.weights}
     data = digest_questions(questions, pictures)
     return {"model": identify(base), "data": data, "options": options}

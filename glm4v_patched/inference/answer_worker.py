@@ -178,9 +178,6 @@ def answer_parts(
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded.
-
-    Args:
-        tells: Say that the model is being loaded.
     """
     processor, left = load_processor(job.base), iter(parts)
     number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))

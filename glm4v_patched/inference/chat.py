@@ -54,13 +54,7 @@ def check_picture(path: str) -> None:
 
 
 class Chat:
-    """A conversation.
-
-    Args:
-        limit: Position ids that the model has; a picture takes three.
-        system: What the system says first.
-        images: Paths, shown with the first question.
-    """
+    """A conversation."""
 
     def __init__(
         self,

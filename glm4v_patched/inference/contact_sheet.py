@@ -30,9 +30,6 @@ def draw_sheet(
     Of each: its pictures in their own shape, its row, their files, the question, and the answer in
     green if it is the reference, or else in red with the reference below. A character that no font
     of this machine has is written as its code point (:class:`sheet_fonts.Fonts`).
-
-    Args:
-        rows: What each is called, if not by its row.
     """
     names = [question.row for question in questions] if rows is None else rows
     pairs = list(zip(questions, answers, names, strict=True))

@@ -213,11 +213,7 @@ def _write(base: Base, folder: Path, out: Path) -> None:
 
 
 def adapted_layers(base: Base, model: Any) -> dict[str, Any]:
-    """peft's layers, by the names of the weights that they adapt; these are not there yet.
-
-    Args:
-        model: The base model, without its weights (on the meta device).
-    """
+    """peft's layers, by the names of the weights that they adapt; these are not there yet."""
     import torch
     from peft.tuners.lora import LoraLayer
 

@@ -92,11 +92,7 @@ class Generation:
 
 
 def read_questions(path: str | Path | Source, with_reference: bool = False) -> list[Question]:
-    """Read rows; where one ends with the assistant, that is its reference.
-
-    Args:
-        with_reference: Whether every row must have one.
-    """
+    """Read rows; where one ends with the assistant, that is its reference."""
     questions: list[Question] = []
     faults: list[Fault] = []
     for row in read_rows(path, to_learn=False):

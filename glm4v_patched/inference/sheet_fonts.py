@@ -19,15 +19,11 @@ Colour = tuple[int, int, int]
 
 
 class Face:
-    """A font, and the characters that it has.
-
-    Args:
-        path: Of its file; None for Pillow's own.
-    """
+    """A font, and the characters that it has."""
 
     def __init__(self, path: str | None):
         self.font: Any
-        if path is None:
+        if path is None:  # Pillow's own
             self.characters = frozenset([*map(chr, range(0x20, 0x7F)), "…"])
             self.font = ImageFont.load_default(SIZE)
             return

@@ -116,12 +116,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 class Conversations:
-    """One conversation with each of the models, which are asked the same.
-
-    Args:
-        names: Of the models.
-        system: What the system says first.
-    """
+    """One conversation with each of the models, which are asked the same."""
 
     def __init__(
         self,

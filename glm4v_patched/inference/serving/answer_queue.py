@@ -285,11 +285,7 @@ class Rows(StoppingCriteria):
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: lower the logits of tokens that an answer has, once and for each time.
-
-    Args:
-        prompt: Ids before the answers.
-    """
+    """OpenAI's: lower the logits of tokens that an answer has, once and for each time."""
 
     def __init__(self, prompt: int, presence: float, frequency: float):
         self.prompt, self.presence, self.frequency = prompt, presence, frequency

@@ -45,14 +45,7 @@ def vllm_command(
     address: tuple[str, int],
     generation: Generation,
 ) -> list[str]:
-    """The command of vLLM's server.
-
-    Args:
-        base: Of :func:`find.find_source`.
-        name: Of the model, for clients.
-        others: Adapters on the same model, by their names.
-        address: Host and port.
-    """
+    """The command of vLLM's server."""
     if not any(each.module.startswith("glm4v_patched.") for each in entry_points(group=GROUP)):
         raise RuntimeError(
             f"vLLM would compute other positions than glm-4v has: this installation of "
