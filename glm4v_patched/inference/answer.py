@@ -176,7 +176,7 @@ def _answers_of_processes(
         for part, process in zip(parts, cycle(processes), strict=False):
             try:
                 reply = pickle.load(process.stdout)
-            except EOFError:
+            except (EOFError, pickle.UnpicklingError):  # it ended, or amid a reply
                 raise RuntimeError(
                     f"the process that answered the rows {[question.row for question in part]} "
                     f"ended with status {process.wait()}: was it killed for its memory? Lower "
