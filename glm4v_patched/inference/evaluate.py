@@ -96,7 +96,7 @@ def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, An
     return scores
 
 
-def describe(report: dict[str, Any], out: Path | None) -> str:
+def describe(report: dict[str, Any], out: Path | None = None) -> str:
     """The scores as a table, and what they are of."""
     names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
     wide = max(len(name) for name in names)

@@ -23,7 +23,7 @@ from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..terminal_text import in_bytes, pip_install
 from .answer import Request
-from .evaluate import evaluate
+from .evaluate import describe, evaluate
 from .merge import (
     bytes_of,
     merge,
@@ -72,19 +72,12 @@ class Report(NamedTuple):
     after: dict[str, Any] | None
 
     def __str__(self) -> str:
-        lines = [f"{'':8}{'bytes':>10}"]
-        if self.before is not None:
-            lines[0] += "  right answers  with swapped pictures"
-        for name, size, scores in (
-            ("before", self.bytes_before, self.before),
-            (self.format, self.bytes_after, self.after),
-        ):
-            lines.append(f"{name:8}{in_bytes(size):>10}")
+        sizes = f"before {in_bytes(self.bytes_before)}, {self.format} {in_bytes(self.bytes_after)}"
+        lines = [f"{sizes}, quantised in {self.seconds:.0f} s"]
+        for name, scores in (("before", self.before), (self.format, self.after)):
             if scores is not None:
-                swapped = scores["exact_match_swapped"]
-                told = "no rows" if swapped is None else f"{swapped:.4f}"
-                lines[-1] += f"  {scores['exact_match']:>13.4f}  {told:>21}"
-        return "\n".join([*lines, f"quantised in {self.seconds:.0f} s"])
+                lines += [name, describe(scores)]
+        return "\n".join(lines)
 
 
 def export(
