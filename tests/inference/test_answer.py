@@ -347,12 +347,18 @@ def mistaken(files, tmp_path, monkeypatch) -> Path:
         (["model", "--top-p", "2"], "--top-p is 2.0"),
         (["model", "--revision", "main"], "has no revisions"),
         (["model", "--format", "llama"], "--format llama"),
-        (["model", "--data", "broken.jsonl"], "broken.jsonl:1: the image "),
     ],
 )
 def test_a_mistake_is_told_and_nothing_is_written(mistaken, refused, arguments, named):
     arguments = arguments if "--data" in arguments else [*arguments, "--data", "rows.jsonl"]
     refused(["answer", *arguments, "--device", "cpu", "--out", "out.jsonl"], named)
+    assert not (mistaken / "out.jsonl").exists()
+
+
+def test_a_picture_that_cannot_be_read_is_named(mistaken, capsys):
+    command = ["answer", "model", "--data", "broken.jsonl", "--device", "cpu"]
+    assert main([*command, "--out", "out.jsonl"]) == 1
+    assert "broken.jsonl:1: the image " in capsys.readouterr().err
     assert not (mistaken / "out.jsonl").exists()
 
 
