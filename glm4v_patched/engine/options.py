@@ -39,6 +39,8 @@ PACKAGES = {
     "adamw_8bit": ["bitsandbytes"],
     "liger": ["liger_kernel"],
     "--pictures": ["matplotlib"],
+    "serve": ["starlette", "uvicorn"],
+    "chat --web": ["gradio", "uvicorn"],
 }
 # What transformers needs to load weights that were saved quantised, by the method in their config.
 PACKAGES |= {

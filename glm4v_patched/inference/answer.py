@@ -1,7 +1,7 @@
 """Answers the rows of a data file: on one process or several, each on a GPU of its own."""
 
-import json
 import os
+import pickle
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -28,7 +28,7 @@ from .questions import (
 )
 
 if TYPE_CHECKING:
-    from .answer_worker import Answer, Part
+    from .answer_worker import Answer, Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,11 @@ class Request:
         check_weights(self.weights, self.device, self.cache)
         return place(self.processes, self.device)
 
+    def find(self) -> Base:
+        """Raises as :meth:`place` and :func:`find_source`."""
+        self.place()
+        return find_source(self.model, self.revision, self.weights)
+
 
 def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Line]:
     """Answer every row of the data, and write ``out``, a line a row, as the answers come.
@@ -68,16 +73,13 @@ def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Li
         ValueError: the model, the data, a picture or ``out`` cannot be used, before a model is
             loaded; RuntimeError: answering failed, and what was answered is in ``out``.
     """
-    placement = request.place()
-    base = find_source(request.model, request.revision, request.weights)
-    questions = read_questions(request.data)
+    base, questions = request.find(), read_questions(request.data)
     settings = settings_of(request, base, questions, digest_pictures(questions))
-    return answer_questions(request, placement, base, questions, settings, out, overwrite)
+    return answer_questions(request, base, questions, settings, out, overwrite)
 
 
 def answer_questions(
     request: Request,
-    placement: Placement,
     base: Base,
     questions: Sequence[Question],
     settings: Mapping[str, Any],
@@ -86,114 +88,102 @@ def answer_questions(
 ) -> list[Line]:
     """:func:`answer_file` of questions that were read, and their :func:`settings_of`."""
     with closing(AnswersFile(out, questions, settings, request.data, overwrite)) as file:
-        if file.dropped:
-            print(file.dropped, flush=True)
-        missing = file.missing
         if file.lines:
             print(f"{len(file.lines):,} of {len(questions):,} answers are there", flush=True)
-        if missing:
-            from ..data.check import require_pictures  # imports torch
-
-            require_pictures(request.data, to_learn=False)
+        if missing := file.missing:
             _require_room(request, base, missing)
-        times = [time.monotonic()]
-        try:
-            with _progress(len(questions), len(file.lines)) as progress:
-                for question, answer in answers(request, placement, base, missing):
-                    file.add(Line(question, *answer))
-                    progress.update()
-                    times.append(time.monotonic())
-        except (KeyboardInterrupt, RuntimeError) as error:
-            kept = f"{len(file.lines):,} of {len(questions):,} answers are in {out}, and the same "
-            kept += f"command continues{', without --overwrite' * overwrite}"
-            if overwrite and not file.has_begun:
-                kept = f"nothing was answered, and {out} is as it was"
-            raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
-        if missing:
-            print(_describe_speed(times, request.batch_size * placement.processes), flush=True)
+            _answer_missing(request, base, file, missing)
         return file.all_lines()
 
 
-def _describe_speed(times: Sequence[float], at_once: int) -> str:
-    """
-    Args:
-        times: When it began, and when each answer was there.
-        at_once: Answers that come together; before the first ones the model is loaded.
-    """
-    start, *done = times
-    told = f"{len(done):,} rows answered in {done[-1] - start:.1f} s"
-    if len(done) <= at_once:
-        return f"{told}, in which the model was loaded"
-    first = done[at_once - 1]
-    speed = (len(done) - at_once) / max(done[-1] - first, 1e-9)
-    return f"{told}: the first {at_once:,} after {first - start:.1f} s, then {speed:.3g} rows/s"
+def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
+    from ..data.check import require_pictures
+    from ..models.loading import config_of, load_processor
+    from .answer_worker import require_room
+
+    require_pictures(request.data, to_learn=False)
+    new, limit = request.generation.max_new_tokens, config_of(base).seq_length
+    require_room(load_processor(base), limit, questions, new)
+
+
+def _answer_missing(
+    request: Request, base: Base, file: AnswersFile, missing: Sequence[Question]
+) -> None:
+    from tqdm import tqdm
+
+    start, first, number = time.monotonic(), 0.0, len(file.questions)
+    bar: dict[str, Any] = {"total": number, "initial": number - len(missing), "disable": None}
+    try:
+        with tqdm(**bar, unit="row", desc="answering") as progress:
+            for question, answer in answers(request, base, missing):
+                file.add(Line(question, *answer))
+                progress.update()
+                first = first or time.monotonic() - start
+    except (KeyboardInterrupt, RuntimeError) as error:
+        kept = f"{len(file.lines):,} of {number:,} answers are in {file.path}, and the same "
+        kept += f"command continues{', without --overwrite' * file.overwrite}"
+        if file.overwrite and not file.has_begun:
+            kept = f"nothing was answered, and {file.path} is as it was"
+        raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
+    took = f"{time.monotonic() - start:.1f} s, the first after {first:.1f} s"
+    print(f"{len(missing):,} rows answered in {took}", flush=True)
 
 
 def settings_of(
     request: Request, base: Base, questions: Sequence[Question], pictures: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What decides the answers. Batches and processes do not, but for rounding.
-
-    Args:
-        pictures: Of :func:`questions.digest_pictures`.
-    """
+    """What decides the answers. Batches and processes do not, but for rounding."""
     options = asdict(request.generation) | {"weights": request.weights}
     data = digest_questions(questions, pictures)
     return {"model": identify(base), "data": data, "options": options}
 
 
 def answers(
-    request: Request, placement: Placement, base: Base, questions: Sequence[Question]
+    request: Request, base: Base, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
-    """Each question with its answer, in order; several processes are started for several.
-
-    Raises:
-        RuntimeError: a batch cannot be answered; names its rows.
-    """
-    if not questions:
-        return
-    from .answer_worker import Answer, Job, Part, answer_parts, batches  # imports torch
+    """Each question with its answer, in order; several processes are started for several."""
+    from .answer_worker import Answer, Job, answer_parts, batches
     from .decoding.static_cache import chosen
 
+    placement = request.place()
     device = "cpu" if placement.on_cpu else "cuda"
-    number = min(placement.processes, -(-len(questions) // request.batch_size))
-    some = list(batches(questions, request.batch_size))
-    steps = -(-len(some) // number) * request.generation.max_new_tokens
+    parts = list(batches(questions, request.batch_size))
+    number = min(placement.processes, len(parts))
+    steps = -(-len(parts) // number) * request.generation.max_new_tokens
     weights = request.weights or quantised_by(base.model, base.revision)
     cache = chosen(request.cache, device, steps, weights)
     job = Job(base, device, request.weights, request.generation, cache)
-    parts = [Part([q.row for q in part], [q.prompt for q in part]) for part in some]
     if number == 1:
-        told: Generator[list[Answer], None, None] = answer_parts(job, parts)
+        told: Generator[list[Any], None, None] = answer_parts(job, parts)
     else:
-        command = python_module("glm4v_patched.inference.answer_worker", job.to_json())
-        told = _answers_of_processes(command, parts, environments(number, placement.on_cpu))
+        told = _answers_of_processes(job, parts, environments(number, placement.on_cpu))
     with closing(told):
-        for part, replies in zip(some, told, strict=True):
+        for part, replies in zip(parts, told, strict=True):
             yield from zip(part, (Answer(*answer) for answer in replies), strict=True)
 
 
 def _answers_of_processes(
-    command: list[str], parts: "list[Part]", every: list[dict[str, str]]
-) -> Generator[list, None, None]:
+    job: "Job", parts: Sequence[Sequence[Question]], every: list[dict[str, str]]
+) -> Generator[list[Any], None, None]:
     """Answers to batches that processes take in turn, in order."""
+    command = python_module("glm4v_patched.inference.answer_worker")
     # In a session of its own: Ctrl-C is ours to answer.
-    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "encoding": "utf-8"}
-    processes = [Popen(command, env=each, start_new_session=True, **pipes) for each in every]
+    how: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+    processes: list[Any] = [Popen(command, env=each, **how) for each in every]
     try:
         for first, process in enumerate(processes):
-            assert process.stdin is not None  # a pipe, which stays open until all is answered
             with suppress(OSError):  # it has ended
-                print(json.dumps(parts[first :: len(every)]), file=process.stdin, flush=True)
+                pickle.dump((job, parts[first :: len(every)]), process.stdin)
+                process.stdin.flush()  # it stays open until all is answered
         for part, process in zip(parts, cycle(processes), strict=False):
-            assert process.stdout is not None
-            if not (line := process.stdout.readline()):
+            try:
+                reply = pickle.load(process.stdout)
+            except (EOFError, pickle.UnpicklingError):  # it ended, or amid a reply
                 raise RuntimeError(
-                    f"the process that answered the rows {part.rows} ended with status "
-                    f"{process.wait()}: was it killed for its memory? Lower --batch-size or "
-                    "--processes"
-                )
-            reply = json.loads(line)
+                    f"the process that answered the rows {[question.row for question in part]} "
+                    f"ended with status {process.wait()}: was it killed for its memory? Lower "
+                    "--batch-size or --processes"
+                ) from None
             if isinstance(reply, str):
                 raise RuntimeError(reply)
             yield reply
@@ -212,18 +202,3 @@ def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = given.split(",") if given else [str(number) for number in range(processes)]
     return [common | {"CUDA_VISIBLE_DEVICES": seen[number]} for number in range(processes)]
-
-
-def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
-    from ..models.loading import config_of, load_processor
-    from .answer_worker import require_room
-
-    config = config_of(base)
-    new = request.generation.max_new_tokens
-    require_room(load_processor(base), config.seq_length, questions, new)
-
-
-def _progress(total: int, done: int):
-    from tqdm import tqdm
-
-    return tqdm(total=total, initial=done, unit="row", desc="answering", disable=None)

@@ -1,20 +1,17 @@
 """Answers batches of questions with a loaded model.
 
-``python -m glm4v_patched.inference.answer_worker JOB`` does so in a process of its own, on the GPU
-that it sees: ``JOB`` is JSON of :class:`Job`, its standard input a line with all of the batches,
-and its standard output a line of JSON for each. It ends when its input does.
+``python -m glm4v_patched.inference.answer_worker`` does so in a process of its own, on the GPU that
+it sees: it takes a pickled :class:`Job` with all of its batches from its standard input, and writes
+the answers to each batch to its standard output. It ends when its input does.
 """
 
-import json
 import os
+import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +50,7 @@ class Words(TextStreamer):
         self.say(text)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """What a process that answers has to load."""
 
     base: Base
@@ -62,19 +58,6 @@ class Job:
     weights: str | None
     generation: Generation
     cache: str = "dynamic"
-
-    def to_json(self) -> str:
-        values = asdict(self)
-        adapters = self.base.adapters
-        values["base"]["adapters"] = None if adapters is None else str(adapters)
-        return json.dumps(values)
-
-    @staticmethod
-    def from_json(text: str) -> "Job":
-        values = json.loads(text)
-        adapters = values["base"].pop("adapters")
-        base = Base(adapters=None if adapters is None else Path(adapters), **values.pop("base"))
-        return Job(base=base, generation=Generation(**values.pop("generation")), **values)
 
 
 class Answerer:
@@ -99,7 +82,7 @@ class Answerer:
         self._generate_by(generation)
 
     def answer(
-        self, prompts: Sequence[list[dict]], number: int = 0, streamer: "Words | None" = None
+        self, prompts: Sequence[Any], number: int = 0, streamer: "Words | None" = None
     ) -> list[Answer]:
         """Answer a batch.
 
@@ -108,9 +91,6 @@ class Answerer:
             number: Of the batch's first row: what is drawn depends on it and on the seed, and not
                 on the batches before.
             streamer: Takes the words of a single prompt's answer as they come.
-
-        Raises:
-            RuntimeError: the GPU's memory does not suffice.
         """
         return self.answer_encoded(self.encode(prompts), number, streamer)
 
@@ -120,9 +100,10 @@ class Answerer:
         """:meth:`answer` of a batch of :meth:`encode`."""
         new = self.generate(batch, self.generation, number, streamer)
         texts = self.processor.batch_decode(new, skip_special_tokens=True)
+        ended = torch.isin(new, torch.tensor(self.end_ids, device=new.device)).any(-1).tolist()
         return [
             Answer(text.strip(), "stop" if end else "length")
-            for text, end in zip(texts, self.have_ended(new), strict=True)
+            for text, end in zip(texts, ended, strict=True)
         ]
 
     def generate(
@@ -133,38 +114,28 @@ class Answerer:
         streamer: "Words | None" = None,
         **options: Any,
     ) -> torch.Tensor:
-        """The new ids of each row, ``[B, R]``.
-
-        Args:
-            batch: Of :meth:`encode`.
-            number, streamer: As :meth:`answer` takes them.
-            **options: Of ``generate``.
-
-        Raises:
-            RuntimeError: the GPU's memory does not suffice.
-        """
+        """The new ids of each row, ``[B, R]``; arguments and errors are those of :meth:`answer`,
+        and others those of the model's ``generate``."""
         self._generate_by(generation)
         if generation.do_sample:
             # As torch takes it, whatever the seed.
             torch.manual_seed((generation.seed * 1_000_003 + number) % 2**64)
         rows, length = batch["input_ids"].shape
+        self.rows = self.rows or rows
         try:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
             with torch.no_grad():
-                kept = self._cache_options(rows, length + generation.max_new_tokens)
+                if self.caches is not None and (self.caches.records or rows == self.rows):
+                    options |= self.caches.options(rows, length + generation.max_new_tokens)
                 if streamer is not None:
-                    kept["tokens_to" if "custom_generate" in kept else "streamer"] = streamer
-                ids = self.model.generate(**batch, **kept, **options)
+                    options["tokens_to" if "custom_generate" in options else "streamer"] = streamer
+                ids = self.model.generate(**batch, **options)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"the GPU's memory does not suffice for {rows} rows at once: lower "
                 f"--batch-size, or --max-new-tokens ({error})"
             ) from None
         return ids[:, length:]
-
-    def have_ended(self, new: torch.Tensor) -> list[bool]:
-        """Whether each of the rows of new ids ended by itself, and was not cut."""
-        return torch.isin(new, torch.tensor(self.end_ids, device=new.device)).any(-1).tolist()
 
     def _generate_by(self, generation: Generation) -> None:
         # All of it anew: what the folder says of sampling and lengths is for other uses.
@@ -174,110 +145,85 @@ class Answerer:
             pad_token_id=self.model.config.pad_token_id,
         )
 
-    def _cache_options(self, rows: int, positions: int) -> dict[str, Any]:
-        self.rows = self.rows or rows
-        if self.caches is None or not (self.caches.records or rows == self.rows):
-            return {}
-        return self.caches.options(rows, positions)
-
-    def encode(self, prompts: Sequence[list[dict]]):
-        """Model inputs, padded on the left, on the model's device."""
+    def encode(self, prompts: Sequence[Any]):
+        """Model inputs on the model's device; as :func:`encode`."""
         return encode(self.processor, prompts).to(self.model.device)
 
 
-def encode(processor, prompts: Sequence[list[dict]]) -> Any:
-    """Model inputs, padded on the left, on the CPU."""
+def encode(processor, prompts: Sequence[Any]) -> Any:
+    """Model inputs, padded on the left, of messages, or of texts that are to be continued."""
+    options = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+    if isinstance(prompts[0], str):
+        return processor.tokenizer([*prompts], **options)
     return processor.apply_chat_template(
-        list(prompts),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        padding=True,
-        padding_side="left",
+        [*prompts], add_generation_prompt=True, tokenize=True, return_dict=True, **options
     )
 
 
-class Part(NamedTuple):
-    """A batch of questions.
-
-    Args:
-        rows: Their lines in the file.
-        prompts: Of messages.
-    """
-
-    rows: list[int]
-    prompts: list[list[dict]]
+def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
+    """Position ids that each prompt takes; opens no picture, which takes three."""
+    if isinstance(prompts[0], str):
+        return [len(ids) for ids in processor.tokenizer([*prompts])["input_ids"]]
+    rows = processor.tokenizer.apply_chat_template(
+        [*prompts],
+        chat_template=processor.chat_template,
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    return [len(ids) for ids in rows]
 
 
 def answer_parts(
-    job: Job, parts: Iterable[Part], tells: bool = True
+    job: Job, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded.
-
-    Args:
-        tells: Say that the model is being loaded.
-
-    Raises:
-        RuntimeError: a batch cannot be answered; names its rows.
     """
     processor, left = load_processor(job.base), iter(parts)
     number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))
     waiting: deque = deque()
     readers = ThreadPoolExecutor(number)
 
-    def read(some: Iterable[Part]) -> None:
+    def read(some: Iterable[Sequence[Question]]) -> None:
         for part in some:
-            waiting.append((part, readers.submit(encode, processor, part.prompts)))
+            batch = readers.submit(encode, processor, [question.prompt for question in part])
+            waiting.append(([question.row for question in part], batch))
 
     try:
         read(islice(left, number + 1))
-        answerer = Answerer(
-            loading.load(job.base, job.device, job.weights, tells), job.generation, job.cache
-        )
+        loaded = loading.load(job.base, job.device, job.weights, tells)
+        answerer = Answerer(loaded, job.generation, job.cache)
         while waiting:
-            part, batch = waiting.popleft()
+            rows, batch = waiting.popleft()
             read(islice(left, 1))
             try:
                 encoded = batch.result().to(answerer.model.device)
-                answers = answerer.answer_encoded(encoded, part.rows[0])
+                answers = answerer.answer_encoded(encoded, rows[0])
             except (ValueError, RuntimeError, OSError) as error:
-                raise RuntimeError(f"rows {part.rows}: {error}") from error
+                raise RuntimeError(f"rows {rows}: {error}") from error
             yield answers
     finally:
         readers.shutdown(cancel_futures=True)
 
 
-def require_room(loaded_processor, limit: int, questions: Sequence[Question], new: int) -> None:
+def require_room(processor, limit: int, questions: Sequence[Question], new: int) -> None:
     """Raise ``ValueError`` naming the rows that leave no room for an answer; opens no picture.
 
     Args:
         limit: Position ids that the model has (``seq_length``); a picture takes three.
         new: Tokens of an answer.
     """
-    found = []
+    found: list[tuple[int, int]] = []
     for some in batches(questions, 64):
-        lengths = positions_of(loaded_processor, [question.prompt for question in some])
-        found += [(q.row, length) for q, length in zip(some, lengths, strict=True)]
-    if long := [(row, length) for row, length in found if length + new > limit]:
-        row, length = max(long, key=lambda pair: pair[1])
+        lengths = positions_of(processor, [question.prompt for question in some])
+        found += [(length, q.row) for q, length in zip(some, lengths, strict=True)]
+    if long := [(length, row) for length, row in found if length + new > limit]:
+        length, row = max(long)
         raise ValueError(
             f"{len(long):,} of {len(questions):,} rows leave too little room for {new:,} new "
             f"tokens: line {row} takes {length:,} of the model's {limit:,} positions; lower "
             "--max-new-tokens, or shorten the row"
         )
-
-
-def positions_of(processor, prompts: Sequence[list[dict]]) -> list[int]:
-    """Position ids that each prompt takes; opens no picture, which takes three."""
-    rows = processor.tokenizer.apply_chat_template(
-        list(prompts),
-        chat_template=processor.chat_template,
-        add_generation_prompt=True,
-        return_dict=False,
-    )
-    return [len(ids) for ids in rows]
 
 
 def batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:
@@ -286,19 +232,19 @@ def batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Quest
         yield questions[start : start + size]
 
 
-def serve(text: str) -> None:
-    """Answer what comes on standard input, and print each batch's answers as they come."""
+def serve() -> None:
+    """Answer what comes on standard input, and write each batch's answers as they come."""
     # What libraries print is for people, and not for the process that reads the answers.
-    replies, sys.stdout = sys.stdout, sys.stderr
-    parts = [Part(*part) for part in json.loads(sys.stdin.readline())]
+    replies, sys.stdout = sys.stdout.buffer, sys.stderr
+    job, parts = pickle.load(sys.stdin.buffer)
     end_with_stdin()
     try:
-        with closing(answer_parts(Job.from_json(text), parts, tells=False)) as answers:
-            for answer in answers:
-                print(json.dumps(answer), file=replies, flush=True)
+        for answers in answer_parts(job, parts, tells=False):
+            pickle.dump([*map(tuple, answers)], replies)
+            replies.flush()
     except (ValueError, RuntimeError, OSError) as error:
-        print(json.dumps(str(error)), file=replies, flush=True)
+        pickle.dump(str(error), replies)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve()

@@ -1,6 +1,7 @@
 """A conversation in the terminal, with pictures in any turn."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -22,47 +23,30 @@ HELP = """\
 /exit        end, as the end of the input does"""
 
 
-def chat(
-    model: str,
-    images: Sequence[str] = (),
-    *,
-    revision: str | None = None,
-    device="cuda",
-    weights: str | None = None,
-    generation: Generation | None = None,
-    system: str | None = None,
-    cache: str = "auto",
-) -> None:
+def chat(options: Namespace) -> None:
     """Read questions from standard input, a line each, and write the answers as they come.
 
     At a terminal a mistake is told, and the conversation goes on; else it ends it.
-
-    Args:
-        images: Shown with the first question.
-        system: What the system says first.
-        cache: One of :data:`command.CACHES`; the steps of ``static`` are compiled during the first
-            answer.
-
-    Raises:
-        ValueError: the model or a picture cannot be used, before the model is loaded; or a line.
     """
-    for image in images:
+    for given, name in ((options.other, "a second model"), (options.port, "--port")):
+        if given is not None:
+            raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
+    for image in options.image:
         check_picture(image)
-    check_weights(weights, device, cache)
-    placement = place(1, device)
-    base = find_source(model, revision, weights)
+    check_weights(options.weights, options.device, options.cache)
+    place(1, options.device)
+    base = find_source(options.model, options.revision, options.weights)
 
     from ..models.loading import config_of, load
     from .answer_worker import Answerer
     from .decoding.static_cache import chosen
 
-    loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
-    limit = config_of(base).seq_length
-    generation = generation or Generation()
-    where, most = "cpu" if placement.on_cpu else "cuda", generation.max_new_tokens
-    kept = chosen(cache, where, most, weights or quantised_by(base.model, base.revision))
-    answerer = Answerer(loaded, generation, kept)
-    Chat(answerer, limit, system, images).run(sys.stdin)
+    generation = Generation.of(options)
+    loaded = load(base, options.device, options.weights)
+    weights = options.weights or quantised_by(base.model, base.revision)
+    cache = chosen(options.cache, options.device, generation.max_new_tokens, weights)
+    answerer = Answerer(loaded, generation, cache)
+    Chat(answerer, config_of(base).seq_length, options.system, options.image).run(sys.stdin)
 
 
 def check_picture(path: str) -> None:
@@ -72,12 +56,7 @@ def check_picture(path: str) -> None:
 
 
 class Chat:
-    """A conversation.
-
-    Args:
-        limit: Position ids that the model has; a picture takes three.
-        images: Paths, shown with the first question.
-    """
+    """A conversation."""
 
     def __init__(
         self,
@@ -98,7 +77,7 @@ class Chat:
         at_terminal = lines.isatty()
         if at_terminal:
             self._say(f"{HELP}\n")
-        for number, line in enumerate(_lines(lines, at_terminal), start=1):
+        for number, line in enumerate(_typed() if at_terminal else lines, start=1):
             try:
                 if not self.take(line.strip()):
                     return
@@ -112,11 +91,7 @@ class Chat:
                 self._say("\n(stopped; the question is not kept)\n")
 
     def take(self, line: str) -> bool:
-        """Do what a line says; False if it ends the conversation.
-
-        Raises:
-            ValueError: a picture cannot be used, there is no such command, or no room is left.
-        """
+        """Do what a line says; False if it ends the conversation."""
         command, _, rest = line.partition(" ")
         if not line.startswith("/"):
             if line:
@@ -139,31 +114,25 @@ class Chat:
 
     def ask(self, text: str) -> None:
         """Answer a question, which shows the pictures that were given since the last one."""
-        from .answer_worker import positions_of
+        from .answer_worker import Words, positions_of
 
         asked = [*self.messages, question(text, self.images)]
-        new = self.answerer.generation.max_new_tokens
-        [taken] = positions_of(self.answerer.processor, [asked])
+        processor, new = self.answerer.processor, self.answerer.generation.max_new_tokens
+        [taken] = positions_of(processor, [asked])
         if taken + new > self.limit:
-            cure = "begin again with a lower --max-new-tokens"
-            if self.messages:
-                cure = f"/reset begins a new one, or {cure}"
             raise ValueError(
                 f"the conversation takes {taken:,} of the model's {self.limit:,} positions, which "
-                f"leaves too little room for {new:,} new tokens: {cure}"
+                f"leaves too little room for {new:,} new tokens: begin a new one (/reset), or "
+                "again with a lower --max-new-tokens"
             )
-        [answer] = self.answerer.answer([asked], self.turn, self._streamer())
+        words = Words(processor.tokenizer, self._say)
+        [answer] = self.answerer.answer([asked], self.turn, words)
         self.turn += 1
         cut = f" (cut at --max-new-tokens {new})" if answer.finish_reason == "length" else ""
         self._say(f"{cut if answer.text else '(the answer is empty)'}\n")
         self.images = []
         if answer.text:
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
-
-    def _streamer(self):
-        from .answer_worker import Words
-
-        return Words(self.answerer.processor.tokenizer, self._say)
 
     def _say(self, text: str) -> None:
         """What a model or a file says may hold what a terminal would obey."""
@@ -179,10 +148,7 @@ def question(text: str, images: Sequence[str]) -> dict:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def _lines(lines: TextIO, at_terminal: bool) -> Iterator[str]:
-    if not at_terminal:
-        yield from lines
-        return
+def _typed() -> Iterator[str]:
     import readline  # noqa: F401  # input() then has a history, and keys that move
 
     while True:

@@ -8,12 +8,13 @@ from PIL import Image, ImageOps
 
 from ..atomic import open_atomically
 from ..data.messages import pictures_of, text_of
-from .questions import Question
+from .questions import Question, spread
 from .scoring import exact_match
 from .sheet_fonts import LINE_HEIGHT, Fonts
 
 COLUMNS, MOST_CELLS = 4, 24
 CELL_WIDTH, PICTURES_HEIGHT, MARGIN = 280, 150, 10
+WIDTH = COLUMNS * (CELL_WIDTH + MARGIN) - MARGIN
 MOST_LINES = 4  # of a question, or of an answer
 GREY, BLACK, RIGHT, WRONG = (110, 110, 110), (0, 0, 0), (20, 130, 60), (190, 30, 30)
 
@@ -29,16 +30,12 @@ def draw_sheet(
     Of each: its pictures in their own shape, its row, their files, the question, and the answer in
     green if it is the reference, or else in red with the reference below. A character that no font
     of this machine has is written as its code point (:class:`sheet_fonts.Fonts`).
-
-    Args:
-        rows: What each is called, if not by its row.
     """
     names = [question.row for question in questions] if rows is None else rows
     pairs = list(zip(questions, answers, names, strict=True))
-    wrong = [pair for pair in pairs if not _is_right(*pair[:2])]
     right = [pair for pair in pairs if _is_right(*pair[:2])]
-    shown = _spread(wrong, MOST_CELLS)
-    shown += _spread(right, MOST_CELLS - len(shown))
+    shown = spread([pair for pair in pairs if not _is_right(*pair[:2])], MOST_CELLS)
+    shown += spread(right, MOST_CELLS - len(shown))
     fonts = Fonts()
     cells = [_cell(question, answer, row, fonts) for question, answer, row in shown]
     title = f"{len(right):,} of {len(pairs):,} answers are the reference"
@@ -46,20 +43,11 @@ def draw_sheet(
         title += f"; {len(shown)} rows are shown, those with other answers first"
     if fonts.missing:
         title += f"; {len(fonts.missing):,} characters are in no font here: install Noto Sans"
-    _side_by_side(cells, fonts.draw_lines([(title, BLACK)], _width(COLUMNS), MOST_LINES), path)
+    _side_by_side(cells, fonts.draw_lines([(title, BLACK)], WIDTH, MOST_LINES), path)
 
 
 def _is_right(question: Question, answer: str) -> bool:
     return bool(exact_match(answer, question.reference or ""))
-
-
-def _spread(items: list, most: int) -> list:
-    number = min(len(items), most)
-    return [items[place * len(items) // number] for place in range(number)]
-
-
-def _width(columns: int) -> int:
-    return columns * (CELL_WIDTH + MARGIN) - MARGIN
 
 
 def _cell(question: Question, answer: str, row: int | str, fonts: Fonts) -> Image.Image:
@@ -93,7 +81,7 @@ def _paste_pictures(cell: Image.Image, pictures: Sequence[str]) -> None:
 def _side_by_side(cells: Sequence[Image.Image], title: Image.Image, path: Path) -> None:
     rows = [cells[start : start + COLUMNS] for start in range(0, len(cells), COLUMNS)]
     heights = [max(cell.height for cell in row) + LINE_HEIGHT for row in rows]
-    size = _width(COLUMNS) + 2 * MARGIN, title.height + sum(heights) + 3 * MARGIN
+    size = WIDTH + 2 * MARGIN, title.height + sum(heights) + 3 * MARGIN
     sheet = Image.new("RGB", size, "white")
     sheet.paste(title, (MARGIN, MARGIN))
     top = title.height + 2 * MARGIN

@@ -4,14 +4,12 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..atomic import require_file, write_atomically
-from ..models.find import find_source
 from .answer import Request, answer_questions, settings_of
 from .answers_file import Line
 from .contact_sheet import draw_sheet
@@ -43,29 +41,46 @@ def evaluate(
         As :func:`answer.answer_file`; ValueError also where a row has no reference, or the metric
         cannot be used.
     """
+    if out is None:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return evaluate(request, Path(folder), metric)
+            except (KeyboardInterrupt, RuntimeError) as error:
+                told = str(error).partition("\n")[0]
+                raise type(error)(f"{told}\nno answer is kept, as there is no --out") from error
     metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
-    placement = request.place()
-    base = find_source(request.model, request.revision, request.weights)
-    questions = read_questions(request.data, with_reference=True)
+    base, questions = request.find(), read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
     pictures = digest_pictures(questions)
     asked = [*questions, *swap_pictures(questions, pictures)]
     settings = settings_of(request, base, asked, pictures)
-    with _folder(out, overwrite) as folder:
-        path = folder / ANSWERS
-        lines = answer_questions(request, placement, base, asked, settings, path, overwrite)
-        report = {
-            "model": request.model,
-            "data": request.data.path,
-            **scores_of(lines, metrics),
-            "settings": settings,
-            "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
-        }
-        write_atomically(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-        right = [line.answer for line in lines if not line.question.swapped]
-        draw_sheet(questions, right, folder / SHEET)
+    _require_ours(out, overwrite)
+    lines = answer_questions(request, base, asked, settings, out / ANSWERS, overwrite)
+    report = {
+        "model": request.model,
+        "data": request.data.path,
+        **scores_of(lines, metrics),
+        "settings": settings,
+        "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
+    }
+    write_atomically(out / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    right = [line.answer for line in lines if not line.question.swapped]
+    draw_sheet(questions, right, out / SHEET)
     return report
+
+
+def _require_ours(out: Path, overwrite: bool) -> None:
+    """Raise ``ValueError`` if a folder holds something of others that would be replaced."""
+    if os.path.lexists(out) and not out.is_dir():
+        raise ValueError(f"--out {out} is no folder; expected one, or a name for a new one")
+    for name in (REPORT, SHEET):
+        require_file(out / name)
+        if (out / name).exists() and not (out / ANSWERS).is_file() and not overwrite:
+            raise ValueError(
+                f"{out} holds {name}, which no evaluation wrote; give --out another folder, or "
+                "replace it (--overwrite)"
+            )
 
 
 def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, Any]:
@@ -81,32 +96,7 @@ def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, An
     return scores
 
 
-@contextmanager
-def _folder(out: Path | None, overwrite: bool):
-    """The folder to write to, which holds nothing of others that would be replaced."""
-    if out is None:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                yield Path(folder)
-            except (KeyboardInterrupt, RuntimeError) as error:
-                told = str(error).partition("\n")[0]
-                raise type(error)(f"{told}\nno answer is kept, as there is no --out") from error
-        return
-    if os.path.lexists(out) and not out.is_dir():
-        raise ValueError(f"--out {out} is no folder; expected one, or a name for a new one")
-    for name in (REPORT, SHEET):
-        require_file(out / name)
-    ours = (out / ANSWERS).is_file()
-    there = [name for name in (REPORT, SHEET) if (out / name).exists()]
-    if there and not ours and not overwrite:
-        raise ValueError(
-            f"{out} holds {' and '.join(there)}, which no evaluation wrote; give --out another "
-            "folder, or replace them (--overwrite)"
-        )
-    yield out
-
-
-def describe(report: dict[str, Any], out: Path | None) -> str:
+def describe(report: dict[str, Any], out: Path | None = None) -> str:
     """The scores as a table, and what they are of."""
     names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
     wide = max(len(name) for name in names)

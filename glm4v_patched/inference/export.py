@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from ..atomic import give_usual_modes, require_apart
+from ..data.messages import pictures_of
 from ..data.rows import Source
 from ..engine.gpus import free_on_gpus
 from ..engine.ram import free_ram
@@ -23,8 +23,8 @@ from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..terminal_text import in_bytes, pip_install
 from .answer import Request
+from .evaluate import describe, evaluate
 from .merge import (
-    ADAPTER_CONFIG,
     bytes_of,
     merge,
     new_folder,
@@ -34,6 +34,7 @@ from .merge import (
     taken_over,
     weights_of,
 )
+from .questions import read_questions, spread
 
 # Whose names, also such as it does not publish, layer_by_layer uses.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
@@ -60,28 +61,23 @@ FORMATS = {
 }
 
 
-class Needs(NamedTuple):
-    """Bytes: of the weights as they are, of what is written, and of memory at the most."""
-
-    weights: int
-    saved: float
-    memory: float
-
-    def __str__(self) -> str:
-        return (
-            f"weights {in_bytes(self.weights)}, written about {in_bytes(self.saved)}, memory about "
-            f"{in_bytes(self.memory)}"
-        )
-
-
 class Report(NamedTuple):
     """Of an export; scores are what :func:`evaluate.evaluate` returns, None without its rows."""
 
+    format: str
     bytes_before: int
     bytes_after: int
     seconds: float
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        sizes = f"before {in_bytes(self.bytes_before)}, {self.format} {in_bytes(self.bytes_after)}"
+        lines = [f"{sizes}, quantised in {self.seconds:.0f} s"]
+        for name, scores in (("before", self.before), (self.format, self.after)):
+            if scores is not None:
+                lines += [name, describe(scores)]
+        return "\n".join(lines)
 
 
 def export(
@@ -108,7 +104,7 @@ def export(
         ValueError: model, rows or ``out`` cannot be used, or disk or memory do not suffice.
         RuntimeError: a package is missing, or is another version than is needed.
     """
-    from ..data.check import check_sets
+    from ..data.check import check_sets, require_pictures
     from ..models.loading import config_of, load_processor
 
     require_new(out)
@@ -119,26 +115,43 @@ def export(
             f"{model} was saved quantised already, by {method}; expected the weights that it was "
             "made of"
         )
-    if base.adapters is not None:
-        require_mergeable(base.adapters / ADAPTER_CONFIG)
-    for folder in (Path(base.model), base.adapters):
-        if folder is not None and folder.is_dir():
-            require_apart(out, folder)
+    require_mergeable(base, out)
     if evaluation is not None:
-        _require_questions(evaluation)
+        evaluation.place()
+        read_questions(evaluation.data, with_reference=True)
+        require_pictures(evaluation.data, to_learn=False)
     processor = load_processor(base)
     checked = check_sets([calibration], processor, config_of(base).seq_length)
     conversations = spread(checked.conversations(), rows)
+    if not any(map(pictures_of, conversations)):
+        raise ValueError(
+            f"none of {len(conversations):,} rows of --calibration has a picture; expected rows "
+            "like those that the model will be asked"
+        )
     held = weights_of(base)
-    needs = needs_of(base, bytes_of(held), FORMATS[format], processor, conversations)
-    print(f"{len(conversations):,} rows to calibrate with; {needs}", flush=True)
-    require_space(needs.saved + needs.weights * (base.adapters is not None), out)
-    _require_memory(needs, device, len(conversations))
+    weights = bytes_of(held)
+    saved, memory = needs_of(base, weights, FORMATS[format], processor, conversations)
+    print(
+        f"{len(conversations):,} rows to calibrate with; weights {in_bytes(weights)}, written "
+        f"about {in_bytes(saved)}, memory about {in_bytes(memory)}",
+        flush=True,
+    )
+    require_space(saved + weights * (base.adapters is not None), out)
+    free = free_ram() if device == "cpu" else free_on_gpus(1)[0]
+    if free < memory:
+        raise ValueError(
+            f"{in_bytes(free)} of memory are free on the {device}, and this takes about "
+            f"{in_bytes(memory)}; expected fewer rows to calibrate with than "
+            f"{len(conversations):,} (--rows), a larger machine, or --device cpu, which is slow"
+        )
     with new_folder(out) as partial:
         if base.adapters is not None:
             merge(model, partial / "merged", revision, check=False)
             base = Base(str(partial / "merged"))
-        before = _scores(evaluation, base)
+        before = after = None
+        if evaluation is not None:
+            evaluation = replace(evaluation, model=base.model, revision=base.revision)
+            before = evaluate(evaluation)
         start = time.monotonic()
         _quantise(base, partial, FORMATS[format], conversations, device)
         gc.collect()  # of the model, before it is loaded again
@@ -146,10 +159,10 @@ def export(
         for path in taken_over(held):
             if not (partial / path.name).exists():
                 shutil.copyfile(path, partial / path.name)
-        give_usual_modes(partial)
         shutil.rmtree(partial / "merged", ignore_errors=True)
-    after = _scores(evaluation, Base(str(out)))
-    return Report(needs.weights, bytes_of(out), seconds, before, after)
+    if evaluation is not None:
+        after = evaluate(replace(evaluation, model=str(out), revision=None))
+    return Report(format, weights, bytes_of(out), seconds, before, after)
 
 
 def require_compressor() -> None:
@@ -172,33 +185,11 @@ def require_compressor() -> None:
             )
 
 
-def _require_questions(evaluation: Request) -> None:
-    from ..data.check import require_pictures
-    from .questions import read_questions
-
-    evaluation.place()
-    read_questions(evaluation.data, with_reference=True)
-    require_pictures(evaluation.data, to_learn=False)
-
-
-def spread(conversations: Sequence[list[dict]], most: int) -> list[list[dict]]:
-    """So many of them, evenly spread. Raises ``ValueError`` if none of these has a picture."""
-    from ..data.messages import pictures_of
-
-    number = min(most, len(conversations))
-    taken = [conversations[at * len(conversations) // number] for at in range(number)]
-    if not any(map(pictures_of, taken)):
-        raise ValueError(
-            f"none of {number:,} rows of --calibration has a picture; expected rows like those "
-            "that the model will be asked"
-        )
-    return taken
-
-
 def needs_of(
     base: Base, weights: int, format: Format, processor: Any, conversations: Sequence[list[dict]]
-) -> Needs:
-    """What an export takes, by the shapes of the model and the lengths of the rows."""
+) -> tuple[float, float]:
+    """Bytes that an export writes, and takes of memory at the most, by the shapes of the model and
+    the lengths of the rows; ``weights`` has those of the model."""
     import torch
 
     from ..data.collate import ConversationCollator
@@ -226,27 +217,7 @@ def needs_of(
     kept = [sum(size.positions for size in sizes) * config.hidden_size]
     if format.tower:
         kept.append(sum(size.images for size in sizes) * vision.num_positions * vision.hidden_size)
-    return Needs(weights, saved, weights + statistics + max(kept) * width)
-
-
-def _require_memory(needs: Needs, device: str, rows: int) -> None:
-    free = free_ram() if device == "cpu" else free_on_gpus(1)[0]
-    if free < needs.memory:
-        where = "of memory are free" if device == "cpu" else "are free on the GPU"
-        raise ValueError(
-            f"{in_bytes(free)} {where}, and this takes about {in_bytes(needs.memory)}; expected "
-            f"fewer rows to calibrate with than {rows:,} (--rows), or a larger machine"
-            + " (or --device cpu, which is slow)"
-            * (device != "cpu")
-        )
-
-
-def _scores(evaluation: Request | None, base: Base) -> dict[str, Any] | None:
-    if evaluation is None:
-        return None
-    from .evaluate import evaluate
-
-    return evaluate(replace(evaluation, model=base.model, revision=base.revision))
+    return saved, weights + statistics + max(kept) * width
 
 
 def _quantise(
@@ -273,20 +244,3 @@ def _quantise(
         processor.save_pretrained(out)
     finally:
         reset_session()  # it keeps the model
-
-
-def describe(report: Report, format: str, out: Path) -> str:
-    """Sizes, and scores if there are any, before and after."""
-    lines = [f"{'':8}{'bytes':>10}"]
-    rows = [("before", report.bytes_before, report.before)]
-    rows.append((format, report.bytes_after, report.after))
-    if report.before is not None:
-        lines[0] += "  right answers  with swapped pictures"
-    for name, size, scores in rows:
-        line = f"{name:8}{in_bytes(size):>10}"
-        if scores is not None:
-            swapped = scores["exact_match_swapped"]
-            told = "no rows" if swapped is None else f"{swapped:.4f}"
-            line += f"  {scores['exact_match']:>13.4f}  {told:>21}"
-        lines.append(line)
-    return "\n".join([*lines, f"quantised in {report.seconds:.0f} s", f"model {out}"])

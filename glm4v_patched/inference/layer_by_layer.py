@@ -86,13 +86,7 @@ def quantise(
     scheme: str,
     ignore: list[str],
 ) -> None:
-    """Quantise the linear layers of a model in place, by GPTQ.
-
-    Args:
-        encode: Makes model inputs of a batch of one conversation, on the model's device.
-        scheme: One of compressed-tensors' preset schemes.
-        ignore: Names of linear layers that stay as they are, ``re:`` before a pattern.
-    """
+    """Quantise the linear layers of a model in place, by GPTQ."""
     rows: Any = conversations
     batches: Any = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode)
     logger.remove()

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -19,13 +19,12 @@ from ..atomic import give_usual_modes, require_apart, require_inside
 from ..engine.folders import nearest
 from ..models.base import ADAPTER_CONFIG, Base
 from ..models.check_weights import INDEX, shards_of
-from ..models.find import adapters_of_hub, fault_of_model, find_source
-from ..terminal_text import in_bytes
+from ..models.find import find_source
+from ..terminal_text import in_bytes, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WEIGHTS = ["*.safetensors", INDEX]
 # Beside weights and what our classes write.
 TAKEN_OVER = ["generation_config.json", "LICENSE*", "MODEL_LICENSE*"]
 PREFIX = "base_model.model."  # peft's, before the names of the model's modules
@@ -74,35 +73,22 @@ def merge(
             too small; RuntimeError: what was merged does not compute the same. ``out`` is not there
             then.
     """
-    base = _find(adapters, out, revision)
-    assert base.adapters is not None
-    folder = weights_of(base)
-    require_space(bytes_of(folder), out)
-    with new_folder(out) as partial:
-        _write_weights(base, folder, partial)
-        _write_rest(base, folder, partial)
-        difference = compare(base, Base(str(partial)), device) if check else None
-        if difference is not None and difference.merged > difference.allowed:
-            raise RuntimeError(f"{adapters} was not merged; of what was written, {difference}")
-    return difference
-
-
-def _find(adapters: str, out: Path, revision: str | None) -> Base:
     require_new(out)
-    if fault := fault_of_model(adapters):
-        raise ValueError(f"{adapters}: {fault}")
-    folder = adapters_of_hub(adapters, revision) or Path(adapters)
-    if not (folder / ADAPTER_CONFIG).is_file():
+    base = find_source(adapters, revision)
+    if base.adapters is None:
         raise ValueError(
             f"{adapters} holds no adapters: {ADAPTER_CONFIG} is missing; a model of its own needs "
             "no merging"
         )
-    require_mergeable(folder / ADAPTER_CONFIG)
-    base = find_source(adapters, revision)
-    if Path(base.model).is_dir():
-        require_apart(out, Path(base.model))
-        require_apart(out, folder)
-    return base
+    require_mergeable(base, out)
+    folder = weights_of(base)
+    require_space(bytes_of(folder), out)
+    with new_folder(out) as partial:
+        _write(base, folder, partial)
+        difference = compare(base, Base(str(partial)), device) if check else None
+        if difference is not None and difference.merged > difference.allowed:
+            raise RuntimeError(f"{adapters} was not merged; of what was written, {difference}")
+    return difference
 
 
 def require_new(out: Path) -> None:
@@ -110,9 +96,15 @@ def require_new(out: Path) -> None:
         raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
 
 
-def require_mergeable(path: Path) -> None:
-    """Raise ``ValueError`` naming fields of an ``adapter_config.json`` that merging, which only
-    adds to weights, would not honour."""
+def require_mergeable(base: Base, out: Path) -> None:
+    """Raise ``ValueError`` if ``out`` is not apart from what is read, or adapters have fields that
+    merging, which only adds to weights, would not honour; these are named."""
+    for folder in (Path(base.model), base.adapters):
+        if folder is not None and folder.is_dir():
+            require_apart(out, folder)
+    if base.adapters is None:
+        return
+    path = base.adapters / ADAPTER_CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     odd = {
         name: value
@@ -133,12 +125,9 @@ def weights_of(base: Base) -> Path:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        wanted = [*WEIGHTS, *TAKEN_OVER, "config.json"]
+        wanted = ["*.safetensors", INDEX, *TAKEN_OVER, "config.json"]
         folder = Path(snapshot_download(base.model, revision=base.revision, allow_patterns=wanted))
-    try:
-        shards = shards_of(folder)
-    except ValueError as error:  # of a folder of the Hub's cache; others were looked at before
-        raise ValueError(f"{base.model}: {error}") from None
+    shards = shards_of(folder)
     for path in [*taken_over(folder), folder / "config.json", folder / INDEX]:
         require_inside(path, folder)
     if not shards:
@@ -171,94 +160,91 @@ def require_space(needed: float, out: Path) -> None:
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes ``out`` when all in it is written, and else is removed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
+    partial.mkdir(parents=True)
     try:
         yield partial
-        partial.chmod(0o777 & ~_umask())
+        give_usual_modes(partial)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 # From here on with torch
 
 
-def _write_weights(base: Base, folder: Path, out: Path) -> None:
+def _write(base: Base, folder: Path, out: Path) -> None:
+    """Config, code and processor, as ``save_pretrained`` writes them, the base's licence, and the
+    merged weights, file by file."""
+    import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
     from tqdm import tqdm
+    from transformers.dynamic_module_utils import custom_object_save
 
-    layers = _adapted_layers(base, folder)
+    from ..models.loading import load_processor
+    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..remote.modeling_chatglm import GLM4VForCausalLM
+
+    config = ChatGLMConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = GLM4VForCausalLM(config)
+    config.architectures = [GLM4VForCausalLM.__name__]
+    custom_object_save(model, out)
+    config.save_pretrained(out)
+    load_processor(base).save_pretrained(out)
+    for path in [*taken_over(folder), *folder.glob(INDEX)]:
+        shutil.copyfile(path, out / path.name)
+    layers = adapted_layers(base, model)
     missing = {*layers}
     for name in tqdm(shards_of(folder), unit="file", desc="merging", disable=None):
-        tensors = {}
         with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (no dict)
-                tensors[key] = file.get_tensor(key)
-                if key in layers:
-                    tensors[key] = merged_weight(layers[key], tensors[key], key)
-                    missing.discard(key)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
             metadata = {"format": "pt"} | (file.metadata() or {})
+        for key in layers.keys() & tensors.keys():
+            tensors[key] = merged_weight(layers[key], tensors[key], key)
+            missing.discard(key)
         save_file(tensors, out / name, metadata=metadata)
     if missing:
         raise ValueError(
             f"{base.model} lacks {len(missing)} of {len(layers)} weights that the adapters are on: "
-            f"{', '.join(sorted(missing)[:3])}"
+            f"{listed(sorted(missing))}"
         )
-    if (folder / INDEX).is_file():
-        shutil.copyfile(folder / INDEX, out / INDEX)
 
 
-def _adapted_layers(base: Base, folder: Path) -> dict[str, Any]:
+def adapted_layers(base: Base, model: Any) -> dict[str, Any]:
     """peft's layers, by the names of the weights that they adapt; these are not there yet."""
     import torch
     from peft.tuners.lora import LoraLayer
 
     from ..engine.trainable import continue_adapters
-    from ..remote.configuration_chatglm import ChatGLMConfig
-    from ..remote.modeling_chatglm import GLM4VForCausalLM
 
-    assert base.adapters is not None
-    with torch.device("meta"):
-        model = GLM4VForCausalLM(ChatGLMConfig.from_pretrained(folder))
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             # peft puts adapters where the weight is: on the CPU, in fp32, but without its memory.
             nothing = torch.zeros(()).expand(module.weight.shape)
             module.weight = torch.nn.Parameter(nothing, requires_grad=False)
+    assert base.adapters is not None
     adapted = continue_adapters(model, base.adapters).requires_grad_(False).eval()
     layers = {
         f"{name.removeprefix(PREFIX)}.weight": module
         for name, module in adapted.named_modules()
         if isinstance(module, LoraLayer)
     }
+    linear = torch.nn.Linear
     others = [
-        name
-        for name, layer in layers.items()
-        if not isinstance(layer.get_base_layer(), torch.nn.Linear)
+        name for name, each in layers.items() if not isinstance(each.get_base_layer(), linear)
     ]
     if others:
         raise ValueError(
             f"{base.adapters} adapts {len(others)} weights that are not of linear layers "
-            f"({', '.join(others[:3])}) and cannot be merged"
+            f"({listed(others)}) and cannot be merged"
         )
     return layers
 
 
 def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
-    """The weight with what the adapters add to it, computed in fp32 and rounded once.
-
-    Raises:
-        ValueError: it is not finite.
-        RuntimeError: on random input, it does not give what the unmerged layer gives.
-    """
+    """The weight with what the adapters add to it, computed in fp32 and rounded once."""
     import torch
     from torch.nn.functional import linear
 
@@ -294,27 +280,6 @@ def _relative(found: "Tensor", wanted: "Tensor") -> float:
     return share if math.isfinite(share) else math.inf
 
 
-def _write_rest(base: Base, folder: Path, out: Path) -> None:
-    """Config, code and processor, as ``save_pretrained`` writes them, and the base's licence."""
-    import torch
-    from transformers.dynamic_module_utils import custom_object_save
-
-    from ..models.loading import load_processor
-    from ..remote.configuration_chatglm import ChatGLMConfig
-    from ..remote.modeling_chatglm import GLM4VForCausalLM
-
-    config = ChatGLMConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = GLM4VForCausalLM(config)
-    config.architectures = [GLM4VForCausalLM.__name__]
-    custom_object_save(model, out)
-    config.save_pretrained(out)
-    load_processor(base).save_pretrained(out)
-    for path in taken_over(folder):
-        shutil.copyfile(path, out / path.name)
-    give_usual_modes(out)
-
-
 def compare(unmerged: Base, merged: Base, device: str) -> Difference:
     """Logits of a question about a picture, of one after the other."""
     with_adapters, without = _logits(unmerged, device)
@@ -328,21 +293,16 @@ def _logits(base: Base, device: str) -> list["Tensor"]:
     from PIL import Image
 
     from ..models.loading import load
-    from .answer_worker import Answerer
-    from .questions import Generation
+    from .answer_worker import encode
 
-    loaded = load(base, device)
-    prompt = [
-        {
-            "role": "user",
-            "image": Image.linear_gradient("L").convert("RGB"),
-            "content": "What is in this picture? Describe all of it, and say what is missing.",
-        }
-    ]
-    batch = Answerer(loaded, Generation()).encode([prompt])
+    model, processor = load(base, device)
+    picture = Image.linear_gradient("L").convert("RGB")
+    text = "What is in this picture? Describe all of it, and say what is missing."
+    batch = encode(processor, [[{"role": "user", "image": picture, "content": text}]])
+    batch = batch.to(model.device)
     with torch.inference_mode():
-        found = [loaded.model(**batch, logits_to_keep=LAST_POSITIONS).logits.cpu()]
+        found = [model(**batch, logits_to_keep=LAST_POSITIONS).logits.cpu()]
         if base.adapters is not None:
-            with loaded.model.disable_adapter():
-                found.append(loaded.model(**batch, logits_to_keep=LAST_POSITIONS).logits.cpu())
+            with model.disable_adapter():
+                found.append(model(**batch, logits_to_keep=LAST_POSITIONS).logits.cpu())
     return found

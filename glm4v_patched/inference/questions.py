@@ -1,32 +1,23 @@
 """The questions of a data file, and how they are to be answered; needs no torch."""
 
+import argparse
 import hashlib
 import json
 import math
-import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
-from ..data.rows import Fault, Row, Source, describe_faults, read_rows
-from ..terminal_text import shorten
+from ..data.pictures import Stamp
+from ..data.rows import Fault, Source, describe_faults, read_rows
+from ..option_fields import faults_of_fields, option
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
 LEAST_TEMPERATURE = 1e-3
 LEAST_PENALTY, MOST_PENALTY = 1e-2, 1e2
-FINITE = sys.float_info.max
-# Of each option: the least, the most, and what is expected. A NaN is in no range.
-RANGES: dict[str, tuple[float, float, str]] = {
-    "max_new_tokens": (1, FINITE, "at least 1"),
-    "temperature": (LEAST_TEMPERATURE, FINITE, "at least 0.001 (without it, answers are greedy)"),
-    "top_p": (math.ulp(0), 1, "a number above 0, at most 1"),
-    "top_k": (1, FINITE, "at least 1"),
-    "repetition_penalty": (LEAST_PENALTY, MOST_PENALTY, "a number from 0.01 to 100"),
-    "num_beams": (1, FINITE, "at least 1"),
-}
 
 
 class Question(NamedTuple):
@@ -45,27 +36,49 @@ class Question(NamedTuple):
     swapped: bool = False
 
 
+def _within(least: float, most: float, expected: str) -> Callable[[str, float], None]:
+    def check(flag: str, value: float) -> None:
+        if not least <= value <= most:  # a NaN is in no range
+            raise ValueError(f"{flag} is {value}; expected {expected}")
+
+    return check
+
+
+OF_TEMPERATURE = _within(
+    LEAST_TEMPERATURE, sys.float_info.max, "at least 0.001 (without it, answers are greedy)"
+)
+OF_TOP_P = _within(math.ulp(0), 1, "a number above 0, at most 1")
+OF_PENALTY = _within(LEAST_PENALTY, MOST_PENALTY, "a number from 0.01 to 100")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """How answers are generated; the names are transformers'. Greedy, unless one of temperature,
     top_p and top_k is given."""
 
-    max_new_tokens: int = 512
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    num_beams: int = 1
-    seed: int = 0
+    max_new_tokens: int = option(512, "tokens of the longest answer", metavar="N", at_least=1)
+    temperature: float | None = option(
+        None, "draw tokens at this temperature", metavar="T", check=OF_TEMPERATURE
+    )
+    top_p: float | None = option(
+        None, "draw among the likeliest, up to this probability", metavar="P", check=OF_TOP_P
+    )
+    top_k: int | None = option(None, "draw among the K likeliest", metavar="K", at_least=1)
+    repetition_penalty: float | None = option(
+        None, "above 1: repeat less", metavar="X", check=OF_PENALTY
+    )
+    num_beams: int = option(1, "beams of a beam search", metavar="N", at_least=1)
+    seed: int = option(0, "of what is drawn")
 
     def __post_init__(self):
-        wrong = [
-            f"--{name.replace('_', '-')} {value}: expected {expected}"
-            for name, (least, most, expected) in RANGES.items()
-            if (value := getattr(self, name)) is not None and not least <= value <= most
-        ]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        if wrong := "; ".join(faults_of_fields(self)):
+            raise ValueError(wrong)
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> "Generation":
+        """That of a command, which may not have all of the options."""
+        given = vars(options)
+        return Generation(**{f.name: given[f.name] for f in fields(Generation) if f.name in given})
 
     @property
     def do_sample(self) -> bool:
@@ -79,28 +92,28 @@ class Generation:
 
 
 def read_questions(path: str | Path | Source, with_reference: bool = False) -> list[Question]:
-    """Read rows; where one ends with the assistant, that is its reference.
-
-    Args:
-        with_reference: Whether every row must have one.
-
-    Raises:
-        ValueError: lists up to 20 unusable lines; or there is none at all.
-    """
+    """Read rows; where one ends with the assistant, that is its reference."""
     questions: list[Question] = []
     faults: list[Fault] = []
     for row in read_rows(path, to_learn=False):
-        if isinstance(row, Row):
-            question = question_of(row.line, row.messages)
-            fault = _fault_of(row, question, with_reference)
-            if fault is None:
-                questions.append(question)
-                continue
-            row = Fault(row.line, fault)
-        faults.append(row)
+        if isinstance(row, Fault):
+            faults.append(row)
+            continue
+        question = question_of(row.line, row.messages)
+        if question.reference is not None or not with_reference:
+            questions.append(question)
+        else:
+            told = f"ends with a message of {row.messages[-1]['role']}; expected the right answer "
+            faults.append(Fault(row.line, f"{told}as one of the assistant, to compare with"))
     if faults:
         raise ValueError(describe_faults(path, faults, len(questions) + len(faults)))
     return questions
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """So many of them, evenly."""
+    number = min(len(items), most)
+    return [items[place * len(items) // number] for place in range(number)]
 
 
 def question_of(row: int, messages: list[dict]) -> Question:
@@ -112,36 +125,18 @@ def question_of(row: int, messages: list[dict]) -> Question:
     return Question(row, without_marks(prompt), f"{tool}\n{words}" if tool else words)
 
 
-def _fault_of(row: Row, question: Question, with_reference: bool) -> str | None:
-    if with_reference and question.reference is None:
-        return (
-            f"ends with a message of {row.messages[-1]['role']}; expected the right answer as one "
-            "of the assistant, to compare with"
-        )
-    lost = next((picture for picture in row.pictures if not os.path.isfile(picture)), None)
-    return None if lost is None else f"the image {shorten(lost)} does not exist"
-
-
 def digest_pictures(questions: Sequence[Question]) -> dict[str, str]:
-    """sha256 of each picture's bytes, by its path.
-
-    Raises:
-        ValueError: one cannot be read.
-    """
+    """sha256 of each picture's bytes, by its path; raises ``ValueError`` if one cannot be read."""
     from tqdm import tqdm
 
     rows = {path: question.row for question in questions for path in pictures_of(question.prompt)}
     digests = {}
-    for path, row in tqdm(
-        rows.items(), unit="file", desc="reading pictures", disable=None, delay=1
-    ):
+    bar: dict[str, Any] = {"unit": "file", "desc": "reading pictures", "disable": None, "delay": 1}
+    for path, row in tqdm(rows.items(), **bar):
         try:
-            with open(path, "rb") as file:
-                digests[path] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise ValueError(
-                f"row {row}: the image {shorten(path)} cannot be read: {error.strerror or error}"
-            ) from None
+            digests[path] = Stamp.of(path).sha256
+        except ValueError as error:
+            raise ValueError(f"row {row}: the image {error}") from None
     return digests
 
 

@@ -1,16 +1,15 @@
-"""How answers are compared with references, and whether they depend on the pictures.
-
-Needs no torch. The demo and the evaluation use it.
-"""
+"""How answers are compared with references, and whether they depend on the pictures; needs no
+torch."""
 
 import importlib.util
 import math
+import random
 import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from ..data.messages import pictures_of, replace_pictures, text_of
 from .questions import Question
@@ -41,17 +40,11 @@ METRICS: dict[str, Metric] = {"exact_match": exact_match, "token_f1": token_f1}
 def load_metric(text: str) -> tuple[str, Metric]:
     """The name and the function of ``FILE.py:FUNCTION``, which is given an answer and a reference
     and returns a number.
-
-    Raises:
-        ValueError: there is no such file or function, or its file fails.
     """
     place, _, name = text.rpartition(":")
-    path = Path(place)
-    expected = "expected FILE.py:FUNCTION"
-    if not place or not name.isidentifier():
+    path, expected = Path(place), "expected FILE.py:FUNCTION, of a file that is there"
+    if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--metric {text}: {expected}")
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"--metric {text}: there is no such file of Python as {path}; {expected}")
     if name in METRICS:
         raise ValueError(f"--metric {text}: {name} is computed anyway; give yours another name")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -67,31 +60,23 @@ def load_metric(text: str) -> tuple[str, Metric]:
         sys.path.remove(folder)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"--metric {text}: {path} has no function {name}; {expected}")
+        raise ValueError(f"--metric {text}: {path} has no function {name}")
     return name, function
 
 
 def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> float | None:
-    """The mean over pairs of answer and reference, to 4 digits; None of no pair.
-
-    Raises:
-        ValueError: the metric fails, or does not return a finite number.
-    """
+    """The mean over pairs of answer and reference, to 4 digits; None of no pair."""
     scores = []
     for answer, reference in pairs:
         try:
-            score = float(metric(answer, reference))
+            scores.append(float(metric(answer, reference)))
+            if not math.isfinite(scores[-1]):
+                raise ValueError(f"it returned {scores[-1]}")
         except Exception as error:
             raise ValueError(
-                f"the metric {name} fails for the answer {answer!r} and the reference "
-                f"{reference!r}: {error!r}"
+                f"the metric {name} gives no finite number for the answer {answer!r} and the "
+                f"reference {reference!r}: {error!r}"
             ) from error
-        if not math.isfinite(score):
-            raise ValueError(
-                f"the metric {name} is {score} for the answer {answer!r} and the reference "
-                f"{reference!r}; expected a finite number"
-            )
-        scores.append(score)
     return round(math.fsum(scores) / len(scores), 4) if scores else None
 
 
@@ -124,41 +109,19 @@ def swap_pictures(questions: Sequence[Question], digests: Mapping[str, str]) -> 
 
 
 def _partners(questions: Sequence[Question], digests: Mapping[str, str]) -> dict[int, Question]:
-    """For each row the next one, in a circle, with another reference and other pictures."""
-    size = len(questions)
-    references = [question.reference for question in questions]
-    shown = [frozenset(digests[path] for path in pictures_of(q.prompt)) for q in questions]
-    to_reference, to_pictures = _to_the_next_other(references), _to_the_next_other(shown)
+    """For each row another one, with another reference and other pictures."""
+    # In files that are sorted by their answers, the next row has the same one.
+    rows = random.Random(0).sample(questions, len(questions))
+    shown = [frozenset(digests[path] for path in pictures_of(row.prompt)) for row in rows]
+    if len({*shown}) == 1 or len({row.reference for row in rows}) == 1:
+        return {}
     found: dict[int, Question] = {}
-    # By reference and pictures, how far was looked: so that each kind of row looks only once.
-    reached: dict[tuple, int] = {}
-    for at, question in enumerate(questions):
-        kind = references[at], shown[at]
-        place = max(at + 1, reached.get(kind, 0))
-        while place < at + size:
-            here = place % size
-            if references[here] == references[at]:
-                place += to_reference[here]
-            elif shown[here] == shown[at]:
-                place += to_pictures[here]
-            elif shown[here] & shown[at]:
-                place += 1
-            else:
-                found[question.row] = questions[here]
+    for at, row in enumerate(rows):
+        for other in chain(range(at + 1, len(rows)), range(at)):
+            if rows[other].reference != row.reference and not shown[other] & shown[at]:
+                found[row.row] = rows[other]
                 break
-        reached[kind] = place
     return found
-
-
-def _to_the_next_other(values: Sequence[Any]) -> list[int]:
-    """How many places after each value, in a circle, the next other one is; as many as there are
-    where all are equal."""
-    size = len(values)
-    steps = [size] * size
-    for at in reversed(range(2 * size - 1)):
-        here, after = at % size, (at + 1) % size
-        steps[here] = 1 if values[here] != values[after] else min(steps[after] + 1, size)
-    return steps
 
 
 def _with_pictures(prompt: list[dict], pictures: Sequence[str]) -> list[dict]:

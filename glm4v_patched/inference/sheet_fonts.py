@@ -14,43 +14,30 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 SIZE, LINE_HEIGHT = 14, 18
-BITMAP_SIZE = 109  # of Noto Color Emoji, whose glyphs are bitmaps of this one size
 
 Colour = tuple[int, int, int]
 
 
 class Face:
-    """A font's file, and the characters that it has."""
+    """A font, and the characters that it has."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str | None):
+        self.font: Any
+        if path is None:  # Pillow's own
+            self.characters = frozenset([*map(chr, range(0x20, 0x7F)), "…"])
+            self.font = ImageFont.load_default(SIZE)
+            return
         from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
 
         with TTFont(path, fontNumber=0, lazy=True) as file:
             self.characters = frozenset(map(chr, file.getBestCmap() or ()))
-        self.scale = 1.0
-        self.font: Any
-        try:
-            self.font = ImageFont.truetype(path, SIZE)
-        except OSError:
-            self.font = ImageFont.truetype(path, BITMAP_SIZE)
-            self.scale = SIZE / BITMAP_SIZE
+        self.font = ImageFont.truetype(path, SIZE)
 
     def has(self, character: str) -> bool:
-        """Also False where Pillow draws nothing, as it does of some fonts' coloured outlines."""
+        """Also False where Pillow draws nothing, as it does of coloured outlines."""
         if character not in self.characters:
             return False
-        return character.isspace() or self.font.getmask(character, "RGBA").getbbox() is not None
-
-    def length(self, text: str) -> float:
-        return self.font.getlength(text) * self.scale
-
-
-class PillowsOwn(Face):
-    """For where matplotlib, which brings a font and finds the machine's, is not installed."""
-
-    def __init__(self) -> None:
-        self.characters = frozenset(map(chr, range(0x20, 0x7F)))
-        self.scale, self.font = 1.0, ImageFont.load_default(SIZE)
+        return character.isspace() or self.font.getmask(character).getbbox() is not None
 
 
 class Fonts:
@@ -67,21 +54,25 @@ class Fonts:
         at most."""
         lines = [(line, colour) for text, colour in texts for line in self._wrap(text, width, most)]
         image = Image.new("RGB", (width, LINE_HEIGHT * len(lines)), "white")
+        draw = ImageDraw.Draw(image)
         for number, (line, colour) in enumerate(lines):
             left = 0.0
             for face, run in _runs(line):
-                _draw_run(image, (round(left), number * LINE_HEIGHT), face, run, colour)
-                left += face.length(run)
+                # Below the ascender: fonts of one line then stand on one line.
+                place = left, number * LINE_HEIGHT + SIZE
+                draw.text(place, run, fill=colour, font=face.font, anchor="ls")
+                left += face.font.getlength(run)
         return image
 
     def _wrap(self, text: str, width: int, most: int) -> list[str]:
         text = self._drawable(" ".join(text.split()))
         lines: list[str] = []
         while text and len(lines) < most:
-            fits = _fitting(text, width)
+            ends = takewhile(lambda end: _length(text[:end]) <= width, range(1, len(text) + 1))  # noqa: B023
+            fits = max(ends, default=1)
             # At a blank, if there is one; Chinese and Japanese have none.
             end = text.rfind(" ", 1, fits + 1) if fits < len(text) else fits
-            end = max(fits, 1) if end < 1 else end
+            end = fits if end < 1 else end
             lines.append(text[:end])
             text = text[end:].lstrip()
         if text:
@@ -89,57 +80,23 @@ class Fonts:
         return lines
 
     def _drawable(self, text: str) -> str:
-        parts = []
-        for character in text:
-            if _is_invisible(character) or _face_of(character) is not None:
-                parts.append(character)
-            else:
-                self.missing.add(character)
-                parts.append(f" U+{ord(character):04X} ")
+        """Without what is invisible: joiners, marks of direction, variation selectors."""
+        shown = [each for each in text if unicodedata.category(each) != "Cf"]
+        shown = [each for each in shown if not "\ufe00" <= each <= "\ufe0f"]
+        lost = {each for each in shown if _face_of(each) is None}
+        self.missing |= lost
+        parts = (f" U+{ord(each):04X} " if each in lost else each for each in shown)
         return " ".join("".join(parts).split())
 
 
-def _draw_run(
-    image: Image.Image, place: tuple[int, int], face: Face, text: str, colour: Colour
-) -> None:
-    if face.scale == 1:
-        # Below the ascender: fonts of one line then stand on one line.
-        place = place[0], place[1] + SIZE
-        ImageDraw.Draw(image).text(place, text, fill=colour, font=face.font, anchor="ls")
-        return
-    size = max(round(face.font.getlength(text)), 1), BITMAP_SIZE
-    tile = Image.new("RGBA", size)
-    ImageDraw.Draw(tile).text((0, 0), text, font=face.font, embedded_color=True)
-    tile = tile.resize((max(round(size[0] * face.scale), 1), SIZE))
-    image.paste(tile, (place[0], place[1] + 2), tile)
-
-
-def _fitting(text: str, width: int) -> int:
-    """How many characters from the first on are not wider."""
-    ends = range(1, len(text) + 1)
-    return sum(1 for _ in takewhile(lambda end: _length(text[:end]) <= width, ends))
-
-
 def _length(text: str) -> float:
-    return sum(face.length(run) for face, run in _runs(text))
+    return sum(face.font.getlength(run) for face, run in _runs(text))
 
 
-def _runs(text: str) -> Iterator[tuple[Face, str]]:
-    """What is drawn in one font; invisible characters, such as a joiner, go with what is before."""
-    before = next(_faces())
-
-    def face_here(character: str) -> Face:
-        nonlocal before
-        if not _is_invisible(character):
-            before = _face_of(character) or before
-        return before
-
-    for face, run in groupby(text, face_here):
+def _runs(text: str) -> Iterator[tuple[Any, str]]:
+    """What is drawn in one font."""
+    for face, run in groupby(text, _face_of):
         yield face, "".join(run)
-
-
-def _is_invisible(character: str) -> bool:
-    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
 
 
 @functools.cache
@@ -149,19 +106,15 @@ def _face_of(character: str) -> Face | None:
 
 def _faces() -> Iterator[Face]:
     """In the order in which they are asked, each read when it is needed."""
-    if not _files():
-        yield _pillows_own()
-    for path in _files():
-        if (face := _face(path)) is not None:
-            yield face
+    return (face for path in _files() if (face := _face(path)) is not None)
 
 
 @functools.cache
-def _files() -> list[str]:
+def _files() -> list[str] | list[None]:
     try:
         from matplotlib import font_manager, get_data_path
     except ImportError:
-        return []
+        return [None]
     own = os.path.join(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
 
     def order(path: str) -> tuple:
@@ -174,13 +127,8 @@ def _files() -> list[str]:
 
 
 @functools.cache
-def _face(path: str) -> Face | None:
+def _face(path: str | None) -> Face | None:
     try:
         return Face(path)
     except Exception:  # a damaged font may raise anything, and others may have the character
         return None
-
-
-@functools.cache
-def _pillows_own() -> Face:
-    return PillowsOwn()

@@ -12,8 +12,8 @@ glm-4v only.
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -31,74 +31,44 @@ OLDEST, NEWEST = "0.26.0", "0.33.0"
 logger = logging.getLogger("vllm.glm4v_patched")
 
 
-class _Name(NamedTuple):
-    """A name of vLLM's that is used here, and the parameters that it must have."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] | None = None
-
-
 _GLM4V = "vllm.model_executor.models.glm4v"
-_NAMES = (
-    _Name("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
-    _Name("vllm.transformers_utils.config", "uses_mrope", ("config",)),
-    _Name(
+# Names of vLLM's that are used here, with the parameters that they must have.
+_NAMES: tuple[tuple[str, str, str | None], ...] = (
+    ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP", None),
+    ("vllm.transformers_utils.config", "uses_mrope", "config"),
+    (
         _GLM4V,
         "GLM4VForCausalLM.forward",
-        ("self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "kwargs"),
+        "self input_ids positions intermediate_tensors inputs_embeds kwargs",
     ),
-    _Name(
-        _GLM4V,
-        "GLM4VForCausalLM.get_mrope_input_positions",
-        ("self", "input_tokens", "mm_features"),
-    ),
-    _Name(_GLM4V, "GLM4VForCausalLM.compute_logits", ("self", "hidden_states")),
-    _Name(_GLM4V, "GLM4VForCausalLM.hf_to_vllm_mapper"),
-    _Name(_GLM4V, "GLM4VProcessingInfo.get_supported_mm_limits", ("self",)),
-    _Name(
+    (_GLM4V, "GLM4VForCausalLM.get_mrope_input_positions", "self input_tokens mm_features"),
+    (_GLM4V, "GLM4VForCausalLM.compute_logits", "self hidden_states"),
+    (_GLM4V, "GLM4VForCausalLM.hf_to_vllm_mapper", None),
+    (_GLM4V, "GLM4VProcessingInfo.get_supported_mm_limits", "self"),
+    (
         _GLM4V,
         "GLM4VMultiModalProcessor._apply_hf_processor_tokens_only",
-        ("self", "prompt_tokens"),
+        "self prompt_tokens",
     ),
-    _Name(_GLM4V, "GLM4VProcessingInfo.get_num_image_tokens", ("self",)),
-    _Name(_GLM4V, "GLM4VDummyInputsBuilder"),
-    _Name("vllm.model_executor.models.utils", "WeightsMapper._map_name", ("self", "key")),
-    _Name(
-        "vllm.multimodal",
-        "MULTIMODAL_REGISTRY.register_processor",
-        ("processor", "info", "dummy_inputs"),
-    ),
+    (_GLM4V, "GLM4VProcessingInfo.get_num_image_tokens", "self"),
+    (_GLM4V, "GLM4VDummyInputsBuilder", None),
+    ("vllm.model_executor.models.utils", "WeightsMapper._map_name", "self key"),
+    ("vllm.multimodal", "MULTIMODAL_REGISTRY.register_processor", "processor info dummy_inputs"),
 )
 
 
 def register() -> None:
-    """Make vLLM load our class for a glm-4v; every other model is served as before.
-
-    Raises:
-        RuntimeError: vLLM is not installed.
-    """
+    """Make vLLM load our class for a glm-4v; every other model is served as before."""
     try:
-        registry = importlib.import_module("vllm").ModelRegistry
-        register_model: Callable[[str, str], None] = registry.register_model
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise RuntimeError(
-            f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}"
-        ) from error
-    except AttributeError as error:
-        # No error: it would stop this vLLM for all models.
-        logger.error("glm-4v would be served with other positions than it has: %s", _moved([error]))
-        return
-    register_model(ARCHITECTURE, MODEL)
-    try:
+        importlib.import_module("vllm").ModelRegistry.register_model(ARCHITECTURE, MODEL)
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
+        hooks.setdefault(ARCHITECTURE, SharedPositions)
     except (ImportError, AttributeError) as error:
-        # `check_vllm` finds it missing, too, when a glm-4v is served.
-        logger.debug("%s", error)
-        return
-    hooks.setdefault(ARCHITECTURE, SharedPositions)
+        if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
+            cure = pip_install("glm4v-patched[vllm]")
+            raise RuntimeError(f"vllm is not installed: {cure}") from error
+        # No error: it would stop this vLLM for all models. `check_vllm` finds what is missing, too.
+        logger.error("glm-4v would be served with other positions than it has: %s", _moved([error]))
 
 
 class SharedPositions:
@@ -106,11 +76,7 @@ class SharedPositions:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Have vLLM ask the model for positions, which it does for models with M-RoPE.
-
-        Raises:
-            RuntimeError: see :func:`check_vllm`.
-        """
+        """Have vLLM ask the model for positions, which it does for models with M-RoPE."""
         check_vllm()
         config = model_config.hf_config
         # The class computes RoPE from its own settings; this only says that it has positions of
@@ -124,11 +90,7 @@ class SharedPositions:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Refuse adapters on the vision tower.
-
-        Raises:
-            ValueError: names the option and the cure.
-        """
+        """Raise ``ValueError`` for adapters on the vision tower."""
         lora = vllm_config.lora_config
         if lora is not None and lora.enable_tower_connector_lora:
             raise ValueError(f"--enable-tower-connector-lora: {TOWER_ADAPTERS}")
@@ -141,17 +103,13 @@ TOWER_ADAPTERS = (
 
 
 def check_vllm() -> None:
-    """That this vLLM has what the plug-in builds on.
-
-    Raises:
-        RuntimeError: names all that has moved or takes other parameters, vLLM's version and the
-            cure.
-    """
+    """Raise ``RuntimeError`` if this vLLM lacks what the plug-in builds on, naming all that has
+    moved or takes other parameters, vLLM's version and the cure."""
     import vllm
 
     if Version(vllm.__version__) < Version(OLDEST):
         raise RuntimeError(_moved([f"tests run with {OLDEST} to {NEWEST}"]))
-    faults = [fault for name in _NAMES if (fault := _fault_of(name)) is not None]
+    faults = [fault for name in _NAMES if (fault := _fault_of(*name)) is not None]
     if not faults:
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
         if hooks.get(ARCHITECTURE) is not SharedPositions:
@@ -162,20 +120,17 @@ def check_vllm() -> None:
         logger.warning("glm4v_patched was tested with vLLM up to %s", NEWEST)
 
 
-def _fault_of(wanted: _Name) -> str | None:
-    full_name = f"{wanted.module}.{wanted.name}"
+def _fault_of(module: str, name: str, wanted: str | None) -> str | None:
     try:
-        found: Any = importlib.import_module(wanted.module)
-        for part in wanted.name.split("."):
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        return f"{full_name} is not there ({error})"
-    if wanted.parameters is None:
+        return f"{module}.{name} is not there ({error})"
+    parameters = wanted if wanted is None else " ".join(inspect.signature(found).parameters)
+    if parameters == wanted:
         return None
-    parameters = tuple(inspect.signature(found).parameters)
-    if parameters == wanted.parameters:
-        return None
-    return f"{full_name} takes {parameters}, not {wanted.parameters}"
+    return f"{module}.{name} takes ({parameters}), not ({wanted})"
 
 
 def _moved(faults: Iterable[object]) -> str:
@@ -209,8 +164,7 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
 def never_drawn(config: Any) -> list[int]:
     """Ids that :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate either: a
     trainer that gets one among the drawn ids takes it for an image that was lost."""
-    # Not in a published config: it has the two others.
-    fill = getattr(config, "image_token_id", None)
+    fill = getattr(config, "image_token_id", None)  # not in a published config
     return [i for i in (config.boi_token_id, config.eoi_token_id, fill) if i is not None]
 
 

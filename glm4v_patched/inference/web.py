@@ -7,27 +7,28 @@ import shutil
 import signal
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps
 
+from ..engine.options import require_packages
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
 from .chat import check_picture, question
 from .questions import Generation
-from .serving.errors import ApiError
 from .serving.guard import HostGuard
-from .serving.limits import Limits
+from .serving.limits import ApiError, Limits
 from .serving.pictures import require_size
 from .serving.requests import Wanted
-from .serving.serve import hosts_of, listen, require_packages
+from .serving.serve import hosts_of, listen
 
 if TYPE_CHECKING:
-    from .serving.answer_queue import AnswerQueue
+    from .serving.answer_queue import AnswerQueue, Event
 
 HOST = "127.0.0.1"
 TITLE = "glm-4v"
@@ -42,53 +43,42 @@ UPLOADS = "glm4v_patched_web_"
 CSS = 'button[aria-label="Share"] { display: none }'
 
 
-def chat_in_browser(
-    models: Sequence[str],
-    *,
-    port: int = 7860,
-    revision: str | None = None,
-    device: Any = "cuda",
-    weights: str | None = None,
-    generation: Generation | None = None,
-    system: str | None = None,
-) -> None:
-    """Show a page until the process is told to end; only this machine reaches it.
-
-    Args:
-        models: One or two: folders of models or of adapters, or ids of the Hub.
-        port: 0 for any that is free.
-        system: What the system says first.
-
-    Raises:
-        ValueError: a model or the port cannot be used, before torch is imported.
-        RuntimeError: a package or a GPU is missing.
+def chat_in_browser(options: Namespace) -> None:
+    """Show a page of one or two models until the process is told to end; only this machine reaches
+    it.
     """
-    require_packages("chat --web", ("gradio", "uvicorn"))
-    check_weights(weights, device)
-    placement = place(1, device)
-    listener = listen(HOST, port)
-    bases = [find_source(model, revision, weights) for model in models]
+    if options.image:
+        raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
+    if options.cache in ("static", "graph"):
+        raise ValueError(
+            f"--cache {options.cache} with --web: CUDA graphs belong to one thread; leave it out"
+        )
+    require_packages("chat --web")
+    check_weights(options.weights, options.device)
+    place(1, options.device)
+    listener = listen(HOST, 7860 if options.port is None else options.port)
+    models = [options.model] if options.other is None else [options.model, options.other]
+    bases = [find_source(model, options.revision, options.weights) for model in models]
 
     from ..models.loading import config_of, load
     from .answer_worker import Answerer
     from .serving.answer_queue import AnswerQueue
     from .serving.connections import run_server
 
-    generation = generation or Generation()
-    engines = []
+    generation = Generation.of(options)
+    queues = []
     for base in bases:
-        loaded = load(base, "cpu" if placement.on_cpu else "cuda", weights)
-        config = config_of(base)
-        engines.append(AnswerQueue(Answerer(loaded, generation), config.seq_length))
+        answerer = Answerer(load(base, options.device, options.weights), generation)
+        queues.append(AnswerQueue(answerer, config_of(base).seq_length))
 
     def stop() -> None:
-        for engine in engines:
-            engine.stop()
+        for each in queues:
+            each.stop()
 
     with folder_of_uploads() as folder:
         # Before gradio is imported, which reads it then.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_RUN_HISTORY": "False"}
-        page = make_page(Conversations(models, engines, generation, system))
+        page = make_page(Conversations(models, queues, generation, options.system))
         app = HostGuard(application(page), hosts_of(HOST, None))
         print(f"the page is http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         # Of a browser that still listens at the end, uvicorn would print a traceback.
@@ -100,49 +90,42 @@ def folder_of_uploads() -> Iterator[str]:
     """A folder that is gone when this process ends, also when it is told to by a signal; after
     ``kill -9``, when the next one begins."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     for left in Path(tempfile.gettempdir()).glob(f"{UPLOADS}*"):
-        if left.stat().st_uid == os.getuid() and not left.is_symlink() and (held := _hold(left)):
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(held)
-    with tempfile.TemporaryDirectory(prefix=UPLOADS) as folder:
-        held = _hold(Path(folder))
+        # The process that made it holds a lock on it; what is another user's cannot be removed.
+        with suppress(OSError), _held(left):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=UPLOADS) as folder, _held(Path(folder)):
         before, tempfile.tempdir = tempfile.tempdir, folder  # of uploads that are on their way
         try:
             yield folder
         finally:
             tempfile.tempdir = before
-            if held is not None:
-                os.close(held)
 
 
-def _hold(folder: Path) -> int | None:
-    """Lock a folder for as long as this process lives, or until what is returned is closed."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Lock a folder that is no link, or raise ``OSError``."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        yield
+    finally:
         os.close(descriptor)
-        return None
-    return descriptor
 
 
 class Conversations:
-    """One conversation with each of the models, which are asked the same.
-
-    Args:
-        names: Of the models.
-        system: What the system says first.
-    """
+    """One conversation with each of the models, which are asked the same."""
 
     def __init__(
         self,
         names: Sequence[str],
-        engines: "Sequence[AnswerQueue]",
+        queues: "Sequence[AnswerQueue]",
         generation: Generation,
         system: str | None = None,
     ):
-        self.names, self.engines, self.generation = names, engines, generation
+        self.names, self.queues, self.generation = names, queues, generation
         self.start = [{"role": "system", "content": system}] if system else []
 
     def ask(
@@ -152,51 +135,37 @@ class Conversations:
 
         Args:
             pictures: Paths.
-            before: The messages so far, of each model; empty at the beginning.
+            before: The messages so far, of each model.
 
         Yields:
             The messages of each model, with as much of the answers as there is.
-
-        Raises:
-            ValueError: a picture cannot be used, or no room is left.
         """
+        from .serving.answer_queue import Ask, Ended
+
         for picture in pictures:
-            _require_usable(picture)
+            require_size(Path(picture).read_bytes(), Limits())
+            check_picture(picture)
         if not said.strip():
             raise ValueError("write a question" + " about the picture" * bool(pictures))
         asked = question(said, pictures)
-        every = [
-            [*(_answered(messages) or self.start), asked]
-            for messages in before or [[]] * len(self.names)
-        ]
+        every = [[*(_answered(messages) or self.start), asked] for messages in before]
         yield [*every]
-        for number, engine in enumerate(self.engines):
-            prompt = every[number]
-            for text in self._stream(engine, prompt):
-                every[number] = [*prompt, {"role": "assistant", "content": text}]
+        for number, answers in enumerate(self.queues):
+            prompt, text = every[number], ""
+            events: queue.Queue[Event] = queue.Queue()
+            ask = Ask(Wanted(prompt=prompt, generation=self.generation), events.put)
+            answers.submit(ask)
+            try:
+                while not isinstance(event := events.get(), Ended):
+                    if isinstance(event, ApiError):
+                        raise event
+                    text += event
+                    every[number] = [*prompt, {"role": "assistant", "content": text}]
+                    yield [*every]
+                every[number] = [*prompt, {"role": "assistant", "content": text or NO_WORDS}]
                 yield [*every]
-
-    def _stream(self, engine: "AnswerQueue", prompt: list[dict]) -> Iterator[str]:
-        """The answer so far, again and again."""
-        from .serving.answer_queue import Ask, Ended, Event, Failed, Text
-
-        events: queue.Queue[Event] = queue.Queue()
-        ask = Ask(Wanted(prompt=prompt, generation=self.generation), events.put)
-        engine.submit(ask)
-        text = ""
-        try:
-            while True:
-                event = events.get()
-                if isinstance(event, Failed):
-                    raise ValueError(str(event.error))
-                if isinstance(event, Text):
-                    text += event.text
-                    yield text
-                if isinstance(event, Ended):
-                    yield text or NO_WORDS
-                    return
-        finally:
-            ask.cancelled.set()  # of a reader that stopped
+            finally:
+                ask.cancelled.set()  # of a reader that stopped
 
 
 def _answered(messages: list[dict]) -> list[dict]:
@@ -210,22 +179,26 @@ def make_page(conversations: Conversations) -> Any:
     """The page, as gradio's Blocks."""
     import gradio
 
-    number = len(conversations.names)
+    nothing_said: list[list[dict]] = [[] for _ in conversations.names]
+    nothing_typed: dict[str, Any] = {"text": "", "files": []}
 
     def ask(given: dict, before: list[list[dict]]) -> Iterator[list[Any]]:
         try:
             for every in conversations.ask(given["text"], given["files"], before):
-                yield [given_back, every, *[shown(messages, waits=True) for messages in every]]
-        except ValueError as error:
+                yield [nothing_typed, every, *[shown(messages, waits=True) for messages in every]]
+        except (ValueError, ApiError) as error:
             # The question stays where it was typed.
-            yield [given, before, *[shown(messages) for messages in before or [[]] * number]]
+            yield [given, before, *map(shown, before)]
             raise gradio.Error(str(error), title="Not answered", print_exception=False) from None
 
-    given_back = {"text": "", "files": []}
+    def stop_asking(every: list[list[dict]]) -> Any:
+        boxes = [*map(shown, every)]
+        return boxes if len(boxes) > 1 else boxes[0]  # gradio takes no list for one output
+
     names = [Path(name).name or name for name in conversations.names]
     with gradio.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as page:
         gradio.Markdown(f"# {TITLE}\n{' and '.join(names)}, on this machine")
-        every = gradio.State([])
+        every = gradio.State(nothing_said)
         with gradio.Row():
             boxes = [
                 # Side by side, or one above the other where the window is narrow.
@@ -243,35 +216,20 @@ def make_page(conversations: Conversations) -> Any:
         with gradio.Row():
             stop = gradio.Button("Stop")
             new = gradio.Button("New conversation")
+        all_of_it = [entry, every, *boxes]
         # One at a time: the models share what is drawn, and the GPU.
-        asking = entry.submit(
-            ask,
-            [entry, every],
-            [entry, every, *boxes],
-            api_name="ask",
-            concurrency_limit=1,
-            show_progress="hidden",
-        )
-        stop.click(
-            lambda every: _one_or_all([shown(messages) for messages in every or [[]] * number]),
-            every,
-            boxes,
-            cancels=[asking],
-        )
+        how = {"api_name": "ask", "concurrency_limit": 1, "show_progress": "hidden"}
+        asking = entry.submit(ask, [entry, every], all_of_it, **how)
+        stop.click(stop_asking, every, boxes, cancels=[asking])
         gradio.on(
             [new.click, *[box.clear for box in boxes]],
-            lambda: [given_back, [], *[[] for _ in boxes]],
+            lambda: [nothing_typed, nothing_said, *nothing_said],
             None,
-            [entry, every, *boxes],
+            all_of_it,
             cancels=[asking],
             api_name="new",
         )
     return page
-
-
-def _one_or_all(values: list) -> Any:
-    """As gradio takes them of a function: of one output no list."""
-    return values[0] if len(values) == 1 else values
 
 
 def application(page: Any) -> Any:
@@ -316,11 +274,3 @@ def preview(picture: str) -> str:
             small.thumbnail((PREVIEW, PREVIEW))
             small.save(copy)
         return copy
-
-
-def _require_usable(picture: str) -> None:
-    try:
-        require_size(Path(picture).read_bytes(), Limits())
-    except ApiError as error:
-        raise ValueError(str(error)) from None
-    check_picture(picture)

@@ -18,8 +18,8 @@ from glm4v_patched.inference import web
 from glm4v_patched.inference.answer_worker import Answer
 from glm4v_patched.inference.chat import Chat
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving import serve
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
+from glm4v_patched.inference.serving.limits import ApiError
 from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
 from tests.helpers.processes import ROOT, cpu_environment, heed_signals, serving
 
@@ -127,7 +127,7 @@ def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
 
 @pytest.fixture(scope="module")
 def conversations(answerer, adapted):
-    queues = [AnswerQueue(each, 1024, log=lambda *told: None) for each in (answerer, adapted)]
+    queues = [AnswerQueue(each, 1024) for each in (answerer, adapted)]
     yield Conversations(["model", "adapters"], queues, Generation(max_new_tokens=NEW))
     for queue in queues:
         queue.stop()
@@ -136,7 +136,7 @@ def conversations(answerer, adapted):
 def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerer, adapted, cat):
     picture = {"type": "image", "image": cat}
     asked = {"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}
-    *growing, every = conversations.ask("What is it?", [cat], [])
+    *growing, every = conversations.ask("What is it?", [cat], [[], []])
     assert growing[0] == [[asked], [asked]] and len(growing) > 4
     *_, second = conversations.ask("And now?", [], every)
     for each, messages in zip((answerer, adapted), second, strict=True):
@@ -148,7 +148,7 @@ def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerer,
 
 
 def test_a_question_that_was_stopped_is_not_asked_again(conversations):
-    stopped = conversations.ask("What is it?", [], [])
+    stopped = conversations.ask("What is it?", [], [[], []])
     next(stopped)
     *_, every = conversations.ask("And now?", [], next(stopped))
     stopped.close()
@@ -172,8 +172,8 @@ def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words):
         ("a", "large.png", "12,500 x 8,000"),
         ("word " * 3000, "my cat.png", "1,024 positions"),
     ):
-        with words.refused(ValueError, named):
-            list(conversations.ask(said, [str(tmp_path / picture)], []))
+        with words.refused((ValueError, ApiError), named):
+            list(conversations.ask(said, [str(tmp_path / picture)], [[], []]))
 
 
 @pytest.mark.parametrize("kind", ["webp", "tif"])
@@ -188,7 +188,7 @@ def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
 
 
 def test_a_mistake_with_the_page_is_told(files, monkeypatch, refused):
-    monkeypatch.setattr(serve, "is_installed", lambda name: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for arguments, named in (
         (["--web"], "chat --web needs gradio and uvicorn: "),
         (["other"], "a second model (other)"),
@@ -244,7 +244,7 @@ def page(files, tmp_path):
     with serving(command, r"the page is (\S+)", log, environment) as (url, process):
         yield url, uploads
         process.send_signal(signal.SIGHUP)
-        assert process.wait(30) == 128 + signal.SIGHUP, log.read_text()[-4000:]
+        assert process.wait(30) == 128 + signal.SIGTERM, log.read_text()[-4000:]
         assert "Traceback" not in log.read_text() and not os.listdir(uploads)
 
 

@@ -70,7 +70,7 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     asked = ["--evaluate", str(learned), "--max-new-tokens", "2"]
     assert export(files.model, out, learned, *asked, bits=bits) == 0
     printed = capsys.readouterr().out
-    assert "8 rows to calibrate with; weights 3.1 MB" in printed and "right answers" in printed
+    assert "8 rows to calibrate with; weights 3.1 MB" in printed and "right pictures" in printed
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # nothing beside it
     before, after = logits(files.model, learned), logits(out, learned)
     pictures = apart(logits(out, learned, swapped=True), after)

@@ -99,8 +99,8 @@ def test_no_file_outside_is_written_that_an_index_names(files, tmp_path, monkeyp
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     adapters, before = str(moved_to(folder, files, tmp_path / "adapters")), victim.read_bytes()
     of_hub = module.Base(str(folder), adapters=Path(adapters))
-    for find in (module._find, lambda *_: of_hub):
-        monkeypatch.setattr(module, "_find", find)
+    for find in (module.find_source, lambda *_: of_hub):
+        monkeypatch.setattr(module, "find_source", find)
         with pytest.raises(ValueError, match="names '../mine.safetensors'; expected names of file"):
             merge(adapters, tmp_path / "out")
     assert victim.read_bytes() == before and not (tmp_path / "out").exists()
@@ -136,7 +136,9 @@ def test_a_merge_that_went_wrong_is_noticed_and_leaves_nothing(files, tmp_path, 
 
 def test_a_weight_that_was_merged_wrongly_is_noticed_by_itself(files, monkeypatch):
     """Adapters that change a layer's output by 4%, which logits in bf16 hide, twice."""
-    layers = module._adapted_layers(find_source(str(files.adapters)), files.model)
+    with torch.device("meta"):
+        model = GLM4VForCausalLM(GLM4VForCausalLM.config_class.from_pretrained(files.model))
+    layers = module.adapted_layers(find_source(str(files.adapters)), model)
     name, layer = next(iter(layers.items()))
     weight = load_file(files.model / "model.safetensors")[name].bfloat16()
     scale = 0.04 * weight.float().std() / layer.get_delta_weight("default").std()

@@ -22,8 +22,8 @@ from PIL import Image
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import answer_queue
-from glm4v_patched.inference.serving.answer_queue import Ask, Ended, Failed, Penalties, Row, Text
-from glm4v_patched.inference.serving.errors import ApiError
+from glm4v_patched.inference.serving.answer_queue import Ask, Ended, Penalties, Row
+from glm4v_patched.inference.serving.limits import ApiError
 from glm4v_patched.inference.serving.requests import ChatRequest, Wanted, model_called, read_request
 from tests.helpers.answering import write_adapters
 from tests.helpers.processes import serving
@@ -195,7 +195,12 @@ def test_penalties_lower_what_was_said(server):
     assert text_of(asked[0]) != text_of(asked[1])
 
 
-def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing():
+def test_what_clients_send_is_taken_where_it_asks_for_nothing():
+    text = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
+    url = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
+    shown = WORDS[0] | {"content": [text, {"type": "image_url", "image_url": url}]}
+    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
+    said |= {"annotations": [], "audio": None}
     for given in (
         {"n": 1, "logprobs": False, "presence_penalty": 0, "stop": None, "logit_bias": {}},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me"},
@@ -203,24 +208,14 @@ def test_keys_that_clients_send_are_taken_where_they_ask_for_nothing():
         # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
         {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
         {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
+        {"messages": [{"role": "developer", "content": "a"}, shown, said, NEXT]},
     ):
         wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
-        assert wanted.model == "m" and wanted.prompt == WORDS
+        assert wanted.model == "m" and ("messages" in given or wanted.prompt == WORDS)
+    roles = [message["role"] for message in wanted.prompt]
+    assert roles == ["system", "user", "assistant", "user"] and wanted.pictures == 1
     # A name that is served goes before that of any glm-4v.
     assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
-
-
-def test_messages_are_taken_as_clients_send_them():
-    text = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
-    url = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
-    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
-    for messages, roles in (
-        ([{"role": "developer", "content": "a"}, *WORDS], ["system", "user"]),
-        ([WORDS[0] | {"content": [text, {"type": "image_url", "image_url": url}]}], ["user"]),
-        ([*WORDS, said | {"annotations": [], "audio": None}, NEXT], ["user", "assistant", "user"]),
-    ):
-        wanted = read_request(ChatRequest, {"messages": messages}, ["m"], Generation())
-        assert [message["role"] for message in wanted.prompt] == roles
 
 
 def of_user(*parts: dict) -> dict:
@@ -378,7 +373,7 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
         return generate(batch, *given, **options)
 
     monkeypatch.setattr(answerer, "generate", note)
-    queue = answer_queue.AnswerQueue(answerer, 1024, log=lambda *told: None)
+    queue = answer_queue.AnswerQueue(answerer, 1024)
     with queue._changed:
         queue._waiting.extend(asks)
         queue._changed.notify()
@@ -425,19 +420,16 @@ def test_a_request_that_fails_or_is_long_takes_no_other_with_it(answerer, monkey
     # The last one and the first together would take more positions than the model has.
     asks += [asking(told, n, prompt=prompt, max_tokens=900) for n, prompt in prompts.items()]
     batches_of(answerer, monkeypatch, asks, fail)
-    errors = {n: events[-1].error for n, events in told.items() if isinstance(events[-1], Failed)}
+    errors = {n: events[-1] for n, events in told.items() if isinstance(events[-1], ApiError)}
     found = {n: (error.status, error.param) for n, error in errors.items()}
     assert found == {2: (500, None), 4: (400, "messages"), 5: (400, "messages")}
-    assert (told[1][-1], told[3][-1]) == (Ended("length", 900), Ended("length", 2))
+    assert (told[1][-1][:2], told[3][-1][:2]) == (("length", 900), ("length", 2))
     assert told[6][-1].reason == "length" and 0 < told[6][-1].tokens < 34
 
 
 def row(said: list, tokenizer=None, stop=(), most=9, **options) -> Row:
-    def tell(event) -> None:
-        said.append(event.text if isinstance(event, Text) else event)
-
     wanted = Wanted(prompt="", generation=Generation(), stop=stop)
-    return Row(Ask(wanted, tell), tokenizer, most, [2], **options)
+    return Row(Ask(wanted, said.append), tokenizer, most, [2], **options)
 
 
 def test_a_text_that_stops_an_answer_does_not_leak_where_it_spans_pieces():
@@ -461,11 +453,11 @@ def test_a_row_ends_once_whatever_the_batch_does_then(answerer):
         said: list = []
         answer = row(said, tokenizer, most=most)
         assert [answer.take(token) for _ in range(5)].index(True) == tokens - 1
-        assert said[-1] == Ended(reason, tokens)
+        assert said[-1] == Ended(reason, tokens, 0)
         assert sum(isinstance(event, Ended) for event in said) == 1
     closed: list = []
     assert row(closed, tokenizer, is_closed=lambda: True).take(1)
-    assert isinstance(closed[-1], Failed) and closed[-1].error.status == 503
+    assert closed[-1].status == 503
 
 
 def test_a_client_that_goes_away_stops_its_answer(server):

@@ -17,7 +17,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from ..answer_worker import Answerer, Words, positions_of
-from .errors import ApiError, log
+from .limits import ApiError, log
 from .requests import Wanted
 
 MOST_ROWS = 16
@@ -26,31 +26,17 @@ MOST_PICTURES = 16
 """Of a batch, if its first request has not more: what the vision tower computes at once."""
 
 
-class Started(NamedTuple):
-    """The request is understood and being answered; ``tokens`` are those of the prompt."""
-
-    tokens: int
-
-
-class Text(NamedTuple):
-    """More of the answer."""
-
-    text: str
-
-
 class Ended(NamedTuple):
     """The answer is complete: ``reason`` is "stop" or "length", ``tokens`` are those of the
     answer."""
 
     reason: str
     tokens: int
+    prompt_tokens: int
 
 
-class Failed(NamedTuple):
-    error: ApiError
-
-
-Event = Started | Text | Ended | Failed
+Event = str | Ended | ApiError
+"""More of an answer, its end, or why there is none."""
 
 
 @dataclass(eq=False)
@@ -58,8 +44,8 @@ class Ask:
     """A request on its way.
 
     Args:
-        tell: Takes what happens; called on the engine's thread. Started, texts, and Ended; or
-            Failed at any time. Of an ask that was cancelled, nothing may come.
+        tell: Takes what happens, on the queue's thread: texts, then the end; or an error at any
+            time. Of an ask that was cancelled, nothing may come.
     """
 
     wanted: Wanted
@@ -83,14 +69,13 @@ class AnswerQueue:
         answerer: Answerer,
         limit: int,
         using: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
-        log: Callable[[str, object], object] = log,
     ):
-        self.answerer, self.limit, self.using, self.log = answerer, limit, using, log
+        self.answerer, self.limit, self.using = answerer, limit, using
         self._waiting: list[Ask] = []
         self._changed = threading.Condition()
         self._is_closed = False
         self._number = 0
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
     @property
@@ -100,7 +85,7 @@ class AnswerQueue:
     def submit(self, ask: Ask) -> None:
         with self._changed:
             if self._is_closed:
-                ask.tell(Failed(stopped()))
+                ask.tell(stopped())
             else:
                 self._waiting.append(ask)
                 self._changed.notify()
@@ -110,7 +95,7 @@ class AnswerQueue:
         with self._changed:
             self._is_closed = True
             for ask in self._waiting:
-                ask.tell(Failed(stopped()))
+                ask.tell(stopped())
             self._changed.notify()
 
     def join(self) -> None:
@@ -124,7 +109,13 @@ class AnswerQueue:
                 if self._is_closed:
                     return
                 group = self._taken()
-            self._answer_all(group)
+            rows = [row for ask in group if (row := self._row(ask)) is not None]
+            # All rows of a batch are as long as its longest answer, also one that ended before.
+            longest = max((row.most for row in rows), default=0)
+            self._answer_or_fail([row for row in rows if row.room >= longest])
+            for row in rows:
+                if row.room < longest:
+                    self._answer_or_fail([row])
 
     def _taken(self) -> list[Ask]:
         """The first that waits, and others that go with it."""
@@ -143,19 +134,27 @@ class AnswerQueue:
         self._waiting = [ask for ask in self._waiting if ask not in group]
         return group
 
-    def _answer_all(self, group: Sequence[Ask]) -> None:
-        rows: list[Row] = []
-        for ask in group:
-            try:
-                rows.append(self._row(ask))
-            except Exception as error:
-                ask.tell(Failed(as_api_error(error)))
-        # All rows of a batch are as long as its longest answer, also one that has ended before.
-        longest = max((row.most for row in rows), default=0)
-        alone = [row for row in rows if row.room < longest]
-        together = [row for row in rows if row.room >= longest]
-        for some in (together, *[[row] for row in alone]):
-            self._answer_or_fail(some)
+    def _row(self, ask: Ask) -> "Row | None":
+        """A row of a batch, with as many tokens as are asked for and there is room; None of a
+        request that is refused."""
+        wanted, answerer = ask.wanted, self.answerer
+        try:
+            [taken] = positions_of(answerer.processor, [wanted.prompt])
+            if taken >= self.limit:
+                raise ApiError(
+                    400,
+                    f"the messages take {taken:,} of the model's {self.limit:,} positions (a "
+                    "picture takes 3), which leaves no room for an answer: send fewer messages",
+                    "messages",
+                    "context_length_exceeded",
+                )
+        except Exception as error:
+            ask.tell(as_api_error(error))
+            return None
+        room = self.limit - taken
+        new = min(wanted.max_tokens or wanted.generation.max_new_tokens, room)
+        tokenizer = answerer.processor.tokenizer
+        return Row(ask, tokenizer, new, answerer.end_ids, lambda: self._is_closed, room)
 
     def _answer_or_fail(self, rows: Sequence["Row"]) -> None:
         try:
@@ -167,46 +166,27 @@ class AnswerQueue:
                     self._answer_or_fail([row])
                 return
             for row in rows:
-                row.ask.tell(Failed(as_api_error(error)))
-
-    def _row(self, ask: Ask) -> "Row":
-        """A row of a batch, with as many tokens as are asked for and there is room."""
-        wanted, answerer = ask.wanted, self.answerer
-        processor = answerer.processor
-        if isinstance(wanted.prompt, str):
-            taken = len(processor.tokenizer(wanted.prompt)["input_ids"])
-        else:
-            [taken] = positions_of(processor, [wanted.prompt])
-        if taken >= self.limit:
-            raise ApiError(
-                400,
-                f"the messages take {taken:,} of the model's {self.limit:,} positions (a picture "
-                "takes 3), which leaves no room for an answer: send fewer messages",
-                "messages",
-                "context_length_exceeded",
-            )
-        room = self.limit - taken
-        new = min(wanted.max_tokens or wanted.generation.max_new_tokens, room)
-        return Row(ask, processor.tokenizer, new, answerer.end_ids, lambda: self._is_closed, room)
+                row.ask.tell(as_api_error(error))
 
     def _answer(self, rows: Sequence["Row"]) -> None:
         answerer, wanted = self.answerer, rows[0].ask.wanted
         start = time.monotonic()
+        try:
+            batch = answerer.encode([row.ask.wanted.prompt for row in rows])
+        except ValueError as error:  # a picture that cannot be decoded
+            raise ApiError(400, str(error), "messages") from None
+        for row, length in zip(rows, batch["attention_mask"].sum(-1).tolist(), strict=True):
+            row.prompt_tokens = length
+        most = max(row.most for row in rows)
+        generation, number = replace(wanted.generation, max_new_tokens=most), self._number
+        if wanted.seed is not None:
+            generation, number = replace(generation, seed=wanted.seed), 0
+        self._number += 1
+        options: dict[str, Any] = {"stopping_criteria": [Rows(rows)]}
+        if wanted.presence or wanted.frequency:
+            length = batch["input_ids"].shape[1]
+            options["logits_processor"] = [Penalties(length, wanted.presence, wanted.frequency)]
         with self.using(wanted.model):
-            batch = self._encoded([row.ask.wanted.prompt for row in rows])
-            lengths = batch["attention_mask"].sum(-1).tolist()
-            for row, length in zip(rows, lengths, strict=True):
-                row.ask.tell(Started(length))
-            new = max(row.most for row in rows)
-            generation, number = replace(wanted.generation, max_new_tokens=new), self._number
-            if wanted.seed is not None:
-                generation, number = replace(generation, seed=wanted.seed), 0
-            self._number += 1
-            options: dict[str, Any] = {"stopping_criteria": [Rows(rows)]}
-            if wanted.presence or wanted.frequency:
-                length = batch["input_ids"].shape[1]
-                penalties = Penalties(length, wanted.presence, wanted.frequency)
-                options["logits_processor"] = [penalties]
             answerer.generate(batch, generation, number, **options)
         if left := [row for row in rows if not row.reason]:
             raise RuntimeError(
@@ -214,19 +194,9 @@ class AnswerQueue:
             )
         beside = f", {len(rows)} at once" if len(rows) > 1 else ""
         took = f"in {time.monotonic() - start:.1f} s{beside}"
-        for row, length in zip(rows, lengths, strict=True):
-            line = f"{length} tokens asked, {row.tokens} answered {took}: {row.reason}"
-            self.log(wanted.model or "model", line)
-
-    def _encoded(self, prompts: Sequence[Any]):
-        try:
-            if isinstance(prompts[0], str):
-                tokenizer = self.answerer.processor.tokenizer
-                options = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
-                return tokenizer([*prompts], **options).to(self.answerer.model.device)
-            return self.answerer.encode(prompts)
-        except ValueError as error:  # a picture that cannot be decoded
-            raise ApiError(400, str(error), "messages") from None
+        for row in rows:
+            line = f"{row.prompt_tokens} tokens asked, {row.tokens} answered {took}: {row.reason}"
+            log(wanted.model or "model", line)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -260,11 +230,11 @@ class Row(Words):
         is_closed: Callable[[], bool] = lambda: False,
         room: int = 0,
     ):
-        super().__init__(tokenizer, lambda text: ask.tell(Text(text)))
+        super().__init__(tokenizer, ask.tell)
         self.next_tokens_are_prompt = False  # only new ones are handed to it
         self.ask, self.most, self.end_ids, self.is_closed = ask, most, end_ids, is_closed
         self.stop, self.held, self.is_stopped = ask.wanted.stop, "", False
-        self.room, self.tokens, self.reason = room, 0, ""
+        self.room, self.tokens, self.prompt_tokens, self.reason = room, 0, 0, ""
 
     def take(self, token: int) -> bool:
         """Take the answer's next token, and tell whether it is the last."""
@@ -276,12 +246,12 @@ class Row(Words):
             self.end()  # which may find a text that stops it
             is_whole = token in self.end_ids or self.is_stopped
             self.reason = "stop" if is_whole else "length"
-            self.ask.tell(Ended(self.reason, self.tokens))
+            self.ask.tell(Ended(self.reason, self.tokens, self.prompt_tokens))
         elif self.ask.cancelled.is_set():
             self.reason = "the client went away"
         elif self.is_closed():
             self.reason = "the server is being stopped"
-            self.ask.tell(Failed(stopped()))
+            self.ask.tell(stopped())
         return bool(self.reason)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -293,24 +263,13 @@ class Row(Words):
             text, self.is_stopped = text[: min(found)], True
         ready = text.rstrip()
         if not (stream_end or self.is_stopped):
-            ready = ready[: len(ready) - self._may_begin(text, len(text) - len(ready))].rstrip()
+            begun = (each[:size] for each in self.stop for size in range(1, len(each)))
+            longest = max((len(each) for each in begun if text.endswith(each)), default=0)
+            ready = ready[: len(text) - longest].rstrip()
         self.held = text[len(ready) :]
         if ready:
             self.has_begun = True
             self.say(ready)
-
-    def _may_begin(self, text: str, spaces: int) -> int:
-        """How much of ``text``, but for the spaces at its end, has to be held back."""
-        longest = max(
-            (
-                size
-                for each in self.stop
-                for size in range(1, min(len(each), len(text) + 1))
-                if text.endswith(each[:size])
-            ),
-            default=0,
-        )
-        return max(longest - spaces, 0)
 
 
 class Rows(StoppingCriteria):
@@ -326,11 +285,7 @@ class Rows(StoppingCriteria):
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: lower the logits of tokens that an answer has, once and for each time.
-
-    Args:
-        prompt: Ids before the answers.
-    """
+    """OpenAI's: lower the logits of tokens that an answer has, once and for each time."""
 
     def __init__(self, prompt: int, presence: float, frequency: float):
         self.prompt, self.presence, self.frequency = prompt, presence, frequency

@@ -14,15 +14,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..questions import Generation
-from .answer_queue import AnswerQueue, Ask, Ended, Event, Failed, Started, Text
-from .errors import ApiError, log
+from .answer_queue import AnswerQueue, Ask, Ended, Event
 from .guard import BODY, Guard
-from .limits import Limits
-from .replies import ChatReply, Reply, ResponseReply, TextReply, event
-from .requests import ChatRequest, ResponseRequest, TextRequest, model_called, read_request
-from .requests import Request as Asked
+from .limits import ApiError, Limits, log
+from .replies import ChatReply, ResponseReply, TextReply, event
+from .requests import (
+    ChatRequest,
+    ResponseRequest,
+    TextRequest,
+    Wanted,
+    model_called,
+    read_request,
+)
 
-ENDPOINTS: dict[str, tuple[type[Asked], type[Reply]]] = {
+ENDPOINTS: dict[str, tuple[type, type[TextReply]]] = {
     "/v1/chat/completions": (ChatRequest, ChatReply),
     "/v1/completions": (TextRequest, TextReply),
     "/v1/responses": (ResponseRequest, ResponseReply),
@@ -30,11 +35,11 @@ ENDPOINTS: dict[str, tuple[type[Asked], type[Reply]]] = {
 
 
 def make_app(
-    engine: AnswerQueue,
+    queue: AnswerQueue,
     names: Sequence[str],
     defaults: Generation,
     limits: Limits,
-    on_start: Callable[[], object] = lambda: None,
+    on_start: Callable[[], object],
 ) -> Starlette:
     """Args:
     names: Of the models, for clients.
@@ -48,7 +53,7 @@ def make_app(
         return {"id": name, "object": "model", "created": created, "owned_by": owner}
 
     async def health(request: Request) -> Response:
-        if not engine.is_alive:
+        if not queue.is_alive:
             raise ApiError(503, "the thread that answers has ended: start the server again")
         return JSONResponse({"status": "ok"})
 
@@ -62,31 +67,23 @@ def make_app(
         kind, form = ENDPOINTS[request.url.path]
         body = request.scope[BODY]
         wanted = await asyncio.to_thread(read_request, kind, body, names, defaults)
-        events = _events(engine, request, Ask(wanted, lambda event: None))
-        first = await anext(events)
-        assert isinstance(first, Started)
-        reply = form(wanted.model, first.tokens, wanted.include_usage)
+        events, reply = _events(queue, request, wanted), form(wanted)
         if wanted.stream:
+            first = await anext(events)  # or a refusal, with a status of its own
             return StreamingResponse(
-                _stream(reply, events, request.url.path),
+                _stream(reply, first, events, request.url.path),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
-        text, end = "", None
-        async for each in events:
-            if isinstance(each, Text):
-                text += each.text
-            elif isinstance(each, Ended):
-                end = each
-        assert end is not None, "an answer ends with Ended, or raises"
-        return JSONResponse(reply.whole(text, end))
+        *texts, end = [each async for each in events]
+        return JSONResponse(reply.whole("".join(map(str, texts)), end))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         on_start()
         yield
-        engine.stop()
-        await asyncio.to_thread(engine.join)
+        queue.stop()
+        await asyncio.to_thread(queue.join)
 
     return Starlette(
         routes=[
@@ -96,37 +93,33 @@ def make_app(
             *[Route(path, answer, methods=["POST"]) for path in ENDPOINTS],
         ],
         middleware=[Middleware(Guard, limits=limits)],
-        exception_handlers={ApiError: _told, HTTPException: _told_by_starlette, Exception: _failed},
+        exception_handlers={ApiError: _told, HTTPException: _told, Exception: _told},
         lifespan=lifespan,
     )
 
 
-async def _events(engine: AnswerQueue, request: Request, ask: Ask) -> AsyncIterator[Event]:
-    """What happens to a request, which is cancelled when nobody waits for it any more.
-
-    Raises:
-        ApiError: it failed, or the client is gone.
-    """
+async def _events(queue: AnswerQueue, request: Request, wanted: Wanted) -> AsyncIterator[Any]:
+    """The texts of an answer, and its end; it is cancelled when nobody waits for it any more."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[Event] = asyncio.Queue()
 
     def tell(event: Event) -> None:
-        with suppress(RuntimeError):  # the loop has ended before the engine
+        with suppress(RuntimeError):  # the loop has ended before the queue
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     async def tell_of_end() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        events.put_nowait(Failed(ApiError(499, "the client is gone")))
+        events.put_nowait(ApiError(499, "the client is gone"))
 
-    ask.tell = tell
+    ask = Ask(wanted, tell)
     gone = asyncio.create_task(tell_of_end())
-    engine.submit(ask)
+    queue.submit(ask)
     try:
         while True:
             event = await events.get()
-            if isinstance(event, Failed):
-                raise event.error
+            if isinstance(event, ApiError):
+                raise event
             yield event
             if isinstance(event, Ended):
                 return
@@ -135,19 +128,20 @@ async def _events(engine: AnswerQueue, request: Request, ask: Ask) -> AsyncItera
         gone.cancel()
 
 
-async def _stream(reply: Reply, events: AsyncIterator[Event], path: str) -> AsyncIterator[str]:
-    """Server-sent events."""
+async def _stream(
+    reply: TextReply, found: Event, events: AsyncIterator[Any], path: str
+) -> AsyncIterator[str]:
+    """Server-sent events, of which ``found`` is the first."""
     text = ""
     try:
         for each in reply.begin():
             yield each
-        async for found in events:
-            if isinstance(found, Text):
-                text += found.text
-                yield reply.more(found.text)
-            elif isinstance(found, Ended):
-                for each in reply.end(text, found):
-                    yield each
+        while not isinstance(found, Ended):
+            text += str(found)
+            yield reply.more(str(found))
+            found = await anext(events)
+        for each in reply.end(text, found):
+            yield each
     except ApiError as error:  # the status was sent long ago
         log(path, error)
         yield event(error.body())
@@ -156,17 +150,11 @@ async def _stream(reply: Reply, events: AsyncIterator[Event], path: str) -> Asyn
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+    if isinstance(error, HTTPException):
+        told = f"{request.method} {request.url.path}: {error.detail}; this server has POST "
+        told += f"{', '.join(ENDPOINTS)}, GET /v1/models and GET /health"
+        error = ApiError(error.status_code, told)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"{type(error).__name__}: {error}")
     log(request.url.path, error)
     return JSONResponse(error.body(), error.status)
-
-
-async def _told_by_starlette(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    told = f"{request.method} {request.url.path}: {error.detail}; this server has POST "
-    told += f"{', '.join(ENDPOINTS)}, GET /v1/models and GET /health"
-    return await _told(request, ApiError(error.status_code, told))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return await _told(request, ApiError(500, f"{type(error).__name__}: {error}"))

@@ -12,6 +12,9 @@ MOST_CONNECTIONS = 256
 """Far below the 1,024 files that a process may usually have open."""
 SECONDS_FOR_A_HEAD = 10
 SECONDS_TO_END = 3
+# Of uvicorn, where no public name is for it.
+PRIVATE = {"more_body", "response_complete", "connections", "cycle", "transport", "loop"}
+PRIVATE |= {"connection_made", "connection_lost", "on_response_complete"}
 
 
 class Connection(H11Protocol):
@@ -56,52 +59,28 @@ class Connection(H11Protocol):
 def run_server(
     app: Any, listener: socket.socket, on_exit: Callable[[], object], log_level: str = "warning"
 ) -> None:
-    """Serve until the process is told to end, by SIGHUP as by the signals that uvicorn knows.
+    """Serve until the process is told to end, by SIGINT, SIGTERM or SIGHUP.
 
     Args:
         on_exit: Called when it is told to, before what is being answered is waited for.
         log_level: uvicorn's.
-
-    Raises:
-        RuntimeError: this uvicorn has other private names.
     """
-    _require_private_names()
-
-    class Server(uvicorn.Server):
-        hung_up = False
-
-        def handle_exit(self, number: int, frame: Any) -> None:
-            on_exit()
-            if number == signal.SIGHUP:  # the only one that uvicorn does not send again at its end
-                self.hung_up = self.should_exit = True
-            else:
-                super().handle_exit(number, frame)
-
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        lifespan="on",
-        log_level=log_level,
-        timeout_graceful_shutdown=SECONDS_TO_END,
-    )
-    server = Server(config)
-    before = signal.signal(signal.SIGHUP, server.handle_exit)
-    try:
-        server.run(sockets=[listener])
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    if server.hung_up:
-        signal.raise_signal(signal.SIGHUP)
-
-
-def _require_private_names() -> None:
     makers = (H11Protocol.__init__, RequestResponseCycle.__init__)
     there = {name for maker in makers for name in maker.__code__.co_names} | {*vars(H11Protocol)}
-    names = {"more_body", "response_complete", "connections", "cycle", "transport", "loop"}
-    names |= {"connection_made", "connection_lost", "on_response_complete"}
-    if missing := sorted(names - there):
+    if missing := sorted(PRIVATE - there):
         raise RuntimeError(
             f"uvicorn {uvicorn.__version__} has no {', '.join(missing)} (of its H11Protocol), by "
             "which connections are limited: install another, such as uvicorn==0.54.0"
         )
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, number: int, frame: Any) -> None:
+            on_exit()
+            super().handle_exit(number, frame)
+
+    options: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": log_level}
+    options["timeout_graceful_shutdown"] = SECONDS_TO_END
+    server = Server(uvicorn.Config(app, http=Connection, **options))
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    server.run(sockets=[listener])

@@ -9,18 +9,17 @@ import ipaddress
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .errors import ApiError, log
-from .limits import MOST_BYTES_OF_TEXT, Limits
+from .limits import MOST_BYTES_OF_TEXT, ApiError, Limits, log
 from .pictures import secure, too_much_text
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 BODY = "glm4v_patched.body"
 """Key of the scope under which the application finds the JSON of the body."""
@@ -42,23 +41,33 @@ class HostGuard:
     whoever reads that page.
     """
 
-    def __init__(self, app: Application, hosts: tuple[str, ...] | None):
+    def __init__(self, app: Application, hosts: Sequence[str] | None):
         self.app, self.hosts = app, hosts
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
             if scope["type"] == "http":
-                check_hosts(dict(scope["headers"]), self.hosts)
+                receive = await self.admit(scope, receive)
         except ApiError as error:
             await refuse(scope, send, error)
         else:
             await self.app(scope, receive, send)
+        finally:
+            self.forget(scope)
+
+    async def admit(self, scope: Message, receive: Receive) -> Receive:
+        """Return what gives the request to the application, or raise ``ApiError``."""
+        check_hosts(dict(scope["headers"]), self.hosts)
+        return receive
+
+    def forget(self, scope: Message) -> None:
+        """Of a request that is over."""
 
 
-class Guard:
+class Guard(HostGuard):
     """Lets a request through to ``app``, or answers it with an error of OpenAI's form.
 
     Args:
@@ -66,40 +75,46 @@ class Guard:
     """
 
     def __init__(self, app: Application, limits: Limits | None = None):
-        self.app = app
-        self.limits = Limits.from_environment() if limits is None else limits
+        self.limits = limits or Limits.from_environment()
+        super().__init__(app, self.limits.hosts)
         self.held: dict[int, int] = {}  # bytes of each request whose body arrives or is answered
-        self.answered = 0
+        self.answered: set[int] = set()
         # So many that hosts from which pictures are fetched keep no other request waiting.
         self.readers = ThreadPoolExecutor(self.limits.most_at_once or 64, "reader")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self.app(scope, receive, send)
-            return
-        key, is_answered = id(scope), False
+    async def admit(self, scope: Message, receive: Receive) -> Receive:
+        if scope["path"] in OPEN_PATHS:
+            return receive
+        check_hosts(dict(scope["headers"]), self.hosts)
+        self._check_key_and_type(scope)
+        if scope["method"] != "POST":
+            return receive
         try:
-            self._check_head(scope)
-            if scope["method"] == "POST":
-                content = await self._content(receive, key)
-                # Not before: slow bodies would keep others out.
-                self._check_number()
-                self.answered, is_answered = self.answered + 1, True
-                receive = await self._checked(scope, content, receive)
-        except ApiError as error:
-            await refuse(scope, send, error)
-        else:
-            await self.app(scope, receive, send)
-        finally:
-            self.held.pop(key, None)
-            self.answered -= is_answered
+            async with asyncio.timeout(SECONDS_TO_SEND):
+                content = await self._read(receive, id(scope))
+        except TimeoutError:
+            raise ApiError(408, f"the request did not arrive in {SECONDS_TO_SEND} s") from None
+        most = self.limits.most_at_once
+        # Not before: slow bodies would keep others out.
+        if most is not None and len(self.answered) >= most:
+            raise ApiError(429, f"{most} requests wait or are answered, and no more may: try later")
+        self.answered.add(id(scope))
+        loop = asyncio.get_running_loop()
+        parsing = loop.run_in_executor(self.readers, parse, content, self.limits)
+        scope[BODY], content = await parsing
+        messages = [{"type": "http.request", "body": content, "more_body": False}]
 
-    def _check_head(self, scope: Scope) -> None:
+        async def again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return again
+
+    def forget(self, scope: Message) -> None:
+        self.held.pop(id(scope), None)
+        self.answered.discard(id(scope))
+
+    def _check_key_and_type(self, scope: Message) -> None:
         headers = dict(scope["headers"])
-        check_hosts(headers, self.limits.hosts)
         key = self.limits.api_key
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         is_right = secrets.compare_digest(given.strip(), (key or "").encode())
@@ -110,48 +125,24 @@ class Guard:
                 "KEY",
                 code="invalid_api_key",
             )
-        if scope["method"] == "POST":
-            kind = headers.get(b"content-type", b"").decode("latin-1")
-            # A page of the web may send other types without asking, to any machine.
-            if kind.partition(";")[0].strip().lower() != "application/json":
-                raise ApiError(415, f"Content-Type is {kind!r}; expected application/json")
-
-    def _check_number(self) -> None:
-        most = self.limits.most_at_once
-        if most is not None and self.answered >= most:
-            raise ApiError(429, f"{most} requests wait or are answered, and no more may: try later")
-
-    async def _content(self, receive: Receive, key: int) -> bytes:
-        try:
-            async with asyncio.timeout(SECONDS_TO_SEND):
-                return await self._read(receive, key)
-        except TimeoutError:
-            raise ApiError(408, f"the request did not arrive in {SECONDS_TO_SEND} s") from None
-
-    async def _checked(self, scope: Scope, content: bytes, receive: Receive) -> Receive:
-        """Check the body, and return what gives it to the application."""
-        loop = asyncio.get_running_loop()
-        parsing = loop.run_in_executor(self.readers, parse, content, self.limits)
-        scope[BODY], content = await parsing
-        messages = [{"type": "http.request", "body": content, "more_body": False}]
-
-        async def again() -> MutableMapping[str, Any]:
-            return messages.pop() if messages else await receive()
-
-        return again
+        kind = headers.get(b"content-type", b"").decode("latin-1")
+        # A page of the web may send other types without asking, to any machine.
+        is_json = kind.partition(";")[0].strip().lower() == "application/json"
+        if scope["method"] == "POST" and not is_json:
+            raise ApiError(415, f"Content-Type is {kind!r}; expected application/json")
 
     async def _read(self, receive: Receive, key: int) -> bytes:
         parts, size, most = [], 0, self.limits.max_body_bytes
+        room = LARGEST_AT_ONCE * most if self.limits.most_at_once is not None else float("inf")
         is_whole = is_full = False
         while not is_whole and size <= most + MOST_BYTES_DROPPED:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ApiError(400, "the request ended before all of it was there")
-            part = message.get("body", b"")
-            is_whole, size = not message.get("more_body", False), size + len(part)
-            parts.append(part)
+            parts.append(message.get("body", b""))
+            is_whole, size = not message.get("more_body", False), size + len(parts[-1])
             self.held[key] = size
-            is_full = is_full or self._is_full()
+            is_full = is_full or sum(self.held.values()) > room
             if size > most or is_full:
                 parts.clear()
                 self.held[key] = 0
@@ -165,26 +156,14 @@ class Guard:
         if is_full:
             raise ApiError(
                 429,
-                f"the requests that wait or are answered have {sum(self.held.values()):,} bytes, "
-                f"which leave no room for {size:,} more of {self._most_held():,}: try later",
+                f"the requests that wait or are answered may have {room:,} bytes, which leave no "
+                f"room for {size:,} more: try later",
             )
         return b"".join(parts)
 
-    def _is_full(self) -> bool:
-        return self.limits.most_at_once is not None and (
-            sum(self.held.values()) > self._most_held()
-        )
-
-    def _most_held(self) -> int:
-        return LARGEST_AT_ONCE * self.limits.max_body_bytes
-
 
 def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
-    """The JSON of a body, and the body, with pictures in place of what was fetched.
-
-    Raises:
-        ApiError: it is none, too large, or :func:`pictures.secure` refuses it.
-    """
+    """The JSON of a body, and the body, with pictures in place of what was fetched."""
     rest = len(content) - sum(len(found[0]) for found in DATA_URL.finditer(content))
     # Before it is parsed: small values take a hundred times the memory that they have here.
     if rest > MOST_BYTES_OF_TEXT:
@@ -198,27 +177,26 @@ def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
     return (body, json.dumps(body).encode()) if secure(body, limits) else (body, content)
 
 
-def check_hosts(headers: dict[bytes, bytes], hosts: tuple[str, ...] | None) -> None:
+def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> None:
     """Raise ``ApiError`` if a request, or the page that sends it, is of another host."""
     if hosts is None:
         return
     host = _without_port(headers.get(b"host", b""))
+    origin = _without_port(headers.get(b"origin", b"").rpartition(b"://")[2])
+    told = ""
     # An address in numbers is no name that leads elsewhere; a page may come from one.
     if host not in hosts and _address(host) is None:
-        raise _of_another_host("called", host, hosts)
-    if b"origin" in headers:
-        origin = _without_port(headers[b"origin"].rpartition(b"://")[2])
+        told = f"called {host!r}"
+    elif b"origin" in headers and origin not in (host, *hosts):
         address = _address(origin)
-        if origin not in (host, *hosts) and not (address and address.is_loopback):
-            raise _of_another_host("asked by a page of", origin, hosts)
-
-
-def _of_another_host(what: str, host: str, hosts: tuple[str, ...]) -> ApiError:
-    return ApiError(
-        403,
-        f"the server was {what} {host!r}; expected an address of this machine in numbers, or "
-        f"{' or '.join(hosts)}: other names need a server that has an --api-key",
-    )
+        if address is None or not address.is_loopback:
+            told = f"asked by a page of {origin!r}"
+    if told:
+        raise ApiError(
+            403,
+            f"the server was {told}; expected an address of this machine in numbers, or "
+            f"{' or '.join(hosts)}: other names need a server that has an --api-key",
+        )
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -234,7 +212,7 @@ def _without_port(given: bytes) -> str:
     return (name if colon and port.isdecimal() else host).strip("[]").lower()
 
 
-async def refuse(scope: Scope, send: Send, error: ApiError) -> None:
+async def refuse(scope: Message, send: Send, error: ApiError) -> None:
     """Answer a request with an error, of which a line is printed."""
     log(scope["path"], error)
     content = json.dumps(error.body()).encode()

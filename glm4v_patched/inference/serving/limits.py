@@ -1,8 +1,13 @@
-"""What clients of a server may do; needs no torch."""
+"""What clients of a server may do, and the errors that tell them otherwise; needs no torch."""
 
 import json
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...terminal_text import printable, shorten
 
 VARIABLE = "GLM4V_PATCHED_LIMITS"
 """Hands the limits on to vLLM's processes, whose middleware takes no arguments."""
@@ -31,7 +36,7 @@ class Limits:
     """
 
     api_key: str | None = None
-    hosts: tuple[str, ...] | None = None
+    hosts: Sequence[str] | None = None
     max_body_bytes: int = 32 * 10**6
     max_pixels: int = 50 * 10**6
     max_pictures: int = 16
@@ -44,12 +49,36 @@ class Limits:
     @staticmethod
     def from_environment() -> "Limits":
         """Raises ``RuntimeError`` if there are none: a server without limits must not start."""
-        try:
-            values = json.loads(os.environ[VARIABLE])
-            hosts = values.pop("hosts")
-            return Limits(hosts=None if hosts is None else tuple(hosts), **values)
-        except (KeyError, ValueError, TypeError) as error:
-            raise RuntimeError(
-                f"{VARIABLE} does not hold the limits of the server ({error!r}): start it by "
-                "glm4v-patched serve"
-            ) from None
+        if VARIABLE not in os.environ:
+            raise RuntimeError(f"{VARIABLE} is not set: start the server by glm4v-patched serve")
+        return Limits(**json.loads(os.environ[VARIABLE]))
+
+
+class ApiError(Exception):
+    """What a client is told, in the form of OpenAI's API.
+
+    Args:
+        status: Of HTTP.
+        param: The key of the request that is wrong.
+        code: OpenAI's word for the mistake, which programs read.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+
+def log(path: str, told: object) -> None:
+    """Print a line about a request; what clients say in it may hold what a terminal would obey."""
+    status = f"{told.status} " if isinstance(told, ApiError) else ""
+    line = printable(shorten(str(told), 300))
+    print(time.strftime("%H:%M:%S"), f"{shorten(path)}: {status}{line}", flush=True)

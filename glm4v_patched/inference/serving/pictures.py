@@ -18,8 +18,7 @@ from PIL import Image
 
 from ...data.messages import as_words
 from ...data.pictures import fetch, from_data_url
-from .errors import ApiError
-from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, Limits
+from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, ApiError, Limits
 
 # Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
 KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
@@ -36,24 +35,40 @@ def secure(body: Any, limits: Limits) -> bool:
 
     Returns:
         Whether the body was changed.
-
-    Raises:
-        ApiError: a picture must not be fetched, or is none, or too large; there are too many
-            pictures, or too much beside them.
     """
-    pictures = Pictures(limits)
-    others = 0
-    changed = False
-    for holder, key, is_picture in _strings_in(body):
-        if is_picture:
-            found = pictures.as_data_url(holder[key])
-            changed = changed or found is not holder[key]
-            holder[key] = found
-        else:
-            others += len(holder[key])
+    places = list(_strings_in(body))
+    others = sum(len(holder[key]) for holder, key, is_picture in places if not is_picture)
     if others > MOST_BYTES_OF_TEXT:
         raise too_much_text(others)
-    return changed
+    pictures = [(holder, key) for holder, key, is_picture in places if is_picture]
+    if len(pictures) > limits.max_pictures:
+        raise ApiError(
+            400,
+            f"the messages have {len(pictures):,} pictures; this server takes "
+            f"{limits.max_pictures:,} (--max-pictures): send fewer",
+            "messages",
+            "too_many_images",
+        )
+    fetched = pixels = 0
+    for number, (holder, key) in enumerate(pictures, start=1):
+        url = holder[key]
+        if url[:5].lower() == "data:":
+            try:
+                content = from_data_url(url)
+            except ValueError as error:
+                raise _refused(str(error)) from None
+        else:
+            content = _fetched(url, limits, fetched)
+            fetched += len(content)
+            holder[key] = "data:image/any;base64," + base64.b64encode(content).decode()
+        pixels += require_size(content, limits)
+        if pixels > limits.max_pixels * LARGEST_PICTURES:
+            raise _too_large(
+                f"the first {number:,} pictures have {pixels / 1e6:.1f} million pixels",
+                limits.max_pixels * LARGEST_PICTURES,
+                f"{LARGEST_PICTURES} times --max-picture-megapixels",
+            )
+    return fetched > 0
 
 
 def too_much_text(size: int) -> ApiError:
@@ -79,78 +94,27 @@ def _strings_in(body: Any) -> Iterator[tuple[Any, Any, bool]]:
                 waiting.append((each, may_be))
 
 
-class Pictures:
-    """The pictures of a request, counted."""
-
-    def __init__(self, limits: Limits):
-        self.limits = limits
-        self.number = self.pixels = self.fetched = 0
-
-    def as_data_url(self, url: str) -> str:
-        """The same, or what lies behind a URL of http(s) where these are allowed.
-
-        Raises:
-            ApiError: it is something else, no picture, or too large; or too many were there before.
-        """
-        self.number += 1
-        most = self.limits.max_pictures
-        if self.number > most:
-            raise ApiError(
-                400,
-                f"the messages have {self.number:,} pictures or more; this server takes {most:,} "
-                "(--max-pictures): send fewer",
-                "messages",
-                "too_many_images",
-            )
-        if url[:5].lower() == "data:":
-            try:
-                content = from_data_url(url)
-            except ValueError as error:
-                raise _refused(str(error)) from None
-        elif url[:8].lower().startswith(("http://", "https://")):
-            content = self._fetched(url)
-            url = "data:image/any;base64," + base64.b64encode(content).decode()
-        else:
-            raise _refused(f"image is {as_words(url)}; expected data:image/...;base64,...")
-        self._add(require_size(content, self.limits))
-        return url
-
-    def _fetched(self, url: str) -> bytes:
-        if not self.limits.allow_urls:
-            raise ApiError(
-                400,
-                f"image is {as_words(url)}: this server fetches no pictures (it was started "
-                "without --allow-urls); send it as data:image/...;base64,...",
-                "messages",
-                "url_not_allowed",
-            )
-        most = self.limits.max_body_bytes - self.fetched
-        try:
-            content = fetch(url, most, SECONDS_TO_FETCH, ONLY_PUBLIC)
-        except ValueError as error:
-            all_of_it = f"{self.limits.max_body_bytes:,} (--max-body-mb)"
-            before = f"; pictures before it have {self.fetched:,} bytes of {all_of_it}"
-            raise _refused(f"{error}{before if self.fetched else ''}") from None
-        self.fetched += len(content)
-        return content
-
-    def _add(self, pixels: int) -> None:
-        self.pixels += pixels
-        most = self.limits.max_pixels * LARGEST_PICTURES
-        if self.pixels > most:
-            raise _too_large(
-                f"the first {self.number:,} pictures have {self.pixels / 1e6:.1f} million pixels",
-                most,
-                f"{LARGEST_PICTURES} times --max-picture-megapixels",
-            )
+def _fetched(url: str, limits: Limits, before: int) -> bytes:
+    """What lies behind an URL of http(s), where ``before`` bytes of the request were fetched."""
+    if not url[:8].lower().startswith(("http://", "https://")):
+        raise _refused(f"image is {as_words(url)}; expected data:image/...;base64,...")
+    if not limits.allow_urls:
+        raise ApiError(
+            400,
+            f"image is {as_words(url)}: this server fetches no pictures (it was started "
+            "without --allow-urls); send it as data:image/...;base64,...",
+            "messages",
+            "url_not_allowed",
+        )
+    try:
+        return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH, ONLY_PUBLIC)
+    except ValueError as error:
+        told = f"{before:,} of {limits.max_body_bytes:,} bytes (--max-body-mb) were fetched before"
+        raise _refused(f"{error}; {told}") from None
 
 
 def require_size(content: bytes, limits: Limits) -> int:
-    """How many pixels a picture has; it is not decoded for that.
-
-    Raises:
-        ApiError: too many, or it is no picture.
-    """
+    """How many pixels a picture has; it is not decoded for that."""
     option = "--max-picture-megapixels"
     try:
         with Image.open(io.BytesIO(content)) as image:

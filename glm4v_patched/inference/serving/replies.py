@@ -6,26 +6,23 @@ import uuid
 from typing import Any
 
 from .answer_queue import Ended
+from .requests import Wanted
 
 
-class Reply:
-    """Of an endpoint, to one request.
+class TextReply:
+    """Of ``/v1/completions``, to one request."""
 
-    Args:
-        model: Its name.
-        prompt_tokens: Of the request.
-        include_usage: Whether a stream ends with the number of tokens.
-    """
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    made_at = "created"
 
-    prefix, made_at = "", "created"
-
-    def __init__(self, model: str, prompt_tokens: int, include_usage: bool = False):
-        self.prompt_tokens, self.include_usage = prompt_tokens, include_usage
+    def __init__(self, wanted: Wanted):
+        self.include_usage = wanted.include_usage
         name = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.head = {"id": name, self.made_at: int(time.time()), "model": model}
+        self.head = {"id": name, self.made_at: int(time.time()), "model": wanted.model}
 
     def whole(self, text: str, end: Ended) -> dict[str, Any]:
-        raise NotImplementedError
+        usage = {"object": self.kind, "usage": self.usage(end)}
+        return self.head | usage | {"choices": [self.choice(text, end.reason, is_whole=True)]}
 
     def begin(self) -> list[str]:
         """Events before the answer."""
@@ -33,31 +30,11 @@ class Reply:
 
     def more(self, text: str) -> str:
         """The event of more of the answer."""
-        raise NotImplementedError
-
-    def end(self, text: str, end: Ended) -> list[str]:
-        """Events after the answer, which was ``text``."""
-        raise NotImplementedError
-
-
-class TextReply(Reply):
-    """Of ``/v1/completions``."""
-
-    prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def whole(self, text: str, end: Ended) -> dict[str, Any]:
-        choice = self.choice(text, end.reason, is_whole=True)
-        return self.head | {
-            "object": self.whole_kind,
-            "choices": [choice],
-            "usage": self._usage(end),
-        }
-
-    def more(self, text: str) -> str:
         return self._chunk([self.choice(text)])
 
     def end(self, text: str, end: Ended) -> list[str]:
-        usage = [self._chunk([], usage=self._usage(end))] if self.include_usage else []
+        """Events after the answer, which was ``text``."""
+        usage = [self._chunk([], usage=self.usage(end))] if self.include_usage else []
         return [self._chunk([self.choice("", end.reason)]), *usage, "data: [DONE]\n\n"]
 
     def choice(
@@ -65,21 +42,18 @@ class TextReply(Reply):
     ) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
+    def usage(self, end: Ended) -> dict[str, Any]:
+        told = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
+        return told | {"total_tokens": end.prompt_tokens + end.tokens}
+
     def _chunk(self, choices: list[dict], **more: Any) -> str:
         return event(self.head | {"object": self.chunk_kind, "choices": choices} | more)
-
-    def _usage(self, end: Ended) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": end.tokens,
-            "total_tokens": self.prompt_tokens + end.tokens,
-        }
 
 
 class ChatReply(TextReply):
     """Of ``/v1/chat/completions``."""
 
-    prefix, whole_kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def begin(self) -> list[str]:
         return [self._chunk([self.choice("") | {"delta": {"role": "assistant", "content": ""}}])]
@@ -87,82 +61,53 @@ class ChatReply(TextReply):
     def choice(
         self, text: str, reason: str | None = None, is_whole: bool = False
     ) -> dict[str, Any]:
-        said = {"role": "assistant", "content": text}
-        if not is_whole:
-            said = {"content": text} if text else {}
-        key = "message" if is_whole else "delta"
-        return {"index": 0, key: said, "logprobs": None, "finish_reason": reason}
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason}
+        if is_whole:
+            return choice | {"message": {"role": "assistant", "content": text}}
+        return choice | {"delta": {"content": text} if text else {}}
 
 
-class ResponseReply(Reply):
+class ResponseReply(TextReply):
     """Of ``/v1/responses``."""
 
     prefix, made_at = "resp", "created_at"
 
-    def __init__(self, model: str, prompt_tokens: int, include_usage: bool = False):
-        super().__init__(model, prompt_tokens)
+    def __init__(self, wanted: Wanted):
+        super().__init__(wanted)
         self.item = f"msg-{uuid.uuid4().hex}"
+        self.place = {"item_id": self.item, "output_index": 0, "content_index": 0}
         self.number = 0
 
-    def whole(self, text: str, end: Ended) -> dict[str, Any]:
-        return self._response(text, end)
-
     def begin(self) -> list[str]:
-        item, part = self._item("", "in_progress"), self._part("")
+        item = self._item("", "in_progress") | {"content": []}
         return [
-            self._event("created", response=self._response("")),
-            self._event("in_progress", response=self._response("")),
-            self._event("output_item.added", output_index=0, item=item | {"content": []}),
-            self._event("content_part.added", **self._place(), part=part),
+            self._event("created", response=self.whole("")),
+            self._event("in_progress", response=self.whole("")),
+            self._event("output_item.added", output_index=0, item=item),
+            self._event("content_part.added", **self.place, part=self._part("")),
         ]
 
     def more(self, text: str) -> str:
-        return self._event("output_text.delta", **self._place(), delta=text, logprobs=[])
+        return self._event("output_text.delta", **self.place, delta=text, logprobs=[])
 
     def end(self, text: str, end: Ended) -> list[str]:
-        response = self._response(text, end)
-        item = response["output"][0]
-        place = self._place()
+        response = self.whole(text, end)
         return [
-            self._event("output_text.done", **place, text=text, logprobs=[]),
-            self._event("content_part.done", **place, part=self._part(text)),
-            self._event("output_item.done", output_index=0, item=item),
+            self._event("output_text.done", **self.place, text=text, logprobs=[]),
+            self._event("content_part.done", **self.place, part=self._part(text)),
+            self._event("output_item.done", output_index=0, item=response["output"][0]),
             self._event(response["status"], response=response),
         ]
 
-    def _event(self, kind: str, **values: Any) -> str:
-        name = f"response.{kind}"
-        told = {"type": name, "sequence_number": self.number} | values
-        self.number += 1
-        return f"event: {name}\n{event(told)}"
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self.item, "output_index": 0, "content_index": 0}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": []}
-
-    def _item(self, text: str, status: str) -> dict[str, Any]:
-        content = [self._part(text)]
-        said = {"type": "message", "role": "assistant", "content": content}
-        return {"id": self.item, "status": status} | said
-
-    def _response(self, text: str, end: Ended | None = None) -> dict[str, Any]:
+    def whole(self, text: str, end: Ended | None = None) -> dict[str, Any]:
+        """Without an end, of an answer that is on its way."""
         cut = end is not None and end.reason == "length"
         status = "in_progress" if end is None else "incomplete" if cut else "completed"
-        tokens = 0 if end is None else end.tokens
-        usage = {
-            "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self.prompt_tokens + tokens,
-        }
         return self.head | {
             "object": "response",
             "status": status,
             "output": [] if end is None else [self._item(text, status)],
-            "usage": None if end is None else usage,
+            "usage": None if end is None else self.usage(end),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "error": None,
             "instructions": None,
@@ -171,6 +116,28 @@ class ResponseReply(Reply):
             "tool_choice": "none",
             "tools": [],
         }
+
+    def usage(self, end: Ended) -> dict[str, Any]:
+        return {
+            "input_tokens": end.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": end.tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": end.prompt_tokens + end.tokens,
+        }
+
+    def _event(self, kind: str, **values: Any) -> str:
+        name = f"response.{kind}"
+        told = {"type": name, "sequence_number": self.number} | values
+        self.number += 1
+        return f"event: {name}\n{event(told)}"
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": []}
+
+    def _item(self, text: str, status: str) -> dict[str, Any]:
+        said = {"type": "message", "role": "assistant", "content": [self._part(text)]}
+        return {"id": self.item, "status": status} | said
 
 
 def event(value: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ What the server cannot do is refused, unless the request asks for what it does a
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -14,7 +14,7 @@ from ...data.formats import read_messages
 from ...data.messages import as_words, check_messages, pictures_of, replace_pictures
 from ...data.pictures import from_data_url
 from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
-from .errors import ApiError
+from .limits import ApiError
 
 # Keys that change nothing about an answer.
 IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
@@ -57,6 +57,7 @@ IGNORED_OF_MESSAGES = ("name", "cache_control", "detail", "min_pixels", "max_pix
 ROLES = {"developer": "system"}
 TEXTS = ("text", "input_text", "output_text")
 IMAGES = ("image_url", "image", "input_image")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ALIASES = ("glm-4v", "glm-4v-9b")
 """What GLM-4's own clients call any glm-4v."""
 MOST_TEMPERATURE = 100
@@ -82,8 +83,6 @@ class Request(_Strict):
     """The keys of all requests; ``top_k`` and ``repetition_penalty`` are additions to OpenAI's API,
     as vLLM has them."""
 
-    length: ClassVar[tuple[str, ...]] = ("max_tokens",)
-
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -96,20 +95,19 @@ class Request(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def prompt_or_messages(self) -> Any:
+    def asked(self) -> Any:
+        """Messages, or a text to continue."""
         raise NotImplementedError
 
 
 class ChatRequest(Request):
     """Of ``/v1/chat/completions``."""
 
-    length = ("max_tokens", "max_completion_tokens")
-
     messages: list[dict[str, Any]]
     max_tokens: AtLeastOne | None = None
     max_completion_tokens: AtLeastOne | None = None
 
-    def prompt_or_messages(self) -> list[dict[str, Any]]:
+    def asked(self) -> list[dict[str, Any]]:
         return self.messages
 
 
@@ -119,20 +117,18 @@ class TextRequest(Request):
     prompt: Annotated[list[Text], Texts, Field(min_length=1, max_length=1)]
     max_tokens: AtLeastOne | None = None
 
-    def prompt_or_messages(self) -> str:
+    def asked(self) -> str:
         return self.prompt[0]
 
 
 class ResponseRequest(Request):
     """Of ``/v1/responses``, of which the server remembers none."""
 
-    length = ("max_output_tokens",)
-
     input: Text | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: AtLeastOne | None = None
 
-    def prompt_or_messages(self) -> list[dict[str, Any]]:
+    def asked(self) -> list[dict[str, Any]]:
         said = self.input
         asked = [{"role": "user", "content": said}] if isinstance(said, str) else said
         return [{"role": "system", "content": self.instructions or ""}, *asked]
@@ -184,17 +180,28 @@ def read_request(
     Args:
         names: Of the models that are served; the first is that of a request without one.
         defaults: What is generated where the request does not say.
-
-    Raises:
-        ApiError: says which key is wrong, and what is expected.
     """
-    request = _validated(kind, _plain(body, IGNORED, NEUTRAL))
-    asked = request.prompt_or_messages()
+    try:
+        request = kind.model_validate(_plain(body, IGNORED, NEUTRAL))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        told = first["msg"]
+        if first["type"] == "extra_forbidden":
+            told = f"is not read; expected one of {', '.join(kind.model_fields)}"
+        elif first["type"] != "missing":
+            told += f", and it is {as_words(first['input'])}"
+        raise ApiError(400, f"{key}: {told}", key) from None
+    asked = request.asked()
+    lengths = {k: v for k, v in request if k in LENGTHS and v is not None}
+    if len({*lengths.values()}) > 1:
+        told = " and ".join(f"{key} is {value}" for key, value in lengths.items())
+        raise ApiError(400, f"{told}, which say the same: give one of them", "max_tokens")
     return Wanted(
         prompt=asked if isinstance(asked, str) else _messages(asked),
         model=model_called(request.model, names),
         generation=_generation(request, defaults),
-        max_tokens=_length(request),
+        max_tokens=next(iter(lengths.values()), None),
         presence=request.presence_penalty,
         frequency=request.frequency_penalty,
         seed=request.seed,
@@ -205,11 +212,7 @@ def read_request(
 
 
 def model_called(name: str | None, names: Sequence[str]) -> str:
-    """Which of the models that are served a client means.
-
-    Raises:
-        ApiError: none of them.
-    """
+    """Which of the models that are served a client means; raises ``ApiError`` if none."""
     if name in names:
         return str(name)
     if name is None or name in ALIASES:
@@ -222,15 +225,14 @@ def model_called(name: str | None, names: Sequence[str]) -> str:
 def _plain(
     given: dict[str, Any], ignored: Sequence[str], neutral: dict[str, tuple[Any, ...]]
 ) -> dict[str, Any]:
-    """Without the keys that change nothing at their values, null among them.
-
-    Raises:
-        ApiError: one of ``neutral`` has another value.
-    """
+    """Without the keys that change nothing at their values, null among them."""
     plain = {k: v for k, v in given.items() if v is not None and k not in ignored}
     for key in neutral.keys() & plain.keys():
         value = plain.pop(key)
-        if not any(_are_equal(value, each) for each in neutral[key]):
+        # As JSON, where true is not 1.
+        if not any(
+            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral[key]
+        ):
             expected = " or ".join(json.dumps(each) for each in neutral[key])
             raise ApiError(
                 400,
@@ -240,33 +242,6 @@ def _plain(
                 "unsupported_parameter",
             )
     return plain
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """As JSON has it, where true is not 1."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
-
-
-def _validated(kind: type[Request], given: dict[str, Any]) -> Request:
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        told = first["msg"]
-        if first["type"] == "extra_forbidden":
-            told = f"is not read; expected one of {', '.join(kind.model_fields)}"
-        elif first["type"] != "missing":
-            told += f", and it is {as_words(first['input'])}"
-        raise ApiError(400, f"{key}: {told}", key) from None
-
-
-def _length(request: Request) -> int | None:
-    given = {key: value for key in request.length if (value := getattr(request, key)) is not None}
-    if len({*given.values()}) > 1:
-        told = " and ".join(f"{key} is {value}" for key, value in given.items())
-        raise ApiError(400, f"{told}, which say the same: give one of them", "max_tokens")
-    return next(iter(given.values()), None)
 
 
 def _messages(given: list[dict[str, Any]]) -> list[dict]:
@@ -326,11 +301,8 @@ def _part(given: Any) -> Any:
 
 
 def _generation(request: Request, defaults: Generation) -> Generation:
-    given: dict[str, Any] = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "repetition_penalty")
-        if (value := getattr(request, name)) is not None
-    }
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    given: dict[str, Any] = {k: v for k, v in request if k in names and v is not None}
     if given.get("top_p") == 1:  # of all tokens: no choice among them
         given["top_p"] = None
     if given.get("top_k") in (-1, 0):  # vLLM's words for the same

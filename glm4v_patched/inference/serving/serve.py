@@ -3,17 +3,17 @@
 Imports no torch before it must.
 """
 
-import errno
-import importlib.util
 import ipaddress
 import os
 import shlex
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from ...engine.options import require_packages
 from ...models.base import Base
 from ...models.check_weights import quantised_by
 from ...models.find import find_source
@@ -21,113 +21,37 @@ from ...models.placement import place
 from ...models.quantised_weights import check_weights
 from ...terminal_text import pip_install
 from ..questions import Generation
-from .limits import Limits
-from .vllm import environment_of, find_vllm, require_plugin, vllm_command
+from .limits import MOST_MEGAPIXELS, Limits
+from .vllm import environment_of, find_vllm, vllm_command
 
-ENGINES = ("auto", "transformers", "vllm")
 LOCAL_NAME = "localhost"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """What the command line asks for.
-
-    Args:
-        model: Folder of a model or of adapters, or an id of the Hub.
-        name: Of the model, for clients.
-        adapters: Folders of LoRA adapters on the same model, or ids of the Hub, by the names that
-            clients ask for them.
-        engine: One of :data:`ENGINES`; "auto" is vLLM on a GPU where it is installed.
-        port: 0 for any that is free.
-    """
-
-    model: str
-    name: str
-    revision: str | None = None
-    device: Any = "cuda"
-    weights: str | None = None
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    engine: str = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    generation: Generation = Generation()
-    limits: Limits = Limits()
-
-
-def serve(request: ServeOptions) -> None:
-    """Serve until the process is told to end.
-
-    Raises:
-        ValueError: the model, the address or the options cannot be used, before torch is imported.
-        RuntimeError: a package or a GPU is missing.
-    """
-    engine, program = choose_engine(request)
-    if engine == "vllm":
-        serve_by_vllm(request, program)
-    else:
-        serve_by_transformers(request)
-
-
-def choose_engine(request: ServeOptions) -> tuple[str, str]:
-    """ "vllm" or "transformers", and vLLM's program.
-
-    Raises:
-        ValueError: vLLM cannot do what is asked for; RuntimeError: it is not installed.
-    """
-    program = find_vllm() or ""
-    cannot = [
-        told
-        for is_asked, told in (
-            (request.device == "cpu", "--device cpu"),
-            (request.weights is not None, "weights in fewer bytes"),
-            (request.port == 0, "--port 0"),
-        )
-        if is_asked
-    ]
-    if request.engine == "transformers":
-        return "transformers", program
-    if request.engine == "auto":
-        return "vllm" if program and not cannot else "transformers", program
-    if cannot:
+def serve(options: Namespace) -> None:
+    """Serve until the process is told to end."""
+    limits = _limits(options)
+    adapters = dict(options.adapter)
+    if len(adapters) < len(options.adapter):
         raise ValueError(
-            f"--engine vllm does not take {' and '.join(cannot)}; leave it out, or take --engine "
-            "transformers"
+            f"--adapter: of {len(options.adapter)}, {len(adapters)} have different names"
         )
+    name = options.served_model_name or options.model
+    program = choose_vllm(options)
     if not program:
-        raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
-    return "vllm", program
-
-
-def serve_by_vllm(request: ServeOptions, program: str) -> None:
-    """Become vLLM's server.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`serve`.
-    """
-    require_plugin()
-    place(1, request.device)
-    with hold_address(request.host, request.port):  # until vLLM ends, which this process becomes
-        listen(request.host, request.port).close()
-        base, others = find_all(request)
-        address = request.host, request.port
-        command = vllm_command(program, base, request.name, others, address, request.generation)
-        print(f"vLLM serves {request.name}: {shlex.join(command)}", flush=True)
-        limits = replace(request.limits, most_at_once=None)
-        os.execve(command[0], command, environment_of(limits))
-
-
-def serve_by_transformers(request: ServeOptions) -> None:
-    """Serve with this package's own code.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`serve`.
-    """
-    require_packages("serve", ("starlette", "uvicorn"))
-    check_weights(request.weights, request.device)
-    placement = place(1, request.device)
-    with hold_address(request.host, request.port):
-        listener = listen(request.host, request.port)
-    base, others = find_all(request)
+        require_packages("serve")
+        check_weights(options.weights, options.device)
+    place(1, options.device)
+    listener = listen(options.host, options.port)
+    base = find_source(options.model, options.revision, options.weights)
+    others = find_adapters(base, name, adapters, options.weights)
+    generation = Generation.of(options)
+    names = [name, *others]
+    if program:
+        address = options.host, options.port
+        command = vllm_command(program, base, name, others, address, generation)
+        print(f"vLLM serves {name}: {shlex.join(command)}", flush=True)
+        listener.close()
+        os.execve(program, command, environment_of(replace(limits, most_at_once=None)))
 
     from ...models.loading import config_of, load
     from ..answer_worker import Answerer
@@ -136,46 +60,85 @@ def serve_by_transformers(request: ServeOptions) -> None:
     from .app import make_app
     from .connections import run_server
 
-    if request.limits.api_key is None and not is_local(request.host):
-        print(f"whoever reaches {request.host} may use this server: there is no --api-key")
-    loaded = load(base, "cpu" if placement.on_cpu else "cuda", request.weights)
+    if limits.api_key is None and not is_local(options.host):
+        print(f"whoever reaches {options.host} may use this server: there is no --api-key")
+    loaded = load(base, options.device, options.weights)
     model, using = with_adapters(loaded.model, base, others)
     # A recorded step has the adapters that it was recorded with.
-    method = request.weights or quantised_by(base.model, base.revision)
-    cache = "dynamic" if others else chosen("auto", str(request.device), 0, method)
-    answerer = Answerer(loaded._replace(model=model), request.generation, cache)
-    engine = AnswerQueue(answerer, config_of(base).seq_length, using)
-    names = [request.name, *others]
+    weights = options.weights or quantised_by(base.model, base.revision)
+    cache = "dynamic" if others else chosen("auto", options.device, 0, weights)
+    answerer = Answerer(loaded._replace(model=model), generation, cache)
+    queue = AnswerQueue(answerer, config_of(base).seq_length, using)
 
     def tell() -> None:
-        told = " and ".join(names)
-        print(f"{told} is served at {url_of(listener)} (Ctrl-C ends it)", flush=True)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        print(f"{' and '.join(names)} is served at {url} (Ctrl-C ends it)", flush=True)
 
-    app = make_app(engine, names, request.generation, request.limits, tell)
-    run_server(app, listener, on_exit=engine.stop)  # else it would be waited for, and cut off
+    app = make_app(queue, names, generation, limits, tell)
+    run_server(app, listener, on_exit=queue.stop)  # else it would be waited for, and cut off
 
 
-def find_all(request: ServeOptions) -> tuple[Base, dict[str, Base]]:
-    """The model, and by their names the adapters that are served beside it.
+def _limits(options: Namespace) -> Limits:
+    if options.max_picture_megapixels > MOST_MEGAPIXELS:
+        raise ValueError(
+            f"--max-picture-megapixels {options.max_picture_megapixels}: more than "
+            f"{MOST_MEGAPIXELS} are refused by Pillow"
+        )
+    variable = "GLM4V_PATCHED_API_KEY"  # where other users do not see it
+    key = os.environ.get(variable) if options.api_key is None else options.api_key
+    if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
+        where = variable if options.api_key is None else "--api-key"
+        raise ValueError(f"{where} is empty, or has spaces or letters beyond ASCII: give another")
+    return Limits(
+        api_key=key,
+        hosts=hosts_of(options.host, key),
+        max_body_bytes=options.max_body_mb * 10**6,
+        max_pixels=options.max_picture_megapixels * 10**6,
+        max_pictures=options.max_pictures,
+        allow_urls=options.allow_urls,
+    )
 
-    Raises:
-        ValueError: as :func:`find_source`; or adapters are of another model, or have its name.
-    """
-    base = find_source(request.model, request.revision, request.weights)
+
+def choose_vllm(options: Namespace) -> str | None:
+    """vLLM's program, if it is to serve."""
+    cannot = {
+        "--device cpu": options.device == "cpu",
+        "weights in fewer bytes": options.weights is not None,
+        "--port 0": options.port == 0,
+    }
+    told = " and ".join(each for each, is_asked in cannot.items() if is_asked)
+    program = find_vllm()
+    if options.engine == "transformers" or (options.engine == "auto" and (told or not program)):
+        return None
+    if told:
+        raise ValueError(
+            f"--engine vllm does not take {told}; leave it out, or take --engine transformers"
+        )
+    if not program:
+        raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
+    return program
+
+
+def find_adapters(
+    base: Base, name: str, adapters: Mapping[str, str], weights: str | None
+) -> dict[str, Base]:
+    """By their names, the adapters that are served beside a model."""
     others = {}
-    for name, folder in request.adapters.items():
-        found = find_source(folder, weights=request.weights)
+    for each, folder in adapters.items():
+        told = f"--adapter {each}={folder}"
+        found = find_source(folder, weights=weights)
         if found.adapters is None:
-            raise ValueError(f"--adapter {name}={folder}: it is a model; expected LoRA adapters")
+            raise ValueError(f"{told}: it is a model; expected LoRA adapters")
         if _place(found) != _place(base):
             raise ValueError(
-                f"--adapter {name}={folder}: they are adapters of {found.model}, and the model "
-                f"that is served is {base.model}; expected one and the same"
+                f"{told}: they are adapters of {found.model}, and the model that is served is "
+                f"{base.model}; expected one and the same"
             )
-        if name == request.name:
-            raise ValueError(f"--adapter {name}={folder}: the model has this name, too")
-        others[name] = found
-    return base, others
+        if each == name:
+            raise ValueError(f"{told}: the model has this name, too")
+        others[each] = found
+    return others
 
 
 def _place(base: Base) -> tuple[str, str | None]:
@@ -211,25 +174,8 @@ def with_adapters(
     return model, using
 
 
-def require_packages(command: str, names: Sequence[str]) -> None:
-    """Raise ``RuntimeError`` if a package that a command needs is missing."""
-    if missing := [name for name in names if not is_installed(name)]:
-        raise RuntimeError(f"{command} needs {' and '.join(missing)}: {pip_install(*missing)}")
-
-
-def is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ValueError:  # None stands for it in sys.modules, as for one that must not be imported
-        return False
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address. Connections wait in it until they are accepted.
-
-    Raises:
-        ValueError: there is no such address here, or it is in use.
-    """
+    """A socket at the address. Connections wait in it until they are accepted."""
     if not 0 <= port <= 65535:  # getaddrinfo() takes the lower 16 bits of others
         raise ValueError(f"--port {port}: expected 0 to 65535")
     try:
@@ -250,43 +196,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def hold_address(host: str, port: int) -> socket.socket:
-    """Take an address before anything listens there: vLLM does so only when it has loaded a model,
-    and lets others bind the address until then. Given up when the socket is closed, also by the
-    end of a program that this process has become.
-
-    Raises:
-        ValueError: another ``serve`` holds it, or the system refuses.
-    """
-    held = socket.socket(socket.AF_UNIX)
-    if port:  # else each gets one of its own
-        try:
-            held.bind(f"\0glm4v-patched serve {host}:{port}")  # a name of the kernel's, and no file
-        except OSError as error:
-            told = f"cannot be held ({error.strerror or error})"
-            if error.errno == errno.EADDRINUSE:
-                told = (
-                    "another glm4v-patched serve is starting or running there; give another port, "
-                    "or end that one"
-                )
-            raise ValueError(f"--host {host} --port {port}: {told}") from None
-    held.set_inheritable(True)
-    return held
-
-
-def url_of(listener: socket.socket) -> str:
-    """What clients take as ``base_url``."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-
-
-def hosts_of(host: str, api_key: str | None) -> tuple[str, ...] | None:
+def hosts_of(host: str, api_key: str | None) -> list[str] | None:
     """Names that clients may call the server by, where no key keeps the web's pages out: those of
     this machine, if others reach it, and what it was told to listen at."""
     if api_key:
         return None
     others = () if is_local(host) else (socket.gethostname().lower(),)
-    return tuple(dict.fromkeys((LOCAL_NAME, *others, host.lower())))
+    return [*dict.fromkeys((LOCAL_NAME, *others, host.lower()))]
 
 
 def is_local(host: str) -> bool:
@@ -295,14 +211,3 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == LOCAL_NAME
-
-
-def api_key_of(given: str | None, variable: str) -> str | None:
-    """The key from the command line, or from the environment, where other users do not see it."""
-    key = given if given is not None else os.environ.get(variable)
-    if key is None:
-        return None
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        where = "--api-key" if given is not None else variable
-        raise ValueError(f"{where} is empty, or has spaces or letters beyond ASCII: give another")
-    return key

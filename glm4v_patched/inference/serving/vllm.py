@@ -1,8 +1,7 @@
 """``vllm serve`` with our plug-in, our limits, and the options of ``glm4v-patched serve``.
 
 The plug-in (an entry point of this package) gives images the positions that they have; limits that
-vLLM does not have are kept by :class:`guard.Guard`, as its middleware. Imports neither torch nor
-vLLM.
+vLLM does not have are kept by :class:`guard.Guard`, as its middleware. Imports no vLLM.
 """
 
 import json
@@ -38,16 +37,6 @@ def find_vllm() -> str | None:
     return str(beside) if beside.is_file() else shutil.which("vllm")
 
 
-def require_plugin() -> None:
-    """Raise ``RuntimeError`` if vLLM would not find our plug-in, and compute other positions."""
-    if not any(each.module.startswith("glm4v_patched.") for each in entry_points(group=GROUP)):
-        raise RuntimeError(
-            f"vLLM would compute other positions than glm-4v has: this installation of "
-            f"glm4v-patched has no plug-in for it ({GROUP}); install it again: "
-            f"{pip_install('--force-reinstall', '--no-deps', 'glm4v-patched')}"
-        )
-
-
 def vllm_command(
     program: str,
     base: Base,
@@ -56,23 +45,17 @@ def vllm_command(
     address: tuple[str, int],
     generation: Generation,
 ) -> list[str]:
-    """The command of vLLM's server.
-
-    Args:
-        base: Of :func:`find.find_source`.
-        name: Of the model, for clients.
-        others: Adapters on the same model, by their names.
-        address: Host and port.
-
-    Raises:
-        ValueError: the adapters are not only on the language model, or have a larger rank than vLLM
-            takes; it does not take the seed.
-    """
-    host, port = address
+    """The command of vLLM's server."""
+    if not any(each.module.startswith("glm4v_patched.") for each in entry_points(group=GROUP)):
+        raise RuntimeError(
+            f"vLLM would compute other positions than glm-4v has: this installation of "
+            f"glm4v-patched has no plug-in for it ({GROUP}); install it again: "
+            f"{pip_install('--force-reinstall', '--no-deps', 'glm4v-patched')}"
+        )
     if not 0 <= generation.seed <= MOST_SEED:
         raise ValueError(f"--seed {generation.seed}: vLLM takes 0 to {MOST_SEED}")
     command = [program, "serve", base.model, "--trust-remote-code"]
-    command += ["--host", host, "--port", str(port)]
+    command += ["--host", address[0], "--port", str(address[1])]
     if base.revision is not None:
         command += ["--revision", base.revision]
     adapters = {key: found.adapters for key, found in others.items() if found.adapters}
@@ -82,14 +65,16 @@ def vllm_command(
         names = [f"{name}:base"]
     command += ["--served-model-name", *names]
     if adapters:
-        ranks = {folder: _rank_on_language_model(folder) for folder in adapters.values()}
-        largest = max(_least_rank_of_vllm(folder, rank) for folder, rank in ranks.items())
+        largest = max(map(_rank_for_vllm, adapters.values()))
         command += ["--enable-lora", "--max-lora-rank", str(largest), "--lora-modules"]
         command += [f"{key}={folder}" for key, folder in adapters.items()]
         command += ["--max-loras", str(len(adapters))]
     # What the model's folder says of sampling is for other uses, as in our other commands.
     command += ["--generation-config", "vllm"]
-    command += ["--override-generation-config", json.dumps(_defaults(generation))]
+    names = ["max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"]
+    given = {name: value for name, value in generation.given().items() if name in names}
+    given |= {} if generation.do_sample else {"temperature": 0}
+    command += ["--override-generation-config", json.dumps(given)]
     command += ["--seed", str(generation.seed)]
     # Its middleware fetches, and hands on data URLs.
     return [*command, "--middleware", MIDDLEWARE, "--allowed-media-domains", NO_DOMAIN]
@@ -97,60 +82,27 @@ def vllm_command(
 
 def environment_of(limits: Limits) -> dict[str, str]:
     """The environment of vLLM's server; a key is not in its command, which other users see."""
-    held = limits.to_json()
-    variables = {VARIABLE: held, "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
+    variables = {VARIABLE: limits.to_json(), "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
     if limits.api_key is not None:
         variables["VLLM_API_KEY"] = limits.api_key
     return os.environ | variables
 
 
-def _defaults(generation: Generation) -> Mapping[str, float | int]:
-    given = generation.given()
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
-    told = {name: given[name] for name in names if name in given}
-    return told if generation.do_sample else told | {"temperature": 0}
-
-
-def _rank_on_language_model(folder: Path) -> int:
-    """The adapters' rank.
-
-    Raises:
-        ValueError: they are on the vision tower, too, or have ranks or scales of their own in some
-            modules.
-    """
+def _rank_for_vllm(folder: Path) -> int:
+    """The least of :data:`LORA_RANKS` that has room for adapters: the rest is zeros."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     header, _ = read_header(folder / ADAPTER_WEIGHTS)
-    on_tower = sum(".vision." in name for name in header)
-    if on_tower:
-        raise ValueError(
-            f"{folder}: {on_tower} of the adapters' weights are on the vision tower, where vLLM "
-            f"does not compute adapters; {_cure(folder)}"
-        )
+    fault = None
+    if on_tower := sum(".vision." in name for name in header):
+        fault = f"{on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
+        fault += "compute adapters"
     # vLLM 0.32.0 reads them, others take no notice and scale by r and lora_alpha alone.
-    for key in ("rank_pattern", "alpha_pattern"):
-        if config.get(key):
-            raise ValueError(
-                f"{folder / ADAPTER_CONFIG}: {key} names {len(config[key])} modules, which not "
-                f"every vLLM heeds; {_cure(folder)}"
-            )
-    return config["r"]
-
-
-def _least_rank_of_vllm(folder: Path, rank: int) -> int:
-    """The least of :data:`LORA_RANKS` that has room for adapters of ``rank``: the rest is zeros.
-
-    Raises:
-        ValueError: none has.
-    """
-    for each in LORA_RANKS:
-        if rank <= each:
-            return each
-    raise ValueError(
-        f"{folder}: the adapters have rank {rank}, and vLLM takes {LORA_RANKS[-1]} at most; "
-        f"{_cure(folder)}"
-    )
-
-
-def _cure(folder: Path) -> str:
-    merge = own_command("merge", str(folder), "--out", "merged")
-    return f"merge them ({merge}) and serve that, or take --engine transformers"
+    elif patterns := [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]:
+        fault = f"the adapters have {' and '.join(patterns)}, which not every vLLM heeds"
+    elif config["r"] > LORA_RANKS[-1]:
+        fault = f"the adapters have rank {config['r']}, and vLLM takes {LORA_RANKS[-1]} at most"
+    if fault:
+        merge = own_command("merge", str(folder), "--out", "merged")
+        cure = f"merge them ({merge}) and serve that, or take --engine transformers"
+        raise ValueError(f"{folder}: {fault}; {cure}")
+    return next(each for each in LORA_RANKS if each >= config["r"])
