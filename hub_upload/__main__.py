@@ -16,9 +16,13 @@ def _parser() -> argparse.ArgumentParser:
         add(name, action="store_true", help=help)
 
     source = "folder of the original weights, or org/name@<commit of 40 hex digits>"
-    add = commands.add_parser("build", help="make the folder that is published").add_argument
-    add("--weights", metavar="SOURCE", help=source)
-    add("--adapter", type=Path, metavar="DIR", help="instead: a folder of LoRA adapters")
+    build = commands.add_parser("build", help="make the folder that is published")
+    group = build.add_mutually_exclusive_group(required=True)
+    group.add_argument("--weights", metavar="SOURCE", help=source)
+    group.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="instead: a folder of LoRA adapters"
+    )
+    add = build.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add("--name", default=DEFAULT_NAME, help=f"id to name in the card (default {DEFAULT_NAME})")
     of = "what the weights were trained from; of adapters ORG/NAME@COMMIT"
@@ -52,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         limit_silence()
-        status = {"build": _build, "verify": _verify, "publish": _publish}[options.command](options)
+        status = _run(options)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -69,40 +73,33 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _build(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "publish":
+        from .publish import publish
+
+        publish(options)
+        return 0
+    if options.command == "verify":
+        from .verify import verify
+
+        report = verify(options.target, options.revision, options.weights)
+        print(report.as_json() if options.json else report.as_table())
+        return 1 if report.failures else 0
     from . import adapter, build
 
-    if (options.weights is None) == (options.adapter is None):
-        raise ValueError("build takes one of --weights SOURCE and --adapter DIR")
+    said = options.fine_tune_of, options.trained
     if options.adapter is not None:
-        given = options.fine_tune_of, options.trained
-        manifest = adapter.build(options.adapter, options.out, options.name, *given)
-        assert manifest.fine_tune is not None
-        told = f"{len(manifest.names)} files, adapters of {manifest.fine_tune.base}"
-        print(f"version {manifest.version}: {told}")
-        return 0
-    source = build.read_source(options.weights, options.fine_tune_of, options.trained)
-    manifest = build.build(source, options.out, options.name)
-    origin, number = manifest.weights_from, len(manifest.weights)
+        manifest = adapter.build(options.adapter, options.out, options.name, *said)
+    else:
+        source = build.read_source(options.weights, *said)
+        manifest = build.build(source, options.out, options.name)
+    of, origin = manifest.fine_tune, manifest.weights_from
+    told = f"{len(manifest.names)} files, {len(manifest.weights)} of weights"
+    told += f", adapters of {of.base}" if of and manifest.is_of_adapters else ""
     where = f"copied by the Hub from {origin}, when published" if origin else "in the folder"
-    print(f"version {manifest.version}: {len(manifest.names)} files, {number} of weights, {where}")
-    if build.WEIGHTS_LICENSE not in manifest.files:
+    print(f"version {manifest.version}: {told}, {where}")
+    if not manifest.is_of_adapters and build.WEIGHTS_LICENSE not in manifest.files:
         print("the source has no licence file; the card links to the original's: read it")
-    return 0
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from .verify import verify
-
-    report = verify(options.target, options.revision, options.weights)
-    print(report.as_json() if options.json else report.as_table())
-    return 1 if report.failures else 0
-
-
-def _publish(options: argparse.Namespace) -> int:
-    from .publish import publish
-
-    publish(options)
     return 0
 
 

@@ -10,8 +10,6 @@ import re
 import shutil
 import tempfile
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,19 @@ from glm4v_patched.patch.repository import is_glm4v
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
-from .files import Contents, File, read_folder, read_repository, sha256_of, sha256_of_file
-from .layout import ARCHITECTURE, AUTO_MAPS, ID, INDEX, MANIFEST, SPECIAL_IDS, UPSTREAM, our_code
-from .manifest import FineTune, Listed, Manifest, Origin, read_manifest
+from .files import Contents, File, read_folder, read_repository, sha256_of_file
+from .layout import (
+    ARCHITECTURE,
+    AUTO_MAPS,
+    COMMIT,
+    ID,
+    INDEX,
+    MANIFEST,
+    SPECIAL_IDS,
+    UPSTREAM,
+    our_code,
+)
+from .manifest import FineTune, Listed, Manifest, Origin, as_json, read_manifest
 from .verify import Target, refuse_what_fails
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,8 +73,10 @@ def read_source(text: str, base: str | None = None, trained: str | None = None) 
 
     ``ValueError`` if it cannot be built from.
     """
-    local = Path(text).is_dir()
-    source = Source(text, read_folder(Path(text))) if local else _read_repository(text)
+    if Path(text).is_dir():
+        source = Source(text, read_folder(Path(text)))
+    else:
+        source = _read_repository(text)
     source.fine_tune = _fine_tune_of(source, base, trained)
     return source
 
@@ -76,7 +86,7 @@ def _read_repository(text: str) -> Source:
     if not re.fullmatch(ID, repository) or text.startswith("."):
         told = f"{text} is neither a folder nor a repository of the Hub"
         raise ValueError(f"{told}: give a folder, or {UPSTREAM}@<commit of 40 hex digits>")
-    if not re.fullmatch("[0-9a-f]{40}", revision):
+    if not re.fullmatch(COMMIT, revision):
         given = f"{revision} is no full commit" if revision else "no revision is given"
         commit = HfApi().model_info(repository, revision=revision or None).sha
         told = f"{repository}: {given}, and what it points to may change between two builds"
@@ -120,8 +130,7 @@ def build(source: Source, out: Path, name: str) -> Manifest:
     """Write the folder; return its manifest.
 
     An earlier build is replaced at once and only at the end; ``ValueError`` if ``out`` holds what
-    is not ours to replace, or if the build would not pass verify. Local weights are hard-linked, or
-    copied to another file system. ``name`` is for the card.
+    is not ours to replace, or if the build would not pass verify. ``name`` is for the card.
     """
     out = require_ours(out, source.name)
     built = contents(source, name)
@@ -149,15 +158,26 @@ def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: 
     manifest = read_manifest(built[MANIFEST])
     files = {n: File.of(content) for n, content in built.items()}
     refuse_what_fails(Target(f"the build of {source}", files | weights, manifest))
-    with _replacement_of(out) as folder:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
+        new, old = Path(beside, "new"), Path(beside, "old")
+        new.mkdir()
         for file_name, content in built.items():
-            (folder / file_name).write_bytes(content)
+            (new / file_name).write_bytes(content)
         for file_name, file in weights.items():
             original = os.path.realpath(str(file.path))
             try:
-                os.link(original, folder / file_name)
+                os.link(original, new / file_name)
             except OSError:  # such as to another file system
-                shutil.copyfile(original, folder / file_name)
+                shutil.copyfile(original, new / file_name)
+        if out.exists():
+            out.rename(old)
+        try:
+            new.rename(out)
+        except BaseException:
+            if old.exists():
+                old.rename(out)
+            raise
     return manifest
 
 
@@ -190,7 +210,8 @@ def with_manifest(
     fine_tune: FineTune | None,
     origin: Origin | None = None,
 ) -> dict[str, bytes]:
-    listed = {n: Listed(size=len(c), sha256=sha256_of(c)) for n, c in files.items()} | weights
+    made = {name: File.of(content) for name, content in files.items()}
+    listed = {n: Listed(size=f.size, sha256=str(f.sha256)) for n, f in made.items()} | weights
     manifest = Manifest(
         version=glm4v_patched.__version__,
         weights_from=origin,
@@ -265,25 +286,3 @@ def _card(source: Source, name: str, license_name: str | None, needs: list[str])
         license_file=license_name and WEIGHTS_LICENSE,
     )
     return card.encode()
-
-
-def as_json(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-@contextmanager
-def _replacement_of(out: Path) -> Iterator[Path]:
-    """A new folder beside ``out`` that takes its place at the end, or vanishes with an error."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
-        new, old = Path(beside, "new"), Path(beside, "old")
-        new.mkdir()
-        yield new
-        if out.exists():
-            out.rename(old)
-        try:
-            new.rename(out)
-        except BaseException:
-            if old.exists():
-                old.rename(out)
-            raise

@@ -3,8 +3,6 @@
 import errno
 import os
 import re
-import traceback
-from collections.abc import Iterable
 
 import huggingface_hub
 from huggingface_hub import constants, get_token
@@ -12,13 +10,12 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import _http
 
 from glm4v_patched.patch.repository import host_of
-from glm4v_patched.terminal_text import listed, printable
+from glm4v_patched.terminal_text import printable
 
 # A server may take its time over a commit; without the client's variable, so many seconds.
 LONGEST_SILENCE = 60
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 AGAIN = "run the same command again: it finds what has arrived and does the rest"
-NO_HUB = "the server's answer is not that of a Hub"
 
 
 def limit_silence() -> None:
@@ -41,11 +38,7 @@ def limit_silence() -> None:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """What happened, and what to do; ``None`` for a mistake of ours.
-
-    The Hub's client takes answers for what they should be, so any error of Python's that is raised
-    in it may be the server's. Raised in this package, it is a mistake of ours.
-    """
+    """What happened, and what to do; ``None`` for a mistake of ours."""
     link: BaseException | None = error
     while link is not None:
         told = " ".join(str(link).split())
@@ -59,18 +52,8 @@ def reason_of(error: BaseException) -> str | None:
         if isinstance(link, hub_errors.HTTPError):
             return f"{_reason_of_server(link, told)}; {AGAIN}"
         link = link.__cause__ if link.__suppress_context__ else link.__context__
-    if _of_client(error):
-        return f"{NO_HUB} ({type(error).__name__}: {error}): check HF_ENDPOINT; {AGAIN}"
-    return str(error) if isinstance(error, (OSError, ValueError, RuntimeError)) else None
-
-
-def _of_client(error: BaseException) -> bool:
-    """Whether it was raised in the Hub's client, or in what that calls that is not ours."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
-    ours = "hub_upload", "glm4v_patched"
-    known = [name for name in packages if name == "huggingface_hub" or name in ours]
-    return known[-1:] == ["huggingface_hub"]
+    known = isinstance(error, (OSError, ValueError, RuntimeError))
+    return str(error) if known or type(error).__module__ == hub_errors.__name__ else None
 
 
 def _reason_of_server(error: hub_errors.HTTPError, told: str) -> str:
@@ -89,8 +72,3 @@ def without_secrets(message: str) -> str:
         message = message.replace(token, "<token>")
     message = re.sub(r"\?[\w.%-]+=[^\s'\"),;]*", "", message)
     return printable(" ".join(message.split()))
-
-
-def shorten(names: Iterable[str], limit: int = 3) -> str:
-    """A few of many names, and how many there are."""
-    return listed(sorted(names), limit)

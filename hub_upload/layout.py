@@ -29,7 +29,7 @@ SINGLE_FILE = "model.safetensors"
 # All that a build writes beside code, weights and its manifest.
 FILES = {*AUTO_MAPS, INDEX, "MODEL_LICENSE", "LICENSE", "README.md", "chat_template.jinja"}
 FILES |= {"generation_config.json", "requirements.txt", "tokenizer.json"}
-ID = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+"
+ID, COMMIT = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", "[0-9a-f]{40}"
 SHARD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,87 +18,77 @@ QUESTION = "What is in this picture? 你好，世界！\n\tdef f(x):  return x"
 SHRUNK = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16}
 SHRUNK |= {"num_attention_heads": 4, "multi_query_group_num": 2, "skip_logits": True}
 SHRUNK_TOWER = {"num_hidden_layers": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128}
+STEPS = ["loads", "answers", "trains"]
 
 
-class LoadCheck:
-    """What is loaded by one step and used by the next; each says what it found, or raises."""
+def check(source: str) -> Iterator[str]:
+    """What each of the steps found; raises where one fails."""
+    import torch
+    import transformers
 
-    def __init__(self, source: str):
-        self.source = source
-
-    def load(self, auto: str) -> Any:
-        """What an Auto class of transformers makes of the folder: a class of the folder's own."""
-        import transformers
-
-        load = getattr(transformers, auto).from_pretrained
-        loaded = load(self.source, trust_remote_code=True, local_files_only=True)
+    def load(auto: str) -> Any:
+        """A class of the folder's own."""
+        from_pretrained = getattr(transformers, auto).from_pretrained
+        loaded = from_pretrained(source, trust_remote_code=True, local_files_only=True)
         module = type(loaded).__module__
         assert module.startswith("transformers_modules."), f"{auto} loads a class of {module}"
         return loaded
 
-    def loads(self) -> str:
-        from transformers import AutoModelForCausalLM
-
-        self.processor, tokenizer = self.load("AutoProcessor"), self.load("AutoTokenizer")
-        self.load("AutoImageProcessor")
-        ids = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
-        assert tokenizer.decode(ids) == QUESTION, f"{QUESTION!r} does not survive its ids {ids}"
-        if any(Path(self.source).glob("*.safetensors")):
-            self.model = self.load("AutoModelForCausalLM")
-            return f"{len(tokenizer):,} ids, {len(self.model.state_dict()):,} tensors"
-        config = self.load("AutoConfig")
-        values = config.to_dict() | SHRUNK | {"name_or_path": self.source, "dtype": "float32"}
+    processor, tokenizer = load("AutoProcessor"), load("AutoTokenizer")
+    load("AutoImageProcessor")
+    ids = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == QUESTION, f"{QUESTION!r} does not survive its ids {ids}"
+    if any(Path(source).glob("*.safetensors")):
+        model, held = load("AutoModelForCausalLM"), "the weights"
+    else:
+        config = load("AutoConfig")
+        values = config.to_dict() | SHRUNK | {"name_or_path": source, "dtype": "float32"}
         values["vision_config"] = config.vision_config | SHRUNK_TOWER
-        small = type(config)(**values)
-        self.model = AutoModelForCausalLM.from_config(small, trust_remote_code=True)
-        return f"{len(tokenizer):,} ids, 2 + 2 layers of width 64 with random weights"
+        from_config = transformers.AutoModelForCausalLM.from_config
+        model = from_config(type(config)(**values), trust_remote_code=True)
+        held = "2 + 2 layers of width 64 with random weights"
+    yield f"{len(tokenizer):,} ids, {held}"
 
-    def inputs(self, seed: int) -> dict[str, Any]:
-        """A question about a drawn picture."""
-        import numpy as np
-        from PIL import Image
+    inputs, other = (inputs_of(processor, seed, model.dtype) for seed in range(2))
+    model.eval()
+    with torch.no_grad():
+        drawn = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
+    change = (logits[0] - logits[1]).abs().max().item()
+    assert 0 < change < math.inf, f"another picture changes logits by {change}"
+    number = drawn.shape[1] - inputs["input_ids"].shape[1]
+    yield f"{number} tokens; another picture changes logits by {change:.1e}"
 
-        pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        chat = [{"role": "user", "image": Image.fromarray(pixels), "content": QUESTION}]
-        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        inputs = self.processor.apply_chat_template(chat, tokenize=True, **options)
-        return dict(inputs.to(self.model.dtype))
-
-    def answers(self) -> str:
-        import torch
-
-        model, inputs, other = self.model.eval(), self.inputs(seed=0), self.inputs(seed=1)
-        with torch.no_grad():
-            ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-            logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
-        change = (logits[0] - logits[1]).abs().max().item()
-        assert 0 < change < math.inf, f"another picture changes logits by {change}"
-        number = ids.shape[1] - inputs["input_ids"].shape[1]
-        return f"{number} tokens; another picture changes logits by {change:.1e}"
-
-    def trains(self) -> str:
-        model, inputs = self.model.train(), self.inputs(seed=0)
-        # Renamed in transformers 5.23; the old name goes at 6.0.
-        is_renamed = hasattr(model, "activation_checkpointing_enable")
-        name = "activation_checkpointing_enable" if is_renamed else "gradient_checkpointing_enable"
-        getattr(model, name)({"use_reentrant": False})
-        loss = model(**inputs, labels=inputs["input_ids"]).loss
-        loss.backward()
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        without = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
-        assert not without, f"{len(without)} have no finite gradient, such as {without[0]}"
-        return f"loss {loss.item():.3f}, {len(grads):,} gradients, with activation checkpointing"
+    model.train()
+    # Renamed in transformers 5.23; the old name goes at 6.0.
+    is_renamed = hasattr(model, "activation_checkpointing_enable")
+    name = "activation_checkpointing_enable" if is_renamed else "gradient_checkpointing_enable"
+    getattr(model, name)({"use_reentrant": False})
+    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    without = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
+    assert not without, f"{len(without)} have no finite gradient, such as {without[0]}"
+    yield f"loss {loss.item():.3f}, {len(grads):,} gradients, with activation checkpointing"
 
 
-STEPS = ["loads", "answers", "trains"]
+def inputs_of(processor: Any, seed: int, dtype: Any) -> dict[str, Any]:
+    """A question about a drawn picture."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    chat = [{"role": "user", "image": Image.fromarray(pixels), "content": QUESTION}]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return dict(processor.apply_chat_template(chat, tokenize=True, **options).to(dtype))
 
 
 def main(source: str) -> None:
     """Print a line of JSON after each step, and nothing else."""
-    check = LoadCheck(source)
+    found = check(source)
     for step in STEPS:
         with contextlib.redirect_stdout(sys.stderr):
-            told = getattr(check, step)()
+            told = next(found)
         print(json.dumps([step, "passed", told]), flush=True)
 
 

@@ -7,13 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm4v_patched.terminal_text import printable
 
-from .layout import ADAPTER_WEIGHTS, ID, MANIFEST
+from .layout import ADAPTER_WEIGHTS, COMMIT, ID, MANIFEST
 
 Id = Annotated[str, Field(pattern=f"^{ID}$")]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Commit = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
 FileName = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
-Version = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+){2}[A-Za-z0-9_.+-]*$")]
 
 
 class _Strict(BaseModel):
@@ -22,14 +19,14 @@ class _Strict(BaseModel):
 
 class Listed(_Strict):
     size: Annotated[int, Field(ge=0)]
-    sha256: Sha256
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Origin(_Strict):
     """A repository of the Hub, at a commit."""
 
     repository: Id
-    revision: Commit
+    revision: Annotated[str, Field(pattern=f"^{COMMIT}$")]
 
     def __str__(self) -> str:
         return f"{self.repository}@{self.revision}"
@@ -45,7 +42,7 @@ class FineTune(_Strict):
 class Manifest(_Strict):
     """Every file of a build but this one. Weights that were in a folder have no origin."""
 
-    version: Version
+    version: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+){2}[A-Za-z0-9_.+-]*$")]
     weights_from: Origin | None
     fine_tune: FineTune | None
     files: dict[FileName, Listed]
@@ -83,3 +80,7 @@ def read_object(content: bytes, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}, expected a JSON object")
     return values
+
+
+def as_json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

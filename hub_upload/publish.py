@@ -9,7 +9,6 @@ arrived.
 
 import argparse
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import (
@@ -19,12 +18,12 @@ from huggingface_hub import (
     HfApi,
     get_token,
 )
-from huggingface_hub import errors as hub_errors
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoSibling
 
-from glm4v_patched.terminal_text import in_bytes, printable
+from glm4v_patched.terminal_text import in_bytes, listed, printable
 
-from .errors import AGAIN, shorten
+from .errors import AGAIN
 from .files import Contents, File, look_at, read_folder
 from .layout import ID, MANIFEST
 from .manifest import Manifest, read_manifest
@@ -33,6 +32,7 @@ from .verify import OF_GIT, Target, refuse_what_fails
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 UPLOAD = "build with --weights FOLDER, to upload them"
 NEVER_MOVED = "People pin tags, so it is not moved: raise the version and build again"
+State = dict[str, RepoSibling]
 
 
 def say(line: str) -> None:
@@ -44,9 +44,9 @@ def read_build(folder: Path) -> tuple[Manifest, dict[str, File]]:
     files = {name: file for name, file in read_folder(folder).items() if name not in OF_GIT}
     manifest = Contents(str(folder), files).read_manifest()
     refuse_what_fails(Target(str(folder), files, manifest))
-    for name, listed in manifest.weights.items():
+    for name, given in manifest.weights.items():
         path = files[name].path if name in files else None
-        files[name] = File(listed.size, listed.sha256, path=path)
+        files[name] = File(given.size, given.sha256, path=path)
     return manifest, dict(sorted(files.items()))
 
 
@@ -61,13 +61,13 @@ class Publication:
         self.tag = f"v{self.manifest.version}"
 
     def look(self) -> None:
-        """Compare with the head of the destination; only reads."""
+        """Compare with the head of the destination, and plan; only reads."""
         self.head: str | None = None
         self.tagged: str | None = None
-        self.there: dict[str, RepoSibling] = {}
+        there: State = {}
         try:
-            info, self.there = look_at(self.api, self.repo, None)
-        except hub_errors.RepositoryNotFoundError:
+            info, there = look_at(self.api, self.repo, None)
+        except RepositoryNotFoundError:
             # The Hub does not tell a missing repository from one that this token may not see.
             self.state = "not there for this token: to be created"
         else:
@@ -75,68 +75,64 @@ class Publication:
             self.state = f"{'private' if info.private else 'public'}, at {self.head}"
         # Without a manifest of ours, a file of a name that we use is somebody's all the same.
         ours: set[str] = set()
-        if MANIFEST in self.there:
+        if MANIFEST in there:
             path = self.api.hf_hub_download(self.repo, MANIFEST, revision=self.head)
             theirs = read_manifest(Path(path).read_bytes(), f"{self.repo}: {MANIFEST}")
             ours = theirs.names | self.files.keys()
-        self.plan(ours)
+        foreign = sorted(there.keys() - ours - {GIT_FILE})
+        if foreign and not self.options.allow_foreign:
+            told = f"{len(foreign)} files that no {MANIFEST} of ours lists ({listed(foreign, 5)})"
+            cure = "--allow-foreign publishes beside them, and over those of the same name"
+            raise ValueError(f"{self.repo} has {told}: is it the right repository? {cure}")
+        changed = self.lacking(there)
+        self.copied = [name for name in changed if self.files[name].path is None]
+        self.uploaded = [name for name in changed if self.files[name].path]
+        self.deleted = sorted(there.keys() & ours - self.files.keys())
+        self.changes = bool(changed or self.deleted)
+        self.copies = self.require_copies() if self.copied else []
+        self.there, self.foreign = there, [name for name in foreign if name not in self.files]
 
     def read_tag(self) -> str | None:
         try:
             return look_at(self.api, self.repo, self.tag)[0].sha
-        except hub_errors.RevisionNotFoundError:
+        except RevisionNotFoundError:
             return None
-
-    def plan(self, ours: set[str]) -> None:
-        """What happens to each file; ``ours`` are names that only a build of ours uses there."""
-        foreign = sorted(self.there.keys() - ours - {GIT_FILE})
-        if foreign and not self.options.allow_foreign:
-            told = f"{len(foreign)} files that no {MANIFEST} of ours lists ({shorten(foreign, 5)})"
-            cure = "--allow-foreign publishes beside them, and over those of the same name"
-            raise ValueError(f"{self.repo} has {told}: is it the right repository? {cure}")
-        changed = self.lacking(self.there)
-        self.copied = [name for name in changed if self.files[name].path is None]
-        self.uploaded = [name for name in changed if self.files[name].path]
-        self.deleted = sorted(self.there.keys() & ours - self.files.keys())
-        self.kept = sorted(self.files.keys() - {*changed})
-        self.foreign = [name for name in foreign if name not in self.files]
-        self.changes = bool(changed or self.deleted)
-        self.copies = self.require_copies() if self.copied else []
 
     def require_copies(self) -> list[CommitOperationCopy]:
         """Of weights that the Hub itself copies; ``ValueError`` unless they are where they come
         from."""
         origin = self.manifest.weights_from
         assert origin, "weights that are neither here nor anywhere do not pass verify"
+        repo, commit = origin.repository, origin.revision
         try:
-            _, source = look_at(self.api, origin.repository, origin.revision)
-        except (hub_errors.RepositoryNotFoundError, hub_errors.RevisionNotFoundError):
+            _, source = look_at(self.api, repo, commit)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
             told = f"{origin} is not there, or not for this token"
             raise ValueError(f"{told}: no weights can be copied from there; {UPLOAD}") from None
         if wrong := [name for name in self.copied if not self.files[name].is_at(source.get(name))]:
-            told = f"{shorten(wrong)} at {origin} is not what {MANIFEST} lists"
+            told = f"{listed(wrong)} at {origin} is not what {MANIFEST} lists"
             raise ValueError(f"{told}, so it is not copied; {UPLOAD}")
-        repo, commit = origin.repository, origin.revision
         return [CommitOperationCopy(name, name, commit, repo, "model") for name in self.copied]
 
     def show(self) -> None:
+        def size_of(*names: str) -> str:
+            files = (self.files.get(name) or self.there[name] for name in names)
+            return in_bytes(sum(file.size or 0 for file in files))
+
         say(f"Repository {self.repo} ({self.state}), version {self.tag}")
         rows = {"copy": self.copied, "upload": self.uploaded, "delete": self.deleted}
-        rows |= {"keep": self.kept, "leave": self.foreign}
+        rows["keep"] = sorted(self.files.keys() - {*self.copied, *self.uploaded})
+        rows["leave"] = self.foreign
         for verb, names in rows.items():
             for name in names:
-                say(f"  {verb:<7} {self.size_of([name]):>9}  {name}")
-        totals = [f"{verb} {len(names)} ({self.size_of(names)})" for verb, names in rows.items()]
+                say(f"  {verb:<7} {size_of(name):>9}  {name}")
+        totals = [f"{verb} {len(names)} ({size_of(*names)})" for verb, names in rows.items()]
         say(f"Total      {', '.join(totals)}; leave: not ours")
         if self.copied:
             origin = self.manifest.weights_from
             say(f"Weights are copied from {origin}. If the Hub refuses, {UPLOAD}.")
         if self.repo.encode() not in (self.files["README.md"].content or b""):
             say(f"Note: README.md does not name {self.repo}; `build --name {self.repo}` would.")
-
-    def size_of(self, names: Iterable[str]) -> str:
-        sizes = [(self.files.get(name) or self.there[name]).size or 0 for name in names]
-        return in_bytes(sum(sizes))
 
     def check_settings(self) -> None:
         if self.options.private and self.state.startswith("public"):
@@ -147,7 +143,7 @@ class Publication:
         told = f"{self.repo} has the tag {self.tag} at {self.tagged}, but {what}"
         raise ValueError(f"{told}. {NEVER_MOVED}")
 
-    def lacking(self, there: dict[str, RepoSibling]) -> list[str]:
+    def lacking(self, there: State) -> list[str]:
         """Files that are not there as planned."""
         return [name for name, file in self.files.items() if not file.is_at(there.get(name))]
 
@@ -164,7 +160,7 @@ class Publication:
         if wrong := [*self.lacking(there), *(name for name in self.deleted if name in there)]:
             told = f"commit {commit.oid} is not what was sent, so it is not tagged"
             cure = f"{AGAIN}; a .gitignore in the repository may keep files out"
-            raise ValueError(f"{told}: {shorten(wrong, 5)} differs; {cure}")
+            raise ValueError(f"{told}: {listed(wrong, 5)} differs; {cure}")
         say(f"Verified {len(self.files)} files.")
         return commit.oid
 
@@ -182,7 +178,7 @@ class Publication:
         # Weights are read once more to be sent, and not every server compares what arrives.
         self.api.preupload_lfs_files(self.repo, added)
         if changed := [name for name in paths if state_of(paths[name]) != before[name]]:
-            told = f"{shorten(changed)} changed while it was sent: nothing was committed"
+            told = f"{listed(changed)} changed while it was sent: nothing was committed"
             raise ValueError(f"{told}; build again, and let nothing write to the folder meanwhile")
         return added
 

@@ -16,10 +16,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import HfApi
@@ -28,15 +27,16 @@ from safetensors import SafetensorError, safe_open
 from glm4v_patched import __version__
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.terminal_text import printable
+from glm4v_patched.terminal_text import listed, printable
 
-from .errors import reason_of, shorten, without_secrets
+from .errors import reason_of, without_secrets
 from .files import Contents, read_folder, read_repository, sha256_of_file
 from .layout import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ARCHITECTURE,
     AUTO_MAPS,
+    COMMIT,
     FILES,
     ID,
     INDEX,
@@ -59,32 +59,15 @@ SECONDS = 3600
 LARGEST_TO_LOAD = 1_000_000_000
 
 
-class Skip(Exception):
-    """There is nothing to check; the message says why."""
-
-
-@dataclass
-class Check:
+class Check(NamedTuple):
     name: str
     status: str
     detail: str
 
 
-def run_check(name: str, function: Callable[[], str]) -> Check:
-    """Whatever ``function`` raises fails this check."""
-    try:
-        return Check(name, PASSED, function())
-    except Skip as reason:
-        return Check(name, SKIPPED, str(reason))
-    except Exception as error:
-        told = str(error) if isinstance(error, AssertionError) else reason_of(error)
-        return Check(name, FAILED, told or f"{type(error).__name__}: {error}")
-
-
 def require(condition: object, message: str) -> None:
-    """``assert`` that ``python -O`` leaves in."""
     if not condition:
-        raise AssertionError(message)
+        raise ValueError(message)
 
 
 @dataclass
@@ -116,34 +99,32 @@ def check_listed(target: Target) -> str:
     Weights of a folder are compared by their size, if their sha256 is not asked for.
     """
     left_out = target.manifest.weights.keys() if target.copied else set()
-    listed = {n: file for n, file in target.manifest.files.items() if n not in left_out}
-    foreign = target.files.keys() - listed.keys() - {MANIFEST, *OF_GIT}
-    require(not foreign, f"not in the manifest: {shorten(foreign)}")
-    missing = listed.keys() - target.files.keys()
-    require(not missing, f"missing: {shorten(missing)}")
-    for name, wanted in listed.items():
+    wanted = {n: file for n, file in target.manifest.files.items() if n not in left_out}
+    foreign = target.files.keys() - wanted.keys() - {MANIFEST, *OF_GIT}
+    require(not foreign, f"not in the manifest: {listed(sorted(foreign))}")
+    missing = wanted.keys() - target.files.keys()
+    require(not missing, f"missing: {listed(sorted(missing))}")
+    for name, given in wanted.items():
         file, told = target.files[name], f"{name} is not what the manifest says"
-        require(file.size == wanted.size, f"{told}: {file.size:,} bytes, not {wanted.size:,}")
+        require(file.size == given.size, f"{told}: {file.size:,} bytes, not {given.size:,}")
         digest = file.sha256
         if digest is None and file.path:
-            digest = sha256_of_file(file.path) if target.check_weights else wanted.sha256
-        require(digest == wanted.sha256, f"{told}: sha256 {digest}, not {wanted.sha256}")
+            digest = sha256_of_file(file.path) if target.check_weights else given.sha256
+        require(digest == given.sha256, f"{told}: sha256 {digest}, not {given.sha256}")
         if not name.endswith((".py", ".safetensors")):
-            of_adapters = target.manifest.is_of_adapters and name == ADAPTER_CONFIG
-            require(
-                name in FILES or of_adapters, f"no build writes what the manifest lists: {name}"
-            )
+            known = name in FILES or (target.manifest.is_of_adapters and name == ADAPTER_CONFIG)
+            require(known, f"no build writes what the manifest lists: {name}")
             require("\0" not in target.read(name).decode("utf-8"), f"{name} is no text")
-    return f"{len(listed)} files"
+    return f"{len(wanted)} files"
 
 
 def check_code(target: Target) -> str:
     """Whether every file of code is this clone's."""
     here, ours = target.named(".py"), our_code()
     foreign = [name for name in here | ours.keys() if target.content(name) != ours.get(name)]
-    told = f"{len(foreign)} files are not this clone's ({shorten(foreign)}): they are of version "
-    told += f"{target.manifest.version}, this clone of {__version__}; use the clone that built it, "
-    require(not foreign, f"{told}or build again. None of it was run")
+    told = f"{len(foreign)} files are not this clone's ({listed(sorted(foreign))}): they are of "
+    told += f"version {target.manifest.version}, this clone of {__version__}; use the clone that "
+    require(not foreign, f"{told}built it, or build again. None of it was run")
     return f"{len(here)} files, those of this clone"
 
 
@@ -165,21 +146,22 @@ def check_auto_map(target: Target) -> str:
 
 def check_weights(target: Target) -> str:
     """Whether their files can be read, and hold what the index says."""
-    listed = target.manifest.weights
-    names = target.weight_names()
-    require({*names} == {*listed}, f"the manifest lists {shorten(listed)}, not {shorten(names)}")
+    weights, names = target.manifest.weights, target.weight_names()
+    told = f"the manifest lists {listed([*weights])}, not {listed(names)}"
+    require({*names} == {*weights}, told)
     if target.copied:
-        raise Skip(f"left for a server-side copy from {target.manifest.weights_from}")
+        return f"left for a server-side copy from {target.manifest.weights_from}"
     tensors = {name: _read_header(target, name) for name in names}
     if INDEX in target.files:
         where = target.read_json(INDEX)["weight_map"]
         held = {tensor: name for name in names for tensor in tensors[name]}
-        wrong = {t for t in {*where, *held} if where.get(t) != held.get(t)}
-        require(not wrong, f"{len(wrong)} tensors are not where the index says: {shorten(wrong)}")
+        wrong = {tensor for tensor, _ in where.items() ^ held.items()}
+        told = f"{len(wrong)} tensors are not where the index says: {listed(sorted(wrong))}"
+        require(not wrong, told)
     target.tensors = tensors
     compared = target.revision or target.check_weights
     told = "sha256 compared" if compared else "sha256 not compared without --weights"
-    return f"{len(names)} files, {sum(listed[n].size for n in names):,} bytes, {told}"
+    return f"{len(names)} files, {sum(weights[n].size for n in names):,} bytes, {told}"
 
 
 def _read_header(target: Target, name: str) -> dict[str, list[int]]:
@@ -193,7 +175,7 @@ def _read_header(target: Target, name: str) -> dict[str, list[int]]:
         with safe_open(path, framework="numpy") as file:
             return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise AssertionError(f"{name}: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
 
 
 def check_config(target: Target) -> str:
@@ -231,31 +213,30 @@ CHECKS: dict[str, Callable[[Target], str]] = {
 def check_no_code(target: Target) -> str:
     """Whether adapters come alone, without code or what names it: that of their base runs."""
     alone = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md", MANIFEST, *OF_GIT}
-    more = target.files.keys() - alone
-    require(not more, f"beside adapters stands {shorten(more)}, which no build writes there")
+    more = sorted(target.files.keys() - alone)
+    require(not more, f"beside adapters stands {listed(more)}, which no build writes there")
     return "none"
 
 
 def check_adapters(target: Target) -> str:
     """Whether they are LoRA on a commit of the Hub, and their settings name nothing else."""
-    config, base = target.read_json(ADAPTER_CONFIG), target.manifest.fine_tune
-    require(base is not None, f"the manifest has no fine_tune: whose {ADAPTER_CONFIG} is it?")
-    assert base is not None
+    config, fine_tune = target.read_json(ADAPTER_CONFIG), target.manifest.fine_tune
     require(config.get("peft_type") == "LORA", f"peft_type is {config.get('peft_type')}, not LORA")
     given, commit = config.pop("base_model_name_or_path", None), str(config.pop("revision", None))
-    require(given == base.base, f"they are of {given}, the manifest says {base.base}")
-    require(re.fullmatch("[0-9a-f]{40}", commit), f"revision is {commit}, expected a commit")
+    base = fine_tune and fine_tune.base
+    require(given == base, f"they are of {given}, the manifest says {base}")
+    require(re.fullmatch(COMMIT, commit), f"revision is {commit}, expected a commit")
     # peft imports the modules that these name.
     for name in ("auto_mapping", "megatron_config"):
         require(config.get(name) is None, f"{name} is {config.get(name)}, expected null")
     require("/" not in json.dumps(config), f"{ADAPTER_CONFIG} has a path, which is nobody else's")
     tensors = {*target.tensors.get(ADAPTER_WEIGHTS, ())}
     foreign = [name for name in tensors if ".lora_" not in name]
-    require(not foreign, f"weights that are no LoRA: {shorten(foreign)}")
+    require(not foreign, f"weights that are no LoRA: {listed(foreign)}")
     return f"LoRA on {given}@{commit}, {len(tensors)} tensors"
 
 
-OF_ADAPTERS: dict[str, Callable[[Target], str]] = {
+OF_ADAPTERS = {
     "files": check_listed,
     "code": check_no_code,
     "weights": check_weights,
@@ -265,7 +246,15 @@ OF_ADAPTERS: dict[str, Callable[[Target], str]] = {
 
 def check_files(target: Target) -> list[Check]:
     checks = OF_ADAPTERS if target.manifest.is_of_adapters else CHECKS
-    return [run_check(name, partial(check, target)) for name, check in checks.items()]
+    return [run_check(name, check, target) for name, check in checks.items()]
+
+
+def run_check(name: str, check: Callable[[Target], str], target: Target) -> Check:
+    """Whatever a check raises fails it."""
+    try:
+        return Check(name, PASSED, check(target))
+    except Exception as error:
+        return Check(name, FAILED, reason_of(error) or f"{type(error).__name__}: {error}")
 
 
 def refuse_what_fails(target: Target) -> None:
@@ -276,7 +265,8 @@ def refuse_what_fails(target: Target) -> None:
 
 @dataclass
 class Report:
-    target: Target
+    name: str
+    revision: str | None
     checks: list[Check]
 
     @property
@@ -284,16 +274,16 @@ class Report:
         return [check.name for check in self.checks if check.status == FAILED]
 
     def as_json(self) -> str:
-        values: dict[str, Any] = {"target": self.target.name, "revision": self.target.revision}
-        values |= {"passed": not self.failures, "checks": [asdict(c) for c in self.checks]}
-        return json.dumps(values, indent=2, ensure_ascii=False)
+        told = {"target": self.name, "revision": self.revision, "passed": not self.failures}
+        checks = {"checks": [check._asdict() for check in self.checks]}
+        return json.dumps(told | checks, indent=2, ensure_ascii=False)
 
     def as_table(self) -> str:
         rows = [printable(f"{c.name:<12}  {c.status:<7}  {c.detail}") for c in self.checks]
         counts = Counter(check.status for check in self.checks)
         summary = ", ".join(f"{number} {status}" for status, number in counts.items())
-        at = f"@{self.target.revision}" if self.target.revision else ""
-        return "\n".join([*rows, f"{self.target.name}{at}: {summary}"])
+        at = f"@{self.revision}" if self.revision else ""
+        return "\n".join([*rows, f"{self.name}{at}: {summary}"])
 
 
 def verify(name: str, revision: str | None = None, check_weights: bool = False) -> Report:
@@ -302,55 +292,52 @@ def verify(name: str, revision: str | None = None, check_weights: bool = False) 
     ``ValueError`` if it is neither, or no build of ours.
     """
     with tempfile.TemporaryDirectory() as home:
-        if Path(name).is_dir() and revision is not None:
-            raise ValueError(f"{name} is a folder and has no revision {revision}: leave that out")
         commit = None
         if Path(name).is_dir():
+            require(revision is None, f"{name} is a folder and has no revision {revision}")
             files = read_folder(Path(name))
-        elif re.fullmatch(ID, name):
-            commit, files = read_repository(name, revision, Path(home, "download"))
         else:
-            told = f"{name} is neither a folder nor an id on the Hub"
-            raise ValueError(f"{told}: give DIR or org/name")
+            told = f"{name} is neither a folder nor an id on the Hub: give DIR or org/name"
+            require(re.fullmatch(ID, name), told)
+            commit, files = read_repository(name, revision, Path(home, "download"))
         manifest = Contents(name, files).read_manifest()
         target = Target(name, files, manifest, commit, check_weights)
         checks = check_files(target)
-        checks += _check_model(target, Path(home), [c.name for c in checks if c.status == FAILED])
+        if manifest.is_of_adapters:
+            why = "of adapters: what their base computes is checked where that is published"
+        else:
+            # What needs the code comes one after the other: the first that fails is the last.
+            if FAILED not in {check.status for check in checks}:
+                checks.append(run_check("parameters", check_parameters, target))
+            if checks[-1][:2] == ("parameters", PASSED):
+                checks += _load(target, Path(home))
+            failed = [check.name for check in checks if check.status == FAILED]
+            why = f"nothing is run because of: {', '.join(failed)}"
+    told_of = {check.name for check in checks}
+    checks += [Check(n, SKIPPED, why) for n in ("parameters", *STEPS) if n not in told_of]
     # A server may repeat the token in what it says.
-    return Report(target, [Check(c.name, c.status, without_secrets(c.detail)) for c in checks])
-
-
-def _check_model(target: Target, home: Path, failed: list[str]) -> list[Check]:
-    """What needs the code, one after the other: the first that fails is the last."""
-    if target.manifest.is_of_adapters:
-        why = "of adapters: what their base computes is checked where that is published"
-        return [Check(name, SKIPPED, why) for name in ["parameters", *STEPS]]
-    checks = [] if failed else [run_check("parameters", partial(check_parameters, target))]
-    if checks and checks[0].status != FAILED:
-        checks += _load(target, home)
-    failed += [check.name for check in checks if check.status == FAILED]
-    why = f"nothing is run because of: {', '.join(failed)}"
-    return checks + [Check(name, SKIPPED, why) for name in ["parameters", *STEPS][len(checks) :]]
+    return Report(
+        name, commit, [Check(c.name, c.status, without_secrets(c.detail)) for c in checks]
+    )
 
 
 def check_parameters(target: Target) -> str:
-    """Names and shapes, on an empty model; without the files, names in the index."""
-    told = {name: shape for part in target.tensors.values() for name, shape in part.items()}
+    """Names and shapes, on an empty model; of weights that are not at hand, names in the index."""
     with torch.device("meta"):
         model = GLM4VForCausalLM(ChatGLMConfig(**target.read_json("config.json")))
-    state = {name: list(value.shape) for name, value in model.state_dict().items()}
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
     trained = {name for name, _ in model.named_parameters()}
-    by = "the files of weights" if told else "the index"
-    if not told and INDEX in target.files:
-        told = {name: state.get(name, []) for name in target.read_json(INDEX)["weight_map"]}
+    told = {name: shape for part in target.tensors.values() for name, shape in part.items()}
+    by = "the weights" if told else "the index"
     if not told:
-        raise Skip("no weights and no index are at hand")
-    lacking, foreign = shorten(trained - told.keys()), shorten(told.keys() - state.keys())
-    require(not lacking, f"parameters that are in no file: {lacking}")
-    require(not foreign, f"tensors that are no parameter: {foreign}")
-    other = [f"{n}, {shape} for {state[n]}" for n, shape in told.items() if shape != state[n]]
-    require(not other, f"other shapes in the files than in the model: {shorten(other)}")
-    return f"{sum(math.prod(state[n]) for n in trained):,} parameters, compared with {by}"
+        where = target.read_json(INDEX)["weight_map"] if INDEX in target.files else trained
+        told = {name: shapes.get(name, []) for name in where}
+    lacking, foreign = sorted(trained - told.keys()), sorted(told.keys() - shapes.keys())
+    require(not lacking, f"parameters that are in no file: {listed(lacking)}")
+    require(not foreign, f"tensors that are no parameter: {listed(foreign)}")
+    other = [f"{n}, {shape} for {shapes[n]}" for n, shape in told.items() if shape != shapes[n]]
+    require(not other, f"other shapes in the files than in the model: {listed(other)}")
+    return f"{sum(math.prod(shapes[n]) for n in trained):,} parameters, compared with {by}"
 
 
 def _load(target: Target, home: Path) -> list[Check]:

@@ -35,6 +35,7 @@ from transformers import LogitsProcessor
 from glm4v_patched.bench import generation_worker
 from glm4v_patched.inference.decoding.loop import draw_ahead
 from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
+from glm4v_patched.installed_versions import versions
 
 LOOPS: dict[str, dict[str, Any]] = {"theirs": {}, "ours": {"custom_generate": draw_ahead}}
 WAYS = ("compiled", "not compiled")
@@ -171,7 +172,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings |= {"weights": None}
     torch.manual_seed(0)
     model = generation_worker.build(settings).to(DTYPES[options.dtype])
-    common = settings | {"dtype": options.dtype, "versions": generation_worker.versions()}
+    common = settings | {"dtype": options.dtype, "versions": versions(("torch", "transformers"))}
     common["device"] = generation_worker.name_of(torch.device(options.device))
     rows: list[dict] = []
     for way in options.ways or WAYS[: 1 if options.device == "cpu" else 2]:

@@ -85,25 +85,21 @@ class _PeakWatch:
         torch.cuda.reset_peak_memory_stats()
 
     def end(self) -> None:
-        self._restart()
+        self._begin()
         for handle in self.handles:
             handle.remove()
-
-    def _restart(self) -> int:
-        """Begin a new stretch; returns the peak of the one that ends here."""
-        peak = torch.cuda.max_memory_allocated()
-        self.peak = max(self.peak, peak)
-        torch.cuda.reset_peak_memory_stats()
-        return peak
 
     # Hooks return nothing: inputs, outputs and gradients stay as they are.
 
     def _begin(self, *_) -> None:
-        self._restart()
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
         self.start = torch.cuda.memory_allocated()
 
     def _end(self, *_) -> None:
-        self.of_output_layer = max(self.of_output_layer, self._restart() - self.start)
+        rise = torch.cuda.max_memory_allocated() - self.start
+        self.of_output_layer = max(self.of_output_layer, rise)
+        self._begin()
 
     def _forward_ends(self, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self._end()

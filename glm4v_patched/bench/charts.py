@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine.options import require_packages
-from .table import DESCRIPTION, cells_of, failure, sort_rows
+from .table import DESCRIPTION, failure, sort_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ def _axes(rows: list[dict], label: str, figure_of: str) -> tuple[Figure, Axes]:
     without the field ``figure_of`` say why."""
     from matplotlib.figure import Figure
 
-    cells = [cells_of(row)[: len(DESCRIPTION)] for row in rows]
+    cells = [[column(row) for column in DESCRIPTION.values()] for row in rows]
     columns = {
         name: told
         for name, told in zip(DESCRIPTION, zip(*cells, strict=True), strict=True)

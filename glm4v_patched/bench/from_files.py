@@ -45,7 +45,7 @@ def write_rows(folder: Path, settings: Settings, rows: int) -> None:
     """``train.jsonl`` of so many rows, and its JPEG files: of soft colours with noise on them, so
     that one is decoded as slowly as a photograph."""
     folder.mkdir(exist_ok=True)
-    width, height = picture_size("--from-files", settings.from_files or "")
+    width, height = map(int, picture_size(settings.from_files or "").split("x"))
     generator, pictures = random.Random(0), []
     for number in range(min(PICTURES, rows)):
         soft = Image.frombytes("RGB", (40, 30), generator.randbytes(40 * 30 * 3))

@@ -26,40 +26,24 @@ def measure(settings: dict, out: Path) -> None:
     device = torch.device(settings["device"])
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(device)
-    say(f"{bandwidth / 1e9:,.0f} GB/s in a copy")
-    began = time.perf_counter()
     model = build_original(settings) if settings["against"] else build(settings)
     weights = bytes_a_token(model)
-    held = f", weights {settings['weights']}" if settings["weights"] else ""
-    built = time.perf_counter() - began
-    say(f"model of {weights / 1e9:.1f} GB a token{held} built in {built:.0f} s")
+    same = ("new_tokens", "prompt_tokens", "cache", "draw_ahead")
+    common: dict[str, Any] = {name: settings[name] for name in same}
+    common |= {"device": name_of(device), "weights_gb": weights / 1e9}
+    common["bandwidth_gb_s"] = bandwidth / 1e9
+    common["versions"] = {"python": sys.version.split()[0]}
+    common["versions"] |= {name: version(name) for name in settings["packages"]}
     rows: list[dict] = []
     for batch in settings["batch"]:
-        row = {"batch": batch, "new_tokens": settings["new_tokens"]}
-        row["cache"] = "dynamic" if settings["against"] else settings["cache"]
-        row |= {"prompt_tokens": settings["prompt_tokens"], "device": name_of(device)}
-        row |= {"versions": versions(settings["weights"]), "weights_gb": weights / 1e9}
-        row["draw_ahead"] = settings["draw_ahead"] and not settings["against"]
+        row = {"batch": batch, **common}
         try:
             row |= measure_batch(model, settings, batch, device)
-            share = weights * row["steps_per_s"] / bandwidth
-            row |= {"bandwidth_share": share, "bandwidth_gb_s": bandwidth / 1e9}
-            say(told(row))
+            row["bandwidth_share"] = weights * row["steps_per_s"] / bandwidth
         except torch.OutOfMemoryError as error:
             row["error"] = f"out of memory: {error}"[:300]
-            say(f"batch {batch}: {row['error']}")
         rows.append(row)
         out.write_text(json.dumps(rows))
-
-
-def told(row: dict) -> str:
-    peak = row["peak_allocated_gib"]
-    memory = "" if peak is None else f", {peak:.1f} GiB"
-    return (
-        f"batch {row['batch']}: {row['tokens_per_s']:,.1f} tokens/s "
-        f"({row['bandwidth_share']:.0%} of the bandwidth), first token after "
-        f"{row['first_token_s']:.3f} s{memory}, ready after {row['ready_s']:.0f} s"
-    )
 
 
 def build(settings: dict) -> Any:
@@ -84,28 +68,25 @@ def build_original(settings: dict) -> Any:
     transformers does not run it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder, on_gpu = settings["against"], settings["device"] != "cpu"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.float32 if settings["device"] == "cpu" else torch.bfloat16
+    default, remote = torch.get_default_dtype(), {"trust_remote_code": True}
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        default = torch.get_default_dtype()
+        config = AutoConfig.from_pretrained(settings["against"], **remote)
         torch.set_default_dtype(dtype)
         with torch.device(settings["device"]):
-            model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=True, torch_dtype=dtype
-            )
-        torch.set_default_dtype(default)
+            model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, **remote)
         with torch.no_grad():
             for parameter in model.parameters():  # it leaves them as the memory was
                 parameter.normal_(std=0.02)
-        if not hasattr(model, "generate"):
-            raise AttributeError("the model has no generate")
+        assert hasattr(model, "generate"), "the model has no generate"
     except Exception as error:
         told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         raise RuntimeError(
             f"transformers {transformers.__version__} does not run the published code, which was "
             f"made for {PUBLISHED_RUNS_ON}: name a Python that has it by --python ({told})"
         ) from error
+    finally:
+        torch.set_default_dtype(default)
     return model.eval().requires_grad_(False)
 
 
@@ -113,7 +94,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     """Seconds to the first token, and tokens a second after it."""
     inputs = prompts(model.config, settings, batch, device)
     new, caches, positions = settings["new_tokens"], None, 0
-    if settings["cache"] != "dynamic" and settings["against"] is None:
+    if settings["cache"] != "dynamic":
         from ..inference.decoding.static_cache import StaticCaches
 
         changes = json.loads(settings["compile_options"])
@@ -135,10 +116,8 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
         assert ids.shape[1] == inputs["input_ids"].shape[1] + tokens
         return time.perf_counter() - began
 
-    began = time.perf_counter()
-    seconds(min(6, new))  # compiles, and records a CUDA graph
-    seconds(min(6, new))
-    ready = time.perf_counter() - began
+    # At first it compiles, and records a CUDA graph.
+    ready = seconds(min(6, new)) + seconds(min(6, new))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     firsts = [seconds(1) for _ in range(settings["repeats"])]
@@ -191,18 +170,13 @@ def bytes_a_token(model: Any) -> int:
 
 
 def bytes_held(weight: Any) -> int:
-    """Of a weight, with its scales where a package holds it in fewer bytes. Nothing has been
+    """Of a weight, with its scales where bitsandbytes holds it in fewer bytes. Nothing has been
     computed with it: LLM.int8's layers then take the scales away from their weights."""
     parts: list[Tensor] = []
     if type(weight).__name__ == "Params4bit":
         parts = [each for each in weight.quant_state.as_dict().values() if torch.is_tensor(each)]
     elif type(weight).__name__ == "Int8Params":
         parts = [weight.SCB]
-    elif type(weight) not in (Tensor, torch.nn.Parameter):
-        raise RuntimeError(
-            f"how many bytes a {type(weight).__name__} of {type(weight).__module__} has is not "
-            "known: expected weights of torch or bitsandbytes"
-        )
     return sum(each.numel() * each.element_size() for each in (weight, *parts))
 
 
@@ -227,20 +201,6 @@ def synchronize(device: torch.device) -> None:
 
 def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-
-
-def versions(weights: str | None = None) -> dict[str, str]:
-    names = ["torch", "transformers"]
-    if weights is not None:
-        from ..engine.options import PACKAGES
-        from ..models.quantised_weights import WEIGHTS
-
-        names += PACKAGES.get(WEIGHTS[weights].package or "", [])
-    return {"python": sys.version.split()[0]} | {name: version(name) for name in names}
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

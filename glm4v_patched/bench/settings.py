@@ -1,20 +1,95 @@
-"""What a measurement is asked for; needs no torch, so that mistakes are answered at once."""
+"""What a measurement is asked for. Each field of a dataclass here is an option of the command, with
+its default and help; needs no torch, so that ``--help`` and mistakes are answered at once."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+import argparse
+import json
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
 
 from ..engine.activation_policies import EVERY, POLICIES, check_policy
 from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions
-from ..option_fields import check_object, faults_of_fields, option
+from ..inference.command import CACHES
+from ..models.quantised_weights import check_weights, kept_cache
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
-
-
 # What bench calls otherwise than a recipe and its command.
 OWN_WORDS = {"engine.": "", "data.": "", "--processes": "--gpus"}
 OWN_WORDS |= {"--device cpu": "--device cpu --config FILE"}
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A field that is an option; ``more`` is argparse's, or the ``flag`` if it has another name."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+def flag(each: Field) -> str:
+    return each.metadata.get("flag") or f"--{each.name}".replace("_", "-")
+
+
+def add_option(parser: Any, each: Field, several: bool = False) -> None:
+    """Add a field to a parser, or a group of one; one value, or ``several`` of them."""
+    told, default = each.metadata["help"], each.default
+    if each.type is bool:
+        action = "store_false" if default else "store_true"
+        parser.add_argument(flag(each), dest=each.name, action=action, help=told)
+        return
+    more = {name: value for name, value in each.metadata.items() if name not in ("flag", "help")}
+    more = {"type": (*get_args(each.type), each.type)[0], "dest": each.name} | more
+    if several or isinstance(default, tuple):
+        more["nargs"], default = "+", [*default] if isinstance(default, tuple) else [default]
+    shown = " ".join(map(str, default)) if isinstance(default, list) else default
+    told += "" if each.default is None else f" (default: {shown})"
+    parser.add_argument(flag(each), help=told, default=default, **more)
+
+
+def given(settings: Any, but: Collection[str] = ()) -> list[str]:
+    """The options that ask for these settings, without those that have their defaults."""
+    arguments = []
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if value != each.default and each.name not in but:
+            values = [value] * (not isinstance(value, bool))
+            arguments += [flag(each), *map(str, value if isinstance(value, tuple) else values)]
+    return arguments
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}; expected at least {least}")
+        return value
+
+    return number
+
+
+def json_object(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        expected = """expected a JSON object as '{"name": true}'"""
+        raise argparse.ArgumentTypeError(f"{text!r}; {expected}")
+    return text
+
+
+def policy(text: str) -> str:
+    try:
+        check_policy("model", text, or_auto=True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def picture_size(text: str) -> str:
+    sides = text.split("x")
+    if len(sides) != 2 or not all(side.isdecimal() and 0 < int(side) <= 65500 for side in sides):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected pixels as 4000x3000")
+    return text
 
 
 def in_own_words(told: str) -> str:
@@ -24,28 +99,18 @@ def in_own_words(told: str) -> str:
     return told
 
 
-def picture_size(name: str, text: str) -> tuple[int, int]:
-    """Width and height in pixels, of ``WxH``."""
-    width, _, height = text.partition("x")
-    if not all(side.isdecimal() and 0 < int(side) <= 65500 for side in (width, height)):
-        raise ValueError(f"{name} is {text!r}; expected pixels as 4000x3000")
-    return int(width), int(height)
-
-
-_policy = partial(check_policy, or_auto=True)
 _POLICIES = f"auto (by memory), {', '.join(POLICIES)} or '{EVERY}'"
+_ONE, _JSON = {"type": at_least(1)}, {"metavar": "JSON", "type": json_object}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every process of a group measures. Each field is an option, and says there what it is.
-
-    Fields that :class:`EngineOptions` has, too, mean the same there.
-    """
+    """What every process of a training measures. Fields that :class:`EngineOptions` has, too, mean
+    the same there."""
 
     trained: str = option("lora_lm", "what of the model", choices=TRAINED)
-    micro_batch: int = option(1, "samples in a step of one GPU", at_least=1)
-    text_tokens: int = option(512, "ids of text in a sample, beside its image", at_least=1)
+    micro_batch: int = option(1, "samples in a step of one GPU", **_ONE)
+    text_tokens: int = option(512, "ids of text in a sample, beside its image", **_ONE)
     shortest_text: int | None = option(None, "texts from so many ids up to --text-tokens, evenly")
     packed: bool = option(False, "all samples in one row, instead of padded rows")
     attn_implementation: str = option("sdpa", "of transformers", metavar="NAME")
@@ -54,30 +119,32 @@ class Settings:
     fp8: bool = option(False, "matrix products in fp8, on Ada, Hopper and newer")
     optimizer: str = option("adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS)
     offload: bool = option(False, "keep the optimizer's states on the CPU")
-    memory_limit: float | None = option(None, "GiB that torch may allocate on a GPU", at_least=1)
-    tower: str = option(
-        "auto", f"activations the vision tower keeps: {_POLICIES}", metavar="P", check=_policy
+    memory_limit: float | None = option(
+        None, "GiB that torch may allocate on a GPU", type=at_least(1, float)
     )
-    language: str = option("auto", "the same for the language model", metavar="P", check=_policy)
+    tower: str = option(
+        "auto", f"activations the vision tower keeps: {_POLICIES}", metavar="P", type=policy
+    )
+    language: str = option("auto", "the same for the language model", metavar="P", type=policy)
     compile: bool = option(True, "leave layers uncompiled", flag="--no-compile")
-    stage3_max_live_parameters: float | None = option(None, "default: by memory", at_least=0)
+    stage3_max_live_parameters: float | None = option(
+        None, "default: by memory", type=at_least(0, float)
+    )
     gather_in_place: bool = option(True, "gather as DeepSpeed does", flag="--copy-gathered")
-    layers_ahead: int = option(3, "of the GPU the CPU may be; 0: any number", at_least=0)
+    layers_ahead: int = option(3, "of the GPU the CPU may be; 0: any number", type=at_least(0))
     reuse_features: bool = option(False, "image features are there, as from the second epoch on")
-    loss_chunk_size: int = option(1024, "positions whose logits are held at once", at_least=1)
+    loss_chunk_size: int = option(1024, "positions whose logits are held at once", **_ONE)
     all_logits: bool = option(False, "logits of all positions at once, without chunks")
     profile: bool = option(False, "also say which kernels the GPU ran in a step")
     from_files: str | None = option(
-        None, "train by the recipe, from JPEG files of this size", metavar="WxH", check=picture_size
+        None, "train by the recipe, from JPEG files of this size", metavar="WxH", type=picture_size
     )
     model: str | None = option(
         None, "with --from-files: these weights, not random ones", metavar="FOLDER"
     )
-    zero_options: str = option(
-        "{}", "laid over DeepSpeed's zero_optimization", metavar="JSON", check=check_object
-    )
-    warm_up: int = option(3, "steps before the timed ones", at_least=1)
-    steps: int = option(5, "timed steps", at_least=1)
+    zero_options: str = option("{}", "laid over DeepSpeed's zero_optimization", **_JSON)
+    warm_up: int = option(3, "steps before the timed ones", **_ONE)
+    steps: int = option(5, "timed steps", **_ONE)
     config: str | None = option(None, "config.json of another size", metavar="FILE")
     against: str | None = option(None, "the original's code, measured, too", metavar="FOLDER")
 
@@ -86,7 +153,7 @@ class Settings:
         from ..finetune.recipe import conflicts
 
         of_recipe = [in_own_words(fault.text) for fault in conflicts(self.known())]
-        if faults := [*faults_of_fields(self), *of_recipe, *self._conflicts()]:
+        if faults := [*of_recipe, *self._conflicts()]:
             raise ValueError("\n".join(faults))
 
     def _conflicts(self) -> Iterator[str]:
@@ -137,3 +204,50 @@ OF_THE_RECIPE = {"trained", "micro_batch", "text_tokens", "shortest_text", "warm
 OF_THE_RECIPE |= {"from_files", "model", "config", *OF_ENGINE}
 
 DEFAULTS = {each.name: each.default for each in fields(Settings)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What of generation is measured, and how. Fields without a help are options already."""
+
+    batch: tuple[int, ...] = option((1, 8, 32), "rows at once, each number measured", **_ONE)
+    new_tokens: int = option(128, "of each answer", type=at_least(2))
+    prompt_tokens: int = option(40, "ids of text beside a prompt's picture", **_ONE)
+    cache: str = option("auto", "auto: static, if steps compile on a GPU", choices=CACHES)
+    draw_ahead: bool = option(False, "do not wait for the device between two tokens")
+    compile_options: str = option("{}", "laid over ours for inductor", **_JSON)
+    repeats: int = option(3, "timed answers of each batch; their median counts", **_ONE)
+    attn_implementation: str = "sdpa"
+    config: str | None = None
+    against: str | None = None
+    device: str = "cuda"
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights, self.device, self.cache)
+        if faults := [*self._conflicts()]:
+            raise ValueError("\n".join(faults))
+
+    def _conflicts(self) -> Iterator[str]:
+        if self.device == "cpu" and self.config is None:
+            yield REAL_ON_CPU
+        if self.draw_ahead and self.kept == "dynamic":
+            of = f"--cache {self.cache}, --weights {self.weights}"
+            yield f"--draw-ahead with a cache that is dynamic ({of}): leave out one of them"
+        if self.against is None:
+            return
+        if self.weights is not None:
+            yield f"--weights {self.weights} is not of the original's code, of --against: leave out one"
+        if not Path(self.against, "config.json").is_file():
+            expected = "expected a folder with the published repository"
+            yield f"--against {self.against} has no config.json: {expected}"
+
+    @property
+    def kept(self) -> str:
+        """The cache that is measured."""
+        return kept_cache(self.cache, self.weights, "static")
+
+
+REAL_ON_CPU = (
+    "--device cpu with the real model, of 13.9 billion weights: expected --config of a small one"
+)

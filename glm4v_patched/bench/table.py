@@ -1,24 +1,52 @@
-"""Measured rows: their files, and in words as a Markdown table with the command of every row."""
+"""Measured rows: their files, JSON arrays with one row a line; and their tables in Markdown, with
+the command of every row."""
 
+import json
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from .. import result_files
 from ..atomic import write_atomically
 from ..engine.options import TRAINED, trains_tower
 from .settings import DEFAULTS
 
-_REQUIRED = "workload", "gpus", "micro_batch", "text_tokens", "settings"
-read_rows = partial(result_files.read_rows, _REQUIRED)
-add_rows = partial(result_files.add_rows, _REQUIRED)
 # What a long error message means, by a pattern in it.
 REASONS = {"out ?of ?memory": "out of memory", "not done": "not done in time", "sigkill": "killed"}
 # Settings that have columns of their own, or say nothing of how it was trained.
 TOLD = {"trained", "micro_batch", "text_tokens", "tower", "language", "memory_limit"}
 TOLD |= {"stage3_max_live_parameters", "zero_stage", "steps", "warm_up", "profile", "config"}
 BEGIN, END = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
+Column = Callable[[dict], str]
+
+
+def read_rows(path: Path, may_be_new: bool = False) -> list[dict]:
+    """The rows of a file; none of one that may be new.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no folder for it.
+        ValueError: it is no JSON array of measured rows.
+    """
+    if may_be_new and not path.exists():
+        if not path.absolute().parent.is_dir():
+            raise FileNotFoundError(f"{path.absolute().parent} is no folder; make it first")
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        if not all("workload" in row for row in rows) or not isinstance(rows, list):
+            raise ValueError("no array of objects that have a workload")
+    except (ValueError, TypeError) as error:  # no JSON, no text, no rows
+        expected = "expected what bench writes with --out, or a new file"
+        raise ValueError(f"{path} is no file of rows ({error}); {expected}") from error
+    return rows
+
+
+def add_rows(path: Path, rows: list[dict]) -> None:
+    """Add rows to a file, which is replaced as a whole: nothing is lost if this is interrupted.
+    Raises as :func:`read_rows` does."""
+    # A loss may be NaN, which json writes and reads although JSON has no word for it.
+    text = json.dumps([*read_rows(path, may_be_new=True), *rows])
+    finite = json.loads(text, parse_constant=lambda constant: None)
+    write_atomically(path.resolve(), "[\n" + ",\n".join(map(json.dumps, finite)) + "\n]\n")
 
 
 def hardware(row: dict) -> str:
@@ -30,19 +58,22 @@ def hardware(row: dict) -> str:
     return devices if limit is None else f"{devices}, at most {limit:g} GiB"
 
 
-def chosen(row: dict) -> list[str]:
-    """Policies of tower and language model, and live parameters; ``-`` where there are none.
+def _policies(row: dict) -> str:
+    """Of tower and language model: those that were chosen, before those that were asked for."""
+    if row.get("implementation") == "original":
+        return "-"
+    of = row["settings"] | (row.get("policies") or {})
+    tower = of["tower"] if trains_tower(row["workload"]) else "-"  # a frozen one keeps nothing
+    return f"{tower}, {of['language']}"
 
-    What the row says was chosen comes before what was asked for.
-    """
+
+def _live_parameters(row: dict) -> str:
     of = row["settings"] | (row.get("policies") or {})
     live = of.get("gathered", of.get("stage3_max_live_parameters"))
-    tower = of["tower"] if trains_tower(row["workload"]) else "-"  # a frozen one keeps nothing
-    policies = "-" if row.get("implementation") == "original" else f"{tower}, {of['language']}"
-    return [policies, "-" if live is None or row.get("zero_stage", 3) != 3 else f"{live:.2g}"]
+    return "-" if live is None or row.get("zero_stage", 3) != 3 else f"{live:.2g}"
 
 
-def method(row: dict) -> list[str]:
+def _method(row: dict) -> str:
     """The ZeRO stage, and every other setting that is not the default."""
     stage = row.get("zero_stage", 3)
     words = [f"ZeRO-{stage}" if stage else "no ZeRO"]
@@ -52,7 +83,7 @@ def method(row: dict) -> list[str]:
         elif name not in TOLD and value != DEFAULTS.get(name):
             switch = name if value else f"no {name}"
             words.append(switch if isinstance(value, bool) else f"{name} {value}")
-    return words
+    return ", ".join(words)
 
 
 def failure(row: dict) -> str:
@@ -62,45 +93,77 @@ def failure(row: dict) -> str:
     return next(reasons, error if len(error) <= 60 else error[:57] + "...")
 
 
-DESCRIPTION: dict[str, Callable[[dict], str]] = {
-    "added": lambda row: row.get("added", "-"),
+def _figure(name: str, written: str) -> Column:
+    return lambda row: "-" if row.get(name) is None else written.format(row[name])
+
+
+# What sets a row of training apart.
+DESCRIPTION: dict[str, Column] = {
+    "added": _figure("added", "{}"),
     "trained": lambda row: row["workload"],
     "hardware": hardware,
     "micro-batch, ids of text": lambda row: f"{row['micro_batch']}, {row['text_tokens']:,}",
-    "policies of tower, language model": lambda row: chosen(row)[0],
-    "live parameters": lambda row: chosen(row)[1],
-    "method": lambda row: ", ".join(method(row)),
+    "policies of tower, language model": _policies,
+    "live parameters": _live_parameters,
+    "method": _method,
 }
-# Of each its field in a row, and how it is written.
-FIGURES = {
-    "samples/s/GPU": ("samples_per_s_per_gpu", "{:#.3g}"),
-    "tokens/s/GPU": ("tokens_per_s_per_gpu", "{:,.0f}"),
-    "roofline": ("roofline_share", "{:.0%}"),
-    "step, s (fastest-slowest)": ("step_s", "{0[median]:.3f} ({0[fastest]:.3f}-{0[slowest]:.3f})"),
-    "GiB allocated": ("peak_allocated_gib", "{:.1f}"),
-    "reserved": ("peak_reserved_gib", "{:.1f}"),
+TRAINING = DESCRIPTION | {
+    "samples/s/GPU": _figure("samples_per_s_per_gpu", "{:#.3g}"),
+    "tokens/s/GPU": _figure("tokens_per_s_per_gpu", "{:,.0f}"),
+    "roofline": _figure("roofline_share", "{:.0%}"),
+    "step, s (fastest-slowest)": _figure(
+        "step_s", "{0[median]:.3f} ({0[fastest]:.3f}-{0[slowest]:.3f})"
+    ),
+    "GiB allocated": _figure("peak_allocated_gib", "{:.1f}"),
+    "reserved": _figure("peak_reserved_gib", "{:.1f}"),
 }
-COLUMNS = (*DESCRIPTION, *FIGURES)
+GENERATION: dict[str, Column] = {
+    "code": _figure("implementation", "{}"),
+    "device": _figure("device", "{}"),
+    "weights": _figure("weights", "{}"),
+    "cache": _figure("cache", "{}"),
+    "draws ahead": lambda row: "yes" if row.get("draw_ahead") else "-",
+    "batch": lambda row: str(row["batch"]),
+    "first token, s": _figure("first_token_s", "{:.3f}"),
+    "tokens/s": _figure("tokens_per_s", "{:,.1f}"),
+    "bandwidth": _figure("bandwidth_share", "{:.0%}"),
+    "GiB": _figure("peak_allocated_gib", "{:.1f}"),
+}
+ANSWERS: dict[str, Column] = {
+    "device": _figure("device", "{}"),
+    "weights": _figure("weights", "{}"),
+    "picture": _figure("picture", "{}"),
+    "batch": lambda row: str(row["batch"]),
+    "rows of tokens": lambda row: f"{row['rows']} of {row['new_tokens']}",
+    "answers/s": _figure("answers_per_s", "{:.3g}"),
+    "first answers, s": _figure("first_answer_s", "{:.3g}"),
+    "command, s": _figure("command_s", "{:.3g}"),
+    "GPU idle": _figure("gpu_idle", "{:.0%}"),
+}
+# Where a failure stands in place of the figure.
+FIRST_FIGURES = {"samples/s/GPU", "first token, s", "answers/s"}
 
 
-def cells_of(row: dict) -> list[str]:
-    """The row's cell in each of ``COLUMNS``; a failure stands in place of the first figure."""
-    cells = [cell(row) for cell in DESCRIPTION.values()]
-    for name, written in FIGURES.values():
-        cells.append("-" if row.get(name) is None else written.format(row[name]))
-    if "error" in row:
-        cells[len(DESCRIPTION)] = failure(row)
-    return cells
+def columns_of(row: dict) -> dict[str, Column]:
+    return {"generate": GENERATION, "answers": ANSWERS}.get(row["workload"], TRAINING)
+
+
+def cells_of(row: dict) -> dict[str, str]:
+    cells = {name: cell(row) for name, cell in columns_of(row).items()}
+    failed = {name: failure(row) for name in cells.keys() & FIRST_FIGURES if "error" in row}
+    return cells | failed
 
 
 def markdown_table(rows: list[dict]) -> str:
-    """The table, sorted, and below it, folded, each row's command and versions by its number.
-
-    Columns that say nothing of any row are left out.
-    """
+    """The table of rows of one kind, sorted, and below it, folded, each row's command and versions
+    by its number. Columns that say nothing of any row are left out."""
+    if not rows:
+        raise ValueError("there are no rows to show; measure some, or name files that have some")
+    if len(kinds := {tuple(columns_of(row)) for row in rows}) > 1:
+        raise ValueError("these files have rows of several kinds: name those of one")
     rows = sort_rows(rows)
-    cells = [[str(number), *cells_of(row)] for number, row in enumerate(rows, 1)]
-    columns = zip(("#", *COLUMNS), *cells, strict=True)
+    cells = [[str(number), *cells_of(row).values()] for number, row in enumerate(rows, 1)]
+    columns = zip(("#", *kinds.pop()), *cells, strict=True)
     told, *lines = zip(*(column for column in columns if {*column[1:]} != {"-"}), strict=True)
     commands = []
     for number, row in enumerate(rows, 1):
@@ -108,12 +171,20 @@ def markdown_table(rows: list[dict]) -> str:
         of = ", ".join(versions) or "failed"
         commands.append(f"{number}. `{row.get('command')}` ({of})\n")
     summary = "<summary>The command of each row</summary>"
-    table = result_files.markdown(told, lines)
-    return f"{table}\n<details>{summary}\n\n{''.join(commands)}\n</details>\n"
+    return f"{_markdown(told, lines)}\n<details>{summary}\n\n{''.join(commands)}\n</details>\n"
+
+
+def _markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    cells = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in lines]
+    table = [columns, ["---"] * len(columns), *cells]
+    return "".join(f"| {' | '.join(line)} |\n" for line in table)
 
 
 def sort_rows(rows: list[dict]) -> list[dict]:
-    """By what was trained and hardware; then those of ablations, in their order."""
+    """Of training, by what was trained and hardware, then those of ablations, in their order; of
+    the others, by device and batch."""
+    if "gpus" not in rows[0]:
+        return sorted(rows, key=lambda row: (row.get("device", "-"), row["batch"]))
     single = [row for row in rows if "added" not in row]
     kinds = {row["workload"]: (*TRAINED, row["workload"]).index(row["workload"]) for row in rows}
     single.sort(key=lambda row: (kinds[row["workload"]], hardware(row)))

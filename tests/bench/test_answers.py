@@ -12,40 +12,39 @@ from tests.helpers.tiny import golden_json
 def test_a_row_has_what_the_second_start_of_answer_printed(tmp_path, monkeypatch, capsys):
     started = []
 
-    def run(timeout, command, environment, file=None):
+    def run(command, folder, environment, timeout):
         started.append(command)
-        if file is not None:
-            later = 10 * len(started)
-            file.write(f"64 rows answered in 9 s: the first 8 after {later}.5 s, then 4.25 rows/s")
-        return 0
+        told = f"64 rows answered in 9 s: the first 8 after {len(started)}.5 s, then 4.25 rows/s"
+        (folder / "printed.txt").write_text(told)
+        return ""
 
-    monkeypatch.setattr(answers, "run_within", run)
+    monkeypatch.setattr(answers, "write_files", lambda *_: "")
+    monkeypatch.setattr(answers, "run", run)
     out = tmp_path / "rows.json"
     asked = ["--answers", "56x56", "--device", "cpu", "--batch", "8", "--new-tokens", "4"]
     assert not main(["bench", *asked, "--config", "none.json", "--out", str(out)])
     [row] = json.loads(out.read_text())
-    assert row["answers_per_s"] == 4.25 and row["first_answer_s"] == 30.5  # the third process
+    assert row["answers_per_s"] == 4.25 and row["first_answer_s"] == 2.5
     assert (row["batch"], row["rows"], row["new_tokens"]) == (8, 64, 4)
     assert row["weights"] == "bf16" and row["gpu_idle"] is None
-    made, first, second = started
-    assert made[-4] == "glm4v_patched.bench.from_files" and first == second
-    assert "--batch-size 8 --max-new-tokens 4 --cache auto" in " ".join(second)
-    assert "| cpu | bf16 | 56x56 | 8 | 64 of 4 | 4.25 | 30.5 |" in capsys.readouterr().out
-    assert not main(["bench", "--answers", "56x56", "--rows", str(out)])
-    assert "64 of 4" in capsys.readouterr().out
+    first, second = started
+    assert first == second and "--batch-size 8 --max-new-tokens 4 --cache auto" in " ".join(first)
+    capsys.readouterr()
+    assert not main(["bench", "--rows", str(out)])
+    assert "| 1 | cpu | bf16 | 56x56 | 8 | 64 of 4 | 4.25 | 2.5 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--answer-rows", "15"], "expected at least 16"),
-        (["--trained", "lm"], "--trained is not of --answers"),
-        (["--repeats", "2"], "--repeats is not of --answers"),
+        (["--trained", "lm"], "--trained is not of answers"),
+        (["--repeats", "2"], "--repeats is not of answers"),
         (["--weights", "fp8"], "--weights fp8 needs a GPU"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(refused, monkeypatch, arguments, named):
-    monkeypatch.setattr(answers, "run_within", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(answers, "write_files", lambda *_: pytest.fail("a process was started"))
     refused(["bench", "--answers", "56x56", "--device", "cpu", "--batch", "8", *arguments], named)
 
 

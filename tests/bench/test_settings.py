@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 import pytest
 from PIL import Image
 
-from glm4v_patched.bench import command, machine, worker
-from glm4v_patched.bench.command import figures
+from glm4v_patched.bench import training, worker
 from glm4v_patched.bench.from_files import recipe_of, write_model, write_rows
 from glm4v_patched.bench.roofline import batch_of, supervised
 from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.training import figures
 from glm4v_patched.cli import main
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
@@ -29,14 +29,10 @@ from tests.helpers.tiny import golden_json, tiny_model
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"trained": "lora", "micro_batch": 0}, "--micro-batch is 0"),
-        ({"zero_options": "[1]"}, "--zero-options is '[1]'"),
         ({"zero_options": '{"stage3_allgather_sequential": true}'}, "allgather_sequential"),
         ({"shortest_text": 513}, "shortest_text is 513"),
         ({"packed": True, "against": "original"}, "packed"),
-        ({"memory_limit": float("nan")}, "--memory-limit is nan"),
         ({"trained": "qlora"}, "qlora is not compiled"),
-        ({"from_files": "4000x0"}, "--from-files is '4000x0'"),
         ({"model": "folder"}, "model is folder"),
         ({"from_files": "9x9", "packed": True, "liger": True}, "liger, packed"),
     ],
@@ -45,6 +41,23 @@ from tests.helpers.tiny import golden_json, tiny_model
 def test_settings_that_cannot_work_are_refused(options, named, words):
     with words.refused(ValueError, named):
         Settings(**({"trained": "lm"} | options))
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("--micro-batch 0", "--micro-batch: 0; expected at least 1"),
+        ("--memory-limit nan", "--memory-limit: nan; expected at least 1"),
+        ("--timeout nan", "--timeout: nan"),
+        ("--zero-options [1]", "'[1]'; expected a JSON object"),
+        ("--tower some", "'some'; expected auto, none, linear"),
+        ("--from-files 4000x0", "'4000x0'; expected pixels"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_option(typed, named, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", *typed.split()])
+    assert named in capsys.readouterr().err
 
 
 def test_lengths_of_text_fall_evenly():
@@ -86,7 +99,7 @@ H200 = Gpu("NVIDIA H200", 150 * 10**9, (9, 0))
 
 
 def give_machine(monkeypatch, gpus: Gpus, ram: float) -> None:
-    for module in (machine, placement):
+    for module in (training, placement):
         monkeypatch.setattr(module, "find_gpus", lambda: gpus)
     monkeypatch.setattr(memory_check, "free_ram", lambda: ram)
 
@@ -96,8 +109,6 @@ def give_machine(monkeypatch, gpus: Gpus, ram: float) -> None:
     [
         (0, [], "no GPU"),
         (1, [], "2 processes on 1 GPUs"),
-        (2, ["--gpus", "0"], "--gpus 0"),
-        (2, ["--timeout", "nan"], "--timeout nan"),
         (0, ["--device", "cpu"], "--device cpu"),
         (1, ["--trained", "full", "lora_lm", "--gpus", "1"], "222.5 GB"),
         (2, ["--trained", "lora_lm", "--memory-limit", "10"], "10.7 GB"),
@@ -108,7 +119,7 @@ def test_a_machine_that_cannot_measure_is_refused_before_anything_is_built(
     number, arguments, named, monkeypatch, refused
 ):
     give_machine(monkeypatch, Gpus((H200,) * number, "none here"), 100e9)
-    monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(training, "run", lambda *_: pytest.fail("processes were started"))
     refused(["bench", *arguments], named)
 
 
@@ -126,7 +137,7 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
         assert main(on_cpu) == 1 and "of which 100.0 kB are free" in capsys.readouterr().err
     asked = []
 
-    def run(started, printed, environment, timeout):
+    def run(started, folder, environment, timeout):
         settings, out = started[-2:]
         asked.append(Settings(**json.loads(settings)))
         if len(asked) == 2:
@@ -134,7 +145,7 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
                 json.dump({"samples_per_s_per_gpu": 1.5}, file)
         return "ValueError: no" if len(asked) == 1 else ""
 
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(training, "run", run)
     assert main([*on_cpu, "--trained", "lm", "full", "--no-compile", "--out", str(out)]) == 0
     failed, made = json.loads(out.read_text())
     assert [row["settings"] for row in (failed, made)] == [asdict(one) for one in asked]
@@ -154,7 +165,7 @@ def test_why_processes_failed_is_what_they_printed(tmp_path):
         ("print('Error')", ""),
         ("import time; print('Error', flush=True); time.sleep(60)", "not done after 3 s"),
     ):
-        assert command._run([sys.executable, "-c", code], tmp_path / "printed", {}, 3) == error
+        assert training.run([sys.executable, "-c", code], tmp_path, {}, 3) == error
     assert time.monotonic() - began < 50  # what is late was ended
 
 

@@ -172,7 +172,7 @@ REFUSED = [
     ("model-00002-of-00002.safetensors", None, "lacks 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list, expected a JSON object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON .*: download it"),
-    (INDEX, json.dumps({"weight_map": ["a.safetensors"]}), f"{INDEX} has no weight_map"),
+    (INDEX, json.dumps({"weight_map": ["a.safetensors"]}), f"{INDEX} names no files in"),
     ("adapter_config.json", "{}", r"holds an adapter \(adapter_config.json\).*merge"),
 ]
 ODD = [5, "../model.safetensors", "pytorch_model.bin", "weights/model.safetensors"]

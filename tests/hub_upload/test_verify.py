@@ -264,7 +264,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     head = repository.head
     hub.fail("*", "", after=1, call=lambda: repository.add_commit({"config.json": b"{}"}))
     report = verify(NAME, "main")
-    assert report.target.revision == head != repository.head
+    assert report.revision == head != repository.head
     assert {c.name: c.detail for c in report.checks if c.status != PASSED} == {}
     assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
     read = [r.path for r in hub.requests if "/resolve/" in r.path]

@@ -1,0 +1,157 @@
+"""Rows of training: each is measured in processes of its own, even if they fail."""
+
+import argparse
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from itertools import product
+from pathlib import Path
+
+from ..engine.environment import python_module, run_within, torch_launcher, training_environment
+from ..engine.gpus import find_gpus
+from ..engine.options import require_packages
+from ..installed_versions import versions
+from .settings import REAL_ON_CPU, Settings, given, in_own_words
+
+# A row is measured for each combination of their values.
+VARIED = ("trained", "micro_batch", "text_tokens")
+# Whose versions a row names.
+PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel")
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict]:
+    """A row of each combination. Raises ``ValueError`` for what cannot be measured, and
+    ``RuntimeError`` for what is not installed, before anything runs."""
+    for choice in (*options.trained, options.optimizer, *["liger"] * options.liger):
+        require_packages(choice)
+    asked, gpus, on_cpu = settings_asked(options), options.gpus, options.device == "cpu"
+    _require_machine(asked, gpus, on_cpu)
+    for settings in asked:
+        yield measure_in_processes(settings, gpus, options.timeout, on_cpu)
+
+
+def settings_asked(options: argparse.Namespace) -> list[Settings]:
+    """Of every combination; of each, the original's code after ours."""
+    common = {each.name: getattr(options, each.name) for each in fields(Settings)}
+    codes = [None, options.against] if options.against else [None]
+    return [
+        Settings(**common | dict(zip((*VARIED, "against"), varied, strict=True)))
+        for varied in product(*(common[name] for name in VARIED), codes)
+    ]
+
+
+def _require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bool) -> None:
+    """Raise ``ValueError`` with a line for each thing that this machine lacks, as a recipe would be
+    refused. What may fit is tried: only what is surely too large is refused."""
+    from ..finetune.preflight import faults_of_device
+    from ..models.placement import Device, place
+
+    device: Device = "cpu" if on_cpu else "cuda"
+    asked = measurements[0]
+    try:
+        place(processes, device, asked.zero_stage)
+    except ValueError as error:
+        raise ValueError(in_own_words(str(error))) from None
+    found = faults_of_device(asked.known(), device, processes)
+    faults = [in_own_words(fault.text) for fault in found]
+    if on_cpu and asked.config is None:
+        faults.append(REAL_ON_CPU)
+    if not faults:
+        faults = [line for asked in measurements if (line := _too_large(asked, processes, on_cpu))]
+    if faults:
+        raise ValueError("\n".join(dict.fromkeys(faults)))
+
+
+def _too_large(settings: Settings, processes: int, on_cpu: bool) -> str:
+    # Late, for they import torch: the checks before are answered at once.
+    from ..engine.memory_check import fault_of_memory
+    from ..engine.memory_plan import within_limit
+    from .roofline import batch_of, config_of
+
+    free = 0.0 if on_cpu else min(gpu.memory for gpu in find_gpus().found[:processes])
+    config = config_of(settings)
+    free, batch = within_limit(free, settings.memory_limit), batch_of(settings, config, processes)
+    told = fault_of_memory(config, settings.engine_options(), batch, free)
+    at = f"{settings.trained}, micro-batch {settings.micro_batch}, on {processes} processes"
+    return told and f"{at}: {in_own_words(told)}"
+
+
+def command_of(settings: Settings, gpus: int, on_cpu: bool) -> str:
+    """The shortest command line that measures this one row."""
+    arguments = ["--trained", settings.trained, "--gpus", str(gpus)]
+    arguments += [*given(settings, but=["trained"]), *["--device", "cpu"] * on_cpu]
+    return "glm4v-patched bench " + shlex.join(arguments)
+
+
+def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: bool) -> dict:
+    """One row; ``error`` says what went wrong where the processes failed or hung."""
+    same = ("micro_batch", "text_tokens", "zero_stage", "offload", "fp8")
+    row = {
+        "workload": settings.trained,
+        "implementation": "ours" if settings.against is None else "original",
+        "gpus": gpus,
+        **{name: getattr(settings, name) for name in same},
+        "memory_limit_gib": settings.memory_limit,
+        "settings": asdict(settings),
+        "command": command_of(settings, gpus, on_cpu),
+        "device": device_name(on_cpu),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder, asked = Path(name), json.dumps(asdict(settings))
+        if settings.from_files is None:
+            out = folder / "row.json"
+            worker = [*torch_launcher(gpus), "glm4v_patched.bench.worker", asked, str(out)]
+            error = run(worker, folder, training_environment(gpus, on_cpu), timeout)
+            found = json.loads(out.read_text()) if out.exists() else {"error": error}
+        else:
+            rows = settings.micro_batch * gpus * (settings.warm_up + settings.steps)
+            error = write_files(folder, settings, rows, on_cpu, timeout)
+            train = python_module("glm4v_patched", "train", str(folder / "recipe.json"))
+            train += ["--processes", str(gpus), "--device", "cpu" if on_cpu else "cuda"]
+            error = error or run(train, folder, os.environ, timeout)
+            report = folder / "out" / "training.json"
+            found = {"error": error} if error else figures(json.loads(report.read_text()))
+    if "error" not in found:
+        found["versions"] = versions((*PACKAGES, "glm4v-patched"))
+    return row | found
+
+
+def device_name(on_cpu: bool) -> str:
+    return "cpu" if on_cpu else find_gpus().found[0].name
+
+
+def write_files(folder: Path, settings: Settings, rows: int, on_cpu: bool, timeout: float) -> str:
+    """Have :mod:`from_files` write a model, rows and a recipe; what went wrong, if anything did."""
+    arguments = [str(folder), json.dumps(asdict(settings)), str(rows)]
+    command = python_module("glm4v_patched.bench.from_files", *arguments)
+    return run(command, folder, training_environment(1, on_cpu), timeout)
+
+
+def figures(report: dict) -> dict:
+    """Those of a row that a recipe's ``training.json`` knows."""
+    speed = report["measured"]["samples_per_s"]
+    return {
+        **report["measured"],
+        "samples_per_s_per_gpu": None if speed is None else speed / report["world_size"],
+        "policies": report["policies"],
+        "losses": [entry["loss"] for entry in report["history"]],
+    }
+
+
+def run(command: list[str], folder: Path, environment: Mapping[str, str], timeout: float) -> str:
+    """Run a command, which prints to ``folder/printed.txt``; what went wrong, the line that says
+    so or the last ones; empty if nothing did."""
+    printed = folder / "printed.txt"
+    with printed.open("w") as file:
+        status = run_within(timeout, command, environment, file)
+    if status == 0:
+        return ""
+    late = [f"not done after {timeout:.0f} s"] * (status is None)
+    lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
+    memory = [line for line in lines if "OutOfMemoryError" in line]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    last = "\n".join(lines[-5:]) or f"ended with status {status} and printed nothing"
+    return (memory or late or errors or [last])[-1][:600]
