@@ -43,15 +43,6 @@ from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .plan import Plan
 from .progress import LossPlot, Progress, quiet_transformers
-from .recipe_trainer import (
-    eval_batch_size,
-    eval_strategy,
-    highest_rate,
-    length_of,
-    logging_steps,
-    save_strategy,
-    warmup,
-)
 from .row_faults import BadRow
 from .run_folder import SHEET, remove_weights
 from .safe_unpickling import loading_safely
@@ -82,21 +73,21 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         "output_dir": recipe.out,
         # Of epochs, too: schedule, log and estimates agree on them before the first step.
         "max_steps": plan.steps,
-        "per_device_eval_batch_size": eval_batch_size(asked),
-        "learning_rate": highest_rate(asked),
-        "warmup_steps": warmup(asked, plan.steps),
+        "per_device_eval_batch_size": asked.eval_batch_size,
+        "learning_rate": asked.highest_rate,
+        "warmup_steps": asked.warmup(plan.steps),
         "optim": OPTIMIZERS[recipe.engine.optimizer],
         "bf16": recipe.engine.precision == "bf16",
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": deepspeed_config(plan.options),
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        "save_strategy": save_strategy(asked),
+        "save_strategy": asked.saving,
         "save_steps": asked.save_steps or 0,
-        "eval_strategy": eval_strategy(asked, evaluates),
+        "eval_strategy": asked.evaluating if evaluates else "no",
         "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
-        "logging_steps": logging_steps(asked, plan.steps, plan.steps_an_epoch),
+        "logging_steps": asked.log_every(plan.steps, plan.steps_an_epoch),
         "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         "logging_nan_inf_filter": False,
@@ -148,7 +139,7 @@ def train(plan: Plan) -> None:
             measured["predicted_gib"] = plan.needed / GIB
         known = {"measured": measured, "policies": plan.options.policies}
         known |= {"base": identify(replace(plan.base, adapters=None))}
-        known |= {"length": length_of(recipe.trainer)}
+        known |= {"length": recipe.trainer.length}
         known |= {"left_out": trainer.faults.number} if recipe.data.is_streamed else {}
         report = _report(trainer, error) | known
         if error is None and is_lora(recipe.trained):
@@ -182,7 +173,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
             processor,
             number=recipe.data.eval_answers,
             max_new_tokens=recipe.data.eval_max_new_tokens,
-            batch_size=eval_batch_size(asked),
+            batch_size=asked.eval_batch_size,
             positions=config.seq_length,
             sheet=Path(recipe.out, SHEET),
         )
@@ -223,7 +214,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
         rates=asked.learning_rate if isinstance(asked.learning_rate, dict) else None,
         eval_collator=eval_collator,
         sample=sample,
-        worker_start=worker_start(options.offload, asked.handed_on()),
+        worker_start=worker_start(options.offload, asked.others),
         ends_at_faults=recipe.data.on_bad == "fail",
         args=arguments,
         train_dataset=rows,
@@ -241,7 +232,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
 
 def _how_to_go_on(plan: Plan) -> str:
     checkpoint = last_complete_checkpoint(plan.path.parent)
-    lower = f"a lower trainer.learning_rate than {highest_rate(plan.recipe.trainer):g}"
+    lower = f"a lower trainer.learning_rate than {plan.recipe.trainer.highest_rate:g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
@@ -276,7 +267,7 @@ def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:
     pictures = int(plan.batch.images_per_row) * asked.per_device_train_batch_size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     side = processor.image_processor.size["height"]
-    return loader_options(asked.handed_on(), here, pictures, side)
+    return loader_options(asked.others, here, pictures, side)
 
 
 def build_model(options: EngineOptions, base: Base) -> nn.Module:
