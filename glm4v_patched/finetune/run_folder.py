@@ -193,9 +193,11 @@ def require_usable(
     if resume:  # what was stopped may have been moved here, without its record
         foreign = [n for n in foreign if not CHECKPOINTS.fullmatch(n) and n not in STATE]
     if foreign:
+        stopped = any(CHECKPOINTS.fullmatch(name) for name in foreign)
         raise ValueError(
-            f"{folder} holds {listed(foreign, 6)}, which no run wrote and this one would replace; "
-            "move that away, or give the run another folder (out)"
+            f"{folder} holds {listed(foreign, 6)}, of which no run says that it wrote them; move "
+            "that away, or give the run another folder (out)"
+            + (", or continue what was stopped there (--resume)" if stopped else "")
         )
     if recorded is None and os.path.lexists(folder / RECORD):
         raise ValueError(_not_ours(folder / RECORD))

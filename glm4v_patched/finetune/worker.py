@@ -16,7 +16,6 @@ from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
     ProgressCallback,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -44,9 +43,9 @@ from .evaluation import Sample
 from .plan import Plan
 from .progress import LossPlot, Progress, quiet_transformers
 from .row_faults import BadRow
-from .run_folder import SHEET, remove_weights
+from .run_folder import remove_weights
 from .safe_unpickling import loading_safely
-from .trainer import CompletionMarker, RecipeTrainer, Schedule
+from .trainer import CheckpointSchedule, RecipeTrainer
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
@@ -113,8 +112,8 @@ def train(plan: Plan) -> None:
     """
     if not plan.placement.on_cpu and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
-    recipe, error = plan.recipe, None
-    kind: type[RuntimeError] = Diverged
+    recipe = plan.recipe
+    error: Diverged | BadRow | None = None
     trainer, progress = _trainer_of(plan)
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
@@ -128,28 +127,20 @@ def train(plan: Plan) -> None:
             _round_trained(trainer.inner, DTYPES[recipe.engine.precision])
         trainer.save_model()
     except BadRow as bad:
-        error, kind = str(bad), BadRow
+        error = bad
     except Diverged as diverged:
-        error = f"training diverged: {diverged}{_how_to_go_on(plan)}"
+        error = Diverged(f"training diverged: {diverged}{_how_to_go_on(plan)}")
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
-        measured = progress.found()
-        if "peak_allocated_gib" in measured:
-            measured["predicted_gib"] = plan.needed / GIB
-        known = {"measured": measured, "policies": plan.options.policies}
-        known |= {"base": identify(replace(plan.base, adapters=None))}
-        known |= {"length": recipe.trainer.length}
-        known |= {"left_out": trainer.faults.number} if recipe.data.is_streamed else {}
-        report = _report(trainer, error) | known
+        report = _report(plan, trainer, progress.found(), error)
         if error is None and is_lora(recipe.trained):
             write_card(recipe, plan.base, report, plan.rows)
-        text = json.dumps(report, indent=2, allow_nan=False)
-        write_atomically(Path(recipe.out, REPORT), text)
+        write_atomically(Path(recipe.out, REPORT), json.dumps(report, indent=2, allow_nan=False))
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         trainer.args.distributed_state.wait_for_everyone()
-        raise kind(error)
+        raise error
 
 
 def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
@@ -157,26 +148,11 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     recipe, options, base = plan.recipe, plan.options, plan.base
     asked, config = recipe.trainer, config_of(base)
     processor, checked = load_processor(base), plan.checked_data()
-    rows: Any = checked.conversations()
-    evaluated = None if checked.eval is None else checked.eval.conversations()
-    stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
-    eval_collator = ConversationCollator(processor, stamps)
-    collator: Callable = eval_collator
-    rows_of_batches = checked.batch_rows()
-    if rows_of_batches.shares is not None:
-        rows = PackedRows(rows, rows_of_batches.shares)
-        collator = PackingCollator(processor, stamps)
-    sample = None
-    if checked.eval is not None and recipe.data.eval_answers:
-        sample = Sample(
-            checked.eval,
-            processor,
-            number=recipe.data.eval_answers,
-            max_new_tokens=recipe.data.eval_max_new_tokens,
-            batch_size=asked.eval_batch_size,
-            positions=config.seq_length,
-            sheet=Path(recipe.out, SHEET),
-        )
+    stamps, evaluated, sample = checked.stamps, None, None
+    if checked.eval is not None:
+        stamps, evaluated = stamps | checked.eval.stamps, checked.eval.conversations()
+        if recipe.data.eval_answers:
+            sample = Sample(checked.eval, processor, recipe, config.seq_length)
     require_fp8(options, config)
     if torch.cuda.is_available():
         join_processes(options)
@@ -185,12 +161,18 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     plan.require_true()
     set_seed(asked.seed)  # adapters are random
-    if arguments.process_index:  # the first one's bar is that of all
-        quiet_transformers()
+    quiet_transformers(bars=arguments.process_index == 0)
     with doing("loading the model", tells=arguments.process_index == 0):
         model = build_model(options, base)
-    of_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    eval_collator = ConversationCollator(processor, stamps)
+    collator: Callable = eval_collator
+    rows: Any = checked.conversations()
+    rows_of_batches = checked.batch_rows()
+    if rows_of_batches.shares is not None:
+        rows = PackedRows(rows, rows_of_batches.shares)
+        collator = PackingCollator(processor, stamps)
     if recipe.data.is_streamed:
+        of_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
         rows = Stream(
             recipe.data.sources(),
             arguments.train_batch_size,
@@ -200,22 +182,23 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
             of_process * (0 if plan.checkpoint is None else step_of(plan.checkpoint)),
         )
         collator = StreamCollator(eval_collator, plan.batch.row_length, config.seq_length)
-    batch = plan.effective_batch * rows_of_batches.samples_per_row
-    told = not arguments.disable_tqdm, not recipe.data.is_streamed
-    progress = Progress(batch, options.compile is True, *told)
-    marker = CompletionMarker(plan.origin(checked), asked.save_total_limit)
-    callbacks = [Schedule(), marker, LossPlot()]
+    progress = Progress(
+        plan.effective_batch * rows_of_batches.samples_per_row,
+        compiles=options.compile is True,
+        shows_bar=not arguments.disable_tqdm,
+        has_epochs=not recipe.data.is_streamed,
+    )
+    schedule = CheckpointSchedule(plan.origin(checked), asked.save_total_limit)
+    callbacks = [schedule, LossPlot()]
     if (patience := asked.early_stopping_patience) is not None:
         callbacks.append(EarlyStoppingCallback(patience, asked.early_stopping_threshold))
     trainer = RecipeTrainer(
         model,
+        recipe,
         features=features_of(recipe.data.reuse_features, model),
-        max_nonfinite_steps=recipe.max_nonfinite_steps,
-        rates=asked.learning_rate if isinstance(asked.learning_rate, dict) else None,
         eval_collator=eval_collator,
         sample=sample,
         worker_start=worker_start(options.offload, asked.others),
-        ends_at_faults=recipe.data.on_bad == "fail",
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluated,
@@ -226,7 +209,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     for theirs in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(theirs)
     trainer.add_callback(progress)
-    quiet_transformers()
+    quiet_transformers(bars=False)
     return trainer, progress
 
 
@@ -241,25 +224,33 @@ def _how_to_go_on(plan: Plan) -> str:
     )
 
 
-def _report(trainer: Trainer, error: str | None) -> dict[str, Any]:
-    history = [
-        {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-    of_evaluation = ("step", "eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime")
-    evaluations = [
-        {name: as_json(entry[name]) for name in of_evaluation if name in entry}
-        for entry in trainer.state.log_history
-        if "eval_loss" in entry
-    ]
-    report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
-    if evaluations:
-        report["evaluations"] = evaluations
-    report["steps"] = {"asked": trainer.args.max_steps, "done": trainer.state.global_step}
+def _report(
+    plan: Plan, trainer: RecipeTrainer, measured: dict[str, float | None], error: Exception | None
+) -> dict[str, Any]:
+    def entries(kind: str, *names: str) -> list[dict[str, Any]]:
+        found = [entry for entry in trainer.state.log_history if kind in entry]
+        return [{n: as_json(e[n]) for n in ("step", kind, *names) if n in e} for e in found]
+
+    if "peak_allocated_gib" in measured:
+        measured = measured | {"predicted_gib": plan.needed / GIB}
+    report: dict[str, Any] = {
+        "finished": error is None,
+        "error": None if error is None else str(error),
+        "history": entries("loss", "grad_norm"),
+        "steps": {"asked": trainer.args.max_steps, "done": trainer.state.global_step},
+        "world_size": trainer.args.world_size,
+        "measured": measured,
+        "policies": plan.options.policies,
+        "base": identify(replace(plan.base, adapters=None)),
+        "length": plan.recipe.trainer.length,
+    }
+    if found := entries("eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime"):
+        report["evaluations"] = found
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
-    return report | {"world_size": trainer.args.world_size}
+    if plan.recipe.data.is_streamed:
+        report["left_out"] = trainer.faults.number
+    return report
 
 
 def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:

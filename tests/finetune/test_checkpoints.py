@@ -23,7 +23,7 @@ from glm4v_patched.finetune.checkpoints import (
     set_incomplete_aside,
     write_manifest,
 )
-from glm4v_patched.finetune.trainer import CompletionMarker
+from glm4v_patched.finetune.trainer import CheckpointSchedule
 
 FILES = {
     "config.json": b"{}",
@@ -161,7 +161,7 @@ def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:
     processes = SimpleNamespace(wait_for_everyone=wait)
-    CompletionMarker(ORIGIN, keep).on_save(
+    CheckpointSchedule(ORIGIN, keep).on_save(
         SimpleNamespace(output_dir=str(folder), distributed_state=processes),
         TrainerState(global_step=step, is_world_process_zero=rank == 0, best_model_checkpoint=best),
         TrainerControl(),
