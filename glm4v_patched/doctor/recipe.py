@@ -12,7 +12,7 @@ from ..atomic import require_apart
 from ..engine.deepspeed.config import require_zero_plus_plus, zero_plus_plus
 from ..engine.options import is_lora
 from ..finetune.preflight import examine
-from ..finetune.recipe import Recipe, located
+from ..finetune.recipe import Recipe
 from ..finetune.recipe_file import RecipeError
 from ..finetune.recipe_model import base_of
 from ..finetune.run_folder import fault_of_lock, require_usable
@@ -40,15 +40,13 @@ def check_recipe(
     """What :func:`preflight.check` and the launcher would refuse, all of it, and what only shows
     when training has begun. Rows are read and pictures decoded, as before a training."""
     try:
-        examined = examine(path, overrides, processes, device)
+        recipe, placement, fault = examine(path, overrides, processes, device)
     except (RecipeError, RuntimeError) as error:  # of a transformers that cannot be imported, too
         yield from _of_lines("recipe", error)
         return
-    faults = [*examined.document.faults, *examined.faults]
-    if faults:
-        yield from _of_lines("recipe", located(examined.document, examined.faults))
-    recipe, placement = examined.recipe, examined.placement
-    if recipe is None or {fault.name for fault in faults} - OF_THE_MACHINE:
+    if fault is not None:
+        yield from _of_lines("recipe", fault)
+    if recipe is None or (fault is not None and fault.names - OF_THE_MACHINE):
         text = "not looked at: the recipe has to be right first"
         yield Finding("model, data, memory", WARNING, text)
         return
@@ -97,7 +95,7 @@ def _check_out(recipe: Recipe) -> Iterator[Finding]:
         if folder.is_dir():
             require_usable(folder, recipe.data.files(), is_lora(recipe.trained), False, False)
     except ValueError as error:
-        yield finding(check, FAILS, f"{error}; or continue that run (--resume)")
+        yield finding(check, FAILS, str(error))
         return
     yield Finding(check, OK, f"{folder} can be written, and holds no other run")
 

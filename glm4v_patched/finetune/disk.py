@@ -11,7 +11,7 @@ from ..engine.options import EngineOptions, is_lora
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import in_bytes
 from .recipe import Recipe
-from .recipe_trainer import TrainerFields, save_strategy
+from .recipe_trainer import TrainerFields
 
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
 
@@ -66,7 +66,7 @@ def checkpoints_at_once(trainer: TrainerFields, steps: int | None = None) -> int
         steps: Of the run, where max_steps does not say it. Until it is known, one checkpoint is
             counted where nothing limits them.
     """
-    limit, strategy = trainer.save_total_limit, save_strategy(trainer)
+    limit, strategy = trainer.save_total_limit, trainer.saving
     # The best one is kept beside the newest.
     most = math.inf if limit is None else limit + 1 + trainer.load_best_model_at_end
     if strategy == "no":

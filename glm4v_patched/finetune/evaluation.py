@@ -1,7 +1,6 @@
 """The loss of rows that are not learned, and answers to some of them, while training goes on."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,70 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
 
 from ..data.checked_data import CheckedData
-from ..data.loading import BATCHES_AHEAD, workers_with_room
-from ..data.stored_rows import Conversations
 from ..inference.answer_worker import Answerer, batches
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Generation, question_of
 from ..inference.scoring import exact_match
 from ..models.loading import Loaded
-from ..remote.loss import IGNORE_INDEX
-
-
-@torch.no_grad()
-def mean_loss(
-    model: nn.Module,
-    rows: Sequence,
-    collator: Callable[[list], Mapping[str, torch.Tensor]],
-    batch_size: int,
-    device: torch.device,
-    loss_of: Callable[[dict[str, Any]], torch.Tensor],
-    workers: int = 0,
-    start: str | None = None,
-) -> tuple[float, int]:
-    """The mean loss of all supervised tokens of ``rows``, and their number; the same on all
-    processes, of which each computes its share.
-
-    Logits are not built as a whole (the config's ``skip_logits``). The model is in eval mode
-    meanwhile, and no random number is drawn.
-
-    Args:
-        model: As it is trained: DeepSpeed's engine, where there is one.
-        loss_of: The sum of the losses of all supervised tokens of a batch.
-        workers: The most processes that read pictures: those of training still hold batches in
-            shared memory, and what is free there may be less than they took.
-        start: How they start (:func:`worker_start`).
-    """
-    share, weights = _share(len(rows), batch_size)
-    if workers and isinstance(rows, Conversations):
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = workers_with_room(workers, here, rows.most_images * batch_size)
-    loader: DataLoader = DataLoader(
-        rows,  # type: ignore[arg-type]  # a sequence, which has what is asked of a Dataset
-        batch_sampler=share,
-        collate_fn=collator,
-        num_workers=workers,
-        prefetch_factor=BATCHES_AHEAD if workers else None,
-        multiprocessing_context=start if workers else None,
-        generator=torch.Generator(),  # else it draws a seed from everybody's
-    )
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    with _in_eval_mode(model):
-        for batch, weight in zip(loader, weights, strict=True):
-            tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(device)
-            loss = loss_of(dict(batch))
-            totals += weight * torch.stack([loss.double(), tokens.double()])
-    if dist.is_initialized():
-        dist.all_reduce(totals)
-    total, number = totals.tolist()
-    return total / max(number, 1), int(number)
+from .recipe import Recipe
+from .run_folder import SHEET
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
@@ -86,30 +34,22 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 class Sample:
     """Some of the rows for evaluation, spread evenly, which are answered at each evaluation."""
 
-    def __init__(
-        self,
-        checked: CheckedData,
-        processor: Any,
-        number: int,
-        max_new_tokens: int,
-        batch_size: int,
-        positions: int,
-        sheet: Path,
-    ):
+    def __init__(self, checked: CheckedData, processor: Any, recipe: Recipe, positions: int):
         """
         Args:
-            checked: The rows for evaluation.
-            number: How many are answered. Rows that leave no room for an answer are passed over.
+            checked: The rows for evaluation. Those that leave no room for an answer are passed
+                over.
             positions: Entries of the model's position table.
-            sheet: Where pictures and answers are drawn (:func:`draw_sheet`).
         """
+        number, max_new_tokens = recipe.data.eval_answers, recipe.data.eval_max_new_tokens
         with_room = (checked.column("in_table") + max_new_tokens <= positions).nonzero()[0]
         step = max(len(with_room) / number, 1)
         chosen = [int(with_room[int(n * step)]) for n in range(min(number, len(with_room)))]
         conversations = checked.conversations()
         self.questions = [question_of(row, conversations[row]) for row in chosen]
         self.rows = [checked.row_lines[row] for row in chosen]
-        self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
+        self.processor, self.batch_size = processor, recipe.trainer.eval_batch_size
+        self.sheet = Path(recipe.out, SHEET)
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
     def answer(self, model: Any, draws: bool) -> float:
@@ -125,7 +65,7 @@ class Sample:
             return float("nan")
         usual = model.generation_config
         try:
-            with _in_eval_mode(model):
+            with in_eval_mode(model):
                 answerer = Answerer(Loaded(model, self.processor), self.generation)
                 answers = [
                     answer.text
@@ -141,7 +81,7 @@ class Sample:
         return sum(right) / len(right)
 
 
-def _share(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
+def share_of_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
     """This process's batches of row numbers, and 1 for each that counts.
 
     All have as many batches, because they gather weights together: where one has none left, it

@@ -24,15 +24,8 @@ from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .recipe import Recipe
 from .recipe_model import base_of
-from .recipe_trainer import is_longer, length_of, save_strategy
-from .run_folder import (
-    CHECKED_DATA,
-    RECIPE,
-    begin,
-    close_record,
-    locked,
-    require_usable,
-)
+from .recipe_trainer import is_longer
+from .run_folder import CHECKED_DATA, RECIPE, begin, close_record, locked, require_usable
 
 if TYPE_CHECKING:
     from ..data.checked_data import CheckedData
@@ -78,8 +71,7 @@ def launch(
             (:mod:`summary`), and do none of it.
 
     Raises:
-        RuntimeError: a killed process left DeepSpeed's lock behind, or the training failed or
-            diverged.
+        RuntimeError: the training failed or diverged.
         ValueError: the data cannot be used, the disk or the memory does not suffice,
             ``recipe.out`` holds what may not be replaced or another run writes to it, the
             checkpoint is incomplete, or of a run with other settings, another model or other data.
@@ -116,7 +108,7 @@ def prepared(
     with locked(folder):
         # Of a model's folder, files may be links to elsewhere.
         inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
-        extends = is_longer(read_report(folder).get("length"), length_of(recipe.trainer))
+        extends = is_longer(read_report(folder).get("length"), recipe.trainer.length)
         remove = require_usable(folder, inputs, adapters, bool(resume), overwrite, extends)
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
@@ -183,27 +175,24 @@ def _train(plan: "Plan") -> None:
         number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
         told = f"training was stopped by {number.name}{_how_to_resume(plan)}"
         raise TrainingStopped(told, number) from None
-    if ended and (error := read_report(settings.parent).get("error")):
-        told = _how_to_resume(plan) if plan.recipe.data.is_streamed else ""
-        raise RuntimeError(f"{error} (settings: {settings}){told}")
-    if ended:
-        raise RuntimeError(
-            f"training on {processes} processes failed: {ended} (settings: {settings})"
-            f"{_how_to_resume(plan)}"
-        )
+    if not ended:
+        return
+    told = f" (settings: {settings})"
+    if error := read_report(settings.parent).get("error"):
+        raise RuntimeError(error + told + _how_to_resume(plan) * recipe.data.is_streamed)
+    told = f"training on {processes} processes failed: {ended}{told}"
+    raise RuntimeError(told + _how_to_resume(plan))
 
 
 def _how_to_resume(plan: "Plan") -> str:
     checkpoint = last_complete_checkpoint(plan.path.parent)
-    if checkpoint is None and save_strategy(plan.recipe.trainer) == "no":
+    if checkpoint is None and plan.recipe.trainer.saving == "no":
         return "\nno weights are kept: trainer.save_steps asks for checkpoints"
-    place = "from the beginning, for no checkpoint is complete"
-    if checkpoint is not None:
-        place = f"from {checkpoint}"
+    place = checkpoint or "the beginning, for no checkpoint is complete"
     options = ["--processes", str(plan.placement.processes)]
     options += [*(["--device", "cpu"] if plan.placement.on_cpu else []), "--resume"]
     command = own_command("train", str(plan.path.with_name(RECIPE)), *options)
-    return f"\nto continue {place}:\n  {command}"
+    return f"\nto continue from {place}:\n  {command}"
 
 
 def _run(command: list[str], environments: list[dict[str, str]]) -> str:

@@ -1,112 +1,140 @@
-"""What people write who come from LLaMA-Factory, ms-swift, TRL or unsloth, in a recipe's words.
+"""What others call a recipe's fields: LLaMA-Factory, ms-swift, TRL, unsloth, ``TrainingArguments``.
 
-What ``TrainingArguments`` calls so is in :mod:`recipe_trainer`.
+Each line has what to write, or why nothing is written, and the names that it is for.
 """
 
-from .recipe_trainer import INSTEAD, reason_against
+_ROWS = "trainer.per_device_train_batch_size"
+_PACKED = "data.pack_to, which wastes less than grouping by length"
 
-_TRAINED = "trained: lora_lm (the language model) or lora_all (the vision tower, too)"
-_FROZEN = "trained, whose lm, lora_lm and qlora leave the vision tower as it is"
-_NEVER_CUT = "rows are never cut; data.on_bad: skip leaves out those that are too long"
-_BATCH = "trainer.per_device_train_batch_size"
-_KEPT = "engine.language and engine.tower, which follow the free memory"
-
-MEANT = {
-    "model_name_or_path": "model",
-    "model_name": "model",
-    "model_id": "model",
-    "model_path": "model",
-    "base_model": "model",
-    "model_revision": "revision",
-    "adapter_name_or_path": "model, which may be a folder of adapters",
-    "adapters": "model, which may be a folder of adapters",
-    "dataset": "data.train",
-    "train_dataset": "data.train",
-    "dataset_name": "data.train",
-    "dataset_path": "data.train",
-    "train_file": "data.train",
-    "eval_dataset": "data.eval",
-    "val_dataset": "data.eval",
-    "validation_file": "data.eval",
-    "val_size": "data.eval: 0.05, a share of the rows",
-    "test_size": "data.eval: 0.05, a share of the rows",
-    "split_dataset_ratio": "data.eval: 0.05, a share of the rows",
-    "media_dir": "data.image_folder",
-    "image_dir": "data.image_folder",
-    "packing": "data.pack_to: 8192, the positions of a packed row",
-    "pack": "data.pack_to: 8192, the positions of a packed row",
-    "finetuning_type": _TRAINED,
-    "train_type": _TRAINED,
-    "tuner_type": _TRAINED,
-    "sft_type": _TRAINED,
-    "use_peft": _TRAINED,
-    "load_in_4bit": "trained: qlora",
-    "quantization_bit": "trained: qlora",
-    "quant_bits": "trained: qlora",
-    "freeze_vision_tower": _FROZEN,
-    "freeze_vit": _FROZEN,
-    "freeze_multi_modal_projector": _FROZEN,
-    "freeze_aligner": _FROZEN,
-    "finetune_vision_layers": _FROZEN,
-    "lora_r": "lora.rank",
-    "lora_rank": "lora.rank",
-    "r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_target": "lora.targets",
-    "target_modules": "lora.targets",
-    "micro_batch": _BATCH,
-    "batch_size": _BATCH,
-    "micro_batch_size": _BATCH,
-    "accumulation": "trainer.gradient_accumulation_steps",
-    "grad_accum": "trainer.gradient_accumulation_steps",
-    "lr": "trainer.learning_rate",
-    "vit_lr": "trainer.learning_rate: {tower: 1.0e-6, adapter: 1.0e-5, language_model: 1.0e-5}",
-    "scheduler": "trainer.lr_scheduler_type",
-    "epochs": "trainer.num_train_epochs",
-    "num_epochs": "trainer.num_train_epochs",
-    "clipping": "trainer.max_grad_norm",
-    "keep_checkpoints": "trainer.save_total_limit",
-    "torch_dtype": "engine.precision",
-    "dtype": "engine.precision",
-    "use_gradient_checkpointing": _KEPT,
-    "vit_gradient_checkpointing": _KEPT,
-    "use_wandb": "trainer.report_to: wandb",
-    "use_swanlab": "trainer.report_to: swanlab",
+# Fields of TrainingArguments that are the recipe's own.
+_SET_BY_RECIPE = {
+    "out": "output_dir",
+    "--overwrite": "overwrite_output_dir",
+    "--resume or --resume-from": "resume_from_checkpoint",
+    "--device cpu": "use_cpu no_cuda use_mps_device",
+    "data.train": "do_train",
+    "data.eval and trainer.eval_strategy": "do_eval do_predict",
+    "engine.zero_stage and engine.offload": "deepspeed",
+    "engine.precision": "bf16 fp16 bf16_full_eval fp16_full_eval fp16_opt_level fp16_backend "
+    "half_precision_backend",
+    "engine.optimizer": "optim optim_args optim_target_modules adafactor",
+    "engine.tower and engine.language": "gradient_checkpointing gradient_checkpointing_kwargs "
+    "activation_checkpointing activation_checkpointing_kwargs",
+    "engine.compile": "torch_compile torch_compile_backend torch_compile_mode torchdynamo",
+    "trainer.warmup_steps, which is a share of all steps if it is below 1": "warmup_ratio",
+    _ROWS: "per_gpu_train_batch_size",
+    f"{_ROWS}; what is kept of activations already follows the free memory": "auto_find_batch_size",
+    "trainer.per_device_eval_batch_size": "per_gpu_eval_batch_size",
+    _PACKED: "group_by_length train_sampling_strategy length_column_name",
 }
-"""A key of a recipe, or a key with its value, and what else there is to know."""
-
-NOT_NEEDED = {
-    "cutoff_len": _NEVER_CUT,
-    "max_length": _NEVER_CUT,
-    "max_seq_length": _NEVER_CUT,
-    "max_seq_len": _NEVER_CUT,
-    "model_max_length": _NEVER_CUT,
-    "truncation_strategy": _NEVER_CUT,
-    "template": "the model has its own chat template",
-    "chat_template": "the model has its own chat template",
-    "model_type": "there is one model here",
-    "stage": "answers are learned from data.train, and nothing else is trained for",
-    "image_max_pixels": "all pictures have the model's size",
-    "max_pixels": "all pictures have the model's size",
-    "flash_attn": "attention is torch's, which chooses the fastest kernel",
-    "attn_impl": "attention is torch's, which chooses the fastest kernel",
-    "attn_implementation": "attention is torch's, which chooses the fastest kernel",
-    "trust_remote_code": "this package's code runs, never a folder's",
-    "preprocessing_num_workers": "rows are checked on all processors",
-    "dataset_num_proc": "rows are checked on all processors",
-    "plot_loss": "loss.png is always drawn",
+# Those that nothing stands for; also those that begin with such a name.
+_NOT_SET = {
+    "the weights are sharded by DeepSpeed: engine.zero_stage": "fsdp",
+    "processes and their group are the launcher's: --processes": "ddp local_rank "
+    "parallelism_config accelerator_config mp_parameters",
+    "there is no TPU here": "tpu",
+    "there is no hyperparameter search here": "ray",
+    "a model is published by python -m hub_upload, after training": "push_to_hub hub",
+    "the data's columns are the recipe's: data": "remove_unused_columns label_names",
+    "it needs the logits of all positions, which are never built here": "label_smoothing_factor",
+    "its kernels are not for this model's layers: engine.compile fuses them": "use_liger_kernel "
+    "liger_kernel",
+    "no answers are generated in a training step": "use_cache",
+    "it is for models that hand states on from step to step": "past_index",
+    "it is of other models": "jit_mode_eval",
+    "what is not finite is always shown: max_nonfinite_steps": "logging_nan_inf_filter",
+    "weights are always saved as safetensors": "save_safetensors",
+    "a checkpoint that holds only the model cannot be continued from; to have none, leave out "
+    "trainer.save_steps": "save_only_model",
+    "all processes see one file system": "save_on_each_node",
+    "SIGTERM ends the training, and --resume continues it": "enable_jit_checkpoint",
+    "a continued run goes on with the rows that it has not seen": "ignore_data_skip",
+    "a continued run always restores them": "restore_callback_states_from_checkpoint",
+    "the loss is computed without logits, so there are no predictions to collect": ""
+    "prediction_loss_only include_inputs_for_metrics include_for_metrics batch_eval_metrics "
+    "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+    "use_legacy_prediction_loop",
 }
-"""Why nothing stands for it."""
+# Options of other programs: a key of a recipe, or one with its value, and what else is to be known.
+_MEANT = {
+    "model": "model_name_or_path model_name model_id model_path base_model",
+    "revision": "model_revision",
+    "model, which may be a folder of adapters": "adapter_name_or_path adapters",
+    "data.train": "dataset train_dataset dataset_name dataset_path train_file",
+    "data.eval": "eval_dataset val_dataset validation_file",
+    "data.eval: 0.05, a share of the rows": "val_size test_size split_dataset_ratio",
+    "data.image_folder": "media_dir image_dir",
+    "data.pack_to: 8192, the positions of a packed row": "packing pack",
+    "trained: lora_lm (the language model) or lora_all (the vision tower, too)": "finetuning_type "
+    "train_type tuner_type sft_type use_peft",
+    "trained: qlora": "load_in_4bit quantization_bit quant_bits",
+    "trained, whose lm, lora_lm and qlora leave the vision tower as it is": "freeze_vision_tower "
+    "freeze_vit freeze_multi_modal_projector freeze_aligner finetune_vision_layers",
+    "lora.rank": "lora_r lora_rank r",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "lora_target target_modules",
+    _ROWS: "micro_batch batch_size micro_batch_size",
+    "trainer.gradient_accumulation_steps": "accumulation grad_accum",
+    "trainer.learning_rate": "lr",
+    "trainer.learning_rate: {tower: 1.0e-6, adapter: 1.0e-5, language_model: 1.0e-5}": "vit_lr",
+    "trainer.lr_scheduler_type": "scheduler",
+    "trainer.num_train_epochs": "epochs num_epochs",
+    "trainer.max_grad_norm": "clipping",
+    "trainer.save_total_limit": "keep_checkpoints",
+    "engine.precision": "torch_dtype dtype",
+    "engine.language and engine.tower, which follow the free memory": "use_gradient_checkpointing "
+    "vit_gradient_checkpointing",
+    "trainer.report_to: wandb": "use_wandb",
+    "trainer.report_to: swanlab": "use_swanlab",
+}
+_NOT_NEEDED = {
+    "rows are never cut; data.on_bad: skip leaves out those that are too long": "cutoff_len "
+    "max_length max_seq_length max_seq_len model_max_length truncation_strategy",
+    "the model has its own chat template": "template chat_template",
+    "there is one model here": "model_type",
+    "answers are learned from data.train, and nothing else is trained for": "stage",
+    "all pictures have the model's size": "image_max_pixels max_pixels",
+    "attention is torch's, which chooses the fastest kernel": "flash_attn attn_impl "
+    "attn_implementation",
+    "this package's code runs, never a folder's": "trust_remote_code",
+    "rows are checked on all processors": "preprocessing_num_workers dataset_num_proc",
+    "loss.png is always drawn": "plot_loss",
+}
 
+
+def _by_name(table: dict[str, str]) -> dict[str, str]:
+    return {name: told for told, names in table.items() for name in names.split()}
+
+
+SET_BY_RECIPE, NOT_SET = _by_name(_SET_BY_RECIPE), _by_name(_NOT_SET)
+MEANT, NOT_NEEDED = _by_name(_MEANT) | SET_BY_RECIPE, _by_name(_NOT_NEEDED)
 OTHER_VALUES = {
     "trained": {"lora": "lora_lm or lora_all", "freeze": "lm", "all": "full", "llm": "lm"},
 }
 
 
+def refusal(name: str) -> str | None:
+    """Why a field of ``TrainingArguments`` may not be in a recipe; None for others.
+
+    ``name`` need not be one of the installed release.
+    """
+    if name == "ddp_timeout":  # handed on, unlike all others of its group
+        return None
+    if name in SET_BY_RECIPE:
+        return f"trainer.{name} is set by the recipe; expected {SET_BY_RECIPE[name]}"
+    reason = _reason_against(name)
+    return reason and f"trainer.{name} cannot be set: {reason}"
+
+
+def _reason_against(name: str) -> str | None:
+    starts = (start for start in NOT_SET if name == start or name.startswith(start + "_"))
+    return next((NOT_SET[start] for start in starts), None)
+
+
 def cure(name: str) -> str | None:
     """What to do about a key that is another program's; None of others."""
-    if meant := MEANT.get(name) or INSTEAD.get(name):
+    if meant := MEANT.get(name):
         return f"did you mean {meant}?"
-    reason = NOT_NEEDED.get(name) or reason_against(name)
+    reason = NOT_NEEDED.get(name) or _reason_against(name)
     return reason and f"it is not needed: {reason}"

@@ -9,9 +9,8 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BeforeValidator, SerializeAsAny, TypeAdapter
+from pydantic import TypeAdapter
 
 from ..atomic import write_atomically
 from ..data.check import check_sets
@@ -32,17 +31,18 @@ from ..models.base import Base, identify, read_report
 from ..models.loading import config_of, load_processor
 from ..models.placement import Placement
 from .checkpoints import (
-    Manifest,
     Origin,
     Rows,
     changes_of_data,
-    choose_checkpoint,
+    last_complete_checkpoint,
+    read_manifest,
+    require_checkpoint,
     require_same_settings,
 )
 from .disk import Space, needed_space, require_space
 from .recipe import Recipe, may_change
 from .recipe_model import base_of
-from .recipe_trainer import TrainerFields, is_longer, length_of, steps_in_epoch, total_steps
+from .recipe_trainer import TrainerFields, is_longer
 from .run_folder import CHECKED_DATA, PLAN
 
 # How much longer a row of a stream may be than the longest that was looked at before.
@@ -74,8 +74,7 @@ class Plan:
         changes: Of the rows since the checkpoint was written, which were accepted; a line each.
     """
 
-    # With the fields of TrainingArguments that its own class alone has.
-    recipe: Annotated[SerializeAsAny[Recipe], BeforeValidator(Recipe.of)]
+    recipe: Recipe
     base: Base
     files: dict[str, str]
     data: str
@@ -103,11 +102,11 @@ class Plan:
         return each * self.placement.processes
 
     def write(self) -> None:
-        write_atomically(self.path, _adapter().dump_json(self, indent=2) + b"\n")
+        write_atomically(self.path, TypeAdapter(Plan).dump_json(self, indent=2) + b"\n")
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
-        return _adapter().validate_json(path.read_bytes())
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
     def checked_data(self) -> CheckedData:
         """What the check found. Raises ``ValueError`` if it is of another check."""
@@ -162,10 +161,6 @@ class Plan:
             )
 
 
-def _adapter() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan)
-
-
 def make_plan(
     recipe: Recipe,
     placement: Placement,
@@ -187,8 +182,8 @@ def make_plan(
     config = config_of(base)
     rows = checked.batch_rows()
     batch = batch_of(recipe, rows, placement.processes)
-    steps_an_epoch = steps_in_epoch(recipe.trainer, len(rows.lengths), placement.processes)
-    steps = total_steps(recipe.trainer, steps_an_epoch)
+    steps_an_epoch = recipe.trainer.steps_in_epoch(len(rows.lengths), placement.processes)
+    steps = recipe.trainer.total_steps(steps_an_epoch)
     here = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
     free = within_limit(free, recipe.engine.memory_limit)
@@ -224,27 +219,36 @@ def digest_of(checked: CheckedData) -> str:
 
 
 def starting_point(recipe: Recipe, processes: int, resume: bool | Path, base: Base) -> Path | None:
-    """The checkpoint in ``out`` to continue from, or None; :func:`choose_checkpoint` has more.
+    """The checkpoint in ``out`` to continue from, or None to start from the beginning.
+
+    Args:
+        resume: True, for the last complete checkpoint, if there is one; or a checkpoint in ``out``.
 
     Raises:
-        ValueError: none can be chosen, or it is of a run with other settings or another model.
+        ValueError: that cannot be continued from, or is of a run with other settings or another
+            model.
     """
     folder = Path(recipe.out)
-    checkpoint = choose_checkpoint(folder, resume)
+    if not resume:
+        return None
+    if resume is True:
+        checkpoint = last_complete_checkpoint(folder)
+    else:
+        checkpoint = resume
+        require_checkpoint(folder, checkpoint)
     if checkpoint is None:
-        if resume and read_report(folder).get("finished"):
+        if read_report(folder).get("finished"):
             raise ValueError(
                 f"the training in {folder} is finished and left no checkpoint, so that it cannot "
                 "be made longer; to train further, give a new run that folder as model"
             )
         return None
     settings = settings_of(recipe, processes)
-    there = Manifest.read(checkpoint).settings
-    length = {f"trainer.{name}": value for name, value in length_of(recipe.trainer).items()}
+    there = read_manifest(checkpoint)["settings"]
+    length = {f"trainer.{name}": value for name, value in recipe.trainer.length.items()}
     if is_longer({name: there[name] for name in length if name in there}, length):
         settings |= {name: there[name] for name in length}
-    files = identify(base)
-    require_same_settings(checkpoint, settings, files, Recipe.defaults() | BEFORE)
+    require_same_settings(checkpoint, settings, identify(base), Recipe.defaults() | BEFORE)
     return checkpoint
 
 

@@ -4,10 +4,8 @@ The command line checks once, not each training process.
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from ..engine.nvidia_driver import fault_of_fp8
 from ..engine.options import require_packages
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
-from .recipe import Recipe, check_values, located
-from .recipe_file import Document, Fault, read_document, shown
+from .recipe import Recipe, check_values
+from .recipe_file import Fault, RecipeError, read_document, shown
 from .recipe_model import base_of
 from .run_folder import fault_of_pictures
 from .shipped_recipes import find_recipe
@@ -42,22 +40,11 @@ def check(
         RecipeError: with a line for everything that is wrong, as far as one fault does not hide
             another.
     """
-    examined = examine(path, overrides, processes, device)
-    if examined.faults or examined.document.faults:
-        raise located(examined.document, examined.faults)
-    assert examined.recipe is not None and examined.placement is not None
-    return examined.recipe, examined.placement
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A recipe's file with all that is wrong with it; ``recipe`` and ``placement`` are None where
-    there is none. Keys that are there twice are in ``document.faults``."""
-
-    document: Document
-    faults: list[Fault]
-    recipe: Recipe | None
-    placement: Placement | None
+    recipe, placement, error = examine(path, overrides, processes, device)
+    if error is not None:
+        raise error
+    assert recipe is not None and placement is not None
+    return recipe, placement
 
 
 def examine(
@@ -65,8 +52,8 @@ def examine(
     overrides: Sequence[str] = (),
     processes: int | None = None,
     device: Device = "cuda",
-) -> Examined:
-    """What :func:`check` does, of which it raises what is wrong.
+) -> tuple[Recipe | None, Placement | None, RecipeError | None]:
+    """What :func:`check` does; recipe and placement as far as there are any, and what is wrong.
 
     Raises:
         RecipeError: there is no such file, or it cannot be read.
@@ -81,7 +68,7 @@ def examine(
         faults.append(Fault(error.field, str(error)))
     if checked.recipe is not None and (text := _fault_of_adapters(checked.recipe)):
         faults.append(Fault("model", text))
-    return Examined(document, faults, checked.recipe, placement)
+    return checked.recipe, placement, document.error(faults) if faults else None
 
 
 def _faults_here(
@@ -102,11 +89,7 @@ def _faults_here(
         value = known.get(name)
         if not isinstance(value, str):
             continue  # false or none; or it is invalid, which is reported elsewhere
-        text = fault_of(value)
-        if name == "data.eval" and text and re.fullmatch(r"[\d.]+ ?%?", value):
-            text += "; a share of the rows is a number without quotes or %: 0.05"
-        if name == "out":
-            text = text or fault_of_pictures(Path(value))
+        text = fault_of(value) or (name == "out" and fault_of_pictures(Path(value)))
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):

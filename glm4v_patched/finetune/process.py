@@ -28,7 +28,7 @@ def main() -> NoReturn:
 def run(plan: Path) -> int:
     """Train what was planned; the exit status. Of a training that diverged, or ended at a bad row,
     whoever has planned it tells what is in the report."""
-    with doing("loading torch and transformers", tells=is_first()):
+    with doing("loading torch and transformers", tells=os.environ.get("RANK", "0") == "0"):
         from .divergence import Diverged
         from .plan import Plan
         from .row_faults import BadRow
@@ -46,15 +46,10 @@ def run(plan: Path) -> int:
     return 0
 
 
-def is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def leave(status: int = 0) -> NoReturn:
-    """End this process without waiting for threads of DeepSpeed and inductor, when all is saved.
-
-    They may be killed by Python half-way at its end, which aborts a process that has done its work.
-    """
+    """End this process without waiting for threads of DeepSpeed and inductor, when all is saved:
+    they may be killed by Python half-way at its end, which aborts a process that has done its
+    work."""
     from torch import distributed
 
     if distributed.is_initialized():

@@ -25,11 +25,12 @@ SECONDS_BETWEEN_PLOTS = 30
 GIB = 2**30
 
 
-def quiet_transformers() -> None:
+def quiet_transformers(bars: bool) -> None:
     """Leave out what it prints while it trains, in each process, and that asks nothing of anybody:
-    bars inside of ours for the files of a checkpoint, and that the Trainer has put the tokenizer's
-    end token in place of the model's, which :class:`trainer.RecipeTrainer` undoes."""
-    disable_progress_bar()
+    that the Trainer has put the tokenizer's end token in place of the model's, which
+    :class:`trainer.RecipeTrainer` undoes; and but for ``bars``, those for the files of a model."""
+    if not bars:
+        disable_progress_bar()
     for name in ("transformers.trainer", "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_no_alignment)
 

@@ -6,17 +6,13 @@ such a field that is not declared here.
 """
 
 import difflib
-import functools
 import json
-import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ..atomic import write_atomically
@@ -28,33 +24,24 @@ from ..engine.options import (
     EngineOptions,
     LoraOptions,
     check_trained,
-    is_lora,
-    trains_vision,
 )
-from .other_names import OTHER_VALUES, cure
+from .other_names import OTHER_VALUES, cure, refusal
 from .recipe_data import Data
-from .recipe_file import (
-    Document,
-    Fault,
-    RecipeError,
-    place_all,
-    read_document,
-    read_scalar,
-    shown,
-    shown_name,
-)
-from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, refusal, whole_section
+from .recipe_file import Fault, RecipeError, place_all, read_document, shown, shown_name
+from .recipe_rules import conflicts
+from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
 from .recipe_types import (
     MAY_CHANGE,
     AtLeastOne,
+    BelowOne,
     Expected,
     Folder,
     Policy,
     Section,
     Text,
+    annotated,
     check_whole,
-    conflicts,
-    refuse,
+    expected,
 )
 
 TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
@@ -69,12 +56,10 @@ class Lora(Section):
     alpha: AtLeastOne | None = None
     """What they add is multiplied by alpha / rank; null: twice the rank. Here and below, adapters
     that go on being trained keep what they have where null is said."""
-    dropout: Annotated[
-        float | None, Field(ge=0, lt=1), Expected("a number from 0 to below 1 or null")
-    ] = None
+    dropout: BelowOne | None = None
     """Of their input, in training; null: 0."""
     targets: Annotated[
-        list[Target] | Literal["all-linear"] | None,
+        Annotated[list[Target], Field(min_length=1)] | Literal["all-linear"] | None,
         Expected(f"a list of {', '.join(TARGETS)}, or all-linear or null"),
     ] = None
     """The linear layers that have adapters, of each layer of what "trained" says (fc1 and fc2 are
@@ -181,7 +166,7 @@ class Recipe(Section):
         """Raises :class:`RecipeError` with all faults."""
         checked = check_values(values)
         if checked.recipe is None:
-            raise RecipeError.of([fault.text for fault in checked.faults])
+            raise RecipeError([fault.text for fault in checked.faults])
         return checked.recipe
 
     def override(self, values: Mapping[str, Any]) -> "Recipe":
@@ -190,10 +175,7 @@ class Recipe(Section):
         Raises:
             RecipeError: a field is unknown or a value cannot be.
         """
-        nested, misplaced = place_all(self.model_dump(), values)
-        if misplaced:
-            raise RecipeError.of([fault.text for fault in misplaced])
-        return self.of(nested)
+        return self.of(place_all(self.model_dump(), values))
 
     def engine_options(self) -> EngineOptions:
         """What is asked of the engine, "auto" where that is left open."""
@@ -202,13 +184,7 @@ class Recipe(Section):
 
     def flat(self) -> dict[str, Any]:
         """Values by dotted names."""
-        values: dict[str, Any] = {}
-        for name, value in self.model_dump().items():
-            if isinstance(value, dict):
-                values |= {f"{name}.{field}": part for field, part in value.items()}
-            else:
-                values[name] = value
-        return values
+        return _flatten(self.model_dump())
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -229,19 +205,12 @@ class Recipe(Section):
         """
         document = read_document(path).override(overrides)
         checked = check_values(document.values)
-        if checked.recipe is None or document.faults:
-            raise located(document, checked.faults)
+        if checked.recipe is None:
+            raise document.error(checked.faults)
         return checked.recipe
 
 
-@functools.cache
-def whole_recipe() -> type[Recipe]:
-    """With the fields that only transformers knows, whose import takes seconds."""
-    return create_model("Recipe", __base__=Recipe, trainer=(whole_section(), ...))
-
-
-@dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """``known`` has the values, by dotted names, that can be relied on although others cannot."""
 
     recipe: Recipe | None
@@ -255,40 +224,46 @@ def check_values(values: Any) -> Checked:
         kind = "is empty" if values is None else f"is {shown(values)}"
         text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
         return Checked(None, [Fault("", text)], {})
-    whole = _kind_of(values)
-    recipe, faults = None, []
+    recipe, faults = None, [*_faults_of_others(values.get("trainer"))]
     try:
-        recipe = whole.model_validate(dict(values))
+        recipe = Recipe.model_validate(_without_null(values))
     except ValidationError as error:
-        faults = list(_faults_of(error, whole))
+        faults += _faults_of(error)
     wrong = {fault.name for fault in faults}
-    known = {}
-    for name, field in fields(whole):
-        value = _given(values, name, field)
-        if not any(name == fault or name.startswith(fault + ".") for fault in wrong):
-            known[name] = _join_parts(value) if name == "trained" else value
+    known = {
+        name: value
+        for name, value in (Recipe.defaults() | _flatten(values)).items()
+        if not any(name == fault or name.startswith(f"{fault}.") for fault in wrong)
+    }
+    if "trained" in known:
+        known["trained"] = _join_parts(known["trained"])
     faults += conflicts(known)
     return Checked(None if faults else recipe, faults, known)
 
 
-def _kind_of(values: Mapping) -> type[Recipe]:
-    """The one that has the fields of ``trainer``: the whole one only where it must be."""
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        field = Recipe.model_fields.get(name)
+        if field and _is_section(field.annotation) and isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": part for inner, part in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _without_null(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Null is what TrainingArguments has by default, whatever that is in another release."""
     trainer = values.get("trainer")
-    names = trainer if isinstance(trainer, Mapping) else ()
-    others = [name for name in names if name not in TrainerFields.model_fields]
-    return Recipe if all(refusal(str(name)) for name in others) else whole_recipe()
-
-
-def located(document: Document, faults: Sequence[Fault]) -> RecipeError:
-    """The error that lists these faults and the document's with file and line, in their order."""
-    ordered = sorted(
-        [*document.faults, *faults], key=lambda f: f.line or document.lines.get(f.name, 0)
-    )
-    return RecipeError.of([document.where(f.name, f.line) + f.text for f in ordered])
+    if not isinstance(trainer, Mapping):
+        return dict(values)
+    own = TrainerFields.model_fields
+    kept = {name: v for name, v in trainer.items() if name in own or v is not None}
+    return {**values, "trainer": kept}
 
 
 def fields(section: type[Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
-    """Every field, by its dotted name."""
+    """Every field that is declared, by its dotted name."""
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):
             yield from ((f"{name}.{inner}", found) for inner, found in fields(field.annotation))
@@ -307,8 +282,9 @@ def describe_fields() -> str:
     does."""
     lines = []
     for name, field in fields():
-        default = "required" if field.is_required() else f"default {_word(field.default)}"
-        lines.append(f"{name}: {expected(field)} ({default})")
+        word = field.default if isinstance(field.default, str) else shown(field.default)
+        default = "required" if field.is_required() else f"default {word}"
+        lines.append(f"{name}: {expected(annotated(field))} ({default})")
         told = " ".join((field.description or "").split())
         lines += textwrap.wrap(told, 96, initial_indent="    ", subsequent_indent="    ")
     # Only the import of transformers tells which; it takes seconds.
@@ -316,121 +292,72 @@ def describe_fields() -> str:
     return "\n".join(lines)
 
 
-def expected(field: FieldInfo) -> str:
-    """What a field may be, in words."""
-    return _any_of(_choices(_annotated(field)))
-
-
-def _annotated(field: FieldInfo) -> Any:
-    return Annotated[(field.annotation, *field.metadata, None)]
-
-
-def _choices(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Annotated:
-        inner, *metadata = get_args(annotation)
-        words = [item.words for item in metadata if isinstance(item, Expected)]
-        return words[-1:] or _choices(inner)
-    if get_origin(annotation) in (Union, UnionType):
-        return [words for part in get_args(annotation) for words in _choices(part)]
-    if get_origin(annotation) is Literal:
-        return [_word(value) for value in get_args(annotation)]
-    return _PLAIN_WORDS[get_origin(annotation) or annotation]
-
-
-_PLAIN_WORDS: dict[Any, list[str]] = {
-    bool: ["true", "false"],
-    NoneType: ["null"],
-    int: ["a whole number"],
-    float: ["a number"],
-    str: ["text"],
-    dict: ["a section"],
-    list: ["a list"],
-    Any: ["what TrainingArguments takes"],
-}
-
-
-def _any_of(choices: Sequence[str]) -> str:
-    *first, last = choices
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _some(names: Sequence[str], last: str = "and", most: int = 12) -> str:
-    """The names, or the first of many."""
-    if len(names) > most:
-        return f"{', '.join(names[:most])} ... ({len(names)} fields: glm4v-patched train --help)"
-    return _any_of(names) if last == "or" else ", ".join(names)
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
-
-
 def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _given(values: Mapping, name: str, field: FieldInfo) -> Any:
-    for part in name.split("."):
-        if not isinstance(values, Mapping) or part not in values:
-            return field.default
-        values = values[part]
-    return values
+def _faults_of_others(trainer: Any) -> Iterator[Fault]:
+    """Of the fields of ``trainer`` that are declared nowhere here."""
+    if not isinstance(trainer, Mapping):
+        return
+    for name, value in trainer.items():
+        if name in TrainerFields.model_fields:
+            continue
+        if text := refusal(str(name)):
+            yield Fault(f"trainer.{name}", text)
+        elif (kind := installed_fields().get(name)) is None:
+            yield Fault(f"trainer.{name}", _unknown(["trainer", str(name)]))
+        elif not _is_valid(kind | None, value):
+            yield _misfit(f"trainer.{name}", value, kind | None)
 
 
-def _faults_of(error: ValidationError, recipe: type[Recipe]) -> Iterator[Fault]:
+def _is_valid(kind: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+def _misfit(name: str, value: Any, kind: Any) -> Fault:
+    meant = OTHER_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    hint = f"; did you mean {meant}?" if meant else ""
+    return Fault(name, f"{name} is {shown(value)}; expected {expected(kind)}{hint}")
+
+
+def _faults_of(error: ValidationError) -> Iterator[Fault]:
     told = set()
     for detail in error.errors(include_url=False, include_context=False):
         path = [str(part) for part in detail["loc"]]
-        kind, value = detail["type"], detail["input"]
-        if kind in ("extra_forbidden", "invalid_key"):
-            yield Fault(".".join(path), _unknown(path, recipe))
+        if detail["type"] in ("extra_forbidden", "invalid_key"):
+            yield Fault(".".join(path), _unknown(path))
             continue
-        name, found = _find(path, recipe)
+        name, found = _find(path)
         if name in told:
             continue  # each choice of a union is an error
         told.add(name)
-        if kind == "missing":
-            for inner, missing in _fields_under(name, found):
-                if missing.is_required():
-                    yield Fault(inner, f"{inner} is missing; expected {expected(missing)}")
+        inner = (
+            [(name, found)]
+            if isinstance(found, FieldInfo)
+            else [(f"{name}.{inner}", field) for inner, field in fields(found)]
+        )
+        if detail["type"] == "missing":
+            for missing, field in inner:
+                if field.is_required():
+                    text = f"{missing} is missing; expected {expected(annotated(field))}"
+                    yield Fault(missing, text)
         elif isinstance(found, FieldInfo):
-            hint = _hint_of_share(value) if name == "data.eval" else _hint(value, found)
-            if isinstance(value, str) and (meant := OTHER_VALUES.get(name, {}).get(value)):
-                hint = f"; did you mean {meant}?"
-            yield Fault(name, f"{name} is {shown(value)}; expected {expected(found)}{hint}")
+            yield _misfit(name, detail["input"], annotated(found))
         else:
-            text = f"expected a section with {_some([*found.model_fields])}"
-            yield Fault(name, f"{name} is {shown(value)}; {text}")
+            text = f"expected a section with {', '.join(found.model_fields)}"
+            yield Fault(name, f"{name} is {shown(detail['input'])}; {text}")
 
 
-def _hint_of_share(value: Any) -> str:
-    """A number that is no share is not meant to be the name of a file, either."""
-    if type(value) not in (int, float):
-        return ""
-    percent = f", and {value / 100:g} of {value:g}%" if 0 < value < 100 else ""
-    return f" (0.05 holds out 5% of the rows{percent}; for so many rows, name a file with them)"
-
-
-def _hint(value: Any, field: FieldInfo) -> str:
-    """Where quotes, or their absence, are all that is wrong."""
-    match value:
-        case str():
-            other, hint = read_scalar(value), " (without quotes)"
-        case bool() | int() | float():
-            other, hint = shown(value), " (in quotes)"
-        case _:
-            return ""
-    try:
-        TypeAdapter(_annotated(field)).validate_python(other, strict=True)
-    except ValidationError:
-        return ""
-    return hint
-
-
-def _find(path: Sequence[str], section: type[Section]) -> tuple[str, FieldInfo | type[Section]]:
+def _find(path: Sequence[str]) -> tuple[str, FieldInfo | type[Section]]:
     """The name of the field that a path leads to or into, and the field or, if it is one, the
     section."""
-    names = []
+    section: type[Section] = Recipe
+    names: list[str] = []
     for part in path:
         names.append(part)
         field = section.model_fields[part]
@@ -440,120 +367,23 @@ def _find(path: Sequence[str], section: type[Section]) -> tuple[str, FieldInfo |
     return ".".join(names), section
 
 
-def _fields_under(name: str, found: FieldInfo | type[Section]) -> list[tuple[str, FieldInfo]]:
-    if isinstance(found, FieldInfo):
-        return [(name, found)]
-    return [(f"{name}.{inner}", field) for inner, field in fields(found)]
-
-
-def _unknown(path: Sequence[str], recipe: type[Recipe]) -> str:
-    names = [name for name, _ in fields(recipe)]
+def _unknown(path: Sequence[str]) -> str:
+    names = [name for name, _ in fields()]
     name = shown_name(".".join(path))
     told = f"{name} is not a field of a recipe"
-    if path[0] == "trainer" and len(path) == 2 and (text := refusal(path[1])):
-        return text
-    if len(path) == 1 and path[0] in names:
+    if path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key; expected {field} under {section}"
-    section, around = _find(path[:-1], recipe)
+    section, around = _find(path[:-1])
     assert not isinstance(around, FieldInfo)
     near = {known.rpartition(".")[2]: known for known in names}
+    if section == "trainer":
+        near |= {known: f"trainer.{known}" for known in installed_fields()}
     near |= {inner: f"{section}.{inner}".strip(".") for inner in around.model_fields}
     if path[-1] not in near and (text := cure(path[-1])):
         return f"{told}; {text}"
     if close := difflib.get_close_matches(path[-1], near, 1):
         return f"{told}; did you mean {near[close[0]]}?"
-    return f"{told}; expected {_some([*around.model_fields], 'or')}"
-
-
-refuse(
-    "engine.offload, engine.zero_stage",
-    lambda offload, zero_stage: offload is True and zero_stage == 0,
-    "engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
-    "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
-)
-refuse(
-    "engine.offload, engine.optimizer",
-    lambda offload, optimizer: offload is True and optimizer == "adamw_8bit",
-    "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be adamw, "
-    "or engine.offload to be false",
-)
-refuse(
-    "engine.zero_hpz_partition_size, engine.zero_stage",
-    lambda size, zero_stage: size > 1 and zero_stage != 3,
-    "engine.zero_hpz_partition_size {0} with engine.zero_stage {1}: only stage 3 shards weights; "
-    "expected engine.zero_stage 3, or 1 in its place",
-)
-refuse(
-    "engine.zero_quantized_weights, engine.zero_quantized_gradients, engine.zero_stage",
-    lambda weights, gradients, zero_stage: (weights or gradients) and zero_stage != 3,
-    "engine.zero_quantized_weights or _gradients with engine.zero_stage {2}: only stage 3 gathers "
-    "weights; expected engine.zero_stage 3, or false",
-)
-refuse(
-    "trained, engine.zero_stage",
-    lambda trained, zero_stage: trained == "qlora" and zero_stage != 0,
-    "qlora with engine.zero_stage {1}: weights of 4 bits cannot be sharded; expected "
-    "engine.zero_stage 0, and one process",
-)
-refuse(
-    "engine.fp8, trained",
-    lambda fp8, trained: fp8 and trained == "qlora",
-    "engine.fp8 with trained qlora, whose weights have 4 bits; expected trained lora_lm, or "
-    "engine.fp8 to be false",
-)
-refuse(
-    "engine.fp8, engine.precision",
-    lambda fp8, precision: fp8 and precision == "fp32",
-    "engine.fp8 with engine.precision fp32: products in fp8 give bf16; expected engine.precision "
-    "bf16, or engine.fp8 to be false",
-)
-refuse(
-    "engine.fp8, trained, lora.use_dora",
-    lambda fp8, trained, use_dora: fp8 and use_dora and is_lora(trained),
-    "engine.fp8 with lora.use_dora: DoRA takes norms of weights, which are then in fp8; expected "
-    "lora.use_dora to be null, or engine.fp8 to be false",
-)
-refuse(
-    "engine.fp8, engine.zero_quantized_weights",
-    lambda fp8, quantized: fp8 and quantized,
-    "engine.fp8 with engine.zero_quantized_weights, which quantises in another way what is "
-    "gathered; expected one of them to be false",
-)
-refuse(
-    "revision, model",
-    # Beside adapters, it is of the model under them.
-    lambda revision, model: (
-        revision is not None
-        and os.path.isdir(model)
-        and not os.path.isfile(os.path.join(model, "adapter_config.json"))
-    ),
-    'revision is "{0}" of {1}, a folder; expected null',
-)
-refuse(
-    "data.reuse_features, trained",
-    lambda reuse_features, trained: reuse_features and trains_vision(trained),
-    "data.reuse_features with trained {1}, which trains the vision tower or its adapter: its "
-    "features change with every step; expected trained to be lm, lora_lm or qlora, or "
-    "data.reuse_features to be false",
-)
-refuse(
-    "lora.targets, trained",
-    lambda targets, trained: is_lora(trained) and targets == [],
-    "lora.targets is an empty list; expected names of linear layers, or null",
-)
-refuse(
-    "lora.targets, trained",
-    lambda targets, trained: (
-        trained in ("lora_lm", "qlora")
-        and isinstance(targets, list)
-        and not {*targets} <= {*LANGUAGE_TARGETS}
-    ),
-    "lora.targets is {0}, with layers of the vision tower, and trained is {1}; expected lora_all",
-)
-refuse(
-    "lora.use_dora, trained, engine.zero_stage",
-    lambda use_dora, trained, zero_stage: use_dora and is_lora(trained) and zero_stage == 3,
-    "lora.use_dora with engine.zero_stage 3: DoRA takes norms of whole weights, and ZeRO-3 shards "
-    "them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null",
-)
+    if section == "trainer":
+        return f"{told}, nor of the installed TrainingArguments: glm4v-patched train --help"
+    return f"{told}; expected one of {', '.join(around.model_fields)}"

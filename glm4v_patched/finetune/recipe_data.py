@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from ..data.columns import fault_of_columns
 from ..data.formats import FORMATS
 from ..data.source import Source, make_sources
-from .recipe_types import MAY_CHANGE, AtLeastOne, AtLeastZero, Expected, Folder, Section, Text, rule
+from .recipe_types import MAY_CHANGE, AtLeastOne, AtLeastZero, Expected, Folder, Section, Text
 
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 Format = Literal[("auto", *FORMATS)]  # type: ignore[valid-type]
@@ -39,7 +38,7 @@ class Data(Section):
     allow_urls, max_samples, annotations, and split, subset and revision of what datasets reads."""
     eval: Annotated[
         Text | list[Any] | Share | None,
-        Expected(f"{SETS}, a number between 0 and 1 or null"),
+        Expected(f"{SETS}, a share of the rows as 0.05 or null"),
         MAY_CHANGE,
     ] = None
     """Conversations to evaluate on, named as those to train on; or the share of the rows that is
@@ -122,83 +121,3 @@ class Data(Section):
     def _of_every_set(self) -> dict[str, Any]:
         names = ("format", "image_folder", "ignore", "allow_urls", "columns", "max_samples")
         return {name: getattr(self, name) for name in names}
-
-
-@rule("data.columns", "data.format")
-def _columns(columns, name) -> str | None:
-    if columns is None:
-        return None
-    if fault := fault_of_columns(columns):
-        return f"data.columns {fault}"
-    if name != "auto":
-        return f"data.columns is given, and data.format {name}, which names them: give one of them"
-    return None
-
-
-@rule("data.train")
-def _sets_to_train_on(sets) -> str | None:
-    return _fault_of_sets("data.train", sets)
-
-
-@rule("data.eval")
-def _sets_to_evaluate_on(sets) -> str | None:
-    if sets is None or isinstance(sets, float):
-        return None
-    for number, one in enumerate(sets if isinstance(sets, list) else [], start=1):
-        if isinstance(one, dict) and "weight" in one:
-            return (
-                f"data.eval: set {number} of {len(sets)} has a weight, and each of its rows is "
-                "evaluated once; expected none"
-            )
-    return _fault_of_sets("data.eval", sets)
-
-
-@rule("data.stream", "data.check")
-def _stream_and_check(stream, check) -> str | None:
-    if stream is False and check not in (None, "all"):
-        return (
-            f"data.stream is false, and of data.check {check!r} the rest is streamed; leave it out"
-        )
-    if stream and check == "all":
-        return (
-            "data.stream is true, and rows that are all checked (data.check: all) lie on the disk, "
-            "in any order; leave out one of them"
-        )
-    return None
-
-
-@rule(
-    "data.stream",
-    "data.check",
-    "trainer.max_steps",
-    "data.pack_to",
-    "data.eval",
-    "trainer.eval_strategy",
-    "trainer.eval_steps",
-    "trainer.save_strategy",
-)
-def _what_a_stream_lacks(stream, check, steps, pack_to, evaluated, evaluation, often, saving):
-    if not (stream or check not in (None, "all")):
-        return None
-    told = "of a stream (data.stream, data.check) "
-    if steps is None:
-        return f"{told}it is not known how many rows it has; expected trainer.max_steps"
-    if pack_to is not None:
-        return (
-            f"{told}it is not known how long its rows are, to pack them; expected no data.pack_to"
-        )
-    if isinstance(evaluated, float):
-        return f"{told}no share is held out; expected a file as data.eval"
-    if saving == "epoch" or evaluation == "epoch":
-        return f"{told}no epoch ends; expected save_steps and eval_steps"
-    if evaluated is not None and often is None and evaluation != "no":
-        return f"{told}no epoch ends, after which data.eval is evaluated; expected eval_steps"
-    return None
-
-
-def _fault_of_sets(name: str, value: Any) -> str | None:
-    try:
-        make_sources(value, {})
-    except ValueError as error:
-        return f"{name}: {error}"
-    return None

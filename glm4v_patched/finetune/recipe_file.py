@@ -6,7 +6,7 @@ ends at the first key that is there twice, so that all of the rules below would 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,51 +21,44 @@ DEEPEST = 20
 TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
 MOST_FAULTS = 20
 
-# What a file says, the lines of its keys by their dotted names, and keys that are there twice.
-Read = tuple[Any, dict[str, int], tuple["Fault", ...]]
-# How the message about a line begins.
-Where = Callable[[int | None], str]
-
 
 class Fault(NamedTuple):
-    """``name`` is dotted; empty where no field is to blame, and an option where that is. ``line``
-    is that of a file, where it is not the one of the field's value."""
+    """``name`` is dotted; empty where no field is to blame, and an option where that is."""
 
     name: str
     text: str
-    line: int | None = None
 
 
 class RecipeError(ValueError):
-    """A recipe cannot be; the message has a line for each fault."""
+    """A recipe cannot be; the message has a line for each fault, ``names`` has what is to blame."""
 
-    @classmethod
-    def of(cls, faults: Sequence[str]) -> "RecipeError":
-        return cls(listed(faults, MOST_FAULTS, between="\n"))
+    def __init__(self, lines: Sequence[str], names: Sequence[str] = ()):
+        super().__init__(listed(lines, MOST_FAULTS, between="\n"))
+        self.names = {*names}
 
 
 @dataclass(frozen=True)
 class Document:
     """What a file says, and then the command line.
 
-    ``lines`` has the line of each key by its dotted name: the last one's, whose value counts, of a
-    key that is there twice; those are in ``faults``;
-    ``overridden`` the dotted names that the command line gave.
+    ``lines`` has the line of each key by its dotted name, ``overridden`` the dotted names that the
+    command line gave.
     """
 
     path: Path
     values: Any
     lines: dict[str, int]
-    faults: tuple[Fault, ...] = ()
     overridden: frozenset[str] = frozenset()
 
-    def where(self, name: str, line: int | None = None) -> str:
-        """``FILE:LINE: `` of a dotted name, or of the section around it; of a line that is known,
-        with that."""
-        if line is not None:
-            return f"{printable(str(self.path))}:{line}: "
-        around = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-        around = [name, *reversed(around)]
+    def error(self, faults: Sequence[Fault]) -> RecipeError:
+        """The error that lists faults with file and line, in their order."""
+        ordered = sorted(faults, key=lambda fault: self.lines.get(fault.name, 0))
+        lines = [self._where(fault.name) + fault.text for fault in ordered]
+        return RecipeError(lines, [fault.name for fault in faults])
+
+    def _where(self, name: str) -> str:
+        """``FILE:LINE: `` of a dotted name, or of the section around it."""
+        around = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
         line = next((self.lines[outer] for outer in around if outer in self.lines), None)
         given = name.startswith("--") or any(o.startswith(f"{name}.") for o in self.overridden)
         if (line is None and given) or not self.overridden.isdisjoint(around):
@@ -82,35 +75,26 @@ class Document:
         faults: list[str] = []
         for text in assignments:
             name, equals, value = text.partition("=")
+            told = f"command line: {shown_name(name)}"
             if not equals or not all(name.split(".")):
                 faults.append(
                     f"command line: {shown(text)} is no assignment; expected field=value, as in "
                     "engine.compile=true"
                 )
             elif name in given:
-                faults.append(f"command line: {shown_name(name)} is given twice")
+                faults.append(f"{told} is given twice")
             else:
                 given[name] = None
                 try:
-                    given[name], _, twice = _read_override(name, value)
-                    faults += [f"command line: {fault.text}" for fault in twice]
+                    given[name], _ = _read_yaml(value, f"{told}:")
                 except RecipeError as error:
                     faults.append(str(error))
         if faults:
-            raise RecipeError.of(faults)
+            raise RecipeError(faults)
         if not isinstance(self.values, dict):
             return self  # which is reported instead
-        values, misplaced = place_all(self.values, given)
-        return replace(
-            self,
-            values=values,
-            faults=(*self.faults, *misplaced),
-            overridden=frozenset(given),
-        )
-
-
-def _read_override(name: str, value: str) -> Read:
-    return _read_yaml(value, lambda line: f"command line: {shown_name(name)}")
+        values = place_all(self.values, given)
+        return replace(self, values=values, overridden=frozenset(given))
 
 
 def read_document(path: Path) -> Document:
@@ -122,12 +106,12 @@ def read_document(path: Path) -> Document:
     name = printable(str(path))
     read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     text = _read_text(path, name)
-    return Document(path, *read(text, lambda line: name if line is None else f"{name}:{line}"))
+    return Document(path, *read(text, f"{name}:"))
 
 
-def place_all(values: dict, given: Mapping[str, Any]) -> tuple[dict, list[Fault]]:
-    """A copy of nested ``values`` with others by dotted names, and which of them had no place."""
-    values, misplaced = dict(values), []
+def place_all(values: dict, given: Mapping[str, Any]) -> dict:
+    """A copy of nested ``values`` with others by dotted names."""
+    values = dict(values)
     for name, value in given.items():
         *sections, field = name.split(".")
         place = values
@@ -135,26 +119,15 @@ def place_all(values: dict, given: Mapping[str, Any]) -> tuple[dict, list[Fault]
             inner = place.get(section, {})
             if not isinstance(inner, dict):
                 text = f"{shown_name(name)} cannot be: {shown_name(section)} is {shown(inner)}"
-                misplaced.append(Fault(name, f"{text}, and no section"))
-                break
+                raise RecipeError([f"command line: {text}, and no section"])
             place[section] = place = dict(inner)
-        else:
-            place[field] = value
-    return values, misplaced
-
-
-def read_scalar(text: str) -> Any:
-    """What YAML makes of a text without quotes: a number, true, false or the text itself."""
-    tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))
-    if not tag.endswith((":int", ":float", ":bool")):
-        return text
-    return _Loader("").construct_object(yaml.ScalarNode(tag, text))
+        place[field] = value
+    return values
 
 
 def shown(value: Any) -> str:
     """A value as JSON has it, on one line and not too long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return _on_one_line(text)
+    return _on_one_line(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def shown_name(name: str) -> str:
@@ -173,61 +146,61 @@ def _read_text(path: Path, name: str) -> str:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in content[:4]:
-        raise RecipeError(f"{name}:1: is UTF-16 or UTF-32; save it as UTF-8")
+        raise RecipeError([f"{name}: {getattr(error, 'strerror', None) or error}"]) from None
     if len(content) > MOST_BYTES:
         raise RecipeError(
-            f"{name}: has over {MOST_BYTES:,} bytes, and a recipe is a page of text: is it another "
-            "file?"
+            [
+                f"{name}: has over {MOST_BYTES:,} bytes, and a recipe is a page of text: is it "
+                "another file?"
+            ]
         )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise RecipeError(
-            f"{name}:{line}: byte 0x{content[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        ) from None
+        byte = content[error.start]
+        text = f"{name}:{line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8"
+        raise RecipeError([text]) from None
 
 
-def _read_json(text: str, where: Where) -> Read:
+def _read_json(text: str, place: str) -> tuple[Any, dict[str, int]]:
     """Values are JSON's, lines and the limit of depth YAML's: JSON is YAML, but for tabs and what
     else cannot be printed."""
     try:
         values = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise RecipeError(f"{where(error.lineno)}: is not JSON: {error.msg}") from None
+        raise RecipeError([f"{place}{error.lineno}: is not JSON: {error.msg}"]) from None
     except RecursionError:
         values = None
     except ValueError as error:  # NaN, or a number of thousands of digits
-        raise RecipeError(f"{where(None)}: is not JSON: {error}") from None
+        raise RecipeError([f"{place} is not JSON: {error}"]) from None
     as_yaml = "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text)
-    _, lines, twice = _read_yaml(as_yaml, where)
-    return values, lines, twice
+    return values, _read_yaml(as_yaml, place)[1]
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def _read_yaml(text: str, where: Where) -> Read:
+def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
     lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            return None, {}, ()
-        twice = tuple(_add_lines(node, "", lines))
-        return loader.construct_document(node), lines, twice
+            return None, {}
+        twice = [f"{place}{line}: {told}" for line, told in _add_lines(node, "", lines)]
+        if twice:
+            raise RecipeError(twice)
+        return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        told = ", ".join(filter(None, (error.context, error.problem)))
-        raise RecipeError(f"{where(mark.line + 1 if mark else None)}: {printable(told)}") from None
+        line = (error.problem_mark or error.context_mark).line + 1  # type: ignore[union-attr]
+        told = printable(", ".join(filter(None, (error.context, error.problem))))
+        raise RecipeError([f"{place}{line}: {told}"]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise RecipeError(
-            f"{where(line)}: the character {printable(chr(error.character))} cannot be in YAML"
-        ) from None
+        told = f"the character {printable(chr(error.character))} cannot be in YAML"
+        raise RecipeError([f"{place}{line}: {told}"]) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -287,19 +260,17 @@ def _marked(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> Iterator[Fault]:
-    """Those of the keys in a node; keys that are there twice are faults."""
+def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> Iterator[tuple[int, str]]:
+    """Those of the keys in a node; what is told of those that are there twice."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _add_lines(item, f"{outer}{index}.", lines)
     elif isinstance(node, yaml.MappingNode):
-        here: dict[str, int] = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise _marked("a key is not text", key)
             name, line = outer + key.value, key.start_mark.line + 1
-            if (before := here.get(name)) is not None:
-                text = f"{shown_name(name)} is there twice, in lines {before} and {line}"
-                yield Fault(name, text, before)
-            here[name] = lines[name] = line
+            if name in lines:
+                yield line, f"{shown_name(name)} is there twice, in lines {lines[name]} and {line}"
+            lines[name] = line
             yield from _add_lines(value, f"{name}.", lines)

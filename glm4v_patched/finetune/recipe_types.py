@@ -1,13 +1,14 @@
-"""What the sections of a recipe are made of: types of values, and rules between fields."""
+"""What the sections of a recipe are made of: types of values, and what they are in words."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from ..engine.activation_policies import POLICIES, check_policy
-from .recipe_file import Fault
+from .recipe_file import shown
 
 
 class Section(BaseModel):
@@ -23,12 +24,9 @@ class Expected:
     words: str
 
 
-class MayChange:
-    """Marks a field that the continuation of a run may have another value of: it says where things
-    are kept, how they are told, or how what is computed is computed."""
-
-
-MAY_CHANGE = MayChange()
+MAY_CHANGE = "may change"
+"""Marks a field that the continuation of a run may have another value of: it says where things are
+kept, how they are told, or how what is computed is computed."""
 
 
 def _check_policy(policy: str) -> str:
@@ -60,6 +58,7 @@ Positive = Annotated[
     float, Field(gt=0, le=LARGEST), Expected(f"a number above 0, of {LARGEST:g} at most")
 ]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST), Expected(f"a number from 0 to {LARGEST:g}")]
+BelowOne = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
 # numpy takes no larger one.
 Seed = Annotated[int, Field(ge=0, lt=2**32), Expected("a whole number from 0 to 4294967295")]
 Text = Annotated[
@@ -71,30 +70,36 @@ Text = Annotated[
 Folder = Annotated[Text, Expected("a folder")]
 
 
-# For each rule its fields, and what is wrong with their values, if anything is.
-_RULES: list[tuple[tuple[str, ...], Callable[..., str | None]]] = []
+_PLAIN_WORDS: dict[Any, str] = {
+    bool: "true, false",
+    NoneType: "null",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "a section",
+    list: "a list",
+    Any: "what TrainingArguments takes",
+}
 
 
-def rule(*names: str) -> Callable[[Callable], Callable]:
-    """For a function of these fields' values that says what is wrong with them together."""
-
-    def add(found: Callable) -> Callable:
-        _RULES.append((names, found))
-        return found
-
-    return add
+def annotated(field: FieldInfo) -> Any:
+    """The type of a field with all that is said of it."""
+    return Annotated[(field.annotation, *field.metadata, None)]
 
 
-def refuse(names: str, where: Callable[..., Any], text: str) -> None:
-    """Refuse values that go together in some cases; ``text`` has them as {0}, {1}."""
-    fields = tuple(names.split(", "))
-    _RULES.append((fields, lambda *values: text.format(*values) if where(*values) else None))
+def expected(annotation: Any) -> str:
+    """What a value may be, in words."""
+    *first, last = _choices(annotation)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
-def conflicts(known: Mapping[str, Any]) -> list[Fault]:
-    """What cannot go together, of the values that are known."""
-    faults = []
-    for names, found in _RULES:
-        if known.keys() >= {*names} and (text := found(*(known[name] for name in names))):
-            faults.append(Fault(names[0], text))
-    return faults
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        words = [item.words for item in metadata if isinstance(item, Expected)]
+        return words[-1:] or _choices(inner)
+    if get_origin(annotation) in (Union, UnionType):
+        return [words for part in get_args(annotation) for words in _choices(part)]
+    if get_origin(annotation) is Literal:
+        return [value if isinstance(value, str) else shown(value) for value in get_args(annotation)]
+    return _PLAIN_WORDS[get_origin(annotation) or annotation].split(", ")

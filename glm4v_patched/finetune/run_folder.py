@@ -4,7 +4,6 @@
 no such file is there, and at the end lists what the run has left. Needs no torch.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -20,6 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
+from ..engine.folders import fault_of_folder
 from ..models.base import REPORT, read_report
 from ..terminal_text import listed
 
@@ -35,6 +35,7 @@ MODEL = WEIGHTS + BESIDE
 CODE = ["*_chatglm.py"]
 CODE += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
 CHECKPOINTS = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # What a run that was stopped leaves beside checkpoints.
 PLOT, SHEET = "loss.png", "answers.png"
 STATE = [PLOT, SHEET, RECIPE, PLAN, CHECKED_DATA, "data.arrow", "data_eval.arrow"]
@@ -55,7 +56,7 @@ def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
 
 
 @contextmanager
-def locked(folder: Path, command: str | None = None) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Make a folder where there is none, and keep other runs out of it meanwhile.
 
     The lock is the kernel's, and gone with this process however that ends. Not filelock's, which
@@ -65,20 +66,14 @@ def locked(folder: Path, command: str | None = None) -> Iterator[None]:
         ValueError: another run holds it, or nothing can be written there; says who, or why.
     """
     made = not os.path.lexists(folder)
-    file = _take_lock(folder)
-    if os.fstat(file).st_size and not _holder_of(file):
-        os.close(file)
-        raise ValueError(
-            f"{folder / LOCK} is there, and no run wrote it; move it away, or give the run another "
-            "folder (out)"
-        )
     try:
-        holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": command or shlex.join(sys.argv),
-        }
+        file = _take_lock(folder)
+    except OSError as error:
+        told = f"{folder} cannot be used: {fault_of_folder(str(folder)) or error.strerror}"
+        raise ValueError(f"{told}; expected out to be a folder that can be written to") from None
+    try:
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": shlex.join(sys.argv)}
+        holder["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
         os.truncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode(), 0)
         yield
@@ -93,42 +88,39 @@ def locked(folder: Path, command: str | None = None) -> Iterator[None]:
 
 
 def _take_lock(folder: Path) -> int:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            require_file(folder / LOCK, alone=True)
-            file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
-                    return file
-            except FileNotFoundError:
-                pass
-            except BlockingIOError:
-                raise ValueError(_describe_holder(folder, file)) from None
-            except BaseException:
-                os.close(file)
-                raise
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        require_file(folder / LOCK, alone=True)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
+                if os.fstat(file).st_size and not _holder_of(file):
+                    raise ValueError(_not_ours(folder / LOCK))
+                return file
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            who = _holder_of(file) or "a process that has just taken it"  # and is about to say so
             os.close(file)
-    except OSError as error:
-        raise ValueError(_why_not_writable(folder, error)) from None
+            raise ValueError(
+                f"another run writes to {folder} ({who}); wait for it, end it, or give this one "
+                "another folder (out)"
+            ) from None
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 def fault_of_lock(folder: Path) -> str | None:
-    """Which other run writes to a folder now; nothing is made or changed."""
+    """Which other run writes to a folder now."""
     try:
-        require_file(folder / LOCK, alone=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        if os.path.lexists(folder / LOCK):
+            with locked(folder):
+                pass
     except ValueError as error:
         return str(error)
-    except OSError:
-        return None  # no run, or a folder that cannot be used, which is told elsewhere
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _describe_holder(folder, file)
-    finally:
-        os.close(file)
     return None
 
 
@@ -141,29 +133,9 @@ def _holder_of(file: int) -> str:
         return ""
 
 
-def _describe_holder(folder: Path, file: int) -> str:
-    who = _holder_of(file) or "a process that has just taken it"  # and is about to say so
-    return (
-        f"another run writes to {folder} ({who}); wait for it, end it, or give this one another "
-        "folder (out)"
-    )
-
-
-def _why_not_writable(folder: Path, error: OSError) -> str:
-    cure = "expected out to be a folder that can be written to"
-    for place in (folder, *folder.parents):
-        if os.path.islink(place) and not os.path.exists(place):
-            return f"{place} is a link to {os.readlink(place)}, which is not there; {cure}"
-        if os.path.exists(place):
-            if not os.path.isdir(place):
-                return f"{place} is a file; {cure}"
-            break
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"nothing can be written to {place} ({error.strerror}); {cure}"
-    return f"{folder} cannot be used: {error}; {cure}"
-
-
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+def _not_ours(path: Path) -> str:
+    told = "is there, and no run wrote it; move it away, or give the run another folder (out)"
+    return f"{path} {told}"
 
 
 def fault_of_pictures(folder: Path) -> str | None:
@@ -171,13 +143,10 @@ def fault_of_pictures(folder: Path) -> str | None:
     if not folder.is_dir() or read_record(folder) is not None:
         return None
     found = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in PICTURES)
-    found = [name for name in found if name not in (PLOT, SHEET)]
-    if not found:
-        return None
-    return (
-        f"it holds pictures ({listed(found, 2)}), among which the run would write its files; "
-        "expected a new folder"
-    )
+    if found := [name for name in found if name not in (PLOT, SHEET)]:
+        told = f"it holds pictures ({listed(found, 2)}), among which the run would write its files"
+        return f"{told}; expected a new folder"
+    return None
 
 
 def require_usable(
@@ -202,7 +171,7 @@ def require_usable(
     Raises:
         ValueError: there is a finished training, or what has a run's names and may not go.
     """
-    recorded = read_record(folder)
+    recorded, finished = read_record(folder), read_report(folder).get("finished")
     present = names_of_run(folder, adapters)
     for path in inputs:
         relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
@@ -211,46 +180,35 @@ def require_usable(
                 f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
                 "be another folder"
             )
-    if resume:
-        if read_report(folder).get("finished") and not extends:
-            raise ValueError(
-                f"the training in {folder} is finished ({REPORT}), there is nothing to continue; "
-                "to make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train "
-                "on other data, give a new run that folder as model"
-            )
-        ours = {*STATE} if recorded is None else {*STATE, REPORT, *recorded}
-        if others := [n for n in present if not CHECKPOINTS.fullmatch(n) and n not in ours]:
-            raise ValueError(
-                f"{folder} holds {listed(others, 6)}, which no run wrote and this one would "
-                "replace; give it another folder (out), or move them away"
-            )
-        _require_own_record(folder, recorded)
-        return []
-    if recorded is not None and not read_report(folder).get("finished"):
+    if resume and finished and not extends:
+        raise ValueError(
+            f"the training in {folder} is finished ({REPORT}), there is nothing to continue; to "
+            "make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train on "
+            "other data, give a new run that folder as model"
+        )
+    if recorded is not None and not finished:
         # What a run leaves that was stopped before it had anything to lose.
         present = [name for name in present if name not in (*STATE, REPORT)]
-    foreign = present if recorded is None else sorted({*present} - recorded)
+    foreign = sorted({*present} - (recorded or set()))
+    if resume:  # what was stopped may have been moved here, without its record
+        foreign = [n for n in foreign if not CHECKPOINTS.fullmatch(n) and n not in STATE]
+    if foreign:
+        stopped = any(CHECKPOINTS.fullmatch(name) for name in foreign)
+        raise ValueError(
+            f"{folder} holds {listed(foreign, 6)}, of which no run says that it wrote them; move "
+            "that away, or give the run another folder (out)"
+            + (", or continue what was stopped there (--resume)" if stopped else "")
+        )
+    if recorded is None and os.path.lexists(folder / RECORD):
+        raise ValueError(_not_ours(folder / RECORD))
+    if resume:
+        return []
     if present and not overwrite:
         raise ValueError(
-            f"{folder} holds {_describe(present)}; give the new run another folder (out)"
-            + ("" if foreign else ", or replace them (--overwrite)")
-            + _or_resume(present)
+            f"{folder} holds {listed(present, 6)} of an earlier run; give the new run another "
+            "folder (out), replace that (--overwrite), or continue what was stopped (--resume)"
         )
-    if foreign:
-        raise ValueError(
-            f"--overwrite removes only what runs wrote, and {folder} holds {listed(foreign, 6)}, "
-            "of which no run says so; move them away, or give the new run another folder (out)"
-        )
-    _require_own_record(folder, recorded)
     return present
-
-
-def _require_own_record(folder: Path, recorded: set[str] | None) -> None:
-    if recorded is None and os.path.lexists(folder / RECORD):
-        raise ValueError(
-            f"{folder / RECORD} is there, and no run wrote it; move it away, or give the run "
-            "another folder (out)"
-        )
 
 
 def begin(folder: Path, remove: list[str]) -> None:
@@ -302,20 +260,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _describe(names: list[str]) -> str:
-    kinds = {
-        "a finished training": REPORT in names,
-        "a model": any(fnmatch(name, "model*.safetensors*") for name in names),
-        "adapters": any(fnmatch(name, "adapter_*") for name in names),
-    }
-    kinds |= {name: True for name in names if CHECKPOINTS.fullmatch(name)}
-    found = [kind for kind, there in kinds.items() if there]
-    return listed(found or names, 6)
-
-
-def _or_resume(present: list[str]) -> str:
-    if REPORT not in present and any(CHECKPOINTS.fullmatch(name) for name in present):
-        return ", or continue what was stopped there (--resume)"
-    return ""

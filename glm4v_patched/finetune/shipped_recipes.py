@@ -47,7 +47,7 @@ def _lines(name: str) -> list[str]:
 
 def _none_ships(name: str, told: str, what: str = "no recipe that ships") -> RecipeError:
     ships = ", ".join(shipped_names())
-    return RecipeError(f"{shown(name)} is {what}{told}\nrecipes that ship: {ships}")
+    return RecipeError([f"{shown(name)} is {what}{told}", f"recipes that ship: {ships}"])
 
 
 def find_recipe(path: Path) -> Path:
@@ -65,12 +65,12 @@ def find_recipe(path: Path) -> Path:
     if path.is_dir():
         inside = path / RECIPE
         told = f"; did you mean {inside}?" if inside.is_file() else "; expected a recipe"
-        raise RecipeError(f"{shown(str(path))} is a folder{told}")
+        raise RecipeError([f"{shown(str(path))} is a folder{told}"])
     told = _did_you_mean(path, names)
     if names:
         raise _none_ships(path.name, told, "no file, and no recipe that ships")
     if told:
-        raise RecipeError(f"{shown(str(path))} is no file{told}")
+        raise RecipeError([f"{shown(str(path))} is no file{told}"])
     return path
 
 

@@ -1,8 +1,9 @@
 """transformers' Trainer for this model: what is saved, which losses count, evaluation."""
 
+import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +18,17 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..atomic import give_usual_modes
 from ..data.feature_cache import TowerFeatures
+from ..data.loading import BATCHES_AHEAD, workers_with_room
+from ..data.stored_rows import Conversations
 from ..data.stream import FAULTS, UNREADABLE, Stream
 from ..engine.options import part_of
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
+from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .checkpoints import Origin, delete_all_but_newest, write_manifest
 from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
-from .evaluation import Sample, mean_loss
+from .evaluation import Sample, in_eval_mode, share_of_batches
+from .recipe import Recipe
 from .row_faults import RowFaults
 
 # Private names of the Trainer.
@@ -34,29 +39,24 @@ class RecipeTrainer(Trainer):
     """Saves the model with the config it came with, in checkpoints too: they can be loaded.
 
     Adapters get the code beside them, with which a process without this package loads their base.
-    With ``features``, pictures that they know do not go through the tower.
 
     Args:
         model: A glm-4v, or peft's around one.
-        max_nonfinite_steps: Of :class:`DivergenceWatch`, which is shown every loss.
-        rates: Learning rates of the parts of the model (:data:`engine.options.PARTS`), where they
-            have their own.
+        recipe: What is asked of the training.
+        features: With it, pictures that they know do not go through the tower.
         eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
         sample: Rows that are answered at each evaluation.
         worker_start: How processes that read pictures start (:func:`data.loading.worker_start`).
-        ends_at_faults: Of a :class:`Stream`, whether a row that cannot be used ends the run.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        recipe: Recipe,
         features: TowerFeatures | None = None,
-        max_nonfinite_steps: int = 3,
-        rates: Mapping[Any, float] | None = None,
         eval_collator: Callable | None = None,
         sample: Sample | None = None,
         worker_start: str | None = None,
-        ends_at_faults: bool = True,
         **options,
     ):
         for name in OVERRIDDEN:
@@ -64,10 +64,10 @@ class RecipeTrainer(Trainer):
                 f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
                 f"release: {TESTED_TRANSFORMERS}"
             )
-        self.rates, self.sample, self.worker_start = rates, sample, worker_start
+        self.recipe, self.sample, self.worker_start = recipe, sample, worker_start
         self.eval_collator = eval_collator or options["data_collator"]
-        self.watch = DivergenceWatch(max_nonfinite_steps)
-        self.faults = RowFaults(ends_at_faults)
+        self.watch = DivergenceWatch(recipe.max_nonfinite_steps)
+        self.faults = RowFaults(ends=recipe.data.on_bad == "fail")
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
@@ -95,9 +95,19 @@ class RecipeTrainer(Trainer):
         scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
         """
         optimizer = super().create_optimizer(*model)
-        groups = optimizer.param_groups
-        if self.rates is not None:
-            groups = _by_part(groups, self.model, self.rates)
+        groups, rates = optimizer.param_groups, self.recipe.trainer.learning_rate
+        if isinstance(rates, dict):
+            assert self.model is not None
+            parts = {id(p): part_of(name) for name, p in self.model.named_parameters()}
+            groups = [
+                {
+                    **group,
+                    "params": [p for p in group["params"] if parts[id(p)] == part],
+                    "lr": rate,
+                }
+                for group in groups
+                for part, rate in rates.items()
+            ]
         optimizer.param_groups[:] = [group for group in groups if group["params"]]
         return optimizer
 
@@ -141,19 +151,8 @@ class RecipeTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         """The mean loss of all learned tokens of the rows for evaluation, without their logits;
         and of some of them, the share of answers that are the row's own."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        assert rows is not None
         started = time.monotonic()
-        loss, tokens = mean_loss(
-            self.model_wrapped,
-            cast(Sequence, rows),
-            self.eval_collator,
-            self.args.per_device_eval_batch_size,
-            self.args.device,
-            self._sum_of_losses,
-            self.args.dataloader_num_workers,
-            self.worker_start,
-        )
+        loss, tokens = self._mean_loss(self.eval_dataset if eval_dataset is None else eval_dataset)
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
         if self.sample is not None:
             with self.compute_loss_context_manager():
@@ -169,6 +168,37 @@ class RecipeTrainer(Trainer):
             self.args, self.state, self.control, metrics
         )
         return metrics
+
+    @torch.no_grad()
+    def _mean_loss(self, rows: Any) -> tuple[float, int]:
+        """The mean loss of all supervised tokens of ``rows``, and their number; the same on all
+        processes, of which each computes its share. No random number is drawn."""
+        each, workers = self.args.per_device_eval_batch_size, self.args.dataloader_num_workers
+        if workers and isinstance(rows, Conversations):
+            # Those of training still hold batches in shared memory.
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            workers = workers_with_room(workers, here, rows.most_images * each)
+        share, weights = share_of_batches(len(rows), each)
+        loader: DataLoader = DataLoader(
+            rows,
+            batch_sampler=share,
+            collate_fn=self.eval_collator,
+            num_workers=workers,
+            prefetch_factor=BATCHES_AHEAD if workers else None,
+            multiprocessing_context=self.worker_start if workers else None,
+            generator=torch.Generator(),  # else it draws a seed from everybody's
+        )
+        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        with in_eval_mode(self.model_wrapped):
+            for batch, weight in zip(loader, weights, strict=True):
+                tokens = (batch["labels"][:, 1:] != IGNORE_INDEX).sum().to(totals)
+                totals += weight * torch.stack(
+                    [self._sum_of_losses(dict(batch)).to(totals), tokens]
+                )
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(totals)
+        total, number = totals.tolist()
+        return total / max(number, 1), int(number)
 
     def _sum_of_losses(self, inputs: dict) -> torch.Tensor:
         inputs = cast(dict, self._prepare_inputs(inputs))
@@ -248,28 +278,9 @@ class RecipeTrainer(Trainer):
         give_usual_modes(folder)
 
 
-class Schedule(TrainerCallback):
-    """Holds a continued run to what is asked now, and evaluates after the last step.
-
-    The Trainer goes by what the checkpoint's run was asked for: how often it saved and logged, and
-    where its folder was.
-    """
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        state.compute_steps(args, state.max_steps)
-        best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        if state.best_global_step and best.is_dir():
-            state.best_model_checkpoint = str(best)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        # Before the best weights are loaded; older transformers do not do it by themselves.
-        if args.eval_strategy == "steps" and state.global_step >= state.max_steps:
-            control.should_evaluate = True
-        return control
-
-
-class CompletionMarker(TrainerCallback):
-    """Marks each checkpoint of the Trainer complete, and keeps the newest ones.
+class CheckpointSchedule(TrainerCallback):
+    """Marks each checkpoint of the Trainer complete and keeps the newest ones, holds a continued run
+    to what is asked now, and evaluates after the last step.
 
     All processes must see one file system. The Trainer's own ``save_total_limit`` must stay unset:
     it deletes the old checkpoint before the new one is complete.
@@ -281,17 +292,28 @@ class CompletionMarker(TrainerCallback):
     """
 
     def __init__(self, origin: Origin, keep: int | None = None):
-        self.origin = origin
-        self.keep = keep
+        self.origin, self.keep = origin, keep
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # The Trainer goes by what the checkpoint's run was asked for: how often it saved and
+        # logged, and where its folder was.
+        state.compute_steps(args, state.max_steps)
+        best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if state.best_global_step and best.is_dir():
+            state.best_model_checkpoint = str(best)
 
     def on_step_end(self, args, state, control, **kwargs):
+        # Before the best weights are loaded; older transformers do not do it by themselves.
+        if args.eval_strategy == "steps" and state.global_step >= state.max_steps:
+            control.should_evaluate = True
+        return self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
         # The Trainer saves at the end in any case; the trained model is about to be saved itself,
         # and from a checkpoint of the last step the Trainer would resume into one step more.
         if state.global_step >= state.max_steps:
             control.should_save = False
         return control
-
-    on_epoch_end = on_step_end  # a strategy of epochs asks for it here
 
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()
@@ -304,14 +326,3 @@ class CompletionMarker(TrainerCallback):
             write_manifest(saved, self.origin)
             if self.keep is not None:
                 delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)
-
-
-def _by_part(groups: list[dict], model: nn.Module | None, rates: Mapping[str, float]) -> list[dict]:
-    """Groups of an optimizer, each split into one for each part of the model, with its rate."""
-    assert model is not None
-    parts = {id(parameter): part_of(name) for name, parameter in model.named_parameters()}
-    return [
-        {**group, "params": [p for p in group["params"] if parts[id(p)] == part], "lr": rate}
-        for group in groups
-        for part, rate in rates.items()
-    ]

@@ -16,7 +16,6 @@ from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
     ProgressCallback,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -43,19 +42,10 @@ from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .plan import Plan
 from .progress import LossPlot, Progress, quiet_transformers
-from .recipe_trainer import (
-    eval_batch_size,
-    eval_strategy,
-    highest_rate,
-    length_of,
-    logging_steps,
-    save_strategy,
-    warmup,
-)
 from .row_faults import BadRow
-from .run_folder import SHEET, remove_weights
+from .run_folder import remove_weights
 from .safe_unpickling import loading_safely
-from .trainer import CompletionMarker, RecipeTrainer, Schedule
+from .trainer import CheckpointSchedule, RecipeTrainer
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
@@ -82,21 +72,21 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         "output_dir": recipe.out,
         # Of epochs, too: schedule, log and estimates agree on them before the first step.
         "max_steps": plan.steps,
-        "per_device_eval_batch_size": eval_batch_size(asked),
-        "learning_rate": highest_rate(asked),
-        "warmup_steps": warmup(asked, plan.steps),
+        "per_device_eval_batch_size": asked.eval_batch_size,
+        "learning_rate": asked.highest_rate,
+        "warmup_steps": asked.warmup(plan.steps),
         "optim": OPTIMIZERS[recipe.engine.optimizer],
         "bf16": recipe.engine.precision == "bf16",
         "use_cpu": not torch.cuda.is_available(),
         "deepspeed": deepspeed_config(plan.options),
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        "save_strategy": save_strategy(asked),
+        "save_strategy": asked.saving,
         "save_steps": asked.save_steps or 0,
-        "eval_strategy": eval_strategy(asked, evaluates),
+        "eval_strategy": asked.evaluating if evaluates else "no",
         "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
-        "logging_steps": logging_steps(asked, plan.steps, plan.steps_an_epoch),
+        "logging_steps": asked.log_every(plan.steps, plan.steps_an_epoch),
         "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         "logging_nan_inf_filter": False,
@@ -122,8 +112,8 @@ def train(plan: Plan) -> None:
     """
     if not plan.placement.on_cpu and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
-    recipe, error = plan.recipe, None
-    kind: type[RuntimeError] = Diverged
+    recipe = plan.recipe
+    error: Diverged | BadRow | None = None
     trainer, progress = _trainer_of(plan)
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
@@ -137,28 +127,20 @@ def train(plan: Plan) -> None:
             _round_trained(trainer.inner, DTYPES[recipe.engine.precision])
         trainer.save_model()
     except BadRow as bad:
-        error, kind = str(bad), BadRow
+        error = bad
     except Diverged as diverged:
-        error = f"training diverged: {diverged}{_how_to_go_on(plan)}"
+        error = Diverged(f"training diverged: {diverged}{_how_to_go_on(plan)}")
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
-        measured = progress.found()
-        if "peak_allocated_gib" in measured:
-            measured["predicted_gib"] = plan.needed / GIB
-        known = {"measured": measured, "policies": plan.options.policies}
-        known |= {"base": identify(replace(plan.base, adapters=None))}
-        known |= {"length": length_of(recipe.trainer)}
-        known |= {"left_out": trainer.faults.number} if recipe.data.is_streamed else {}
-        report = _report(trainer, error) | known
+        report = _report(plan, trainer, progress.found(), error)
         if error is None and is_lora(recipe.trained):
             write_card(recipe, plan.base, report, plan.rows)
-        text = json.dumps(report, indent=2, allow_nan=False)
-        write_atomically(Path(recipe.out, REPORT), text)
+        write_atomically(Path(recipe.out, REPORT), json.dumps(report, indent=2, allow_nan=False))
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         trainer.args.distributed_state.wait_for_everyone()
-        raise kind(error)
+        raise error
 
 
 def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
@@ -166,26 +148,11 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     recipe, options, base = plan.recipe, plan.options, plan.base
     asked, config = recipe.trainer, config_of(base)
     processor, checked = load_processor(base), plan.checked_data()
-    rows: Any = checked.conversations()
-    evaluated = None if checked.eval is None else checked.eval.conversations()
-    stamps = checked.stamps | (checked.eval.stamps if checked.eval is not None else {})
-    eval_collator = ConversationCollator(processor, stamps)
-    collator: Callable = eval_collator
-    rows_of_batches = checked.batch_rows()
-    if rows_of_batches.shares is not None:
-        rows = PackedRows(rows, rows_of_batches.shares)
-        collator = PackingCollator(processor, stamps)
-    sample = None
-    if checked.eval is not None and recipe.data.eval_answers:
-        sample = Sample(
-            checked.eval,
-            processor,
-            number=recipe.data.eval_answers,
-            max_new_tokens=recipe.data.eval_max_new_tokens,
-            batch_size=eval_batch_size(asked),
-            positions=config.seq_length,
-            sheet=Path(recipe.out, SHEET),
-        )
+    stamps, evaluated, sample = checked.stamps, None, None
+    if checked.eval is not None:
+        stamps, evaluated = stamps | checked.eval.stamps, checked.eval.conversations()
+        if recipe.data.eval_answers:
+            sample = Sample(checked.eval, processor, recipe, config.seq_length)
     require_fp8(options, config)
     if torch.cuda.is_available():
         join_processes(options)
@@ -194,12 +161,18 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     plan.require_true()
     set_seed(asked.seed)  # adapters are random
-    if arguments.process_index:  # the first one's bar is that of all
-        quiet_transformers()
+    quiet_transformers(bars=arguments.process_index == 0)
     with doing("loading the model", tells=arguments.process_index == 0):
         model = build_model(options, base)
-    of_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
+    eval_collator = ConversationCollator(processor, stamps)
+    collator: Callable = eval_collator
+    rows: Any = checked.conversations()
+    rows_of_batches = checked.batch_rows()
+    if rows_of_batches.shares is not None:
+        rows = PackedRows(rows, rows_of_batches.shares)
+        collator = PackingCollator(processor, stamps)
     if recipe.data.is_streamed:
+        of_process = arguments.train_batch_size * arguments.gradient_accumulation_steps
         rows = Stream(
             recipe.data.sources(),
             arguments.train_batch_size,
@@ -209,22 +182,23 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
             of_process * (0 if plan.checkpoint is None else step_of(plan.checkpoint)),
         )
         collator = StreamCollator(eval_collator, plan.batch.row_length, config.seq_length)
-    batch = plan.effective_batch * rows_of_batches.samples_per_row
-    told = not arguments.disable_tqdm, not recipe.data.is_streamed
-    progress = Progress(batch, options.compile is True, *told)
-    marker = CompletionMarker(plan.origin(checked), asked.save_total_limit)
-    callbacks = [Schedule(), marker, LossPlot()]
+    progress = Progress(
+        plan.effective_batch * rows_of_batches.samples_per_row,
+        compiles=options.compile is True,
+        shows_bar=not arguments.disable_tqdm,
+        has_epochs=not recipe.data.is_streamed,
+    )
+    schedule = CheckpointSchedule(plan.origin(checked), asked.save_total_limit)
+    callbacks = [schedule, LossPlot()]
     if (patience := asked.early_stopping_patience) is not None:
         callbacks.append(EarlyStoppingCallback(patience, asked.early_stopping_threshold))
     trainer = RecipeTrainer(
         model,
+        recipe,
         features=features_of(recipe.data.reuse_features, model),
-        max_nonfinite_steps=recipe.max_nonfinite_steps,
-        rates=asked.learning_rate if isinstance(asked.learning_rate, dict) else None,
         eval_collator=eval_collator,
         sample=sample,
-        worker_start=worker_start(options.offload, asked.handed_on()),
-        ends_at_faults=recipe.data.on_bad == "fail",
+        worker_start=worker_start(options.offload, asked.others),
         args=arguments,
         train_dataset=rows,
         eval_dataset=evaluated,
@@ -235,13 +209,13 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     for theirs in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(theirs)
     trainer.add_callback(progress)
-    quiet_transformers()
+    quiet_transformers(bars=False)
     return trainer, progress
 
 
 def _how_to_go_on(plan: Plan) -> str:
     checkpoint = last_complete_checkpoint(plan.path.parent)
-    lower = f"a lower trainer.learning_rate than {highest_rate(plan.recipe.trainer):g}"
+    lower = f"a lower trainer.learning_rate than {plan.recipe.trainer.highest_rate:g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
@@ -250,25 +224,33 @@ def _how_to_go_on(plan: Plan) -> str:
     )
 
 
-def _report(trainer: Trainer, error: str | None) -> dict[str, Any]:
-    history = [
-        {name: as_json(entry[name]) for name in ("step", "loss", "grad_norm") if name in entry}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
-    of_evaluation = ("step", "eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime")
-    evaluations = [
-        {name: as_json(entry[name]) for name in of_evaluation if name in entry}
-        for entry in trainer.state.log_history
-        if "eval_loss" in entry
-    ]
-    report: dict[str, Any] = {"finished": error is None, "error": error, "history": history}
-    if evaluations:
-        report["evaluations"] = evaluations
-    report["steps"] = {"asked": trainer.args.max_steps, "done": trainer.state.global_step}
+def _report(
+    plan: Plan, trainer: RecipeTrainer, measured: dict[str, float | None], error: Exception | None
+) -> dict[str, Any]:
+    def entries(kind: str, *names: str) -> list[dict[str, Any]]:
+        found = [entry for entry in trainer.state.log_history if kind in entry]
+        return [{n: as_json(e[n]) for n in ("step", kind, *names) if n in e} for e in found]
+
+    if "peak_allocated_gib" in measured:
+        measured = measured | {"predicted_gib": plan.needed / GIB}
+    report: dict[str, Any] = {
+        "finished": error is None,
+        "error": None if error is None else str(error),
+        "history": entries("loss", "grad_norm"),
+        "steps": {"asked": trainer.args.max_steps, "done": trainer.state.global_step},
+        "world_size": trainer.args.world_size,
+        "measured": measured,
+        "policies": plan.options.policies,
+        "base": identify(replace(plan.base, adapters=None)),
+        "length": plan.recipe.trainer.length,
+    }
+    if found := entries("eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime"):
+        report["evaluations"] = found
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
-    return report | {"world_size": trainer.args.world_size}
+    if plan.recipe.data.is_streamed:
+        report["left_out"] = trainer.faults.number
+    return report
 
 
 def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:
@@ -276,7 +258,7 @@ def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:
     pictures = int(plan.batch.images_per_row) * asked.per_device_train_batch_size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     side = processor.image_processor.size["height"]
-    return loader_options(asked.handed_on(), here, pictures, side)
+    return loader_options(asked.others, here, pictures, side)
 
 
 def build_model(options: EngineOptions, base: Base) -> nn.Module:

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.finetune import evaluation, trainer
+from glm4v_patched.finetune import evaluation
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.plan import check_data, rows_of
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.loading import load
@@ -71,7 +72,7 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, m
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
     monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
     assert Path(drawn.out, "answers.png").is_file()
-    sample = partial(evaluation.Sample, checked.eval, processor, 8, 64, 4, sheet=Path("unused"))
+    sample = partial(evaluation.Sample, checked.eval, processor, drawn)
     lengths = sorted(map(int, checked.eval.column("in_table")))
     for room in (lengths[-1], lengths[0], 0):  # rows without room for an answer are passed over
         fitting = sum(length <= room for length in lengths)
@@ -100,7 +101,7 @@ def stopped_early(mine, monkeypatch) -> Recipe:
     """Its second evaluation is the best, and the fourth the last of patience 2."""
     # Given, for whether a small model gets worse again depends on the machine's rounding.
     given = iter([3.0, 2.0, 2.5, 2.25, 2.1, 1.0])
-    monkeypatch.setattr(trainer, "mean_loss", lambda *_: (next(given), 1))
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
     return mine.override(
         {
             "trainer.num_train_epochs": 5.0,
@@ -144,7 +145,7 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
 ):
     """From which a step too many would be trained."""
     given = iter([2.0, 1.0])
-    monkeypatch.setattr(trainer, "mean_loss", lambda *_: (next(given), 1))
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
     asked = {"trainer.num_train_epochs": 2.0, "trainer.save_strategy": strategy}
     found = train_here(mine.override(asked | {"trainer.load_best_model_at_end": True}))
     first, last = [entry["step"] for entry in found["evaluations"]]
@@ -175,7 +176,7 @@ def test_all_processes_have_as_many_batches_and_each_row_counts_once(
     counted, lengths = [], set()
     for rank in range(processes):
         monkeypatch.setattr(evaluation.dist, "get_rank", lambda rank=rank: rank)
-        batches, weights = evaluation._share(rows, batch)
+        batches, weights = evaluation.share_of_batches(rows, batch)
         lengths.add(len(batches))
         counted += [n for one, w in zip(batches, weights, strict=True) for n in one if w]
         assert all(batches)

@@ -83,7 +83,7 @@ def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_check
     launch(mine, HERE)
     Path(mine.out, "notes.txt").write_text("mine")
     before = contents(mine.out)
-    with pytest.raises(ValueError, match=r"holds a finished training, adapters; .*\(--overwrite\)"):
+    with pytest.raises(ValueError, match=r"holds adapter_model.safetensors, .*\(--overwrite\)"):
         launch(mine, HERE)
     with pytest.raises(ValueError, match="is finished"):
         launch(mine, HERE, resume=True)
@@ -145,7 +145,7 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
     # No data of a later run is looked at either, and no record of it made.
     asked = mine.override({"data.train": mine.data.train + ".none"})
     for options in ({"overwrite": True}, {"resume": True}):
-        with pytest.raises(ValueError, match="holds mine.safetensors, .*which no run"):
+        with pytest.raises(ValueError, match="holds mine.safetensors, .*no run"):
             launch(asked, HERE, **options)
     assert foreign.read_bytes() == b"mine"
     foreign.unlink()

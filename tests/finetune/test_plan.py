@@ -15,7 +15,7 @@ from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.plan import Plan, check_data, make_plan
 from glm4v_patched.finetune.recipe import may_change
 from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.finetune.summary import _describe_memory, describe_policies
+from glm4v_patched.finetune.summary import describe_memory, describe_policies
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import planned
@@ -47,8 +47,8 @@ def test_it_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monkeypat
         found.append(plan.options.language)
     assert found[0] != found[1]
     # What is outside of torch is not free.
-    assert "may not suffice" not in _describe_memory(replace(plan, needed=free - OUTSIDE_TORCH))
-    assert "may not suffice" in _describe_memory(replace(plan, needed=free - OUTSIDE_TORCH + GIB))
+    assert "may not suffice" not in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH))
+    assert "may not suffice" in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH + GIB))
 
 
 def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):

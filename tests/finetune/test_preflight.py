@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.preflight import check
-from glm4v_patched.finetune.recipe import fields, whole_recipe
+from glm4v_patched.finetune.recipe import fields
 from glm4v_patched.finetune.recipe_file import RecipeError, place_all
+from glm4v_patched.finetune.recipe_trainer import installed_fields
 from glm4v_patched.models.placement import Placement, place
 from tests.helpers.recipes import LEAST
 
@@ -145,7 +146,7 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
     right = {"model": str(model_folder), "out": str(folder / "out")}
     right |= {"data.train": str(folder / "train.jsonl"), "trainer.save_steps": 2}
     right |= {f"trainer.{name}": value for name, value in LEAST["trainer"].items()}
-    names = [name for name, _ in fields(whole_recipe())]
+    names = [name for name, _ in fields()] + [f"trainer.{name}" for name in installed_fields()]
     has_gpus(2)
 
     @settings(max_examples=examples, derandomize=True, deadline=None)
@@ -156,7 +157,7 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
         st.sampled_from(["cuda", "cpu"]),
     )
     def attempt(missing, changed, processes, device):
-        values, _ = place_all({}, {k: v for k, v in right.items() if k not in missing} | changed)
+        values = place_all({}, {k: v for k, v in right.items() if k not in missing} | changed)
         (folder / "r.json").write_text(json.dumps(values))
         try:
             recipe, placement = check(folder / "r.json", (), processes, device)

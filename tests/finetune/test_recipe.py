@@ -30,7 +30,7 @@ def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, h
 def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_empty(made, tmp_path):
     model = made(**{"trained": "lora_lm", "engine.zero_stage": 0})
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = RecipeTrainer(model, args=arguments, data_collator=list)
+    trainer = RecipeTrainer(model, recipe(), args=arguments, data_collator=list)
     inner = model.get_base_model()
     assert inner.config.skip_logits and inner.transformer.config.skip_logits
     groups = trainer.create_optimizer().param_groups

@@ -18,19 +18,11 @@ from transformers import TrainingArguments
 
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.other_names import refusal
 from glm4v_patched.finetune.plan import Plan, starting_point
-from glm4v_patched.finetune.recipe import Recipe, RecipeError, fields, whole_recipe
+from glm4v_patched.finetune.recipe import Recipe, RecipeError, fields
 from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.finetune.recipe_trainer import (
-    TrainerFields,
-    installed_fields,
-    logging_steps,
-    refusal,
-    steps_in_epoch,
-    total_steps,
-    warmup,
-    whole_section,
-)
+from glm4v_patched.finetune.recipe_trainer import TrainerFields, installed_fields
 from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
@@ -43,14 +35,13 @@ def trainer(**changes):
 def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_name():
     public = {f.name: f for f in dataclasses.fields(TrainingArguments) if f.name[0] != "_"}
     taken = installed_fields()
-    assert {*taken} == {name for name in public if refusal(name) is None}
-    assert {"weight_decay", "neftune_noise_alpha", "eval_delay"} <= {*taken} and len(taken) > 40
-    for name, field in whole_section().model_fields.items():
-        if name in TrainerFields.model_fields:
-            continue  # of our own type, and some with another default
+    own = {*TrainerFields.model_fields}
+    assert {*taken} == {name for name in public if refusal(name) is None} - own
+    assert {"neftune_noise_alpha", "eval_delay"} <= {*taken} and len(taken) > 20
+    for name, kind in taken.items():
         default = public[name].default
         if default is not dataclasses.MISSING:
-            TypeAdapter(field.annotation).validate_python(getattr(default, "value", default))
+            TypeAdapter(kind | None).validate_python(getattr(default, "value", default))
 
 
 @pytest.mark.parametrize(
@@ -67,16 +58,16 @@ def test_steps_are_counted_as_the_trainer_counts_them(batch, accumulation, drop)
     for rows, processes in itertools.product((1, 7, 20, 21), (1, 2, 3)):
         batches = BatchSampler(range(rows), batch, drop_last=drop)
         of_process = len(BatchSamplerShard(batches, processes, 0))
-        steps = steps_in_epoch(fields, rows, processes)
+        steps = fields.steps_in_epoch(rows, processes)
         assert steps == max(math.ceil(of_process / accumulation), 1)
-        assert total_steps(fields, steps) == math.ceil(2.5 * steps)
+        assert fields.total_steps(steps) == math.ceil(2.5 * steps)
 
 
 def test_warm_up_is_in_steps_or_a_share_of_them():
     for steps, found in ((1, 0), (2, 1), (39, 1), (40, 2), (1999, 99)):
-        assert warmup(trainer(), steps) == found  # the first step of a warm-up has the rate 0
+        assert trainer().warmup(steps) == found  # the first step of a warm-up has the rate 0
     for asked, found in ((7, 7), (0, 0), (0.5, 50), (0.29, 29)):
-        assert warmup(trainer(warmup_steps=asked), 100) == found
+        assert trainer(warmup_steps=asked).warmup(100) == found
 
 
 def test_no_entry_of_the_loss_history_spans_a_checkpoint():
@@ -87,13 +78,15 @@ def test_no_entry_of_the_loss_history_spans_a_checkpoint():
         ({"trainer.save_strategy": "epoch"}, 5000, 99),
         (best, 5000, 99),
     ):
-        chosen = logging_steps(recipe(asked).trainer, steps, 99)
+        chosen = recipe(asked).trainer.log_every(steps, 99)
         assert 1 <= chosen <= max(steps // 50, 1) and every % chosen == 0
-    assert logging_steps(trainer(logging_steps=7), 300) == 7
+    assert trainer(logging_steps=7).log_every(300) == 7
 
 
 def test_every_number_has_its_range():
-    numbers = [name for name, field in fields(whole_recipe()) if is_number(field.annotation)]
+    kinds = {name: field.annotation for name, field in fields()}
+    kinds |= {f"trainer.{name}": kind for name, kind in installed_fields().items()}
+    numbers = [name for name, kind in kinds.items() if is_number(kind)]
     assert len(numbers) > 30
     for name in numbers:
         for value in (-1, 1e300, math.nan):

@@ -40,7 +40,6 @@ trainer.learning_rate= trainer.max_steps='"-1"' trainer.lr_scheduler_type=cosin
 'trainer.learning_rate={towr: 1e-6}' trainer.full_determinism=1 trainer.report_to=tensorbord
 'trainer.learning_rate={tower: 1, adapter: 1}'
 'trainer.learning_rate={adapter: 1}' trained=lora_all
-trainer.dataloader_prefetch_factor=2 trainer.dataloader_num_workers=0
 trainer.save_strategy=steps trainer.eval_strategy=epoch
 trainer.save_strategy=epoch trainer.save_steps=5 trainer.eval_strategy=steps data.eval=0.1
 trainer.save_strategy=best
@@ -49,7 +48,8 @@ trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5
 trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5 trainer.eval_steps=2
 trainer.metric_for_best_model=exact_match data.eval_answers=0
 trainer.output_dir=o trainer.bf16= trainer.fsdp_config= trainer.ddp_backend=nccl
-learning_rat=1 steps=1 no.thing=1 out.x=1 trainer.weight_decai=0.1
+learning_rat=1 steps=1 no.thing=1 trainer.weight_decai=0.1
+out.x=1
 engine..compile=1 engine.compile=*a lora.rank=1 lora.rank=2
 'engine={zero_stage: 9}'
 """

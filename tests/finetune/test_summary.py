@@ -10,7 +10,6 @@ from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import disk
 from glm4v_patched.finetune.plan import Plan, check_data
 from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_trainer import steps_in_epoch
 from glm4v_patched.finetune.summary import find_doubts, show_sample
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement
@@ -45,7 +44,7 @@ def planned(asked: Recipe, rows=64, steps=100) -> Plan:
         batch=Batch(rows=1, row_length=9, processes=2),
         rows=rows,
         steps=steps,
-        steps_an_epoch=steps_in_epoch(asked.trainer, rows, 2),
+        steps_an_epoch=asked.trainer.steps_in_epoch(rows, 2),
         free=80e9,
         needed=0,
         space=disk.Space(0, 0, 0, total=1, free=1),
@@ -103,17 +102,11 @@ def test_what_is_most_likely_a_mistake_is_told_with_its_numbers(words):
     told = []
     for changes in [
         {"trained": "full", "trainer.learning_rate": rates},
-        {"trainer.weight_decay": 100.0},
         {"trainer.warmup_steps": 500},
         {"trainer.gradient_accumulation_steps": 9},
-        {"data.eval": 0.95},
-        {"lora.alpha": 200, "lora.rank": 4, "lora.use_rslora": True},
     ]:
         (doubt,) = doubts(changes)
         told.append(doubt)
-    long = {"trainer.max_steps": None, "trainer.num_train_epochs": 101.0}
-    told += doubts(long, steps=404)
-    assert doubts(long, steps=400) == []
     words("\n".join(told))
 
 
@@ -121,8 +114,6 @@ def test_nothing_is_said_of_what_people_do():
     for changes in (
         {"trainer.learning_rate": 1e-2, "trainer.warmup_steps": 99},
         {"trainer.warmup_steps": 500, "trainer.lr_scheduler_type": "constant"},
-        {"trained": "full", "lora.alpha": 10**5},
-        {"lora.alpha": 512, "data.eval": 0.5},
     ):
         assert doubts(changes) == []
     assert doubts({"trainer.max_steps": 1}, rows=16, steps=1) == []
