@@ -6,9 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..inference.command import add_weights
+from ..option_fields import add_option
 from . import answers, generation, training
 from .charts import check_drawable, draw_pictures
-from .settings import Settings, Speed, add_option, at_least, picture_size
+from .settings import Settings, Speed, at_least, picture_size
 from .table import add_rows, cells_of, insert, markdown_table, read_rows
 
 # By option, what measures, and the options that are not heeded by it; nothing else is refused.

@@ -12,7 +12,8 @@ from pathlib import Path
 from ..engine.environment import python_module, training_environment
 from ..engine.options import PACKAGES, require_packages
 from ..models.quantised_weights import WEIGHTS
-from .settings import Speed, given
+from ..option_fields import given
+from .settings import Speed
 from .training import run
 
 

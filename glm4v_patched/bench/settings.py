@@ -4,56 +4,21 @@ its default and help; needs no torch, so that ``--help`` and mistakes are answer
 import argparse
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ..engine.activation_policies import EVERY, POLICIES, check_policy
 from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions
 from ..inference.command import CACHES
 from ..models.quantised_weights import check_weights, kept_cache
+from ..option_fields import option
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 # What bench calls otherwise than a recipe and its command.
 OWN_WORDS = {"engine.": "", "data.": "", "--processes": "--gpus"}
 OWN_WORDS |= {"--device cpu": "--device cpu --config FILE"}
-
-
-def option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is an option; ``more`` is argparse's, or the ``flag`` if it has another name."""
-    return field(default=default, metadata={"help": help, **more})
-
-
-def flag(each: Field) -> str:
-    return each.metadata.get("flag") or f"--{each.name}".replace("_", "-")
-
-
-def add_option(parser: Any, each: Field, several: bool = False) -> None:
-    """Add a field to a parser, or a group of one; one value, or ``several`` of them."""
-    told, default = each.metadata["help"], each.default
-    if each.type is bool:
-        action = "store_false" if default else "store_true"
-        parser.add_argument(flag(each), dest=each.name, action=action, help=told)
-        return
-    more = {name: value for name, value in each.metadata.items() if name not in ("flag", "help")}
-    more = {"type": (*get_args(each.type), each.type)[0], "dest": each.name} | more
-    if several or isinstance(default, tuple):
-        more["nargs"], default = "+", [*default] if isinstance(default, tuple) else [default]
-    shown = " ".join(map(str, default)) if isinstance(default, list) else default
-    told += "" if each.default is None else f" (default: {shown})"
-    parser.add_argument(flag(each), help=told, default=default, **more)
-
-
-def given(settings: Any, but: Collection[str] = ()) -> list[str]:
-    """The options that ask for these settings, without those that have their defaults."""
-    arguments = []
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        if value != each.default and each.name not in but:
-            values = [value] * (not isinstance(value, bool))
-            arguments += [flag(each), *map(str, value if isinstance(value, tuple) else values)]
-    return arguments
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -237,7 +202,8 @@ class Speed:
         if self.against is None:
             return
         if self.weights is not None:
-            yield f"--weights {self.weights} is not of the original's code, of --against: leave out one"
+            told = f"--weights {self.weights} is not of the original's code"
+            yield f"{told}, of --against: leave out one"
         if not Path(self.against, "config.json").is_file():
             expected = "expected a folder with the published repository"
             yield f"--against {self.against} has no config.json: {expected}"

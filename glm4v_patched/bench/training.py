@@ -14,7 +14,8 @@ from ..engine.environment import python_module, run_within, torch_launcher, trai
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..installed_versions import versions
-from .settings import REAL_ON_CPU, Settings, given, in_own_words
+from ..option_fields import given
+from .settings import REAL_ON_CPU, Settings, in_own_words
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")

@@ -279,8 +279,8 @@ class RecipeTrainer(Trainer):
 
 
 class CheckpointSchedule(TrainerCallback):
-    """Marks each checkpoint of the Trainer complete and keeps the newest ones, holds a continued run
-    to what is asked now, and evaluates after the last step.
+    """Marks each checkpoint of the Trainer complete and keeps the newest ones, holds a continued
+    run to what is asked now, and evaluates after the last step.
 
     All processes must see one file system. The Trainer's own ``save_total_limit`` must stay unset:
     it deletes the old checkpoint before the new one is complete.
