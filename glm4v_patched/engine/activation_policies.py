@@ -4,7 +4,6 @@ A policy is one record of :data:`POLICIES`. :mod:`activation_checkpointing` appl
 :mod:`memory_plan` estimates its memory, the recipe and the bench take it by its name.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -45,10 +44,6 @@ class Policy:
     keeps: tuple[str, ...]
     recomputes: tuple[str, ...]
     widest_linear: float | None = None
-
-    @property
-    def is_selective(self) -> bool:
-        return self.widest_linear is not None
 
     def channels(self, sizes: LayerSizes) -> float:
         """Kept of a token."""
@@ -104,11 +99,7 @@ EVERY = "every N"
 
 
 def policies_of_layers(name: str, layers: int) -> list[Policy]:
-    """The policy of each of so many layers.
-
-    Raises:
-        ValueError: there is no policy of that name.
-    """
+    """The policy of each of so many layers; ``ValueError`` if there is none of that name."""
     check_policy("layer", name)
     if name in POLICIES:
         return [POLICIES[name]] * layers
@@ -124,7 +115,3 @@ def check_policy(whose: str, name: object, or_auto: bool = False) -> None:
         return
     expected = ", ".join((("auto",) if or_auto else ()) + tuple(POLICIES))
     raise ValueError(f"the {whose}'s policy is {name!r}; expected {expected} or 'every N', N > 0")
-
-
-def any_is_selective(names: Sequence[str]) -> bool:
-    return any(name in POLICIES and POLICIES[name].is_selective for name in names)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..terminal_text import pip_install
-from .activation_policies import any_is_selective
+from .activation_policies import POLICIES
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
@@ -115,12 +115,11 @@ class EngineOptions:
     loss_chunk_size: int | None = None
     """Positions of a chunk; None is what the model's config says."""
     gather_in_place: bool = True
-    """ZeRO-3 gathers each weight straight to where it is used (:mod:`deepspeed.gather`)."""
+    """ZeRO-3 gathers each weight straight to where it is used (:mod:`deepspeed.zero3`)."""
     norms_in_place: bool = True
-    """ZeRO-3 takes norms of gradients without copies (:mod:`deepspeed.gradient_norm`)."""
+    """ZeRO-3 takes norms of gradients without copies."""
     layers_ahead: int = 3
-    """Layers that the CPU may be ahead of the GPU under ZeRO-3 (:mod:`deepspeed.run_ahead`); 0 for
-    any number."""
+    """Layers that the CPU may be ahead of the GPU under ZeRO-3; 0 for any number."""
 
     @property
     def is_decided(self) -> bool:
@@ -141,7 +140,6 @@ class EngineOptions:
 
     @property
     def keeps_transposed(self) -> bool:
-        """Whether ``keep_transposed`` acts."""
         return self.keep_transposed and self.holds_fp8 and self.zero_stage < 3
 
     @property
@@ -151,19 +149,12 @@ class EngineOptions:
 
     @property
     def gathers_whole_layers(self) -> bool:
-        """:func:`gathers_whole_layers` for these options."""
-        # Weights in fp8 lie beside biases in bf16: both are gathered by us (deepspeed.gather).
-        in_place = self.compile is True or self.holds_fp8
-        return gathers_whole_layers(self.zero_stage, in_place, self.tower, self.language)
-
-
-def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> bool:
-    """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it.
-
-    Not only for compiled layers: torch's selective checkpoints fail where the recomputation runs a
-    collective that the forward did not run.
-    """
-    return zero_stage == 3 and (compiled or any_is_selective(policies))
+        """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it: where it is
+        compiled, holds weights in fp8 beside biases in bf16, or is checkpointed selectively, which
+        fails where the recomputation runs a collective that the forward did not run."""
+        asked = [POLICIES.get(name) for name in (self.tower, self.language)]
+        selective = any(policy and policy.widest_linear is not None for policy in asked)
+        return self.zero_stage == 3 and (self.compile is True or self.holds_fp8 or selective)
 
 
 def check_trained(trained: str) -> None:

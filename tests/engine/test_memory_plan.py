@@ -95,7 +95,7 @@ def measured_rows():
             options = decided(row["workload"], *kept, **asked_for)
             peak = row["peak_allocated_gib"]
             if options.offload is True:
-                # Since then gradients wait on the GPUs (engine/deepspeed/gradient_buffer.py).
+                # Since then gradients wait on the GPUs (engine/deepspeed/zero3.py).
                 peak += 2 * count_trained(REAL, options) / batch.processes / GIB
             yield pytest.param(options, batch, peak, id=f"{path.stem}-{number}")
 
