@@ -43,7 +43,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     Args:
         name: Folder of a model or of LoRA adapters, or an id of the Hub.
         revision: Of an id of the Hub; of a folder of adapters, that of their model there.
-        weights: How they will be held: one of :data:`weights.WEIGHTS`, or as they are.
+        weights: How they will be held: one of :data:`quantised_weights.WEIGHTS`, or as they are.
 
     Raises:
         ValueError: it is not there, not whole or no glm-4v, its adapters are of a model that has
@@ -87,12 +87,7 @@ def _find_base(name: str, revision: str | None) -> Base:
 
 def adapters_of_hub(name: str, revision: str | None) -> Path | None:
     """The folder in the Hub's cache with the adapters of that id, downloaded if they are not there.
-
-    None of a folder, and where no adapters are found, which :func:`pin` has words for.
-
-    Raises:
-        ValueError: there are adapters, and they cannot be had whole.
-    """
+    None of a folder, and where no adapters are found, which :func:`pin` has words for."""
     if os.path.lexists(name):
         return None
     from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache

@@ -98,11 +98,12 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, bits):
     monkeypatch.setattr(trainable, "require_packages", lambda *choice: None)
     counting = Counting()
 
-    def replaced(linear):
+    def replaced(linear, asked):
+        assert asked == bits
         counting.count()
         return torch.nn.Identity()
 
-    monkeypatch.setattr(trainable, f"_in_{bits}_bits", replaced)
+    monkeypatch.setattr(trainable, "_quantised", replaced)
     trainable.quantise(counting.model, "cpu", bits)
     assert len(counting.left) == len(counting.alive) > 8
     # The one before may still be there.
