@@ -8,6 +8,7 @@ the real size (``tests/engine/test_memory_plan.py``).
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 import torch
 
@@ -65,13 +66,12 @@ def free_memory(limit: float | None = None) -> float:
     0 without a GPU. ``limit``: GiB that torch may allocate."""
     if not torch.cuda.is_available():
         return 0.0
-    free: float = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    free = within_limit(free, limit)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
-        free = least.item()
-    return float(free)
+    free = within_limit(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), limit)
+    if not torch.distributed.is_initialized():
+        return float(free)
+    least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    return least.item()
 
 
 def within_limit(free: float, limit: float | None) -> float:
@@ -166,16 +166,15 @@ def estimate(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> flo
 
 def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
     """Weights of the vision part (tower and adapter), and of the language model."""
-    vision, width, inner = config.vision, config.hidden_size, config.ffn_hidden_size
-    of_layer = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
-    of_layer += 9 * vision.hidden_size + vision.intermediate_size
+    vision, width = config.vision, config.hidden_size
+    tower, language = linear_layers(config)
+    of_layer = sum(map(prod, tower.values())) + 9 * vision.hidden_size + vision.intermediate_size
+    of_block = sum(map(prod, language.values())) + language["query_key_value"][1] + 2 * width
     # Positions, patches with their bias, class token.
     embedded = vision.num_positions + vision.in_channels * vision.patch_size**2 + 2
-    tower = vision.num_hidden_layers * of_layer + embedded * vision.hidden_size
-    tower += count_projection(config)
-    projected, fused = _projected(config)
-    of_block = width * (projected + fused + 3 * inner + 2) + fused
-    return tower, config.num_layers * of_block + (2 * config.padded_vocab_size + 1) * width
+    of_tower = vision.num_hidden_layers * of_layer + embedded * vision.hidden_size
+    of_embeddings = (2 * config.padded_vocab_size + 1) * width
+    return of_tower + count_projection(config), config.num_layers * of_block + of_embeddings
 
 
 def count_projection(config: ChatGLMConfig) -> int:
@@ -189,7 +188,8 @@ def linear_layers(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ..
     """Channels in and out of the linear layers of a layer of the tower, and of one of the language
     model, by their names."""
     width, inner, side = config.hidden_size, config.ffn_hidden_size, config.vision.hidden_size
-    queries, fused = _projected(config)
+    queries = config.num_attention_heads * config.kv_channels
+    fused = queries + 2 * config.multi_query_group_num * config.kv_channels
     wide = config.vision.intermediate_size
     tower = [(side, 3 * side), (side, side), (side, wide), (wide, side)]
     language = [(width, fused), (queries, width), (width, 2 * inner), (inner, width)]
@@ -251,14 +251,14 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
 
 
 def count_held(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
-    """Weights of tower and language model that are held in fp8."""
+    """Weights of tower and language model that are held in fp8 (:func:`fp8.linear_layers`)."""
     if not options.holds_fp8:
         return 0, 0
-    side, inner = config.vision.hidden_size, config.vision.intermediate_size
-    of_layer = side * (3 * side + inner + (inner if options.compile else 0))  # fp8.linear_layers
-    projected, fused = _projected(config)
-    of_block = config.hidden_size * (projected + fused + 3 * config.ffn_hidden_size)
-    return config.vision.num_hidden_layers * of_layer, config.num_layers * of_block
+    tower, language = linear_layers(config)
+    left_out = ("dense",) if options.compile else ("dense", "fc2")
+    of_layer = sum(prod(sides) for name, sides in tower.items() if name not in left_out)
+    of_blocks = config.num_layers * sum(map(prod, language.values()))
+    return config.vision.num_hidden_layers * of_layer, of_blocks
 
 
 def _saved_by_fp8(config: ChatGLMConfig, options: EngineOptions) -> float:
@@ -353,7 +353,8 @@ def _stacks(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> list
         attention_work=2 * config.vision.num_positions * side,
     )
     width, up = config.hidden_size, 2 * config.ffn_hidden_size
-    projected, fused = _projected(config)
+    of_language_model = linear_layers(config)[1]
+    fused, projected = of_language_model["query_key_value"][1], of_language_model["dense"][0]
     language = LayerSizes(
         width=width,
         attention_output=projected,
@@ -392,9 +393,3 @@ def _stacks(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> list
 def _width(options: EngineOptions) -> int:
     """Bytes of a number that is computed with."""
     return FP32 if options.precision == "fp32" else BF16
-
-
-def _projected(config: ChatGLMConfig) -> tuple[int, int]:
-    """Channels of the language model's queries, and of queries, keys and values."""
-    queries = config.num_attention_heads * config.kv_channels
-    return queries, queries + 2 * config.multi_query_group_num * config.kv_channels

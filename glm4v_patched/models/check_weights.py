@@ -219,7 +219,10 @@ def require_readable(model: str, revision: str | None = None) -> None:
 
     kinds = ("missing_entries", "connection_errors", "gated_repo")
     silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
-    readers = {"config.json": read_config, "generation_config.json": GenerationConfig.from_dict}
+    readers: dict[str, Any] = {
+        "config.json": read_config,
+        "generation_config.json": GenerationConfig.from_dict,
+    }
     for name, read in readers.items():
         if file := cached_file(model, name, revision=revision, **silent):
             _require_readable(read, read_object(Path(file)), f"{model}: {name}")
