@@ -172,13 +172,9 @@ def apply(**options: Any) -> None:
 
 
 def revert() -> None:
-    """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends.
-
-    Models that were loaded stay as they are.
-
-    Raises:
-        RuntimeError: somebody replaced one of the same attributes since; names it and whose it is.
-    """
+    """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends; models that
+    were loaded stay as they are. ``RuntimeError`` if somebody replaced one of the same attributes
+    since, with its name and whose it is."""
     with _activation.lock:
         if _activation.blocks == 0:
             _activation.deactivate()
@@ -273,10 +269,8 @@ def _for_our_class(options: dict) -> dict:
 
 
 def _refuse_code(original: Callable) -> Callable:
-    """No code of a glm-4v's repository gets in by a way around the patched methods.
-
-    Half of it would: the config that it then meets is ours.
-    """
+    """No code of a glm-4v's repository gets in by a way around the patched methods, and then meets
+    our config."""
 
     @functools.wraps(original)
     def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):

@@ -11,12 +11,7 @@ MODELING = "glm4v_patched.remote.modeling_chatglm"
 
 
 def kernel_swaps(options: dict) -> list[Swap]:
-    """The replacements for the kernels that are asked for.
-
-    Raises:
-        ImportError: Liger-Kernel is not installed or does not run here.
-        ValueError: there is no GPU.
-    """
+    """The replacements for the kernels that are asked for."""
     asked = [name for name in ("rms_norm", "swiglu") if options.get(name)]
     if not asked:
         return []

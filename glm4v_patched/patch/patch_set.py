@@ -8,22 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Swap:
-    """One attribute and how its replacement is made.
-
-    Args:
-        owner: Where the attribute is defined (not inherited): ``"package.module"`` or
-            ``"package.module:Class"``.
-        name: The attribute.
-        replace: Takes the attribute as its owner holds it (a classmethod stays one) and returns
-            what takes its place.
-    """
+    """One attribute and how its replacement is made."""
 
     owner: str
+    """Where it is defined (not inherited): ``"package.module"`` or ``"package.module:Class"``."""
     name: str
     replace: Callable[[Any], object]
+    """Takes the attribute as its owner holds it (a classmethod stays one)."""
 
-    @property
-    def full_name(self) -> str:
+    def __str__(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
 
@@ -47,11 +40,8 @@ class PatchSet:
         return bool(self._replaced)
 
     def apply(self) -> None:
-        """Replace all attributes; nothing happens if they are replaced already.
-
-        Raises:
-            AttributeError: an attribute is not where it was; names all such, replaces none.
-        """
+        """Replace all attributes, if that is not done; ``AttributeError`` with all that are not
+        where they were, and none is replaced."""
         if self._replaced:
             return
         replaced, moved = [], []
@@ -60,7 +50,7 @@ class PatchSet:
                 owner = pkgutil.resolve_name(swap.owner)
                 original = vars(owner)[swap.name]
             except (AttributeError, ImportError, KeyError) as error:
-                moved.append(f"{swap.full_name} ({error!r})")
+                moved.append(f"{swap} ({error!r})")
             else:
                 replaced.append(_Replaced(swap, owner, original, swap.replace(original)))
         if moved:
@@ -74,15 +64,11 @@ class PatchSet:
         self._replaced = replaced
 
     def revert(self) -> None:
-        """Put the originals back; nothing happens if nothing is replaced.
-
-        Raises:
-            RuntimeError: somebody replaced an attribute after us; names it and whose it is now,
-                and undoes nothing.
-        """
+        """Put the originals back; ``RuntimeError`` if somebody replaced an attribute after us, with
+        its name and whose it is now, and nothing is undone."""
         now = [vars(one.owner).get(one.swap.name) for one in self._replaced]
         taken = [
-            f"{one.swap.full_name} (now of {_origin(found)})"
+            f"{one.swap} (now of {_origin(found)})"
             for one, found in zip(self._replaced, now, strict=True)
             if found is not one.replacement
         ]

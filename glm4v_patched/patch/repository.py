@@ -21,12 +21,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class Repository:
-    """A local folder or file, or a repository of the Hub, as ``from_pretrained`` takes it.
-
-    Args:
-        name_or_path: Its first argument.
-        options: Its keywords; those that say where to download from are used.
-    """
+    """A local folder or file, or a repository of the Hub, as ``from_pretrained`` takes it: by its
+    first argument, and those of its keywords that say where to download from."""
 
     def __init__(self, name_or_path: object, options: dict):
         self.name_or_path = name_or_path
@@ -64,15 +60,12 @@ class Repository:
         return None
 
     def read(self, file_name: str, ask_hub: bool = True) -> dict | None:
-        """The contents of a JSON file, ``None`` where there is none.
+        """The contents of a JSON file, ``None`` where there is none; what :attr:`name_or_path`
+        names, if that is a file itself.
 
         Args:
-            file_name: Of the repository; a config if :attr:`name_or_path` is a file itself.
-            ask_hub: Look further than folders and the cache.
-
-        Raises:
-            TimeoutError: the Hub takes the connection and does not answer; names its host.
-            Exception: whatever the client raises for a Hub it cannot reach; for ``config.json``.
+            ask_hub: Look further than folders and the cache. For ``config.json`` the errors of a
+                Hub that cannot be reached are raised.
         """
         if not _is_name(self.name_or_path):
             return None
@@ -102,11 +95,8 @@ class Repository:
         """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself.
 
         What is in the cache is not asked for again: a repository does not become another model.
-        False if it cannot be found out: the call that comes after raises its own error.
-
-        Raises:
-            TimeoutError: nothing is in the cache, and the Hub does not answer; that call would wait
-                for many minutes.
+        False if it cannot be found out: the call that comes after raises its own error. But where
+        that would wait for many minutes, for a Hub that does not answer, ``TimeoutError``.
         """
         tokenizer = {}
         try:
