@@ -34,19 +34,6 @@ PICTURE = Image.fromarray(images.pop("picture").numpy())
 results, pixels = {}, {}
 
 
-def chat_of(tokenizer, messages: list[dict]):
-    """Every one of the scripts takes its chats so."""
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_tensors="pt", return_dict=True
-    )
-
-
-def ids_of(inputs) -> dict:
-    """All but the pictures, as lists; notes shapes and dtypes."""
-    assert {value.dtype for name, value in inputs.items() if name != "images"} == {torch.int64}
-    return {name: value.tolist() for name, value in inputs.items() if name != "images"}
-
-
 def user(content: str, **rest) -> dict:
     return {"role": "user", "content": content, **rest}
 
@@ -70,12 +57,7 @@ def stream(tokenizer, model, options: dict) -> str:
     return answer
 
 
-def all_stops(tokenizer, model) -> dict:
-    """What the server passes beside numbers."""
-    return {"eos_token_id": [tokenizer.eos_token_id, *model.config.eos_token_id]}
-
-
-def stopping_criteria(tokenizer, model) -> dict:
+def stopping_criteria(model) -> dict:
     criteria = StoppingCriteriaList([StopAtAny(model)])
     return {"stopping_criteria": criteria, "eos_token_id": model.config.eos_token_id}
 
@@ -93,36 +75,46 @@ DEMO = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.8, "temperature": 0.6
 DEMO |= {"repetition_penalty": 1.2}
 SERVER = {"repetition_penalty": 1.0, "max_new_tokens": 8, "do_sample": False, "top_p": 0}
 TURNS = [user("Hello."), HELLO, user(QUESTION, image=PICTURE)]
-# Of each: what the tokenizer and the model are loaded with, the chat, what is passed to generate
-# with what it takes from tokenizer and model, and whether the answer is streamed.
+# Of each: what the tokenizer and the model are loaded with, the chat, what is passed to generate,
+# and whether the answer is streamed.
 CHATS = {
-    "model_card": ({}, ON_CPU, ASKED, TOP_1, None, False),
-    "command_line": (SPECIAL, SPREAD, ASKED, DEMO, stopping_criteria, True),
-    "later": (SPECIAL | {"use_fast": False}, SPREAD, LATER, DEMO, stopping_criteria, True),
-    "vlm_eval_kit": ({}, ON_CPU, ASKED, {"max_length": 2048, "do_sample": False}, None, False),
-    "server": (SPECIAL, SPREAD, TURNS, SERVER, all_stops, True),
+    "model_card": ({}, ON_CPU, ASKED, TOP_1, False),
+    "command_line": (SPECIAL, SPREAD, ASKED, DEMO, True),
+    "later": (SPECIAL | {"use_fast": False}, SPREAD, LATER, DEMO, True),
+    "vlm_eval_kit": ({}, ON_CPU, ASKED, {"max_length": 2048, "do_sample": False}, False),
+    "server": (SPECIAL, SPREAD, TURNS, SERVER, True),
 }
 
 
 def chats() -> None:
-    for name, (of_tokenizer, (auto, of_model), messages, options, more, streamed) in CHATS.items():
+    for name, (of_tokenizer, (auto, of_model), messages, options, streamed) in CHATS.items():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, **of_tokenizer)
         model = auto.from_pretrained(
             folder, torch_dtype=torch.bfloat16, trust_remote_code=True, **of_model
         )
         model = model.to("cpu").eval()
-        inputs = chat_of(tokenizer, messages).to(next(model.parameters()).device)
+        inputs = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        inputs = inputs.to(next(model.parameters()).device)
         torch.manual_seed(0)
-        options = {**inputs, **options} | (more(tokenizer, model) if more else {})
+        options = {**inputs, **options}
+        if options.get("repetition_penalty") == 1.2:
+            options |= stopping_criteria(model)
         if streamed:
             told = {"answer": stream(tokenizer, model, options)}
         else:
             with torch.no_grad():
                 new = model.generate(**options)[:, inputs["input_ids"].shape[1] :]
             told = {"new": new.tolist(), "answer": tokenizer.decode(new[0])}
-        results[name] = {"inputs": ids_of(inputs), **told}
         if "images" in inputs:
-            pixels[name] = inputs["images"]
+            pixels[name] = inputs.pop("images")
+        assert {value.dtype for value in inputs.values()} == {torch.int64}
+        results[name] = {"inputs": {n: value.tolist() for n, value in inputs.items()}, **told}
 
 
 def recorded() -> None:
@@ -172,14 +164,8 @@ def finetune_vision() -> None:
         use_cache=False,
         torch_dtype=torch.bfloat16,
     )
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=8,
-        lora_alpha=32,
-        lora_dropout=0.1,
-        target_modules=["query_key_value"],
-    )
-    model = get_peft_model(model, lora)
+    lora = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": ["query_key_value"]}
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
     # Rows of text get a black picture; tables have None where a row lacks a key.
     first, second = "A red circle.", "Nothing, and a longer answer."
     black = Image.new("L", (224, 224), 0).convert("RGB")

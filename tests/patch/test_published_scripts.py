@@ -23,6 +23,8 @@ WITH_APPLY = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
     "import glm4v_patched; glm4v_patched.apply()\n"
 )
 QUESTION = "What is in this picture?"
+# Before and after the published preprocessing.
+PICTURE = load_file(DATA / "image_preprocess.safetensors")
 RECORDED = "generate_image_single.fp32"
 
 
@@ -38,17 +40,11 @@ def published(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def picture() -> dict[str, torch.Tensor]:
-    """A picture before and after the published preprocessing."""
-    return load_file(DATA / "image_preprocess.safetensors")
-
-
-@pytest.fixture(scope="module")
-def run(published, picture) -> tuple[dict, dict]:
+def run(published) -> tuple[dict, dict]:
     """What the scripts got, and their pictures."""
     out = published.parent
     given = out / "given.safetensors"
-    save_file(golden_case(RECORDED)[0] | {"picture": picture["in.image_uint8_hwc"]}, given)
+    save_file(golden_case(RECORDED)[0] | {"picture": PICTURE["in.image_uint8_hwc"]}, given)
     run_without_package(WITH_APPLY + CALLS, out, str(published), str(out), str(given))
     return json.loads((out / "results.json").read_text()), load_file(out / "pixels.safetensors")
 
@@ -73,15 +69,17 @@ def assistant(content: str) -> dict:
     return {"role": "assistant", "content": content}
 
 
-def test_code_and_pictures(run, picture):
-    """The code is ours, the pictures are those of the published code."""
+def test_the_code_is_ours_and_pictures_and_answers_are_the_published_ones(run):
     results, pixels = run
     assert all(name.startswith("glm4v_patched.remote.") for name in results["classes"])
-    wanted = picture["out.image_size_56"][None]
-    for name in pixels.keys() - {"finetune_vision"}:
-        assert torch.equal(pixels[name], wanted), name
-    assert torch.equal(pixels["finetune_vision"][:1], wanted)
+    for name in pixels:
+        assert torch.equal(pixels[name][0], PICTURE["out.image_size_56"]), name
     assert pixels["finetune_vision"].shape == (2, 3, 56, 56)
+    card = results["model_card"]
+    assert card["inputs"]["input_ids"][0][4:7] == [BOI, PAD, EOI]
+    assert 1 < len(card["new"][0]) < 50  # it ended
+    assert card["new"] == results["vlm_eval_kit"]["new"]
+    assert results["recorded"] == golden_case(RECORDED)[1]["sequences"].tolist()
 
 
 CHATS = {
@@ -91,26 +89,13 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_chats_of_demos_have_the_published_ids_and_an_answer(name, run, legacy_tokenizer):
-    told = run[0][name]
+def test_chats_of_demos_have_the_published_ids_and_an_answer(run, legacy_tokenizer):
     speaks = legacy_tokenizer.convert_tokens_to_ids("<|assistant|>")
-    ids = [*legacy_ids(legacy_tokenizer, CHATS[name]), speaks]
-    assert told["inputs"] == {
-        "input_ids": [ids],
-        "attention_mask": [[1] * len(ids)],
-        "position_ids": [[*range(len(ids))]],
-    }
-    assert told["answer"].strip()
-
-
-def test_answers_are_the_same_whichever_way_they_are_asked_for(run):
-    results, _ = run
-    card = results["model_card"]
-    assert card["inputs"]["input_ids"][0][4:7] == [BOI, PAD, EOI]
-    assert 1 < len(card["new"][0]) < 50  # it ended
-    assert card["new"] == results["vlm_eval_kit"]["new"]
-    assert results["recorded"] == golden_case(RECORDED)[1]["sequences"].tolist()
+    for name, messages in CHATS.items():
+        ids = [*legacy_ids(legacy_tokenizer, messages), speaks]
+        inputs = {"attention_mask": [[1] * len(ids)], "position_ids": [[*range(len(ids))]]}
+        assert run[0][name]["inputs"] == {"input_ids": [ids], **inputs}, name
+        assert run[0][name]["answer"].strip(), name
 
 
 def test_the_vision_finetuning_script(run, legacy_tokenizer):

@@ -92,17 +92,20 @@ def ended(done: subprocess.CompletedProcess) -> tuple:
     return done.returncode, done.stdout, done.stderr
 
 
-# As python runs it
-
-
 @pytest.mark.parametrize(
-    "command", [["below/script.py"], ["link.py"], ["-m", "package"]], ids=" ".join
+    "command",
+    [["below/script.py"], ["link.py"], ["-m", "package"], ["./a-command"]],
+    ids=" ".join,
 )
 def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     for name in ("below/script.py", "package/__main__.py"):
         (quick / name).parent.mkdir(exist_ok=True)
         (quick / name).write_text(INSPECT)
     (quick / "link.py").symlink_to(quick / "below" / "script.py")
+    # As pip writes a command where the interpreter is too long for the first line.
+    head = "#!/bin/sh\n'''exec' python \"$0\" \"$@\"\n' '''"
+    (quick / "a-command").write_text(head + INSPECT)
+    (quick / "a-command").chmod(0o755)
     arguments = ["one", "--", "--help", "-m", "--swiglu", "--local_rank=7", ""]
     expected = run(sys.executable, *command, *arguments)
     assert expected.returncode == 0, expected.stderr
@@ -110,23 +113,9 @@ def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     assert applied(quick) == [[{}, []]]
 
 
-def test_a_command_on_path_runs_as_python_runs_it(quick, monkeypatch):
-    command = quick / "bin" / "a-command"
-    command.parent.mkdir()
-    # As pip writes it where the interpreter is too long for the first line.
-    head = "#!/bin/sh\n'''exec' python \"$0\" \"$@\"\n' '''"
-    command.write_text(head + INSPECT)
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
-    expected = run(sys.executable, command, "train", "x.yaml")
-    assert expected.returncode == 0, expected.stderr
-    assert ended(run(*RUN, "a-command", "train", "x.yaml")) == ended(expected)
-
-
 @pytest.mark.parametrize(
     "source",
     [
-        "raise SystemExit('a message')",
         "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('x') from e",
         "this is not python",
         "import atexit; atexit.register(print, 'at the end'); raise KeyboardInterrupt",
@@ -138,9 +127,6 @@ def test_a_script_ends_as_under_python(source, quick):
     expected = run(sys.executable, "script.py")
     assert expected.returncode != 0
     assert ended(run(*RUN, "script.py")) == ended(expected)
-
-
-# Options
 
 
 CHILDREN = """
@@ -193,16 +179,10 @@ def test_mistakes_are_told_before_the_script_runs(arguments, value, named, quick
     assert named in done.stderr and "Traceback" not in done.stderr
 
 
-# The processes that are started
-
-
 def test_the_variable_does_nothing_without_the_folder_nor_the_folder_without_it(quick):
     assert run(sys.executable, "-c", "import transformers", GLM4V_PATCHED=1).returncode == 0
-    for value in ("", "0"):
-        assert run_hooked("import transformers", value).returncode == 0
+    assert run_hooked("import transformers", "0").returncode == 0
     assert applied(quick) == []
-    assert run_hooked("import transformers").returncode == 0
-    assert applied(quick) == [[{}, []]]
 
 
 @pytest.mark.parametrize("value", ["", "1"])
@@ -242,9 +222,6 @@ for name in ({first!r}, "transformers", "transformers"):
     assert len(lines) == 3 and len(set(lines)) == 1
     assert f"GLM4V_PATCHED={value!r}" in lines[0] or "unknown option" in lines[0]
     assert "unset GLM4V_PATCHED" in lines[0] and applied(quick) == []
-
-
-# With the real package and the stand-in for the published repository
 
 
 FIRST_IMPORTS = [
