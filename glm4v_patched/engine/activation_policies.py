@@ -10,20 +10,18 @@ from math import inf
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of one token in one layer: channels, and multiply-adds (``..._work``)."""
+    """Of one token in one layer: channels, and multiply-adds (``..._work``).
 
-    width: float
-    """The layer's input."""
+    Narrow are linear layers no wider than 1.25 times the layer: of the language model query, key
+    and value (one projection) and ``dense``; of the tower ``dense`` and ``fc2``.
+    """
+
+    width: float  # the layer's input
     attention_output: float
     narrow_outputs: float
-    """Of linear layers no wider than 1.25 times the layer: of the language model query, key and
-    value (one projection) and ``dense``; of the tower ``dense`` and ``fc2``."""
     wide_outputs: float
-    """Of the other linear layers."""
-    elementwise_outputs: float
-    """What norms, rotations and activation functions leave for their backward pass."""
-    linear_inputs: float
-    """What the gradients of trained weights take beside all that."""
+    elementwise_outputs: float  # what norms, rotations and activation functions leave for backward
+    linear_inputs: float  # what the gradients of trained weights take beside all that
     elementwise_work: float
     wide_work: float
     narrow_work: float

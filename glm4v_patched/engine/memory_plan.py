@@ -54,11 +54,9 @@ class Batch:
     """What a step of one process is given; lengths in positions, images included."""
 
     rows: int
-    row_length: int
-    """Of the longest row."""
+    row_length: int  # of the longest row
     images_per_row: float = 1.0
-    processes: int = 1
-    """That take part in the step, each with such a batch."""
+    processes: int = 1  # that take part in the step, each with such a batch
 
 
 def free_memory(limit: float | None = None) -> float:
@@ -315,8 +313,7 @@ class _Stack:
     policies: list[Policy]
     tokens: float
     sizes: LayerSizes
-    not_compiled: float
-    """Times as much is kept where all is kept."""
+    not_compiled: float  # times as much is kept where all is kept
 
     def __iter__(self) -> Iterator[Policy]:
         return iter(self.policies)

@@ -25,12 +25,9 @@ BLOCK, BLOCKS = 64 * 2**10, 64
 class Base:
     """A model, and the adapters on it."""
 
-    model: str
-    """Folder or id of the Hub of the weights that are no adapters."""
-    revision: str | None = None
-    """Of an id of the Hub; its commit, once it is known."""
-    adapters: Path | None = None
-    """Folder of the LoRA adapters on it, if there are any."""
+    model: str  # folder or id of the Hub of the weights that are no adapters
+    revision: str | None = None  # of an id of the Hub; its commit, once it is known
+    adapters: Path | None = None  # folder of the LoRA adapters on it
 
 
 def base_of_adapters(folder: Path, revision: str | None = None) -> Base:

@@ -10,11 +10,9 @@ from typing import Any
 class Swap:
     """One attribute and how its replacement is made."""
 
-    owner: str
-    """Where it is defined (not inherited): ``"package.module"`` or ``"package.module:Class"``."""
+    owner: str  # where it is defined (not inherited): "package.module[:Class]"
     name: str
-    replace: Callable[[Any], object]
-    """Takes the attribute as its owner holds it (a classmethod stays one)."""
+    replace: Callable[[Any], object]  # takes the attribute as its owner holds it
 
     def __str__(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"

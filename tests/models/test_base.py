@@ -14,7 +14,7 @@ from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import base as base_of_models
 from glm4v_patched.models import placement
 from glm4v_patched.models.base import Base, digest, identify, pin
-from glm4v_patched.models.find import LONGEST_HUB_ID, fault_of_model
+from glm4v_patched.models.find import fault_of_model
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.models.placement import NoPlace, Placement, place
 
@@ -126,7 +126,7 @@ def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, 
     assert refused.value.field == placed
 
 
-def test_ids_of_the_hub_have_a_length():
-    longest = f"our-org/{'a' * (LONGEST_HUB_ID - len('our-org/'))}"
-    assert fault_of_model(longest) is None
-    assert "there is no such folder" in fault_of_model(longest + "a")
+def test_an_id_of_the_hub_has_its_form():
+    assert fault_of_model(f"our-org/{'a' * 88}") is None
+    for odd in (f"our-org/{'a' * 97}", "our-org", "our--org/a", "a/b/c", "our-org/a.git"):
+        assert "there is no such folder" in fault_of_model(odd)

@@ -25,20 +25,7 @@ from torch.distributed import distributed_c10d
 
 from ..activation_checkpointing import checkpointed_layers
 from ..options import EngineOptions
-from .internals import (
-    GATHERS_WHEN_LOADING,
-    GRADIENT_BUFFER,
-    GRADIENT_NORM,
-    GRADIENT_VIEWS,
-    OF_SHARDED_WEIGHTS,
-    SHARDING_INIT,
-    ZERO_PARAM_STATUS,
-    attribute,
-    replace_in_all,
-    require,
-    resolve,
-    zero3_optimizers,
-)
+from . import internals
 
 WAITS_FOR_EVERY_GATHER = Version("0.19.8")
 
@@ -61,7 +48,9 @@ def wait_for_every_gather() -> None:
 
         return gather_each
 
-    replace_in_all([resolve(SHARDING_INIT)], GATHERS_WHEN_LOADING, one_by_one)
+    internals.replace_in_all(
+        [internals.resolve(internals.SHARDING_INIT)], internals.GATHERS_WHEN_LOADING, one_by_one
+    )
 
 
 def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
@@ -85,12 +74,14 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
         hook.remove()
         weights = list(model.parameters())  # by now all are sharded, adapters too
         if gathers:
-            require(weights, OF_SHARDED_WEIGHTS)
-            replace_in_all(weights, "all_gather_coalesced", gather_in_place)
+            internals.require(weights, internals.OF_SHARDED_WEIGHTS)
+            internals.replace_in_all(weights, "all_gather_coalesced", gather_in_place)
         if options.norms_in_place:
-            replace_in_all(zero3_optimizers(model), GRADIENT_NORM, norm_in_place)
+            internals.replace_in_all(
+                internals.zero3_optimizers(model), internals.GRADIENT_NORM, norm_in_place
+            )
         if options.offload:
-            for optimizer in zero3_optimizers(model):
+            for optimizer in internals.zero3_optimizers(model):
                 _keep_gradients_on(weights[0].device, optimizer)
 
     hook = model.register_forward_pre_hook(once)
@@ -128,7 +119,7 @@ class _Gather:
         # Once: it is waited for by each parameter, and some may have been released again by then.
         for work in self.works:
             work.wait()
-        available = resolve(ZERO_PARAM_STATUS).AVAILABLE
+        available = internals.resolve(internals.ZERO_PARAM_STATUS).AVAILABLE
         for parameter in self.parameters:
             parameter.ds_status = available
         self.works, self.parameters = [], []  # which hold memory
@@ -136,7 +127,7 @@ class _Gather:
 
 def gather_in_place(gather: Callable) -> Callable:
     """``gather``, a parameter's ``all_gather_coalesced``, without copies where that is possible."""
-    status = resolve(ZERO_PARAM_STATUS)
+    status = internals.resolve(internals.ZERO_PARAM_STATUS)
 
     def gather_without_copies(
         parameters: Iterable[Any], quantize: bool = False, **options: Any
@@ -176,7 +167,7 @@ def _are_plain(parameters: list[Any]) -> bool:
     if not parameters:
         return False
     group = parameters[0].ds_process_group
-    absent = resolve(ZERO_PARAM_STATUS).NOT_AVAILABLE
+    absent = internals.resolve(internals.ZERO_PARAM_STATUS).NOT_AVAILABLE
     types = {parameter.dtype for parameter in parameters} - {torch.uint8}  # of weights in fp8
     if len(types) > 1 or torch.distributed.get_world_size(group) == 1:
         return False
@@ -217,10 +208,12 @@ def norm_in_place(norm: Callable) -> Callable:
 
 def _keep_gradients_on(device: torch.device, optimizer: Any) -> None:
     """No gradient is kept yet: the buffer is new zeros on the device, and the old one is freed."""
-    views: dict[int, Tensor] = attribute(optimizer, GRADIENT_VIEWS)
-    moved = torch.zeros_like(attribute(optimizer, GRADIENT_BUFFER), device=device)
+    views: dict[int, Tensor] = internals.attribute(optimizer, internals.GRADIENT_VIEWS)
+    moved = torch.zeros_like(
+        internals.attribute(optimizer, internals.GRADIENT_BUFFER), device=device
+    )
     parts = {
         name: moved.narrow(0, view.storage_offset(), view.numel()) for name, view in views.items()
     }
-    setattr(optimizer, GRADIENT_BUFFER, moved)
-    setattr(optimizer, GRADIENT_VIEWS, parts)
+    setattr(optimizer, internals.GRADIENT_BUFFER, moved)
+    setattr(optimizer, internals.GRADIENT_VIEWS, parts)
