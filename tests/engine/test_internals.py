@@ -1,7 +1,6 @@
 """DeepSpeed's private names: one that is renamed is an error with version and cure."""
 
 import importlib
-import pkgutil
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -36,13 +35,11 @@ def test_a_renamed_name_of_a_weight_is_told_wherever_it_is_used(name):
             getattr(internals, use)(weight)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_of_deepspeed_is_there_and_a_renamed_one_told(name, monkeypatch):
-    assert pkgutil.resolve_name(name)
-    module, attribute = name.split(":")
-    monkeypatch.delattr(importlib.import_module(module), attribute)
-    with renamed(name.replace(":", ".")):
-        internals.resolve(name)
+def test_a_class_of_deepspeed_is_there_and_a_renamed_one_told():
+    assert all(map(internals.resolve, CLASSES))
+    for name in ("deepspeed.runtime.zero:Renamed", "deepspeed.renamed:Init"):
+        with renamed(name.replace(":", ".")):
+            internals.resolve(name)
 
 
 def test_a_renamed_name_of_the_optimizer_or_of_a_checkpoint_is_told(monkeypatch):

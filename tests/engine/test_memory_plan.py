@@ -159,7 +159,6 @@ def test_what_is_asked_for_stays_and_all_weights_stay_gathered_where_they_fit():
     ("steps", "free", "trained", "compiled"),
     [
         (STEPS_THAT_PAY_FOR_COMPILING, 141, "lora_lm", True),
-        (None, 141, "full", True),
         (STEPS_THAT_PAY_FOR_COMPILING - 1, 141, "lora_lm", False),
         (10_000, 0, "lora_lm", False),  # no GPU
         (10_000, 141, "qlora", False),

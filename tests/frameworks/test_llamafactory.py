@@ -1,8 +1,5 @@
-"""LLaMA-Factory's own checkpointing functions, taken from the package, on both towers.
-
-Before 0.9.3 they ask the function they are given for its ``__self__``; from 0.9.3 on, a partial for
-its function's. Which of the two is tested depends on the version that is installed.
-"""
+"""LLaMA-Factory's own checkpointing functions, taken from the package, on both towers. Before 0.9.3
+they ask the function they are given for its ``__self__``; later, a partial for its function's."""
 
 import importlib
 import importlib.util
@@ -28,7 +25,6 @@ PACKAGES = ["llamafactory", "llamafactory.model", "llamafactory.model.model_util
 
 @pytest.fixture(scope="module")
 def llamafactory():
-    """The module ``llamafactory.model.model_utils.checkpointing``."""
     root = Path(importlib.util.find_spec("llamafactory").origin).parents[1]
     with pytest.MonkeyPatch.context() as patch:
         for name in PACKAGES:
@@ -69,12 +65,9 @@ def gradients(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict
 @pytest.mark.parametrize("weights", ["all", "frozen vision", "adapters"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_equal_plain_ones_and_layers_are_recomputed(reentrant, weights, llamafactory):
+    off = ("upcast_layernorm", "upcast_lmhead_output", "disable_gradient_checkpointing")
     settings = SimpleNamespace(
-        upcast_layernorm=False,
-        upcast_lmhead_output=False,
-        disable_gradient_checkpointing=False,
-        use_unsloth_gc=False,
-        use_reentrant_gc=reentrant,
+        **dict.fromkeys(off, False), use_unsloth_gc=False, use_reentrant_gc=reentrant
     )
     want, _ = gradients(weights)
     got, runs = gradients(

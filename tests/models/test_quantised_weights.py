@@ -20,12 +20,6 @@ from glm4v_patched.models.quantised_weights import WEIGHTS, kept_cache
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
 
-def needs(weights: str) -> None:
-    if WEIGHTS[weights].package:
-        reason = "bitsandbytes is missing: pip install bitsandbytes"
-        pytest.importorskip("bitsandbytes", reason=reason)
-
-
 def asked(files) -> list:
     return [question.prompt for question in read_questions(files.data)][:2]
 
@@ -144,15 +138,9 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
 
 
 def test_fp8_needs_a_gpu_that_has_it(monkeypatch):
-    build = partial(pytest.fail, "the model was built")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="fp8 runs on a GPU"):
-        loading.hold(build, "cuda", "fp8")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(RuntimeError, match="8.9 or newer .*NVIDIA A100 has 8.0"):
-        loading.hold(build, "cuda", "fp8")
+        loading.hold(partial(pytest.fail, "the model was built"), "cuda", "fp8")
 
 
 def test_steps_of_bitsandbytes_keep_a_dynamic_cache():
@@ -171,7 +159,9 @@ def test_a_missing_package_is_named(files, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
 def test_each_way_answers_on_a_gpu(files, weights):
-    needs(weights)
+    if WEIGHTS[weights].package:
+        reason = "bitsandbytes is missing: pip install bitsandbytes"
+        pytest.importorskip("bitsandbytes", reason=reason)
     loaded = load(find_source(str(files.model), weights=weights), "cuda", weights)
     assert len(Answerer(loaded, Generation(max_new_tokens=4)).answer(asked(files))) == 2
     assert type(loaded.model.transformer.output_layer) is torch.nn.Linear

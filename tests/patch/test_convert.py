@@ -112,17 +112,6 @@ def test_logits_loss_gradients_and_answers_are_the_published_ones(legacy):
     assert torch.equal(new, want["sequences"][:, -8:])
 
 
-def test_a_model_cast_before_computes_what_ours_does(legacy):
-    dtype = torch.bfloat16
-    want = tiny_model(dtype).train()
-    model = patch_model(legacy.to(dtype).train())
-    assert {tensor.dtype for tensor in model.state_dict().values()} == {dtype}
-    got, wanted = model(**padded_images()), want(**padded_images())
-    assert torch.equal(got.logits, wanted.logits) and got.logits.dtype == dtype
-    assert torch.equal(got.loss, wanted.loss) and got.loss.dtype == torch.float32
-    assert_equal(gradients(model), gradients(want))
-
-
 def test_the_same_object_comes_back_with_our_classes_and_the_same_tensors(legacy):
     def tensors():
         found = [*legacy.named_parameters(), *legacy.named_buffers()]

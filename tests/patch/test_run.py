@@ -224,6 +224,55 @@ for name in ({first!r}, "transformers", "transformers"):
     assert "unset GLM4V_PATCHED" in lines[0] and applied(quick) == []
 
 
+# By the module that it waits for.
+PLUGINS = {
+    "swift.model": "ms_swift",
+    "llamafactory.data.template": "llamafactory",
+    "llamafactory.model.model_utils.visual": "llamafactory_parts",
+    "axolotl.model_support": "axolotl",
+    "openrlhf.models.model": "openrlhf",
+}
+PLUGIN = """
+import json, os
+def register():
+    with open("registered", "a") as file:
+        print(json.dumps([__name__.rpartition(".")[2], os.getpid()]), file=file)
+"""
+
+
+def registered(done: subprocess.CompletedProcess) -> list[list[str]]:
+    """For each process of a command, what was registered in it."""
+    assert done.returncode == 0, done.stderr
+    file = Path("registered")
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    file.unlink(missing_ok=True)
+    return [[n for n, of in lines if of == pid] for pid in dict.fromkeys(pid for _, pid in lines)]
+
+
+def test_plug_ins_are_registered_in_every_process_that_imports_their_framework(quick):
+    packages, names = quick / "packages", [*PLUGINS.values()]
+    (packages / "glm4v_patched" / "integrations").mkdir()
+    for module, plugin in PLUGINS.items():
+        (packages / "glm4v_patched" / "integrations" / f"{plugin}.py").write_text(PLUGIN)
+        path = packages / module.replace(".", "/") / "__init__.py"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    imports = "".join(f"import {name}\n" for name in PLUGINS)
+    child = "import subprocess, sys; subprocess.run([sys.executable, 'child.py'], check=True)\n"
+    Path("script.py").write_text(imports + child)
+    Path("child.py").write_text(imports)
+    assert registered(run(*RUN, "script.py")) == [names, names]
+    # The variables do without the run entry.
+    assert registered(run_hooked(imports)) == [names]
+    assert registered(run_hooked(imports, "0")) == []
+    # What a plug-in raises comes out of the import.
+    error = "RuntimeError('ms-swift 9 has no _encode')"
+    plugin = packages / "glm4v_patched" / "integrations" / "ms_swift.py"
+    plugin.write_text(f"def register(): raise {error}")
+    done = run(*RUN, "script.py")
+    assert done.returncode == 1 and "RuntimeError: ms-swift 9 has no _encode" in done.stderr
+
+
 FIRST_IMPORTS = [
     "from transformers.models.auto.modeling_auto import AutoModelForCausalLM",
     "import peft",
