@@ -38,7 +38,6 @@ class Policy:
     """
 
     name: str
-    told: str
     keeps: tuple[str, ...]
     recomputes: tuple[str, ...]
     widest_linear: float | None = None
@@ -52,44 +51,17 @@ class Policy:
         return sum(getattr(sizes, name) for name in self.recomputes)
 
 
+# In the order in which more memory keeps more of them, and more of the others is not done again.
 _OUTPUTS = ("attention_output", "narrow_outputs", "wide_outputs")
-_ALL = [
-    Policy(
-        "none",
-        "all activations are kept, that is what autograd or the compiler asks for",
-        keeps=(*_OUTPUTS, "elementwise_outputs", "linear_inputs"),
-        recomputes=(),
-    ),
-    Policy(
-        "linear",
-        "kept is what attention and every linear layer give; norms, rotations and activation "
-        "functions are computed again",
-        keeps=_OUTPUTS,
-        recomputes=("elementwise_work",),
-        widest_linear=inf,
-    ),
-    Policy(
-        "selective",
-        "kept is what attention gives, and linear layers no wider than the layer; the inside of "
-        "the MLP is computed again",
-        keeps=("attention_output", "narrow_outputs"),
-        recomputes=("elementwise_work", "wide_work"),
-        widest_linear=1.25,
-    ),
-    Policy(
-        "attention",
-        "kept is what attention gives",
-        keeps=("attention_output",),
-        recomputes=("elementwise_work", "wide_work", "narrow_work"),
-        widest_linear=0,
-    ),
-    Policy(
-        "full",
-        "kept is a layer's input alone",
-        keeps=(),
-        recomputes=("elementwise_work", "wide_work", "narrow_work", "attention_work"),
-    ),
-]
+_WORK = ("elementwise_work", "wide_work", "narrow_work", "attention_work")
+_ALL = (
+    # What autograd or the compiler asks for.
+    Policy("none", keeps=(*_OUTPUTS, "elementwise_outputs", "linear_inputs"), recomputes=()),
+    Policy("linear", keeps=_OUTPUTS, recomputes=_WORK[:1], widest_linear=inf),
+    Policy("selective", keeps=_OUTPUTS[:2], recomputes=_WORK[:2], widest_linear=1.25),
+    Policy("attention", keeps=_OUTPUTS[:1], recomputes=_WORK[:3], widest_linear=0),
+    Policy("full", keeps=(), recomputes=_WORK),
+)
 POLICIES = {policy.name: policy for policy in _ALL}
 """From all kept to all computed again. "every N" lies between none and full: every Nth layer, from
 the first, is full, the others none."""

@@ -110,12 +110,8 @@ def start(
     learning_rate: float,
     zero_changes: Mapping[str, Any] | None = None,
 ) -> "Engine":
-    """A prepared model with its optimizer, for whoever trains without transformers' Trainer.
-
-    Args:
-        micro_batch: Rows of a step of one process, which have been joined.
-        zero_changes: Laid over DeepSpeed's ``zero_optimization``.
-    """
+    """A prepared model with its optimizer, for whoever trains without transformers' Trainer, in
+    processes that were joined; ``zero_changes`` is laid over DeepSpeed's ``zero_optimization``."""
     device = local_device()
     config = deepspeed_config(options, micro_batch, 1, MAX_GRAD_NORM)
     if config is None:

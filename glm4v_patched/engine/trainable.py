@@ -11,14 +11,7 @@ from transformers import BitsAndBytesConfig
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .options import (
-    LoraOptions,
-    check_trained,
-    is_lora,
-    part_of,
-    parts_trained,
-    require_packages,
-)
+from .options import LoraOptions, check_trained, is_lora, part_of, parts_trained, require_packages
 
 PLAIN_LORA = LoraOptions()
 
@@ -29,12 +22,8 @@ INT8_THRESHOLD = 6.0
 def select_weights(
     model: GLM4VForCausalLM, trained: str, lora: LoraOptions = PLAIN_LORA
 ) -> nn.Module:
-    """Freeze what is not trained; for LoRA, return peft's model around this one.
-
-    ``qlora`` takes a model that was loaded in 4 bits, or went through :func:`quantise`. Adapters
-    have the dtype of the weights: ZeRO keeps their fp32 masters, and DeepSpeed before 0.19.3 cannot
-    gather two dtypes at once.
-    """
+    """Freeze what is not trained; for LoRA, return peft's model around this one. ``qlora`` takes a
+    model that was loaded in 4 bits, or went through :func:`quantise`."""
     check_trained(trained)
     if not is_lora(trained):
         parts = parts_trained(trained)
@@ -55,6 +44,8 @@ def select_weights(
         target_modules=rf".*{towers}\..*\.({'|'.join(lora.names)})",
         task_type="CAUSAL_LM",
     )
+    # In the dtype of the weights: ZeRO keeps fp32 masters, and DeepSpeed before 0.19.3 cannot
+    # gather two dtypes at once.
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
@@ -90,21 +81,16 @@ def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> 
 
 
 def upcast_trained(model: nn.Module) -> None:
-    """Convert what is trained to fp32, for training in bf16 under autocast.
-
-    Where ZeRO keeps no fp32 masters, most updates would be lost to bf16's rounding.
-    """
+    """Convert what is trained to fp32, for training in bf16 under autocast: without ZeRO's fp32
+    masters, most updates would be lost to bf16's rounding."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
 def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: int = 4) -> dict:
-    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does.
-
-    Args:
-        bits: 4, or 8 (LLM.int8), which is for inference.
-    """
+    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does: in 4
+    bits, or in 8 (LLM.int8), which is for inference."""
     require_packages("qlora")
     config = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
@@ -119,12 +105,8 @@ def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: i
 
 
 def build_random(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
-    """A model with random weights, on torch's default device.
-
-    Args:
-        given: What ``from_pretrained`` takes for weights of a folder: ``dtype`` and the like, and
-            :func:`quantization_options`.
-    """
+    """A model with random weights, on torch's default device, given what ``from_pretrained`` takes:
+    ``dtype`` and the like, and :func:`quantization_options`."""
     quantization = given.pop("quantization_config", None)
     placed = given.pop("device_map", None)
     model = GLM4VForCausalLM._from_config(config, **given)

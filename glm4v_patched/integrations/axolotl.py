@@ -51,11 +51,8 @@ class GLM4VProcessingStrategy(processing_strategies.ProcessingStrategy):
         return [boundary(role="assistant", start_tokens=start, end_tokens=end)]
 
     def process_labels(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``(B, L)`` ids; labels of that shape, -100 where nothing is learned.
-
-        The id that pads is that of the end, which is learned: so padding is told by its place, on
-        the left of the first answer.
-        """
+        # The id that pads is that of the end, which is learned: so padding is told by its place, on
+        # the left of the first answer.
         return input_ids.masked_fill(~self._mask_non_assistant_keep(input_ids), -100)
 
 

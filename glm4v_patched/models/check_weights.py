@@ -27,15 +27,7 @@ TOWER = "transformer.vision."
 LAYER = re.compile(r"(.*\.layers)\.(\d+)\.")
 POINTER = b"version https://git-lfs"
 # What a file that is no JSON, or holds other things than it should, makes who reads it raise.
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    RecursionError,
-)
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 class Shape(NamedTuple):

@@ -23,11 +23,7 @@ from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import is_peft_available
 
-from ..remote.configuration_chatglm import (
-    AUTO_MAP,
-    TESTED_TRANSFORMERS,
-    ChatGLMConfig,
-)
+from ..remote.configuration_chatglm import AUTO_MAP, TESTED_TRANSFORMERS, ChatGLMConfig
 from ..remote.image_processing_chatglm import ChatGLMImageProcessor
 from ..remote.modeling_chatglm import (
     ChatGLMForSequenceClassification,
