@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from glm4v_patched.remote.checkpointing import CheckpointedLayer
+from tests.helpers.steps import count_runs
 from tests.helpers.tiny import grown_image, padded, pictures, text, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -46,16 +46,7 @@ def gradients(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict
         torch.manual_seed(0)
         config = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
         model = get_peft_model(model, config)
-    runs = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, CheckpointedLayer):
-            runs[name] = 0
-
-            def counted(*inputs, name=name, original=layer.layer_forward):
-                runs[name] += 1
-                return original(*inputs)
-
-            layer.layer_forward = counted
+    runs = count_runs(model)
     rows = padded([[*text(3, seed=1), *grown_image(), *text(6, seed=2)], text(7, seed=3)], "left")
     labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
     model.train()(**rows, pixel_values=pictures(1), labels=labels).loss.backward()

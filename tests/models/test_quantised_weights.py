@@ -73,49 +73,35 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
     assert (got - want).norm() < 0.5 * (without - want).norm()
 
 
-class Counting:
-    """Of a model's layers, how many weights are there each time that one is replaced."""
-
-    def __init__(self):
-        self.model, self.left = tiny_model(), []
-        layers = [m for n, m in self.model.named_modules() if type(m) is Linear and ".layers." in n]
-        self.alive = [weakref.ref(layer.weight) for layer in layers]
-
-    def count(self) -> None:
-        gc.collect()
-        self.left.append(sum(each() is not None for each in self.alive))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_layer_makes_room_for_its_successor(monkeypatch, bits):
+@pytest.mark.parametrize("way", [4, 8, "fp8"])
+def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
     monkeypatch.setattr(trainable, "require_packages", lambda *choice: None)
-    counting = Counting()
-
-    def replaced(linear, asked):
-        assert asked == bits
-        counting.count()
-        return torch.nn.Identity()
-
-    monkeypatch.setattr(trainable, "_quantised", replaced)
-    trainable.quantise(counting.model, "cpu", bits)
-    assert len(counting.left) == len(counting.alive) > 8
-    # The one before may still be there.
-    assert all(found <= len(counting.alive) - n + 1 for n, found in enumerate(counting.left))
-
-
-def test_so_does_one_in_fp8(monkeypatch):
     monkeypatch.setattr(fp8, "_on_cpu", True)
-    counting, hold = Counting(), fp8._hold
+    model, left, hold = tiny_model(), [], fp8._hold
+    layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
+    alive = [weakref.ref(layer.weight) for layer in layers]
+    del layers
 
-    def counted(linear, keeps_transposed):
-        counting.count()
+    def replaced(linear, given):
+        gc.collect()
+        left.append(sum(weight() is not None for weight in alive))
+        return torch.nn.Identity() if given == way else None
+
+    def held(linear, keeps_transposed):
+        replaced(linear, None)
         hold(linear, keeps_transposed)
 
-    monkeypatch.setattr(fp8, "_hold", counted)
-    loading.hold(lambda: counting.model, "cpu", "fp8")
-    assert len(counting.left) > 8
-    assert all(found <= len(counting.alive) - n + 1 for n, found in enumerate(counting.left))
+    monkeypatch.setattr(trainable, "_quantised", replaced)
+    monkeypatch.setattr(fp8, "_hold", held)
+    if way == "fp8":
+        loading.hold(lambda: model, "cpu", "fp8")
+    else:
+        trainable.quantise(model, "cpu", way)
+        assert len(left) == len(alive)
+    assert len(left) > 8
+    # The one before may still be there.
+    assert all(found <= len(alive) - n + 1 for n, found in enumerate(left))
 
 
 REFUSED = [

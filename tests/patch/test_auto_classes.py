@@ -191,32 +191,24 @@ def test_a_model_in_the_cache_is_not_asked_for_again(hub, tmp_path):
     assert requests() == without
 
 
-@pytest.mark.parametrize("option", ["token", "use_auth_token"])
-def test_a_private_repository_is_recognised_by_whoever_may_read_it(
-    option, hub, published, tmp_path
-):
-    config = (published / "config.json").read_bytes()
-    hub.add_repository("our-org/private", {"config.json": config}, private=True)
+def test_what_a_repository_of_the_hub_is(hub, published, tmp_path):
+    """A private one for whoever may read it; an adapter at a revision that its base has not; none
+    where the Hub cannot be reached, which is asked once."""
     where = {"cache_dir": str(tmp_path / "cache")}
+    config = {"config.json": (published / "config.json").read_bytes()}
+    hub.add_repository("our-org/private", config, private=True)
     assert not Repository("our-org/private", where).holds_glm4v()
-    assert Repository("our-org/private", where | {option: hub.token}).holds_glm4v()
-
-
-def test_the_base_of_an_adapter_is_not_looked_up_at_the_adapters_revision(hub, published, tmp_path):
-    base = hub.add_repository(
-        "our-org/base", {"config.json": (published / "config.json").read_bytes()}
-    )
+    for option in ("token", "use_auth_token"):
+        place = {"cache_dir": str(tmp_path / option), option: hub.token}
+        assert Repository("our-org/private", place).holds_glm4v()
+    base = hub.add_repository("our-org/base", config)
     named = json.dumps({"base_model_name_or_path": "our-org/base"}).encode()
     adapter = hub.add_repository("our-org/adapter", {"adapter_config.json": named})
     adapter.refs["v2"] = adapter.head
     assert "v2" not in base.refs
-    where = {"cache_dir": str(tmp_path / "cache"), "revision": "v2"}
-    assert Repository("our-org/adapter", where).holds_glm4v()
-
-
-def test_a_hub_that_cannot_be_reached_is_asked_once(hub, tmp_path):
+    assert Repository("our-org/adapter", where | {"revision": "v2"}).holds_glm4v()
+    hub.requests.clear()
     hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
-    where = {"cache_dir": str(tmp_path / "cache")}
     assert not Repository("our-org/unknown", where).holds_glm4v()
     asked = {request.path for request in hub.requests}
     assert asked == {"/our-org/unknown/resolve/main/config.json"}

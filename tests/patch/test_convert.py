@@ -23,6 +23,7 @@ from glm4v_patched.remote.loss import computes_loss
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, GLMBlock
 from tests.helpers.legacy_repository import image_row
 from tests.helpers.sharded import as_sharded
+from tests.helpers.steps import count_runs
 from tests.helpers.tiny import (
     golden_case,
     golden_json,
@@ -79,21 +80,6 @@ def snapshot_of(model: nn.Module) -> dict:
         for table in [v for v in vars(module).values() if isinstance(v, dict)]:
             found[name] += ({k: id(v) for k, v in table.items()},)
     return found
-
-
-def count_runs(model, monkeypatch) -> dict[str, int]:
-    """How often each layer of both towers has run, which checkpointing doubles."""
-    layers = {name: m for name, m in model.named_modules() if hasattr(m, "layer_forward")}
-    runs = dict.fromkeys(layers, 0)
-    for name, layer in layers.items():
-
-        def counted(*inputs, name=name, original=layer.layer_forward):
-            runs[name] += 1
-            return original(*inputs)
-
-        monkeypatch.setattr(layer, "layer_forward", counted)
-    assert len(runs) == 4
-    return runs
 
 
 def test_logits_loss_gradients_and_answers_are_the_published_ones(legacy):
@@ -209,9 +195,7 @@ def test_what_only_the_published_modules_have_is_dropped(legacy):
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_checkpointing_stays_as_it_was_and_can_be_switched_after(
-    was_on, legacy, monkeypatch, recwarn, caplog
-):
+def test_checkpointing_stays_as_it_was_and_can_be_switched_after(was_on, legacy, recwarn, caplog):
     if was_on:  # as transformers did for the form that the published code has
         legacy.apply(partial(legacy._set_gradient_checkpointing, value=True))
     patch_model(legacy.train())
@@ -223,7 +207,7 @@ def test_checkpointing_stays_as_it_was_and_can_be_switched_after(
         block = legacy.transformer.encoder.layers[0]
         assert block._gradient_checkpointing_func.keywords["use_reentrant"] is False
     assert not hasattr(legacy.transformer.encoder, "gradient_checkpointing")
-    runs = count_runs(legacy, monkeypatch)
+    runs = count_runs(legacy)
     assert_equal(gradients(legacy), gradients(tiny_model().train()))
     assert set(runs.values()) == {2 if was_on else 1}
     legacy.gradient_checkpointing_disable()
