@@ -16,8 +16,8 @@ def option(default: Any, help: str, **more: Any) -> Any:
 
     Args:
         more: ``choices``, ``metavar`` and ``type`` of argparse; its ``flag``, where that is not the
-            field's name; ``at_least``, the smallest number; ``check``, which is given the option and its
-            value and raises ``ValueError``.
+            field's name; ``at_least``, the smallest number; ``check``, which is given the option
+            and its value and raises ``ValueError``.
     """
     return field(default=default, metadata={"help": help, **more})
 

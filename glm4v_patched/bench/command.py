@@ -4,6 +4,7 @@ import argparse
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from ..inference.command import add_weights
 from ..option_fields import add_option
@@ -65,30 +66,41 @@ def run(options: argparse.Namespace) -> None:
     if options.pictures:
         check_drawable(options.pictures)
     if options.rows:
-        if options.out:
-            raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
-        rows = [row for path in options.rows for row in read_rows(path)]
-        if options.into:
-            insert(markdown_table(rows), options.into)
-        else:
-            print(markdown_table(rows), end="")
+        rows = _show(options)
     elif options.into:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     else:
-        if options.out:
-            read_rows(options.out, may_be_new=True)
-        rows, start = [], time.monotonic()
-        for row in measure(options):
-            cells = cells_of(row)
-            if not rows:
-                print("  ".join(cells))
-            print("  ".join(map(str.ljust, cells.values(), map(len, cells))).rstrip(), flush=True)
-            if "error" in row:
-                print(row["error"])
-            rows.append(row)
-            if options.out:
-                add_rows(options.out, [row])
-        print(f"{len(rows):,} rows measured in {time.monotonic() - start:.0f} s")
+        rows = _measure(options, measure)
     if options.pictures:
         drawn = "\n".join(map(str, draw_pictures(rows, options.pictures)))
         print(drawn or "no picture is drawn, as no row has figures")
+
+
+def _show(options: argparse.Namespace) -> list[dict]:
+    if options.out:
+        raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
+    rows = [row for path in options.rows for row in read_rows(path)]
+    if options.into:
+        insert(markdown_table(rows), options.into)
+    else:
+        print(markdown_table(rows), end="")
+    return rows
+
+
+def _measure(options: argparse.Namespace, measure: Any) -> list[dict]:
+    if options.out:
+        read_rows(options.out, may_be_new=True)
+    rows: list[dict] = []
+    start = time.monotonic()
+    for row in measure(options):
+        cells = cells_of(row)
+        if not rows:
+            print("  ".join(cells))
+        print("  ".join(map(str.ljust, cells.values(), map(len, cells))).rstrip(), flush=True)
+        if "error" in row:
+            print(row["error"])
+        rows.append(row)
+        if options.out:
+            add_rows(options.out, [row])
+    print(f"{len(rows):,} rows measured in {time.monotonic() - start:.0f} s")
+    return rows

@@ -13,7 +13,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..engine.deepspeed.config import SUPPORTED_DEEPSPEED
-from ..engine.deepspeed.private_names import missing_names, moved
 from ..terminal_text import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
@@ -34,7 +33,6 @@ JOINED += ("tokenizers", "huggingface-hub", "safetensors", "bitsandbytes", "lige
 def check_packages() -> Iterator[Finding]:
     yield from _check_requirements()
     yield from _check_each_other()
-    yield from _check_private_names()
 
 
 def _check_requirements() -> Iterator[Finding]:
@@ -106,17 +104,3 @@ def _check_each_other() -> Iterator[Finding]:
 
 def _applies(requirement: Requirement) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-
-
-def _check_private_names() -> Iterator[Finding]:
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        return
-    check = "DeepSpeed's private names"
-    missing = missing_names()
-    for name, module in missing:
-        text, _, cure = str(moved(name, module)).rpartition("; ")
-        yield Finding(check, FAILS, text, cure)
-    if not missing:
-        yield Finding(check, OK, f"all are in the source of {found}")

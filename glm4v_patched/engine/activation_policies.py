@@ -4,27 +4,24 @@ A policy is one record of :data:`POLICIES`. :mod:`activation_checkpointing` appl
 :mod:`memory_plan` estimates its memory, the recipe and the bench take it by its name.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of one token in one layer: channels, and multiply-adds (``..._work``)."""
+    """Of one token in one layer: channels, and multiply-adds (``..._work``).
 
-    width: float
-    """The layer's input."""
+    Narrow are linear layers no wider than 1.25 times the layer: of the language model query, key
+    and value (one projection) and ``dense``; of the tower ``dense`` and ``fc2``.
+    """
+
+    width: float  # the layer's input
     attention_output: float
     narrow_outputs: float
-    """Of linear layers no wider than 1.25 times the layer: of the language model query, key and
-    value (one projection) and ``dense``; of the tower ``dense`` and ``fc2``."""
     wide_outputs: float
-    """Of the other linear layers."""
-    elementwise_outputs: float
-    """What norms, rotations and activation functions leave for their backward pass."""
-    linear_inputs: float
-    """What the gradients of trained weights take beside all that."""
+    elementwise_outputs: float  # what norms, rotations and activation functions leave for backward
+    linear_inputs: float  # what the gradients of trained weights take beside all that
     elementwise_work: float
     wide_work: float
     narrow_work: float
@@ -41,14 +38,9 @@ class Policy:
     """
 
     name: str
-    told: str
     keeps: tuple[str, ...]
     recomputes: tuple[str, ...]
     widest_linear: float | None = None
-
-    @property
-    def is_selective(self) -> bool:
-        return self.widest_linear is not None
 
     def channels(self, sizes: LayerSizes) -> float:
         """Kept of a token."""
@@ -59,44 +51,17 @@ class Policy:
         return sum(getattr(sizes, name) for name in self.recomputes)
 
 
+# In the order in which more memory keeps more of them, and more of the others is not done again.
 _OUTPUTS = ("attention_output", "narrow_outputs", "wide_outputs")
-_ALL = [
-    Policy(
-        "none",
-        "all activations are kept, that is what autograd or the compiler asks for",
-        keeps=(*_OUTPUTS, "elementwise_outputs", "linear_inputs"),
-        recomputes=(),
-    ),
-    Policy(
-        "linear",
-        "kept is what attention and every linear layer give; norms, rotations and activation "
-        "functions are computed again",
-        keeps=_OUTPUTS,
-        recomputes=("elementwise_work",),
-        widest_linear=inf,
-    ),
-    Policy(
-        "selective",
-        "kept is what attention gives, and linear layers no wider than the layer; the inside of "
-        "the MLP is computed again",
-        keeps=("attention_output", "narrow_outputs"),
-        recomputes=("elementwise_work", "wide_work"),
-        widest_linear=1.25,
-    ),
-    Policy(
-        "attention",
-        "kept is what attention gives",
-        keeps=("attention_output",),
-        recomputes=("elementwise_work", "wide_work", "narrow_work"),
-        widest_linear=0,
-    ),
-    Policy(
-        "full",
-        "kept is a layer's input alone",
-        keeps=(),
-        recomputes=("elementwise_work", "wide_work", "narrow_work", "attention_work"),
-    ),
-]
+_WORK = ("elementwise_work", "wide_work", "narrow_work", "attention_work")
+_ALL = (
+    # What autograd or the compiler asks for.
+    Policy("none", keeps=(*_OUTPUTS, "elementwise_outputs", "linear_inputs"), recomputes=()),
+    Policy("linear", keeps=_OUTPUTS, recomputes=_WORK[:1], widest_linear=inf),
+    Policy("selective", keeps=_OUTPUTS[:2], recomputes=_WORK[:2], widest_linear=1.25),
+    Policy("attention", keeps=_OUTPUTS[:1], recomputes=_WORK[:3], widest_linear=0),
+    Policy("full", keeps=(), recomputes=_WORK),
+)
 POLICIES = {policy.name: policy for policy in _ALL}
 """From all kept to all computed again. "every N" lies between none and full: every Nth layer, from
 the first, is full, the others none."""
@@ -104,11 +69,7 @@ EVERY = "every N"
 
 
 def policies_of_layers(name: str, layers: int) -> list[Policy]:
-    """The policy of each of so many layers.
-
-    Raises:
-        ValueError: there is no policy of that name.
-    """
+    """The policy of each of so many layers; ``ValueError`` if there is none of that name."""
     check_policy("layer", name)
     if name in POLICIES:
         return [POLICIES[name]] * layers
@@ -124,7 +85,3 @@ def check_policy(whose: str, name: object, or_auto: bool = False) -> None:
         return
     expected = ", ".join((("auto",) if or_auto else ()) + tuple(POLICIES))
     raise ValueError(f"the {whose}'s policy is {name!r}; expected {expected} or 'every N', N > 0")
-
-
-def any_is_selective(names: Sequence[str]) -> bool:
-    return any(name in POLICIES and POLICIES[name].is_selective for name in names)

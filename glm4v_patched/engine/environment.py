@@ -1,7 +1,4 @@
-"""How processes of Python are started: their commands, and the environment of training ones.
-
-One for the recipe, the bench and the loss curves. Needs no torch.
-"""
+"""How processes of Python are started: their commands, and the environment of training ones."""
 
 import os
 import socket
@@ -43,11 +40,8 @@ def environments_of_ranks(processes: int) -> list[dict[str, str]]:
 def run_within(
     seconds: float, command: list[str], environment: Mapping[str, str], output: IO | None = None
 ) -> int | None:
-    """The exit status of a command; ``None`` if it was not done in time and was ended.
-
-    Args:
-        output: For all that it prints, if that is to go elsewhere.
-    """
+    """The exit status of a command, which prints to ``output``; ``None`` if it was not done in time
+    and was ended."""
     with Popen(command, stdout=output, stderr=output, env=environment) as process:
         try:
             return process.wait(seconds)
@@ -57,12 +51,8 @@ def run_within(
 
 
 def end_with_stdin() -> None:
-    """End this process when its standard input ends: when whoever holds the other end is gone.
-
-    The kernel closes that end however the holder dies, which no handler and, outside Linux, no
-    death signal can promise; and each process has a session of its own, so that no signal to a
-    group reaches it.
-    """
+    """End this process when its standard input ends: when whoever holds the other end is gone,
+    however that died. Each process has a session of its own, so no signal to a group reaches it."""
 
     def wait_for_end() -> None:
         while os.read(sys.stdin.fileno(), 1024):
@@ -73,8 +63,8 @@ def end_with_stdin() -> None:
 
 
 def _is_at_root() -> bool:
-    """Whether the current folder is the one that this package is in, as in a checkout that is not
-    installed: it would not be found elsewhere, and what lies there is as trusted as itself."""
+    """Whether this is run in a checkout, where it may not be installed, and what lies there is as
+    trusted as itself."""
     try:
         return Path.cwd().resolve() == ROOT
     except OSError:  # it was removed
@@ -82,14 +72,8 @@ def _is_at_root() -> bool:
 
 
 def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]:
-    """This process's environment, with what training processes need beside it.
-
-    What the reader has set stays, but for the devices where there are to be none.
-
-    Args:
-        processes: That share this machine.
-        on_cpu: Whether they are to use no GPU.
-    """
+    """This process's environment, with what so many training processes of this machine need beside
+    it. What the reader has set stays, but for the devices where there are to be none."""
     threads = max((os.cpu_count() or 1) // processes, 1)  # an offloaded optimizer needs them
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -110,10 +94,6 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
 
 
 def path_of_processes() -> str:
-    """``PATH`` for training processes, with the programs of this Python environment first.
-
-    torch starts ``ninja`` by name, for what DeepSpeed compiles on a GPU
-    (``zero_quantized_weights``); pip puts it beside the interpreter, which is on ``PATH`` only
-    where the environment is activated.
-    """
+    """``PATH`` with the programs of this Python environment first: torch starts ``ninja`` by name,
+    and pip puts it beside the interpreter."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

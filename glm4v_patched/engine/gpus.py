@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+from ctypes import byref
 from dataclasses import dataclass
+from typing import Any
 
 from .nvidia_driver import cuda_of_torch
 
@@ -41,9 +43,8 @@ def find_gpus() -> Gpus:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return Gpus((), "no driver of NVIDIA is installed (libcuda.so.1 was not found)")
-    status = driver.cuInit(0)
     count = ctypes.c_int()
-    status = status or driver.cuDeviceGetCount(ctypes.byref(count))
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(byref(count))
     if status and status != NO_DEVICE:
         return Gpus((), f"NVIDIA's driver cannot be started: cuInit gave error {status}")
     if status or not count.value:
@@ -54,41 +55,39 @@ def find_gpus() -> Gpus:
 
 
 def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
+    about = f"GPU {index}"
     device, memory = ctypes.c_int(), ctypes.c_size_t()
     numbers = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
-    status = driver.cuDeviceGet(ctypes.byref(device), index)
-    status = status or driver.cuDeviceGetName(name, len(name), device)
-    status = status or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    _require(driver.cuDeviceGet(byref(device), index), about)
+    _require(driver.cuDeviceGetName(name, len(name), device), about)
+    _require(driver.cuDeviceTotalMem_v2(byref(memory), device), about)
     for number, asked in zip(numbers, COMPUTE_CAPABILITY, strict=True):
-        status = status or driver.cuDeviceGetAttribute(ctypes.byref(number), asked, device)
-    if status:
-        raise RuntimeError(f"NVIDIA's driver gave error {status} about GPU {index}")
+        _require(driver.cuDeviceGetAttribute(byref(number), asked, device), about)
     major, minor = (number.value for number in numbers)
     return Gpu(name.value.decode(errors="replace"), memory.value, (major, minor))
 
 
 def free_on_gpus(number: int) -> list[int]:
     """Bytes free on the first so many GPUs, less what a process of CUDA takes by itself, whose
-    context is given back at once.
-
-    Raises:
-        RuntimeError: there are fewer, or the driver does not say.
-    """
+    context is given back at once. ``RuntimeError`` if there are fewer, or the driver says none."""
     driver = ctypes.CDLL("libcuda.so.1")
     found = []
     for index in range(number):
+        about = f"GPU {index}'s memory"
         device, context = ctypes.c_int(), ctypes.c_void_p()
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        status = driver.cuInit(0)
-        status = status or driver.cuDeviceGet(ctypes.byref(device), index)
-        status = status or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-        if not status:
-            status = driver.cuCtxPushCurrent_v2(context)
-            status = status or driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
-            driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-            driver.cuDevicePrimaryCtxRelease_v2(device)
-        if status:
-            raise RuntimeError(f"NVIDIA's driver gave error {status} about GPU {index}'s memory")
+        _require(driver.cuInit(0) or driver.cuDeviceGet(byref(device), index), about)
+        _require(driver.cuDevicePrimaryCtxRetain(byref(context), device), about)
+        status = driver.cuCtxPushCurrent_v2(context)
+        status = status or driver.cuMemGetInfo_v2(byref(free), byref(total))
+        driver.cuCtxPopCurrent_v2(byref(context))
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+        _require(status, about)
         found.append(free.value)
     return found
+
+
+def _require(status: Any, about: str) -> None:
+    if status:
+        raise RuntimeError(f"NVIDIA's driver gave error {status} about {about}")

@@ -13,8 +13,7 @@ ERROR_OF_ESTIMATES = 0.15
 def fault_of_memory(
     config: ChatGLMConfig, options: EngineOptions, batch: Batch, free: float, share: float = 1.0
 ) -> str:
-    """What to tell the user where a training does not fit; empty where it may. Fields have the
-    recipe's names.
+    """What to tell the user where a training does not fit; empty where it may.
 
     On a GPU only what lies there between two steps is held against its memory. On a CPU, where the
     system would end processes at random, it is the estimated peak.

@@ -5,13 +5,15 @@ The estimates are arithmetic on a config; no model is built. They use what compi
 the real size (``tests/engine/test_memory_plan.py``).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 import torch
 
 from ..remote.configuration_chatglm import ChatGLMConfig
-from .activation_policies import POLICIES, LayerSizes, policies_of_layers
+from .activation_policies import POLICIES, LayerSizes, Policy, policies_of_layers
 from .options import (
     ALL_WEIGHTS,
     LANGUAGE_TARGETS,
@@ -52,31 +54,22 @@ class Batch:
     """What a step of one process is given; lengths in positions, images included."""
 
     rows: int
-    row_length: int
-    """Of the longest row."""
+    row_length: int  # of the longest row
     images_per_row: float = 1.0
-    processes: int = 1
-    """That take part in the step, each with such a batch."""
+    processes: int = 1  # that take part in the step, each with such a batch
 
 
 def free_memory(limit: float | None = None) -> float:
-    """Bytes free on this process's GPU, the least of all processes, as they have to choose alike.
-
-    Args:
-        limit: Of what torch may allocate, in GiB.
-
-    Returns:
-        0 without a GPU: of a machine's own memory nobody knows how much is for this.
-    """
+    """Bytes free on this process's GPU, the least of all processes, as they have to choose alike;
+    0 without a GPU. ``limit``: GiB that torch may allocate."""
     if not torch.cuda.is_available():
         return 0.0
-    free: float = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    free = within_limit(free, limit)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
-        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
-        free = least.item()
-    return float(free)
+    free = within_limit(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), limit)
+    if not torch.distributed.is_initialized():
+        return float(free)
+    least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+    return least.item()
 
 
 def within_limit(free: float, limit: float | None) -> float:
@@ -92,36 +85,53 @@ def decide(
     steps: int | None = None,
 ) -> EngineOptions:
     """The options with a decision for all that is "auto": what fits into ``free`` bytes and is
-    fastest, so that least is computed again, then gathered.
+    fastest, so that least is computed again, then gathered. Where nothing fits, what is smallest:
+    the estimate may err, and an out-of-memory error is no worse than a refusal.
 
     Args:
         free: Of each GPU (:func:`free_memory`), 0 for none.
         steps: How many will be trained; None for so many that compiling pays.
-
-    Returns:
-        Where nothing fits, what is smallest: the estimate may err, and an out-of-memory error is no
-        worse than a refusal.
     """
+    room = (free - OUTSIDE_TORCH) * (1 - ALLOCATOR_SHARE)
     if options.compile == "auto":
         pays = steps is None or steps >= STEPS_THAT_PAY_FOR_COMPILING
         # Layers of 4 bits are bitsandbytes's, which are not compiled.
         options = replace(options, compile=free > 0 and pays and options.trained != "qlora")
     if options.offload == "auto":
         may = free > 0 and options.zero_stage > 0 and options.optimizer != "adamw_8bit"
-        options = replace(options, offload=may and _needs_offload(config, options, batch, free))
+        smallest = replace(
+            options,
+            tower="full",
+            language="full",
+            stage3_max_live_parameters=min(SOME_GATHERED),
+            keep_transposed=False,
+        )
+        without, with_it = (
+            estimate(config, replace(smallest, offload=offload), batch) for offload in (False, True)
+        )
+        options = replace(options, offload=may and without > max(room, with_it))
     choices = list(_choices(config, options))
     sizes = {choice: estimate(config, choice, batch) for choice in choices}
-    fitting = [choice for choice in choices if sizes[choice] <= _room(free)]
+    fitting = [choice for choice in choices if sizes[choice] <= room]
     if not fitting:
         return min(choices, key=sizes.__getitem__)
-    return min(fitting, key=lambda choice: _cost(config, choice, batch))
+
+    def cost(choice: EngineOptions) -> tuple[float, bool, float]:
+        again = recomputed_flop(config, choice, batch)
+        return again, not choice.keep_transposed, -_live(choice)
+
+    return min(fitting, key=cost)
 
 
-def _choices(config: ChatGLMConfig, options: EngineOptions):
+def _choices(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOptions]:
     towers = CANDIDATES if trains_tower(options.trained) else ("full",)
     gathered: tuple[float, ...] = (1e9,)
     if options.compile:
-        gathered = (_all_that_return(config, options), *SOME_GATHERED)
+        # All that is needed again in a step. DeepSpeed counts weights forwards from the first layer
+        # of the language model if only that has a backward pass; a larger number keeps a frozen
+        # tower, too, until the step ends.
+        of_language = float(count_parameters(config)[1])
+        gathered = (ALL_WEIGHTS if trains_tower(options.trained) else of_language, *SOME_GATHERED)
     asked = options.stage3_max_live_parameters
     for tower, language, live, transposed in product(
         towers if options.tower == "auto" else (options.tower,),
@@ -136,27 +146,6 @@ def _choices(config: ChatGLMConfig, options: EngineOptions):
             stage3_max_live_parameters=live,
             keep_transposed=transposed,
         )
-
-
-def _cost(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> tuple[float, bool, float]:
-    again = recomputed_flop(config, options, batch)
-    return again, not options.keep_transposed, -_live(options)
-
-
-def _needs_offload(
-    config: ChatGLMConfig, options: EngineOptions, batch: Batch, free: float
-) -> bool:
-    """Whether training fits into ``free`` bytes only with the optimizer's states on the CPU."""
-    smallest = replace(
-        options,
-        tower="full",
-        language="full",
-        stage3_max_live_parameters=min(SOME_GATHERED),
-        keep_transposed=False,
-    )
-    size = estimate(config, replace(smallest, offload=False), batch)
-    helped = estimate(config, replace(smallest, offload=True), batch) < size
-    return helped and size > _room(free)
 
 
 def _live(options: EngineOptions) -> float:
@@ -176,16 +165,14 @@ def estimate(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> flo
 def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
     """Weights of the vision part (tower and adapter), and of the language model."""
     vision, width = config.vision, config.hidden_size
-    inner = config.ffn_hidden_size
-    of_layer = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
-    of_layer += 9 * vision.hidden_size + vision.intermediate_size
+    tower, language = linear_layers(config)
+    of_layer = sum(map(prod, tower.values())) + 9 * vision.hidden_size + vision.intermediate_size
+    of_block = sum(map(prod, language.values())) + language["query_key_value"][1] + 2 * width
     # Positions, patches with their bias, class token.
     embedded = vision.num_positions + vision.in_channels * vision.patch_size**2 + 2
-    tower = vision.num_hidden_layers * of_layer + embedded * vision.hidden_size
-    tower += count_projection(config)
-    projected, fused = _projected(config)
-    of_block = width * (projected + fused + 3 * inner + 2) + fused
-    return tower, config.num_layers * of_block + (2 * config.padded_vocab_size + 1) * width
+    of_tower = vision.num_hidden_layers * of_layer + embedded * vision.hidden_size
+    of_embeddings = (2 * config.padded_vocab_size + 1) * width
+    return of_tower + count_projection(config), config.num_layers * of_block + of_embeddings
 
 
 def count_projection(config: ChatGLMConfig) -> int:
@@ -199,7 +186,8 @@ def linear_layers(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ..
     """Channels in and out of the linear layers of a layer of the tower, and of one of the language
     model, by their names."""
     width, inner, side = config.hidden_size, config.ffn_hidden_size, config.vision.hidden_size
-    queries, fused = _projected(config)
+    queries = config.num_attention_heads * config.kv_channels
+    fused = queries + 2 * config.multi_query_group_num * config.kv_channels
     wide = config.vision.intermediate_size
     tower = [(side, 3 * side), (side, side), (side, wide), (wide, side)]
     language = [(width, fused), (queries, width), (width, 2 * inner), (inner, width)]
@@ -237,38 +225,38 @@ def count_trained(config: ChatGLMConfig, options: EngineOptions) -> int:
 
 def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Weights, gradients and optimizer between two steps; adapters only if they are large."""
-    of_tower, of_language = count_parameters(config)
-    shards, stage, width = batch.processes, options.zero_stage, _width(options)
-    weights = width * (of_tower + of_language) / (shards if stage == 3 else 1)
+    everything = sum(count_parameters(config))
+    stage, width = options.zero_stage, _width(options)
+    of_weights = batch.processes if stage == 3 else 1
+    weights = (width * everything - _saved_by_fp8(config, options)) / of_weights
     if stage == 3 and options.zero_hpz_partition_size > 1:  # a second copy, within a machine
-        weights += width * (of_tower + of_language) / options.zero_hpz_partition_size
-    weights -= _saved_by_fp8(config, options) / (shards if stage == 3 else 1)
+        weights += width * everything / options.zero_hpz_partition_size
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
-        weights = BF16 * embeddings + (of_tower + of_language - embeddings) * 0.55
+        weights = BF16 * embeddings + (everything - embeddings) * 0.55
     trained = count_trained(config, options)
     if is_lora(options.trained):
-        if trained < ADAPTERS_THAT_COUNT * (of_tower + of_language):
+        if trained < ADAPTERS_THAT_COUNT * everything:
             trained = 0
-        weights += width * trained / (shards if stage == 3 else 1)
+        weights += width * trained / of_weights
     moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
     if stage == 0:  # trained weights are held in fp32, as are their gradients
         return weights + (FP32 - width + FP32 + moments) * trained
-    gradients = width * trained / (shards if stage >= 2 else 1)
-    if options.offload is True:  # ZeRO-3 keeps gradients here all the same (gradient_buffer)
+    gradients = width * trained / (batch.processes if stage >= 2 else 1)
+    if options.offload is True:  # ZeRO-3 keeps gradients here all the same (deepspeed.zero3)
         return weights + (gradients if stage == 3 else 0)
-    return weights + gradients + (FP32 + moments) * trained / shards
+    return weights + gradients + (FP32 + moments) * trained / batch.processes
 
 
 def count_held(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
-    """Weights of tower and language model that are held in fp8."""
+    """Weights of tower and language model that are held in fp8 (:func:`fp8.linear_layers`)."""
     if not options.holds_fp8:
         return 0, 0
-    side, inner = config.vision.hidden_size, config.vision.intermediate_size
-    of_layer = side * (3 * side + inner + (inner if options.compile else 0))  # fp8.linear_layers
-    projected, fused = _projected(config)
-    of_block = config.hidden_size * (projected + fused + 3 * config.ffn_hidden_size)
-    return config.vision.num_hidden_layers * of_layer, config.num_layers * of_block
+    tower, language = linear_layers(config)
+    left_out = ("dense",) if options.compile else ("dense", "fc2")
+    of_layer = sum(prod(sides) for name, sides in tower.items() if name not in left_out)
+    of_blocks = config.num_layers * sum(map(prod, language.values()))
+    return config.vision.num_hidden_layers * of_layer, of_blocks
 
 
 def _saved_by_fp8(config: ChatGLMConfig, options: EngineOptions) -> float:
@@ -288,72 +276,62 @@ def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
 
 def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """What the layers keep from their forward pass to their backward."""
-    tower_tokens, language_tokens = _tokens(config, batch)
-    of_tower, of_language = _sizes(config, options, batch)
-    channels = language_tokens * _channels(
-        options, options.language, config.num_layers, of_language, _not_compiled(options)
+    return _width(options) * sum(
+        stack.channels(policy) for stack in _learning(config, options, batch) for policy in stack
     )
-    if trains_tower(options.trained):
-        layers = config.vision.num_hidden_layers
-        channels += tower_tokens * _channels(
-            options, options.tower, layers, of_tower, NOT_COMPILED_TOWER
-        )
-    return _width(options) * channels
-
-
-def _channels(
-    options: EngineOptions, policy: str, layers: int, sizes: LayerSizes, not_compiled: float
-) -> float:
-    """That all layers of a tower keep of a token."""
-    factors = {"none": 1.0 if options.compile else not_compiled}
-    policies = policies_of_layers(policy, layers)
-    return sum(found.channels(sizes) * factors.get(found.name, 1.0) for found in policies)
-
-
-def _not_compiled(options: EngineOptions) -> float:
-    return NOT_COMPILED_QLORA if options.trained == "qlora" else NOT_COMPILED_LANGUAGE
 
 
 def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """What comes and goes within a step: gathered weights, one layer's insides, logits."""
     gathered = 0.0
     if options.zero_stage == 3:
-        output_layer = config.padded_vocab_size * config.hidden_size
         everything = sum(count_parameters(config))
         gathered = min(_live(options) + 2 * GATHERED_AHEAD, everything)
         # Those in fp8 count half.
         gathered *= 1 - sum(count_held(config, options)) / everything / 2
-        gathered = max(gathered, output_layer)
-    tower_tokens, language_tokens = _tokens(config, batch)
-    of_tower, of_language = _sizes(config, options, batch)
-    inside = max(
-        tower_tokens * _channels(options, "none", 1, of_tower, NOT_COMPILED_TOWER),
-        language_tokens * _channels(options, "none", 1, of_language, _not_compiled(options)),
-    )
-    logits = (
-        min(options.loss_chunk_size or config.loss_chunk_size, language_tokens)
-        * config.padded_vocab_size
-    )
+        gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
+    inside = max(stack.channels(POLICIES["none"]) for stack in _stacks(config, options, batch))
+    positions = options.loss_chunk_size or config.loss_chunk_size
+    logits = min(positions, batch.rows * batch.row_length) * config.padded_vocab_size
     width = _width(options)
     return width * (gathered + inside) + (width + 2 * FP32) * logits
 
 
 def recomputed_flop(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Work of one step that is done a second time."""
-    tower_tokens, language_tokens = _tokens(config, batch)
-    of_tower, of_language = _sizes(config, options, batch)
-    policies = policies_of_layers(options.language, config.num_layers)
-    work = language_tokens * sum(policy.work(of_language) for policy in policies)
-    if trains_tower(options.trained):
-        policies = policies_of_layers(options.tower, config.vision.num_hidden_layers)
-        work += tower_tokens * sum(policy.work(of_tower) for policy in policies)
-    return 2 * work
+    return 2 * sum(
+        stack.tokens * policy.work(stack.sizes)
+        for stack in _learning(config, options, batch)
+        for policy in stack
+    )
 
 
-def _sizes(
-    config: ChatGLMConfig, options: EngineOptions, batch: Batch
-) -> tuple[LayerSizes, LayerSizes]:
-    """Of a layer of the tower, and of the language model."""
+@dataclass(frozen=True)
+class _Stack:
+    """The layers of a tower, as their policies; tokens that go through them; a layer's sizes."""
+
+    policies: list[Policy]
+    tokens: float
+    sizes: LayerSizes
+    not_compiled: float  # times as much is kept where all is kept
+
+    def __iter__(self) -> Iterator[Policy]:
+        return iter(self.policies)
+
+    def channels(self, policy: Policy) -> float:
+        """That a layer of this policy keeps of all tokens."""
+        factor = self.not_compiled if policy.name == "none" else 1.0
+        return self.tokens * policy.channels(self.sizes) * factor
+
+
+def _learning(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> list[_Stack]:
+    """Those of tower and language model that have a backward pass."""
+    stacks = _stacks(config, options, batch)
+    return stacks if trains_tower(options.trained) else stacks[1:]
+
+
+def _stacks(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> list[_Stack]:
+    """Of the tower, and of the language model."""
     side, inner = config.vision.hidden_size, config.vision.intermediate_size
     parts = parts_trained(options.trained)
     # The input of the MLP's last layer is kept for its own gradient, and for LoRA's.
@@ -372,7 +350,8 @@ def _sizes(
         attention_work=2 * config.vision.num_positions * side,
     )
     width, up = config.hidden_size, 2 * config.ffn_hidden_size
-    projected, fused = _projected(config)
+    of_language_model = linear_layers(config)[1]
+    fused, projected = of_language_model["query_key_value"][1], of_language_model["dense"][0]
     language = LayerSizes(
         width=width,
         attention_output=projected,
@@ -385,7 +364,8 @@ def _sizes(
         narrow_work=width * (projected + fused),
         attention_work=batch.row_length * projected,
     )
-    if options.trained == "qlora":  # policies do not know linear layers of 4 bits
+    in_4_bits = options.trained == "qlora"
+    if in_4_bits:  # policies do not know linear layers of 4 bits
         language = replace(
             language,
             narrow_outputs=0,
@@ -395,34 +375,18 @@ def _sizes(
             wide_work=0,
             narrow_work=0,
         )
-    return tower, language
-
-
-def _all_that_return(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """How many weights have to stay gathered so that all do which are needed again in a step.
-
-    DeepSpeed counts them forwards from the first layer of the language model if only that has a
-    backward pass; a larger number keeps a frozen tower, too, until the step ends.
-    """
-    return ALL_WEIGHTS if trains_tower(options.trained) else float(count_parameters(config)[1])
+    factors = NOT_COMPILED_TOWER, NOT_COMPILED_QLORA if in_4_bits else NOT_COMPILED_LANGUAGE
+    if options.compile:
+        factors = 1.0, 1.0
+    positions = batch.rows * batch.images_per_row * config.vision.num_positions
+    towers = policies_of_layers(options.tower, config.vision.num_hidden_layers)
+    blocks = policies_of_layers(options.language, config.num_layers)
+    return [
+        _Stack(towers, positions, tower, factors[0]),
+        _Stack(blocks, batch.rows * batch.row_length, language, factors[1]),
+    ]
 
 
 def _width(options: EngineOptions) -> int:
     """Bytes of a number that is computed with."""
     return FP32 if options.precision == "fp32" else BF16
-
-
-def _room(free: float) -> float:
-    """What of so many free bytes tensors can take."""
-    return (free - OUTSIDE_TORCH) * (1 - ALLOCATOR_SHARE)
-
-
-def _tokens(config: ChatGLMConfig, batch: Batch) -> tuple[float, int]:
-    images = batch.rows * batch.images_per_row
-    return images * config.vision.num_positions, batch.rows * batch.row_length
-
-
-def _projected(config: ChatGLMConfig) -> tuple[int, int]:
-    """Channels of the language model's queries, and of queries, keys and values."""
-    queries = config.num_attention_heads * config.kv_channels
-    return queries, queries + 2 * config.multi_query_group_num * config.kv_channels

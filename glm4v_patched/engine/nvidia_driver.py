@@ -7,12 +7,12 @@ import runpy
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 SECONDS = 10  # nvidia-smi takes one or two where the driver is not kept loaded
 OLDEST_FOR_FP8 = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
-NVLINK = re.compile(r"NV\d+")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,8 @@ def cuda_of_driver() -> tuple[int, int] | None:
     except OSError:
         return None
     number = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(number)):
-        return None
-    return number.value // 1000, number.value % 1000 // 10
+    failed = driver.cuDriverGetVersion(ctypes.byref(number))
+    return None if failed else (number.value // 1000, number.value % 1000 // 10)
 
 
 def cuda_of_torch() -> tuple[int, int] | None:
@@ -83,22 +82,14 @@ def links() -> list[tuple[int, int, str]]:
 
 def parse_topology(text: str) -> list[tuple[int, int, str]]:
     """The pairs of GPUs in a table of ``nvidia-smi topo -m``, each once."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in text.splitlines()]
-    header = next((line for line in lines if "GPU0" in [cell.strip() for cell in line]), [])
-    columns = {at: cell.strip() for at, cell in enumerate(header)}
-    found = []
-    for row in lines:
-        if row is header or not (name := re.fullmatch(r"GPU(\d+)", row[0].strip())):
-            continue
-        for at, cell in enumerate(row):
-            other = re.fullmatch(r"GPU(\d+)", columns.get(at, ""))
-            if at and other and int(other[1]) > int(name[1]):
-                found.append((int(name[1]), int(other[1]), cell.strip()))
-    return found
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    rows = [line.split("\t") for line in plain.splitlines() if re.match(r"GPU\d+\s*\t", line)]
+    pairs = combinations(range(len(rows)), 2)
+    return [(a, b, rows[a][b + 1].strip()) for a, b in pairs if b + 1 < len(rows[a])]
 
 
 def is_nvlink(link: str) -> bool:
-    return NVLINK.fullmatch(link) is not None
+    return re.fullmatch(r"NV\d+", link) is not None
 
 
 def _nvidia_smi(*arguments: str) -> str:

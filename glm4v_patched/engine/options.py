@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..terminal_text import pip_install
-from .activation_policies import any_is_selective
+from .activation_policies import POLICIES
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
@@ -26,7 +26,7 @@ MAX_GRAD_NORM = 1.0
 """Gradients are clipped to this norm."""
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-"""Of AdamW, as TrainingArguments has them by default."""
+"""As TrainingArguments has them by default."""
 
 ALL_WEIGHTS = 1e12
 """A number of weights that is more than any model has."""
@@ -54,20 +54,18 @@ PACKAGES |= {
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
     """Adapters, in peft's words. None is the default, or what adapters have that go on being
-    trained."""
+    trained; of ``alpha`` the default is twice the rank."""
 
     rank: int = 8
     alpha: int | None = None
-    """Twice the rank by default."""
     dropout: float | None = None
     targets: tuple[str, ...] | None = None
-    """Names of linear layers; by default ``query_key_value``, as published adapters have it."""
     use_rslora: bool | None = None
     use_dora: bool | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the linear layers that have adapters."""
+        """Of the linear layers that have adapters; the default is what published ones have."""
         return ("query_key_value",) if self.targets is None else self.targets
 
 
@@ -76,53 +74,34 @@ class EngineOptions:
     """How a model is trained. "auto" (None for a number) is decided by
     :func:`memory_plan.decide`, before :mod:`prepare` acts by it."""
 
-    trained: str = "full"
-    """One of :data:`TRAINED`, or :data:`PARTS` joined by "+"."""
+    trained: str = "full"  # one of TRAINED, or PARTS joined by "+"
     lora: LoraOptions = LoraOptions()
-    precision: str = "bf16"
-    """Or fp32: of the computation and of what is saved."""
-    zero_stage: int = 3
-    """Of DeepSpeed; 0 is a single process without it."""
-    fp8: bool = False
-    """Matrix products of both towers' layers in fp8 (:mod:`fp8`)."""
+    precision: str = "bf16"  # or fp32: of the computation and of what is saved
+    zero_stage: int = 3  # of DeepSpeed; 0 is a single process without it
+    fp8: bool = False  # matrix products of both towers' layers
+    # Weights that are held in fp8 and not sharded are kept transposed, too, for the backward pass,
+    # which otherwise transposes each where it is used; decide() may turn it off for its memory.
     keep_transposed: bool = True
-    """Weights that are held in fp8 and not sharded are kept transposed, too, for the backward pass,
-    which otherwise transposes each where it is used; :func:`memory_plan.decide` turns it off where
-    memory does not suffice."""
-    attn_implementation: str | None = None
-    """Of transformers; None is its choice."""
-    tower: str = "auto"
-    """Policy of kept activations (:mod:`activation_policies`) of the vision tower's layers."""
-    language: str = "auto"
-    """The same of the language model's layers."""
-    compile: bool | str = "auto"
-    """Compile the layers; "auto": on a GPU, where the steps make up for the time that it takes."""
-    optimizer: str = "adamw"
-    """One of :data:`OPTIMIZERS`."""
-    offload: bool | str = "auto"
-    """Keep the optimizer's states and the fp32 weights on the CPU."""
+    attn_implementation: str | None = None  # of transformers; None is its choice
+    tower: str = "auto"  # policy of kept activations of the vision tower's layers
+    language: str = "auto"  # of the language model's
+    compile: bool | str = "auto"  # "auto": on a GPU, where the steps make up for its time
+    optimizer: str = "adamw"  # one of OPTIMIZERS
+    offload: bool | str = "auto"  # the optimizer's states and fp32 weights are on the CPU
+    # DeepSpeed's: weights that may stay gathered between a layer's forward and its backward.
     stage3_max_live_parameters: float | None = None
-    """DeepSpeed's: weights that may stay gathered between a layer's forward and its backward,
-    2 bytes each."""
-    memory_limit: float | None = None
-    """GiB that torch may allocate on a GPU; None for no limit."""
+    memory_limit: float | None = None  # GiB that torch may allocate on a GPU
+    # DeepSpeed's ZeRO++: processes that share a second copy of the weights, gathers in 8 bits, sums
+    # of gradients in 4.
     zero_hpz_partition_size: int = 1
-    """DeepSpeed's, of ZeRO++: processes that share a second copy of the weights (hpZ)."""
     zero_quantized_weights: bool = False
-    """DeepSpeed's, of ZeRO++: gathers carry weights of 8 bits."""
     zero_quantized_gradients: bool = False
-    """DeepSpeed's, of ZeRO++: gradients are summed in 4 bits."""
-    skip_logits: bool = True
-    """The loss comes from supervised positions alone, in chunks, and no logits are returned."""
-    loss_chunk_size: int | None = None
-    """Positions of a chunk; None is what the model's config says."""
+    skip_logits: bool = True  # the loss comes from supervised positions alone, in chunks
+    loss_chunk_size: int | None = None  # positions of a chunk; None: as the model's config says
+    # Of deepspeed.zero3; of the last, 0 is any number.
     gather_in_place: bool = True
-    """ZeRO-3 gathers each weight straight to where it is used (:mod:`deepspeed.gather`)."""
     norms_in_place: bool = True
-    """ZeRO-3 takes norms of gradients without copies (:mod:`deepspeed.gradient_norm`)."""
     layers_ahead: int = 3
-    """Layers that the CPU may be ahead of the GPU under ZeRO-3 (:mod:`deepspeed.run_ahead`); 0 for
-    any number."""
 
     @property
     def is_decided(self) -> bool:
@@ -143,7 +122,6 @@ class EngineOptions:
 
     @property
     def keeps_transposed(self) -> bool:
-        """Whether ``keep_transposed`` acts."""
         return self.keep_transposed and self.holds_fp8 and self.zero_stage < 3
 
     @property
@@ -153,19 +131,12 @@ class EngineOptions:
 
     @property
     def gathers_whole_layers(self) -> bool:
-        """:func:`gathers_whole_layers` for these options."""
-        # Weights in fp8 lie beside biases in bf16: both are gathered by us (deepspeed.gather).
-        in_place = self.compile is True or self.holds_fp8
-        return gathers_whole_layers(self.zero_stage, in_place, self.tower, self.language)
-
-
-def gathers_whole_layers(zero_stage: int, compiled: bool, *policies: str) -> bool:
-    """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it.
-
-    Not only for compiled layers: torch's selective checkpoints fail where the recomputation runs a
-    collective that the forward did not run.
-    """
-    return zero_stage == 3 and (compiled or any_is_selective(policies))
+        """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it: where it is
+        compiled, holds weights in fp8 beside biases in bf16, or is checkpointed selectively, which
+        fails where the recomputation runs a collective that the forward did not run."""
+        asked = [POLICIES.get(name) for name in (self.tower, self.language)]
+        selective = any(policy and policy.widest_linear is not None for policy in asked)
+        return self.zero_stage == 3 and (self.compile is True or self.holds_fp8 or selective)
 
 
 def check_trained(trained: str) -> None:

@@ -4,7 +4,6 @@ The recipe, the bench and the loss curves all use it; nothing else builds a mode
 """
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,15 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .activation_checkpointing import checkpoint_layers
-from .compilation import compile_layers
+from .activation_checkpointing import checkpoint_layers, compile_layers
 from .deepspeed import internals
 from .deepspeed.config import deepspeed_config
-from .deepspeed.gather import gather_in_place, gather_whole_layers, wait_for_every_gather
-from .deepspeed.gradient_buffer import keep_gradients_on_gpu
-from .deepspeed.gradient_norm import take_norms_in_place
-from .deepspeed.internals import Replacements
-from .deepspeed.run_ahead import limit_run_ahead
+from .deepspeed.zero3 import adapt_zero3, wait_for_every_gather
 from .flash_attention_3 import use_flash_attention_3
 from .fp8 import use_fp8
 from .memory_plan import GIB
@@ -45,7 +39,6 @@ def prepare_model(
     options: EngineOptions,
     build: Callable[..., GLM4VForCausalLM],
     adapters: Path | None = None,
-    replacements: Replacements | None = None,
 ) -> nn.Module:
     """The model with what is not trained frozen, policies set, compiled, ready for ZeRO.
 
@@ -56,14 +49,19 @@ def prepare_model(
         options: Decided (:func:`memory_plan.decide`).
         build: Given ``dtype`` and what else ``from_pretrained`` takes, returns the model.
         adapters: peft's adapters to go on with, instead of new ones.
-        replacements: Takes what is replaced inside of DeepSpeed, to be put back.
     """
     assert options.is_decided, "memory_plan.decide() comes first"
     if not options.quantises_built:
         _limit_memory(options)
     if options.zero_stage == 3:
         wait_for_every_gather()
-    built = build(**_given_to_build(options))
+    dtype = DTYPES[options.precision]
+    given: dict[str, Any] = {"dtype": dtype}
+    if options.attn_implementation is not None:
+        given["attn_implementation"] = options.attn_implementation
+    if options.trained == "qlora":
+        given |= quantization_options(dtype, local_device())
+    built = build(**given)
     built.config.skip_logits = options.skip_logits
     if options.loss_chunk_size is not None:
         built.config.loss_chunk_size = options.loss_chunk_size
@@ -83,32 +81,8 @@ def prepare_model(
     if options.compile:
         compile_layers(model)
     if options.zero_stage == 3:
-        _adapt_zero3(model, options, Replacements() if replacements is None else replacements)
+        adapt_zero3(model, options)
     return model
-
-
-def _adapt_zero3(model: nn.Module, options: EngineOptions, replacements: Replacements) -> None:
-    """What ZeRO-3 does otherwise than DeepSpeed alone; most of it from the first step on."""
-    if options.gathers_whole_layers:
-        gather_whole_layers(model)
-        if options.gather_in_place:
-            gather_in_place(model, replacements)
-    if options.layers_ahead:
-        limit_run_ahead(model, options.layers_ahead)
-    if options.norms_in_place:
-        take_norms_in_place(model, replacements)
-    if options.offload:
-        keep_gradients_on_gpu(model)
-
-
-def _given_to_build(options: EngineOptions) -> dict[str, Any]:
-    dtype = DTYPES[options.precision]
-    given: dict[str, Any] = {"dtype": dtype}
-    if options.attn_implementation is not None:
-        given["attn_implementation"] = options.attn_implementation
-    if options.trained == "qlora":
-        given |= quantization_options(dtype, local_device())
-    return given
 
 
 def _limit_memory(options: EngineOptions) -> None:
@@ -136,19 +110,14 @@ def start(
     learning_rate: float,
     zero_changes: Mapping[str, Any] | None = None,
 ) -> "Engine":
-    """A prepared model with its optimizer, for whoever trains without transformers' Trainer.
-
-    Args:
-        options, build: As :func:`prepare_model` takes them. The processes have been joined.
-        micro_batch: Rows of a step of one process.
-        zero_changes: Laid over DeepSpeed's ``zero_optimization``.
-    """
+    """A prepared model with its optimizer, for whoever trains without transformers' Trainer, in
+    processes that were joined; ``zero_changes`` is laid over DeepSpeed's ``zero_optimization``."""
     device = local_device()
     config = deepspeed_config(options, micro_batch, 1, MAX_GRAD_NORM)
     if config is None:
         with device:
             model = prepare_model(options, build)
-        return _Unsharded(model, options, make_optimizer(model, options, learning_rate))
+        return Engine(model, make_optimizer(model, options, learning_rate), options)
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -156,12 +125,11 @@ def start(
     # Under stage 3 new parameters come straight into shards while it is alive, and transformers
     # asks it later, too.
     hf_config = HfDeepSpeedConfig(config)
-    replacements = Replacements()
     with nullcontext() if options.zero_stage == 3 else device:
-        model = prepare_model(options, build, replacements=replacements)
+        model = prepare_model(options, build)
     optimizer = make_optimizer(model, options, learning_rate)
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-    return _Zero(engine, options, replacements, hf_config)
+    return _Zero(engine, options, hf_config)
 
 
 def make_optimizer(
@@ -177,14 +145,14 @@ def make_optimizer(
     return AdamW8bit(trained, lr=learning_rate, **ADAMW)
 
 
-class Engine(ABC):
-    """A training step in three parts, of a model with its optimizer."""
+class Engine:
+    """A training step in three parts, of a model with its optimizer.
 
-    model: nn.Module
-    optimizer: Any
+    Of one process without ZeRO: what is trained is held in fp32 and computed with under autocast.
+    """
 
-    def __init__(self, options: EngineOptions):
-        self.options = options
+    def __init__(self, model: nn.Module, optimizer: Any, options: EngineOptions):
+        self.model, self.optimizer, self.options = model, optimizer, options
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Train one step; returns its loss, detached."""
@@ -193,22 +161,28 @@ class Engine(ABC):
         self.update()
         return loss.detach()
 
-    @abstractmethod
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor: ...
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        enabled = self.options.precision == "bf16"
+        with torch.autocast(local_device().type, torch.bfloat16, enabled=enabled):
+            return self.model(**batch).loss
 
-    @abstractmethod
-    def backward(self, loss: Tensor) -> None: ...
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
-    @abstractmethod
-    def update(self) -> None: ...
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(
+            (p for p in self.model.parameters() if p.requires_grad), MAX_GRAD_NORM
+        )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    @abstractmethod
     def optimizer_tensors(self) -> list[Tensor]:
-        """States of the optimizer, and the fp32 weights that they belong to."""
+        """States of the optimizer, and under ZeRO the fp32 weights that they belong to."""
+        return _state_tensors(self.optimizer)
 
-    @abstractmethod
     def gradient_buffers(self) -> list[Tensor]:
         """What holds gradients from one step to the next."""
+        return []
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -218,12 +192,9 @@ class Engine(ABC):
 class _Zero(Engine):
     """DeepSpeed at stage 1 to 3."""
 
-    def __init__(
-        self, engine: Any, options: EngineOptions, replacements: Replacements, hf_config: Any
-    ):
-        super().__init__(options)
-        self.engine, self.model, self.optimizer = engine, engine.module, engine.optimizer
-        self.replacements, self.hf_config = replacements, hf_config
+    def __init__(self, engine: Any, options: EngineOptions, hf_config: Any):
+        super().__init__(engine.module, engine.optimizer, options)
+        self.engine, self.hf_config = engine, hf_config
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.engine(**batch).loss
@@ -240,34 +211,6 @@ class _Zero(Engine):
 
     def gradient_buffers(self) -> list[Tensor]:
         return internals.gradient_buffers(self.optimizer, self.options.zero_stage)
-
-
-class _Unsharded(Engine):
-    """One process. What is trained is held in fp32 and computed with under autocast."""
-
-    def __init__(self, model: nn.Module, options: EngineOptions, optimizer: torch.optim.Optimizer):
-        super().__init__(options)
-        self.model, self.optimizer = model, optimizer
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        enabled = self.options.precision == "bf16"
-        with torch.autocast(local_device().type, torch.bfloat16, enabled=enabled):
-            return self.model(**batch).loss
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def update(self) -> None:
-        nn.utils.clip_grad_norm_(self.trained, MAX_GRAD_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def optimizer_tensors(self) -> list[Tensor]:
-        return _state_tensors(self.optimizer)
-
-    def gradient_buffers(self) -> list[Tensor]:
-        return []
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

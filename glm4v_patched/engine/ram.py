@@ -23,12 +23,7 @@ def free_ram() -> float:
 
 
 def _free_in_group(folder: Path, limit: str, used: str, reclaimed: str) -> float:
-    """What a control group leaves; infinite where it sets no limit.
-
-    Args:
-        limit, used: Names of its files.
-        reclaimed: Key of ``memory.stat``: pages of files, which go when memory is needed.
-    """
+    """What a control group leaves, with pages of files, which go when memory is needed."""
     limit, used, stat = (
         path.read_text().strip() if (path := folder / name).is_file() else ""
         for name in (limit, used, "memory.stat")

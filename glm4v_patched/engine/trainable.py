@@ -11,22 +11,7 @@ from transformers import BitsAndBytesConfig
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .options import (
-    LoraOptions,
-    check_trained,
-    is_lora,
-    part_of,
-    parts_trained,
-    require_packages,
-)
-
-# LoRA goes to the fused projection of queries, keys and values, as published adapters have it.
-LORA_TARGETS = {
-    "lora_lm": r".*encoder\..*query_key_value",
-    "lora_all": r".*query_key_value",
-    "qlora": r".*encoder\..*query_key_value",
-}
-
+from .options import LoraOptions, check_trained, is_lora, part_of, parts_trained, require_packages
 
 PLAIN_LORA = LoraOptions()
 
@@ -37,16 +22,8 @@ INT8_THRESHOLD = 6.0
 def select_weights(
     model: GLM4VForCausalLM, trained: str, lora: LoraOptions = PLAIN_LORA
 ) -> nn.Module:
-    """Freeze what is not trained; for LoRA, wrap the model with peft.
-
-    Args:
-        trained: As :class:`options.EngineOptions` has it; ``qlora`` takes a model that was loaded
-            in 4 bits, or went through :func:`quantise`.
-
-    Returns:
-        The model, or peft's around it. Adapters have the dtype of the weights: ZeRO keeps their
-        fp32 masters, and DeepSpeed before 0.19.3 cannot gather two dtypes at once.
-    """
+    """Freeze what is not trained; for LoRA, return peft's model around this one. ``qlora`` takes a
+    model that was loaded in 4 bits, or went through :func:`quantise`."""
     check_trained(trained)
     if not is_lora(trained):
         parts = parts_trained(trained)
@@ -57,24 +34,19 @@ def select_weights(
     require_packages(trained)
     from peft import LoraConfig, get_peft_model
 
+    towers = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout or 0.0,
         use_rslora=bool(lora.use_rslora),
         use_dora=bool(lora.use_dora),
-        target_modules=target_modules(trained, lora.targets),
+        target_modules=rf".*{towers}\..*\.({'|'.join(lora.names)})",
         task_type="CAUSAL_LM",
     )
+    # In the dtype of the weights: ZeRO keeps fp32 masters, and DeepSpeed before 0.19.3 cannot
+    # gather two dtypes at once.
     return get_peft_model(model, config, autocast_adapter_dtype=False)
-
-
-def target_modules(trained: str, targets: tuple[str, ...] | None) -> str:
-    """peft's pattern for names of linear layers, in the towers that ``trained`` says."""
-    if targets is None:
-        return LORA_TARGETS[trained]
-    towers = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
-    return rf".*{towers}\..*\.({'|'.join(targets)})"
 
 
 def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> nn.Module:
@@ -83,9 +55,6 @@ def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> 
     Args:
         model: glm-4v, or peft's around it, which then has these adapters beside its own.
         name: peft's, of the adapters; without a dot.
-
-    Raises:
-        ValueError: their tensors are not those of their config on this model.
     """
     require_packages("lora_lm")
     from peft import PeftModel, get_peft_model_state_dict
@@ -112,21 +81,16 @@ def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> 
 
 
 def upcast_trained(model: nn.Module) -> None:
-    """Convert what is trained to fp32, for training in bf16 under autocast.
-
-    Where ZeRO keeps no fp32 masters, most updates would be lost to bf16's rounding.
-    """
+    """Convert what is trained to fp32, for training in bf16 under autocast: without ZeRO's fp32
+    masters, most updates would be lost to bf16's rounding."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
 def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: int = 4) -> dict:
-    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does.
-
-    Args:
-        bits: 4, or 8 (LLM.int8), which is for inference.
-    """
+    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does: in 4
+    bits, or in 8 (LLM.int8), which is for inference."""
     require_packages("qlora")
     config = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
@@ -141,12 +105,8 @@ def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: i
 
 
 def build_random(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
-    """A model with random weights, on torch's default device.
-
-    Args:
-        given: What ``from_pretrained`` takes for weights of a folder: ``dtype`` and the like, and
-            :func:`quantization_options`.
-    """
+    """A model with random weights, on torch's default device, given what ``from_pretrained`` takes:
+    ``dtype`` and the like, and :func:`quantization_options`."""
     quantization = given.pop("quantization_config", None)
     placed = given.pop("device_map", None)
     model = GLM4VForCausalLM._from_config(config, **given)
@@ -156,57 +116,35 @@ def build_random(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
 
 
 def quantise(model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4) -> None:
-    """Replace the linear layers of vision tower and language model by bitsandbytes's: 4 bits (NF4,
-    doubly quantised) or 8 (LLM.int8).
+    """Replace the linear layers of both towers' layers by bitsandbytes's: 4 bits (NF4, doubly
+    quantised) or 8 (LLM.int8). For a model that was not loaded.
 
     Layers are moved to ``device`` one at a time, so that it never holds the model in full; on it
-    already, each makes room for its own successor. For a model that was not loaded;
-    :func:`quantization_options` is for one that is.
+    already, each makes room for its own successor.
     """
     require_packages("qlora")
-    replaced = _in_4_bits if bits == 4 else _in_8_bits
     for layers in (model.transformer.encoder, model.transformer.vision.transformer):
         # By name: a list of modules would keep all weights until its end.
         names = [name for name, each in layers.named_modules() if type(each) is nn.Linear]
         for name in names:
-            layers.set_submodule(name, replaced(layers.get_submodule(name)).to(device))
+            layers.set_submodule(name, _quantised(layers.get_submodule(name), bits).to(device))
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # transformers wraps it, and its types are lost
 
 
-def _in_4_bits(linear: Any) -> nn.Module:
+def _quantised(linear: Any, bits: int) -> nn.Module:
     """Quantised once it is moved, to any device."""
-    import bitsandbytes
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
-    quantised = bitsandbytes.nn.Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        compute_dtype=linear.weight.dtype,
-        quant_type="nf4",
-        device="meta",
-    )
-    quantised.weight = bitsandbytes.nn.Params4bit(
-        linear.weight.data, requires_grad=False, quant_type="nf4", module=quantised
-    )
-    quantised.bias = linear.bias
-    return quantised
-
-
-def _in_8_bits(linear: Any) -> nn.Module:
-    """Quantised once it is moved, to any device."""
-    import bitsandbytes
-
-    quantised = bitsandbytes.nn.Linear8bitLt(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        has_fp16_weights=False,
-        threshold=INT8_THRESHOLD,
-        device="meta",
-    )
-    # Only what comes from the CPU is quantised when it is moved.
-    of_cpu = linear.weight.data.cpu()
-    quantised.weight = bitsandbytes.nn.Int8Params(of_cpu, requires_grad=False)
-    quantised.bias = linear.bias
-    return quantised
+    sides: Any = (linear.in_features, linear.out_features, linear.bias is not None)
+    weight = linear.weight.data
+    made: Any
+    if bits == 4:
+        made = Linear4bit(*sides, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        made.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
+    else:
+        made = Linear8bitLt(*sides, has_fp16_weights=False, threshold=INT8_THRESHOLD, device="meta")
+        # Only what comes from the CPU is quantised when it is moved.
+        made.weight = Int8Params(weight.cpu(), requires_grad=False)
+    made.bias = linear.bias
+    return made

@@ -7,15 +7,8 @@ from ..terminal_text import pip_install
 
 
 def require_members(owner: object, names: Iterable[str], package: str, tested: str) -> None:
-    """An overridden method that was renamed would never be called, in silence.
-
-    Args:
-        owner: A class or module of the package.
-        tested: The version that the plug-in was tested with.
-
-    Raises:
-        RuntimeError: ``owner`` lacks some of the names.
-    """
+    """Raise ``RuntimeError`` if a class or module of a package lacks some of the names, with the
+    version that the plug-in was tested with: a renamed method would never be called, in silence."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         found = importlib.metadata.version(package)

@@ -32,12 +32,8 @@ class EndedRows:
         batch = self._processor.apply_chat_template(
             conversations, processor_kwargs=kwargs, **options
         )
-        ends = batch["input_ids"].new_full(
-            (len(batch["input_ids"]), 1), self.tokenizer.eos_token_id
-        )
-        batch["input_ids"] = torch.cat((batch["input_ids"], ends), dim=1)
-        mask = batch["attention_mask"]
-        batch["attention_mask"] = torch.cat((mask, torch.ones_like(mask[:, :1])), dim=1)
+        for name, end in (("input_ids", self.tokenizer.eos_token_id), ("attention_mask", 1)):
+            batch[name] = torch.nn.functional.pad(batch[name], (0, 1), value=end)
         return batch
 
 
@@ -55,26 +51,15 @@ class GLM4VProcessingStrategy(processing_strategies.ProcessingStrategy):
         return [boundary(role="assistant", start_tokens=start, end_tokens=end)]
 
     def process_labels(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """``(B, L)`` ids; labels of that shape, -100 where nothing is learned.
-
-        The id that pads is that of the end, which is learned: so padding is told by its place, on
-        the left of the first answer.
-        """
+        # The id that pads is that of the end, which is learned: so padding is told by its place, on
+        # the left of the first answer.
         return input_ids.masked_fill(~self._mask_non_assistant_keep(input_ids), -100)
 
 
 def register() -> None:
-    """Tell axolotl of glm-4v. Again changes nothing.
-
-    Raises:
-        RuntimeError: this axolotl lacks what the plug-in overrides.
-    """
-    strategy = processing_strategies.ProcessingStrategy
-    require_members(
-        strategy,
-        ("_build_role_boundaries", "_mask_non_assistant_keep", "process_labels"),
-        *("axolotl", TESTED),
-    )
+    """Tell axolotl of glm-4v. Again changes nothing."""
+    names = ("_build_role_boundaries", "_mask_non_assistant_keep", "process_labels")
+    require_members(processing_strategies.ProcessingStrategy, names, "axolotl", TESTED)
     if model_support.get_model_support("chatglm") is not None:
         return
     family = model_support.ModelFamilyTemplate(

@@ -9,12 +9,9 @@ UNGROWN = f"{BEGIN}<|endoftext|>{END}"
 
 
 def images_first(content: str) -> tuple[int, str]:
-    """How many places stand at the beginning and end of a message, and its words without them.
-
-    The model is used to pictures before the words, and to words without space around them, which
-    LLaVA's data sets have ("<image>\\n"). Places between words stay where they are, and
-    with them those at the end, so that pictures keep their order.
-    """
+    """How many places stand at the beginning and end of a message, and its words without them and
+    the space around (LLaVA's "<image>\\n"): the model is used to pictures before the words. Places
+    between words stay, and with them those at the end, so that pictures keep their order."""
     if PLACE not in content:
         return 0, content
     words, before = _without(content.strip(), str.startswith, str.removeprefix)

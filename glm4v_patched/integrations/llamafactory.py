@@ -51,10 +51,7 @@ class GLM4VPlugin(mm_plugin.BasePlugin):
         return messages
 
     def _regularize_images(self, images, **options):
-        """At full size: the model's processor makes them all as large as the model sees them.
-
-        Shrinking them before that (``image_max_pixels``, by default to 768 x 768) saves nothing.
-        """
+        """At full size: the model's processor is to see more than ``image_max_pixels``."""
         sources = [
             image["bytes"] or image["path"] if isinstance(image, dict) else image
             for image in images
@@ -79,11 +76,7 @@ class GLM4VTemplate(Template):
 
 
 def register() -> None:
-    """Register the plug-in, and have the template ``glm4`` use it. Again does nothing.
-
-    Raises:
-        RuntimeError: this LLaMA-Factory is built differently; names what is missing.
-    """
+    """Register the plug-in, and have the template ``glm4`` use it. Again does nothing."""
     if NAME in mm_plugin.PLUGINS:
         return
     glm4v_patched.apply()
@@ -92,5 +85,4 @@ def register() -> None:
     require_members(Template, ["fix_special_tokens"], "llamafactory", TESTED)
     require_members(TEMPLATES[TEMPLATE], PIECES, "llamafactory", TESTED)
     mm_plugin.register_mm_plugin(NAME, GLM4VPlugin)
-    fields = vars(TEMPLATES[TEMPLATE])
-    TEMPLATES[TEMPLATE] = GLM4VTemplate(**fields)
+    TEMPLATES[TEMPLATE] = GLM4VTemplate(**vars(TEMPLATES[TEMPLATE]))

@@ -12,13 +12,9 @@ def register() -> None:
     """Tell what the tower, its projector and the language model are. Again does nothing.
 
     Text models that share the model type "chatglm" have only the last of these.
-
-    Raises:
-        RuntimeError: this LLaMA-Factory is built differently; names what is missing.
     """
-    require_members(
-        visual, ["_register_composite_model", "COMPOSITE_MODELS"], "llamafactory", TESTED
-    )
+    names = ["_register_composite_model", "COMPOSITE_MODELS"]
+    require_members(visual, names, "llamafactory", TESTED)
     visual._register_composite_model(
         model_type="chatglm",
         projector_keys=[f"{TOWER}.linear_proj", f"{TOWER}.conv"],

@@ -101,7 +101,8 @@ class GLM4VTemplate(Template):
         for message in inputs.messages:
             content = message["content"]
             if message["role"] == "user" and isinstance(content, str):
-                message["content"] = _images_first(content)
+                number, words = images_first(content)
+                message["content"] = f"{PLACE * number}{PIECE_BREAK}{words}" if number else words
             elif message["role"] == "assistant":
                 message["content"] = _on_new_line(content)
 
@@ -147,30 +148,16 @@ class GLM4VTemplate(Template):
 
 
 def register() -> None:
-    """Register the model and its template. Once is enough; again does nothing.
-
-    Raises:
-        RuntimeError, AttributeError: this ms-swift is built differently; names what is missing.
-    """
+    """Register the model and its template. Again does nothing."""
     if _patches.is_applied:
         return
     glm4v_patched.apply()
-    _require_tested_form()
+    methods = ("_encode", "_load_image", "_swift_prepare_inputs", "_tokenize")
+    require_members(Template, (*methods, "decode_generate_ids"), "ms-swift", TESTED)
+    require_members(ModelLoader, ("get_processor", "get_config"), "ms-swift", TESTED)
     _register_template()
     _register_model()
     _patches.apply()
-
-
-def _require_tested_form() -> None:
-    methods = (
-        "_encode",
-        "_load_image",
-        "_swift_prepare_inputs",
-        "_tokenize",
-        "decode_generate_ids",
-    )
-    require_members(Template, methods, "ms-swift", TESTED)
-    require_members(ModelLoader, ("get_processor", "get_config"), "ms-swift", TESTED)
 
 
 def _register_template() -> None:
@@ -195,7 +182,11 @@ def _register_template() -> None:
 
 def _register_model() -> None:
     stock = MODEL_MAPPING[NAME]
-    glm4v = [group for group in stock.model_groups if _has_glm4v(group)]
+    glm4v = [
+        group
+        for group in stock.model_groups
+        if any(model.hf_model_id == "zai-org/glm-4v-9b" for model in group.models)
+    ]
     if not glm4v:
         raise RuntimeError(f"ms-swift's model type {NAME} has no glm-4v-9b: install {TESTED}")
     stock.model_groups = [group for group in stock.model_groups if group not in glm4v]
@@ -209,15 +200,9 @@ def _register_model() -> None:
             embedding="transformer.embedding.word_embeddings",
             module_list="transformer.encoder.layers",
             lm_head="transformer.output_layer",
-            language_model=[
-                "transformer.encoder",
-                "transformer.embedding",
-                "transformer.output_layer",
-            ],
+            language_model=[f"transformer.{n}" for n in ("encoder", "embedding", "output_layer")],
             vision_tower="transformer.vision",
-            aligner=[
-                f"transformer.vision.{name}" for name in ("linear_proj", "conv", "boi", "eoi")
-            ],
+            aligner=[f"transformer.vision.{n}" for n in ("linear_proj", "conv", "boi", "eoi")],
         ),
         exist_ok=True,
     )
@@ -235,20 +220,13 @@ def _register_model() -> None:
     )
 
 
-def _has_glm4v(group) -> bool:
-    return any(model.hf_model_id == "zai-org/glm-4v-9b" for model in group.models)
-
-
 def _is_glm4v_folder(folder: str) -> bool:
     config = Path(folder) / "config.json"
     return config.is_file() and is_glm4v(json.loads(config.read_text(encoding="utf-8")))
 
 
 def _find_by_contents(original):
-    """swift finds a model's type by the name of its folder, or by an architecture.
-
-    That of the published glm-4v is shared with six others.
-    """
+    """swift goes by the name of a folder, or by an architecture, which six others share."""
 
     def get_matched_model_meta(model_id_or_path):
         if _is_glm4v_folder(model_id_or_path):
@@ -270,11 +248,6 @@ def _check_places(inputs: StdTemplateInputs) -> None:
             f"a row has {len(inputs.images)} pictures and {places} places for them ({PLACE}) in "
             'its messages: give each its picture, in "images"'
         )
-
-
-def _images_first(content: str) -> str:
-    number, words = images_first(content)
-    return f"{PLACE * number}{PIECE_BREAK}{words}" if number else words
 
 
 def _on_new_line(content: Any) -> Any:

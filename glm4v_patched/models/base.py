@@ -5,17 +5,10 @@ Needs no torch. Models are known by their contents, so that folders may move.
 
 import hashlib
 import json
-import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..patch.config_json import is_glm4v, read_object
-from ..terminal_text import shorten
-from .check_weights import shapes_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REPORT = "training.json"  # what a training leaves beside what it saves
@@ -24,35 +17,22 @@ MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "toke
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
 MODEL_FILES += ["chat_template.jinja", "*.bin", "*.bin.index.json"]
 NOT_OF_MODEL = "training_args.bin"  # the Trainer leaves it beside what it saves
-SECONDS_FOR_A_PATTERN = 5
 WHOLE_UP_TO = 64 * 2**20  # bytes
 BLOCK, BLOCKS = 64 * 2**10, 64
 
 
 @dataclass(frozen=True)
 class Base:
-    """A model, and the adapters on it.
+    """A model, and the adapters on it."""
 
-    Args:
-        model: Folder or id of the Hub of the weights that are no adapters.
-        revision: Of an id of the Hub; its commit, once it is known.
-        adapters: Folder of the LoRA adapters on it, if there are any.
-    """
-
-    model: str
-    revision: str | None = None
-    adapters: Path | None = None
+    model: str  # folder or id of the Hub of the weights that are no adapters
+    revision: str | None = None  # of an id of the Hub; its commit, once it is known
+    adapters: Path | None = None  # folder of the LoRA adapters on it
 
 
 def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
-    """Where the model under the LoRA adapters in a folder lies.
-
-    Args:
-        revision: Of that model, if it is an id of the Hub.
-
-    Raises:
-        ValueError: there are no adapters, or a model beside them, or their model is no glm-4v.
-    """
+    """The model under the LoRA adapters in a folder; ``ValueError`` if there are no adapters, or a
+    model beside them, or theirs is no glm-4v. ``revision``: of a model that is an id of the Hub."""
     if any(folder.glob("model*.safetensors")):
         raise ValueError(
             f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
@@ -70,66 +50,15 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder / ADAPTER_CONFIG}: megatron_config is {megatron!r}, by which peft imports "
             f"the module {config.get('megatron_core')!r}; expected null"
         )
-    weights = folder / ADAPTER_WEIGHTS
-    if not weights.is_file():
-        raise ValueError(f"{weights} is missing: expected adapters as safetensors")
-    _require_quick_patterns(folder, config)
-    if revision is not None and Path(model).is_dir():
-        raise ValueError(
-            f"revision is {revision!r}, and the adapters in {folder} are of {model}, a "
-            "folder; expected null"
-        )
+    tensor_names(folder / ADAPTER_WEIGHTS)  # which have to be there
     if Path(model).is_dir():
+        if revision is not None:
+            raise ValueError(
+                f"revision is {revision!r}, and the adapters in {folder} are of {model}, a "
+                "folder; expected null"
+            )
         _require_glm4v(Path(model), folder)
     return Base(model, revision or config.get("revision"), folder)
-
-
-def _require_quick_patterns(folder: Path, config: dict) -> None:
-    """Raise ``ValueError`` for a regular expression that is none, or would keep peft for minutes.
-
-    peft compares them with the name of each module, and so does this, for seconds at most.
-    """
-    fields = ("target_modules", "exclude_modules", "layers_pattern")
-    given = [(name, value) for name in fields if isinstance(value := config.get(name), str)]
-    for name in ("rank_pattern", "alpha_pattern"):
-        given += [(name, key) for key in config.get(name) or {}]
-    modules = {n.rpartition(".lora_")[0] for n in tensor_names(folder / ADAPTER_WEIGHTS)}
-    modules |= {n.rpartition(".")[0] for n in shapes_of(Path(config["base_model_name_or_path"]))}
-    for name, pattern in given:
-        place = f"{folder / ADAPTER_CONFIG}: {name}"
-        try:
-            with time_limit(SECONDS_FOR_A_PATTERN):
-                compiled = re.compile(pattern)
-                for module in sorted(modules):
-                    compiled.fullmatch(module)
-        except (re.error, RecursionError, OverflowError) as error:
-            told = f"{place} is no regular expression ({error})"
-            raise ValueError(f"{told}; expected one for names of modules") from None
-        except TimeoutError:
-            raise ValueError(
-                f"{place} was compared with {len(modules):,} names of modules for more than "
-                f"{SECONDS_FOR_A_PATTERN} s: {shorten(pattern)}; expected one without repetitions "
-                "of repetitions, or a list of names"
-            ) from None
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the main thread, the only one that has such a clock."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:
@@ -155,6 +84,7 @@ def read_report(folder: Path) -> dict:
 
 
 def tensor_names(weights: Path) -> list[str]:
+    """Of a file of safetensors; ``ValueError`` if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -186,11 +116,7 @@ def not_had(name: str, error: Exception) -> str:
 
 def pin(base: Base) -> Base:
     """The same with the commit of an id of the Hub, so that all processes load one and the same,
-    now and when the run is continued.
-
-    Raises:
-        ValueError: there is no such model, or it is adapters, or the Hub does not answer.
-    """
+    now and when the run is continued; ``ValueError`` if there is no such model, or no answer."""
     if Path(base.model).is_dir():
         return base
     from huggingface_hub import hf_hub_download
@@ -233,11 +159,8 @@ def identify(base: Base) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it.
-
-    The first and the last block are among them. What changes all of a file is noticed; a byte
-    between the blocks is not.
-    """
+    """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it,
+    the first and the last among them, so that a changed byte between them is not noticed."""
     size = path.stat().st_size
     found = hashlib.sha256()
     with path.open("rb") as file:

@@ -7,7 +7,7 @@ weights it has.
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..engine.options import part_of, parts_trained
 from ..patch.config_json import is_glm4v, read_object
-from ..terminal_text import listed
+from ..terminal_text import listed, shorten
 
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,6 +25,9 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 PREFIX = "transformer."
 TOWER = "transformer.vision."
 LAYER = re.compile(r"(.*\.layers)\.(\d+)\.")
+POINTER = b"version https://git-lfs"
+# What a file that is no JSON, or holds other things than it should, makes who reads it raise.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 class Shape(NamedTuple):
@@ -37,43 +40,39 @@ class Shape(NamedTuple):
 def fault_of_model_folder(folder: Path) -> str | None:
     if (folder / "adapter_config.json").is_file():
         return None
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / "config.json").exists():
         return "a folder without config.json; expected one of a glm-4v"
-    except (OSError, ValueError, RecursionError) as error:
-        return f"its config.json cannot be read: {str(error)!r}"
-    if not isinstance(config, dict) or not is_glm4v(config):
-        kind = config.get("model_type") if isinstance(config, dict) else config
-        kind = json.dumps(kind)[:60]
-        return (
-            f"its config.json has model_type {kind} and is not a glm-4v's; expected chatglm, with "
-            "a vision_config"
-        )
     try:
+        config = read_object(folder / "config.json")
         shards = shards_of(folder)
     except ValueError as error:
-        return str(error)
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
-        return f"{len(missing)} of {len(shards)} files of its index are missing: {missing[0]} ..."
-    pointers = [name for name in shards if _begins(folder / name, b"version https://git-lfs")]
-    if pointers:
-        return f"{pointers[0]} is a pointer of git-lfs and has no weights; run git lfs pull there"
-    if cut := [fault for name in shards if (fault := _fault_of_length(folder / name))]:
-        return cut[0]
+        return shorten(str(error), 300)
+    if not is_glm4v(config):
+        return (
+            f"its config.json has model_type {json.dumps(config.get('model_type'))[:60]} and is "
+            "not a glm-4v's; expected chatglm, with a vision_config"
+        )
+    faults = (_fault_of_shard(folder / name) for name in shards)
+    if fault := next(filter(None, faults), None):
+        return fault
     if not shards and not [*folder.glob("*.bin")]:
         return "a folder without weights; expected model.safetensors, or an index of its parts"
     return None
 
 
-def _fault_of_length(weights: Path) -> str | None:
+def _fault_of_shard(weights: Path) -> str | None:
     """What a file of safetensors says that it holds, against its length."""
+    if not weights.is_file():
+        return f"{weights.name} is missing, which its index names"
     try:
+        with weights.open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                told = f"{weights.name} is a pointer of git-lfs and has no weights"
+                return f"{told}; run git lfs pull there"
         header, begin = read_header(weights)
         end = begin + max((int(of["data_offsets"][1]) for of in header.values()), default=0)
         length = weights.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+    except UNREADABLE:
         return None  # reported when it is loaded
     if length >= end:
         return None
@@ -81,14 +80,6 @@ def _fault_of_length(weights: Path) -> str | None:
         f"{weights.name} has {length:,} of its {end:,} bytes: a download that was cut short; "
         "expected the whole file, download it again"
     )
-
-
-def _begins(file: Path, start: bytes) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(start)) == start
-    except OSError:
-        return False  # reported when it is loaded
 
 
 def tensors_of(folder: Path) -> dict[str, Shape]:
@@ -99,13 +90,9 @@ def tensors_of(folder: Path) -> dict[str, Shape]:
             header, _ = read_header(folder / shard)
             for name, of in header.items():
                 tensors[name] = Shape(tuple(int(side) for side in of["shape"]), str(of["dtype"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except UNREADABLE:
         return {}
     return tensors
-
-
-def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.sides for name, tensor in tensors_of(folder).items()}
 
 
 def read_header(weights: Path) -> tuple[dict[str, Any], int]:
@@ -131,7 +118,7 @@ def shards_of(folder: Path) -> list[str]:
         names = {*index["weight_map"].values()}
     except FileNotFoundError:
         return [WHOLE] if has_whole else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except UNREADABLE:
         return []  # what is wrong with it is reported when it is loaded
     if odd := [name for name in names if not _is_bare(name)]:
         raise ValueError(
@@ -155,22 +142,17 @@ def _is_bare(name: Any) -> bool:
 def require_whole(
     model: str, revision: str | None = None, from_scratch: Sequence[str] = (), trained: str = "full"
 ) -> int:
-    """See by names and shapes alone that a model has every weight of its config, and no other.
-
-    ``from_pretrained`` only warns of a missing weight, and lets it begin at random.
+    """See by names and shapes alone that a model has every weight of its config, and no other;
+    ``ValueError`` if it does not. ``from_pretrained`` only warns, and lets it begin at random.
 
     Args:
         model: A folder, or an id of the Hub, of which the beginnings of the files are read.
         revision: Of an id of the Hub: its commit.
-        from_scratch: Beginnings of names of weights that are missing on purpose.
-        trained: As a recipe says it: those have to be trained.
+        from_scratch: Beginnings of names of weights that are missing on purpose, and are trained.
+        trained: As a recipe says it.
 
     Returns:
         How many weights it has.
-
-    Raises:
-        ValueError: weights are missing, or left over, or of another size than config.json says; or
-            ``from_scratch`` names none that is missing, or one that is not trained.
     """
     # Late: mistakes that need no torch are answered without it.
     from ..remote.configuration_chatglm import ChatGLMConfig
@@ -182,33 +164,36 @@ def require_whole(
         built = GLM4VForCausalLM(config)
     wanted = {name: tuple(weight.shape) for name, weight in built.named_parameters()}
     quantised = getattr(config, "quantization_config", None) is not None
-    compared = _compare(wanted, _tensors(model, revision), quantised)
-    unused = [start for start in from_scratch if not any(_starts(compared.missing, start))]
+    missing, left_over, unlike = _compare(wanted, _tensors(model, revision), quantised)
+    unused = [start for start in from_scratch if not any(n.startswith(start) for n in missing)]
     if unused:
         raise ValueError(
             f"from_scratch has {unused[0]!r}, and {model} lacks no weight whose name begins so; "
-            f"expected beginnings of names that it lacks ({listed(compared.missing) or 'none'})"
+            f"expected beginnings of names that it lacks ({listed(missing) or 'none'})"
         )
-    allowed = {name for start in from_scratch for name in _starts(compared.missing, start)}
+    allowed = [name for name in missing if name.startswith(tuple(from_scratch))]
     if idle := [name for name in allowed if part_of(name) not in parts_trained(trained)]:
         raise ValueError(
             f"from_scratch has {idle[0]}, which {model} lacks and trained: {trained} does not "
             f"train; expected trained to be full, or to have {part_of(idle[0])} among its parts"
         )
-    missing = [name for name in compared.missing if name not in allowed]
-    if missing or compared.left_over or compared.unlike:
-        found = compared._replace(missing=missing)
-        raise ValueError(f"{model}: {_describe(found, wanted)}; {_guess(found, wanted, model)}")
+    missing = [name for name in missing if name not in allowed]
+    faults = (
+        (missing, f"of {len(wanted)} weights are missing, which would begin at random"),
+        (left_over, "weights have no place in the model of its config.json"),
+        (unlike, "weights have other shapes than its config.json says"),
+    )
+    told = [f"{len(names)} {fault} ({listed(names)})" for names, fault in faults if names]
+    if told:
+        cause = _guess(missing, left_over, unlike, wanted)
+        raise ValueError(f"{model}: {'; '.join(told)}; {cause}")
     return len(wanted) - len(allowed)
 
 
 def require_readable(model: str, revision: str | None = None) -> None:
     """See that transformers takes the settings of a model, before it loads any weight.
 
-    Its own errors are of every kind, and few name the file or the key.
-
-    Raises:
-        ValueError: it does not; names the file and the key.
+    Its own errors are of every kind, and few name the file or the key, as this ``ValueError`` does.
     """
     from transformers import GenerationConfig
     from transformers.quantizers.auto import AutoQuantizationConfig
@@ -224,13 +209,14 @@ def require_readable(model: str, revision: str | None = None) -> None:
             with suppress(ImportError):  # a package that is missing is told by whoever loads
                 AutoQuantizationConfig.from_dict(quantised)
 
-    for name, read in (
-        ("config.json", read_config),
-        ("generation_config.json", GenerationConfig.from_dict),
-    ):
-        silent = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
-        options = {f"_raise_exceptions_for_{error}": raised for error, raised in silent.items()}
-        if file := cached_file(model, name, revision=revision, **options):
+    kinds = ("missing_entries", "connection_errors", "gated_repo")
+    silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+    readers: dict[str, Any] = {
+        "config.json": read_config,
+        "generation_config.json": GenerationConfig.from_dict,
+    }
+    for name, read in readers.items():
+        if file := cached_file(model, name, revision=revision, **silent):
             _require_readable(read, read_object(Path(file)), f"{model}: {name}")
 
 
@@ -255,78 +241,40 @@ def quantised_by(model: str, revision: str | None = None) -> str | None:
     return found.get("quant_method") if isinstance(found, dict) else None
 
 
-class Compared(NamedTuple):
-    """Names of weights: the model's that are not there, those there that are not the model's, and
-    for those of another size the sides there and the model's."""
-
-    missing: list[str]
-    left_over: list[str]
-    unlike: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-
 def _compare(
     wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape], quantised: bool
-) -> Compared:
+) -> tuple[list[str], list[str], list[str]]:
+    """Names of the model's weights that are not there, and of those there that are not the model's;
+    and those of another size, with their sides."""
     # transformers adds what the decoder's own class leaves out, if no name has it.
     if not wanted.keys() & there and any(PREFIX + name in wanted for name in there):
         there = {PREFIX + name: shape for name, shape in there.items()}
     there = {name: shape for name, shape in there.items() if not name.endswith(COMPUTED)}
     # A quantised layer's weight is kept in pieces, as .weight.absmax, .weight_packed or .qweight.
     pieces = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in there}
-    layers = {name.rpartition(".")[0] for name in wanted if name.endswith(".weight")}
-
-    def is_piece(name: str) -> bool:
-        return quantised and any(name.startswith(f"{layer}.") for layer in _owners(name, layers))
-
+    layers = tuple(name.removesuffix("weight") for name in wanted if name.endswith(".weight"))
+    if not quantised:
+        pieces, layers = set(), ()
     missing = [
         name
         for name in wanted
         if name not in there
-        and not (quantised and name.endswith(".weight") and name.removesuffix(".weight") in pieces)
+        and not (name.endswith(".weight") and name.removesuffix(".weight") in pieces)
     ]
-    left_over = [name for name in there if name not in wanted and not is_piece(name)]
-    unlike = {
-        name: (there[name].sides, sides)
+    left_over = [name for name in there if name not in wanted and not name.startswith(layers)]
+    unlike = [
+        f"{name}: {[*there[name].sides]}, not {[*sides]}"
         for name, sides in wanted.items()
         if name in there and there[name].sides != sides
         if not (quantised and there[name].dtype not in FLOATS)
-    }
-    return Compared(missing, left_over, unlike)
+    ]
+    return missing, left_over, unlike
 
 
-def _owners(name: str, layers: set[str]) -> list[str]:
-    parts = name.split(".")
-    starts = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return [start for start in starts if start in layers]
-
-
-def _starts(names: Sequence[str], start: str) -> list[str]:
-    return [name for name in names if name.startswith(start)]
-
-
-def _describe(found: Compared, wanted: Mapping[str, Any]) -> str:
-    told = []
-    if found.missing:
-        told.append(
-            f"{len(found.missing)} of {len(wanted)} weights are missing, which would begin at "
-            f"random ({listed(found.missing)})"
-        )
-    if found.left_over:
-        told.append(
-            f"{len(found.left_over)} weights have no place in the model of its config.json "
-            f"({listed(found.left_over)})"
-        )
-    if found.unlike:
-        shown = [f"{n}: {[*there]}, not {[*own]}" for n, (there, own) in found.unlike.items()]
-        told.append(
-            f"{len(shown)} weights have other shapes than its config.json says ({listed(shown)})"
-        )
-    return "; ".join(told)
-
-
-def _guess(found: Compared, wanted: Mapping[str, Any], model: str) -> str:
+def _guess(
+    missing: list[str], left_over: list[str], unlike: list[str], wanted: Mapping[str, Any]
+) -> str:
     """The likeliest cause, and its cure."""
-    missing, left_over = found.missing, found.left_over
     if any(".base_layer." in name or ".lora_" in name for name in left_over):
         return (
             "adapters were saved around the model and not merged into it; save it again after "
@@ -336,7 +284,7 @@ def _guess(found: Compared, wanted: Mapping[str, Any], model: str) -> str:
         return f"another tool put {added!r} before the names; expected them without it"
     if lacking := _common_prefix(missing, left_over):
         return f"another tool took {lacking!r} from the names; expected them with it"
-    if left_over and not missing and not found.unlike and (layers := _layers_of(left_over)):
+    if left_over and not missing and not unlike and (layers := _layers_of(left_over)):
         return f"config.json says fewer layers than there are of {layers}; expected its num_layers"
     if missing and not left_over and (layers := _layers_of(missing)):
         return f"config.json says more layers than there are of {layers}, or a shard is missing"
@@ -345,14 +293,14 @@ def _guess(found: Compared, wanted: Mapping[str, Any], model: str) -> str:
             "the vision tower was left out, as by tools that save a language model; put the "
             "published model's weights of these names beside the others"
         )
-    if found.unlike:
+    if unlike:
         return "the config.json is another model's; expected the one that was saved with them"
     if missing and not left_over:
         return "a shard was left out, or the index is another save's; expected all of the folder"
     return "expected the names of the published weights"
 
 
-def _common_prefix(longer: Sequence[str], names: Mapping[str, Any] | Sequence[str]) -> str | None:
+def _common_prefix(longer: Sequence[str], names: Iterable[str]) -> str | None:
     """What stands before every one of ``longer`` that is one of ``names`` without it."""
     known = {*names}
     for start in range(1, len(longer[0])) if longer else ():
@@ -373,22 +321,16 @@ def _layers_of(names: Sequence[str]) -> str | None:
 def _tensors(model: str, revision: str | None) -> dict[str, Shape]:
     """Of a folder or a repository. Of pickled files, sizes are read and no weights."""
     folder = Path(model)
-    if not folder.is_dir():
-        return _tensors_of_hub(model, revision)
-    return tensors_of(folder) if shards_of(folder) else _tensors_of_pickles(folder)
-
-
-def _tensors_of_hub(model: str, revision: str | None) -> dict[str, Shape]:
+    if folder.is_dir():
+        return tensors_of(folder) if shards_of(folder) else _tensors_of_pickles(folder)
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
 
-    try:
-        # Where all of them are in the cache, the Hub need not answer.
+    with suppress(OSError, ValueError):  # none of it is in the cache
+        # Where all of them are, the Hub need not answer.
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if (shards := shards_of(cached)) and all((cached / name).is_file() for name in shards):
             return tensors_of(cached)
-    except (OSError, ValueError):
-        pass  # none of it is there
     try:
         metadata = HfApi().get_safetensors_metadata(model, revision=revision)
     except NotASafetensorsRepoError:

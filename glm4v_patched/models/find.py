@@ -1,7 +1,6 @@
 """Finds what is to be loaded; needs no torch, so that mistakes are answered at once."""
 
 import os
-import re
 from pathlib import Path
 
 from ..engine.options import require_packages
@@ -18,12 +17,9 @@ from .base import (
 from .check_weights import fault_of_model_folder, quantised_by, require_whole
 from .quantised_weights import WEIGHTS
 
-# Names of the Hub: OWNER/NAME, of letters, digits, "-", "_" and ".", neither "--" nor ".." inside.
-HUB_ID = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]*(?<![.-])/\w[\w.-]*(?<![.-])", re.ASCII)
-LONGEST_HUB_ID = 96
+# What is taken of adapters on the Hub; no code.
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
 OF_ADAPTERS += ["tokenizer.model", "chat_template.jinja"]
-"""What is taken of adapters on the Hub; no code."""
 
 
 def fault_of_model(model: str) -> str | None:
@@ -33,22 +29,24 @@ def fault_of_model(model: str) -> str | None:
     expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
     if os.path.lexists(model):
         return f"a file, or a link to nothing; {expected}"
-    is_id = HUB_ID.fullmatch(model) and len(model) <= LONGEST_HUB_ID
-    return None if is_id else f"there is no such folder; {expected}"
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return f"there is no such folder; {expected}"
+    return None if "/" in model else f"there is no such folder; {expected}"
 
 
 def find_source(name: str, revision: str | None = None, weights: str | None = None) -> Base:
-    """The model of that name, and the adapters on it, if the name is that of their folder.
+    """The model in a folder or of an id of the Hub, and the adapters on it, if it is theirs.
+
+    ``ValueError`` if it is not there, not whole or no glm-4v, if its adapters are of a model that
+    has changed since, or if the Hub does not answer; ``RuntimeError`` if a package is missing.
 
     Args:
-        name: Folder of a model or of LoRA adapters, or an id of the Hub.
         revision: Of an id of the Hub; of a folder of adapters, that of their model there.
-        weights: How they will be held: one of :data:`weights.WEIGHTS`, or as they are.
-
-    Raises:
-        ValueError: it is not there, not whole or no glm-4v, its adapters are of a model that has
-            changed since, or the Hub does not answer.
-        RuntimeError: a package is missing.
+        weights: How they will be held: one of :data:`quantised_weights.WEIGHTS`, or as they are.
     """
     if fault := fault_of_model(name):
         raise ValueError(f"{name}: {fault}")
@@ -87,12 +85,7 @@ def _find_base(name: str, revision: str | None) -> Base:
 
 def adapters_of_hub(name: str, revision: str | None) -> Path | None:
     """The folder in the Hub's cache with the adapters of that id, downloaded if they are not there.
-
-    None of a folder, and where no adapters are found, which :func:`pin` has words for.
-
-    Raises:
-        ValueError: there are adapters, and they cannot be had whole.
-    """
+    None of a folder, and where no adapters are found, which :func:`pin` has words for."""
     if os.path.lexists(name):
         return None
     from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache

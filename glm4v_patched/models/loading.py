@@ -19,8 +19,6 @@ from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import doing
 from .base import Base
 
-UNUSABLE = (SecurityError, TemplateSyntaxError)
-
 
 class Loaded(NamedTuple):
     """A model in eval mode, with peft's around it if there are adapters, and its processor."""
@@ -32,18 +30,15 @@ class Loaded(NamedTuple):
 def load(
     base: Base, device: str = "cuda", weights: str | None = None, tells: bool = True
 ) -> Loaded:
-    """Load what :func:`source.find_source` found, in the dtype that it was saved in.
+    """Load what :func:`find.find_source` found, in the dtype that it was saved in.
 
     Args:
         device: As torch takes it. Weights go straight to a GPU.
-        weights: How those of the layers are held: one of :data:`weights.WEIGHTS`, or None for as
-            they were saved. Of vision adapter, embeddings and output layer they stay as they are.
-            For fp8 the model is loaded into the machine's memory, and the GPU never holds it in
-            full.
+        weights: How those of the layers are held: one of :data:`quantised_weights.WEIGHTS`, or None
+            for as they were saved. Of vision adapter, embeddings and output layer they stay as they
+            are. For fp8 the model is loaded into the machine's memory, and the GPU never holds it
+            in full.
         tells: Say that it is being done.
-
-    Raises:
-        RuntimeError: torch has no such device, or the GPU has no fp8, which is asked for.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(
@@ -60,21 +55,21 @@ def load(
 def hold(
     build: Callable[..., Any], device: str, weights: str | None, adapters: Path | None = None
 ) -> Any:
-    """A model on a device, with the weights of its layers held in one of :data:`weights.WEIGHTS`,
-    and with adapters, if there are any.
+    """A model on a device, with the weights of its layers held as :func:`load` has it, and with
+    adapters, if there are any.
 
     Args:
         build: Given what else ``from_pretrained`` takes, returns the model: that function, of a
             folder, or :func:`trainable.build_random`.
-
-    Raises:
-        RuntimeError: fp8 is asked for, and the GPU has none.
     """
     given: dict[str, Any] = {}
     if weights in ("4bit", "8bit"):
         bits = int(weights.removesuffix("bit"))
         if bits == 8:
-            _say_no_casts()
+            import bitsandbytes
+
+            logger = logging.getLogger(bitsandbytes.MatmulLtState.__module__)
+            logger.addFilter(_is_no_cast)
         given = quantization_options(torch.bfloat16, torch.device(device), bits)
     elif weights == "fp8":
         require_products()
@@ -89,15 +84,8 @@ def hold(
     return model
 
 
-def _say_no_casts() -> None:
-    """LLM.int8 casts to fp16, and says so in each product of a model that is in bf16."""
-    import bitsandbytes
-
-    # A logger takes a function once, however many models are loaded.
-    logging.getLogger(bitsandbytes.MatmulLtState.__module__).addFilter(_is_no_cast)
-
-
 def _is_no_cast(record: logging.LogRecord) -> bool:
+    """LLM.int8 casts to fp16, and says so in each product of a model that is in bf16."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
@@ -108,10 +96,7 @@ def config_of(base: Base) -> ChatGLMConfig:
 
 def load_processor(base: Base) -> ChatGLMProcessor:
     """That of the adapters; of a model, or of adapters that have none beside them, the model's.
-
-    Raises:
-        ValueError: a file of it cannot be read, or its chat template cannot be rendered.
-    """
+    ``ValueError`` if a file of it cannot be read, or its chat template cannot be rendered."""
     place, revision = str(base.model), base.revision or "main"
     if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
         place, revision = str(base.adapters), "main"
@@ -119,11 +104,12 @@ def load_processor(base: Base) -> ChatGLMProcessor:
         processor = ChatGLMProcessor.from_pretrained(place, revision=revision)
         # Of a template, what is wrong shows when it is rendered.
         processor.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except (SecurityError, TemplateSyntaxError) as error:
+        raise ValueError(f"{place}: its chat template: {error}") from error
+    except TemplateError:
+        return processor  # wants another conversation
     except Exception as error:  # of transformers' own, of every kind, and few name the file
-        if isinstance(error, TemplateError) and not isinstance(error, UNUSABLE):
-            return processor  # wants another conversation
-        what = "its chat template: " if isinstance(error, UNUSABLE) else ""
-        raise ValueError(_unreadable_file(Path(place)) or f"{place}: {what}{error}") from error
+        raise ValueError(_unreadable_file(Path(place)) or f"{place}: {error}") from error
     return processor
 
 

@@ -22,8 +22,7 @@ class Placement:
 
     processes: int
     on_cpu: bool = False
-    local_processes: int | None = None
-    """Those on this machine; None for all."""
+    local_processes: int | None = None  # those on this machine; None for all
 
     @property
     def share(self) -> float:
@@ -32,13 +31,8 @@ class Placement:
 
 
 def place(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
-    """Args:
-        processes: None for one on each GPU; on a CPU, or without ZeRO, for a single one.
-        device: "cpu", to use no GPUs, however many there are.
-
-    Raises:
-        NoPlace: there are fewer GPUs than processes, or several processes and no ZeRO.
-    """
+    """Where so many processes run: of None one on each GPU; on a CPU, or without ZeRO, a single
+    one. Raises :class:`NoPlace` for fewer GPUs than processes, or several and no ZeRO."""
     if zero_stage == 0 and processes not in (None, 1):
         raise NoPlace(
             "engine.zero_stage",

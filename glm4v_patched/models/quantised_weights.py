@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 
 class Held(NamedTuple):
-    """A way to hold the weights of the layers; ``package`` is one of :data:`options.PACKAGES`."""
+    """A way to hold the weights of the layers.
 
-    package: str | None
+    ``fixed_cache``: whether steps of ``generate`` may have a cache of fixed size. transformers
+    compiles no layers of bitsandbytes, and those of 8 bits wait for the device.
+    """
+
+    package: str | None  # one of options.PACKAGES
     fixed_cache: bool
-    """Whether steps of ``generate`` may have a cache of fixed size: transformers compiles no layers
-    of bitsandbytes, and those of 8 bits wait for the device."""
 
 
 WEIGHTS = {

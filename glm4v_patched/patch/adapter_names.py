@@ -46,12 +46,8 @@ def answer_names(inject_adapter: Callable) -> Callable:
 
 
 def correct_names(model: nn.Module, config) -> None:
-    """Give the names in a peft config that mean the same their own, in place.
-
-    Raises:
-        ValueError: names in ``modules_to_save`` or ``target_modules`` that fit no module; says
-            which ones are meant.
-    """
+    """Give the names in a peft config that mean the same their own, in place; ``ValueError`` for
+    those that fit no module, with those that are meant."""
     modules = [name for name, _ in model.named_modules()]
     for option in ("modules_to_save", "target_modules"):
         names = getattr(config, option, None)
@@ -77,8 +73,7 @@ def correct_names(model: nn.Module, config) -> None:
 
 
 def _refuse_nested(names: Iterable[str], modules: list[str]) -> None:
-    """peft would wrap a module and, inside of its copy, another one of the same name, and save what
-    cannot be loaded."""
+    """peft would wrap a module and another one inside of it, and save what cannot be loaded."""
     for name in names:
         fitting = [module for module in modules if _fits(name, [module])]
         for outer in fitting:
@@ -97,14 +92,10 @@ def _fits(name: str, modules: list[str]) -> bool:
 
 def _unknown(option: str, unknown: Iterable[str], explained: Iterable[str]) -> str:
     meant = [f"{name} is {MEANT[name]}" for name in sorted({*explained}) if name in MEANT]
-    told = [
-        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v"
-    ]
-    if meant:
-        told.append(", ".join(meant))
-    told.append(
+    return (
+        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v; "
+        f"{', '.join(meant)}{'; ' * bool(meant)}"
         "there are query_key_value, dense, dense_h_to_4h and dense_4h_to_h in the language model "
         "(transformer.encoder), these and fc1, fc2 and gate_proj in the vision tower "
         "(transformer.vision), and word_embeddings and output_layer; or say 'all-linear'"
     )
-    return "; ".join(told)

@@ -14,7 +14,8 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
 
 import transformers
 from packaging.specifiers import SpecifierSet
@@ -22,11 +23,7 @@ from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import is_peft_available
 
-from ..remote.configuration_chatglm import (
-    AUTO_MAP,
-    TESTED_TRANSFORMERS,
-    ChatGLMConfig,
-)
+from ..remote.configuration_chatglm import AUTO_MAP, TESTED_TRANSFORMERS, ChatGLMConfig
 from ..remote.image_processing_chatglm import ChatGLMImageProcessor
 from ..remote.modeling_chatglm import (
     ChatGLMForSequenceClassification,
@@ -68,61 +65,49 @@ CODE_LOADERS = [
 AUTO_OPTIONS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What ``apply`` takes. ``None``: not said, which leaves the default or what is in force."""
+# What ``apply`` takes. None, or not said, leaves the default or what is in force.
+OPTIONS: dict[str, type] = {
+    "fused_linear_cross_entropy": bool,
+    "attn_implementation": str,
+    "rms_norm": bool,
+    "swiglu": bool,
+}
 
-    fused_linear_cross_entropy: bool | None = None
-    attn_implementation: str | None = None
-    rms_norm: bool | None = None
-    swiglu: bool | None = None
 
-    @classmethod
-    def of(cls, **given) -> "Options":
-        known = [field.name for field in fields(cls)]
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise ValueError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
-        for name, value in given.items():
-            wanted = str if name == "attn_implementation" else bool
-            if value is not None and not isinstance(value, wanted):
-                raise ValueError(
-                    f"{name} is {value!r}: give "
-                    + ("the name of one" if wanted is str else "True or False")
-                )
-        return cls(**given)
-
-    def said(self) -> dict:
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def of_loading(self) -> dict:
-        """What from_pretrained and from_config take, unless it is said there."""
-        return {n: value for n, value in self.said().items() if n == "attn_implementation"}
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Of options those that are said; ``ValueError`` for others."""
+    if unknown := [name for name in given if name not in OPTIONS]:
+        raise ValueError(f"unknown option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+    said = {name: value for name, value in given.items() if value is not None}
+    for name, value in said.items():
+        if not isinstance(value, OPTIONS[name]):
+            wanted = "True or False" if OPTIONS[name] is bool else "the name of one"
+            raise ValueError(f"{name} is {value!r}: give {wanted}")
+    return said
 
 
 class _Activation:
     """The patches in force, and who wants them: ``apply``, and blocks of ``applied``."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lock = threading.RLock()
         self.patches: PatchSet | None = None
-        self.options = Options()
+        self.options: dict[str, Any] = {}
         self.is_kept = False
         self.blocks = 0
 
-    def activate(self, options: Options) -> None:
+    def activate(self, options: dict[str, Any]) -> None:
         if not issubclass(GLM4VForCausalLM, pkgutil.resolve_name("transformers:PreTrainedModel")):
             raise RuntimeError(
                 "transformers was imported anew since glm4v_patched was, whose classes belong to "
                 "the first one: take both out of sys.modules, or start a new process"
             )
         if self.patches is not None:
-            in_force = asdict(self.options)
             # Not said is off.
-            if any((in_force[name] or None) != (v or None) for name, v in options.said().items()):
+            if any((self.options.get(name) or None) != (v or None) for name, v in options.items()):
                 raise ValueError(
-                    f"applied already with {self.options.said() or 'no options'}, which "
-                    f"{options.said()} contradicts: revert() first"
+                    f"applied already with {self.options or 'no options'}, which {options} "
+                    "contradicts: revert() first"
                 )
             return
         require_tested_transformers(transformers.__version__)
@@ -136,17 +121,14 @@ class _Activation:
     def deactivate(self) -> None:
         if self.patches is not None:
             self.patches.revert()
-            self.patches, self.options = None, Options()
+            self.patches, self.options = None, {}
 
 
 _activation = _Activation()
 
 
 def require_tested_transformers(version: str) -> None:
-    """Raise ``ImportError`` for one that is not among those that are tested.
-
-    The model's code only warns of one: it replaces nothing of transformers'.
-    """
+    """Raise ``ImportError`` for another; the model's code, which replaces nothing, only warns."""
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
             f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
@@ -154,7 +136,7 @@ def require_tested_transformers(version: str) -> None:
         )
 
 
-def apply(**options) -> None:
+def apply(**options: Any) -> None:
     """From now on the Auto classes give this package's classes for every glm-4v.
 
     ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
@@ -181,18 +163,14 @@ def apply(**options) -> None:
         AttributeError: transformers has moved something; nothing was patched.
     """
     with _activation.lock:
-        _activation.activate(Options.of(**options))
+        _activation.activate(_checked(options))
         _activation.is_kept = True
 
 
 def revert() -> None:
-    """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends.
-
-    Models that were loaded stay as they are.
-
-    Raises:
-        RuntimeError: somebody replaced one of the same attributes since; names it and whose it is.
-    """
+    """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends; models that
+    were loaded stay as they are. ``RuntimeError`` if somebody replaced one of the same attributes
+    since, with its name and whose it is."""
     with _activation.lock:
         if _activation.blocks == 0:
             _activation.deactivate()
@@ -200,10 +178,10 @@ def revert() -> None:
 
 
 @contextmanager
-def applied(**options) -> Iterator[None]:
+def applied(**options: Any) -> Iterator[None]:
     """:func:`apply` for a block; what was in force before it stays in force after it."""
     with _activation.lock:
-        _activation.activate(Options.of(**options))
+        _activation.activate(_checked(options))
         _activation.blocks += 1
     try:
         yield
@@ -214,34 +192,33 @@ def applied(**options) -> Iterator[None]:
                 _activation.deactivate()
 
 
-def _swaps(options: Options) -> list[Swap]:
+def _swaps(options: dict[str, Any]) -> list[Swap]:
+    classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
+        MODEL_CLASSES, GLM4VForCausalLM
+    )
+    classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
     loaders: dict[str, Callable] = {
-        "AutoConfig": _load_config,
-        **{name: functools.partial(_load_model, options, _class(name)) for name in MODEL_CLASSES},
+        "AutoConfig": lambda name, **given: ChatGLMConfig.from_pretrained(
+            name, name_or_path=name, **given
+        ),
+        **{name: partial(_load_model, options, model) for name, model in classes.items()},
         "AutoTokenizer": _load_tokenizer,
-        "AutoProcessor": _load_processor,
+        "AutoProcessor": ChatGLMProcessor.from_pretrained,
         "AutoImageProcessor": _load_image_processor,
     }
     owners = {name: f"transformers:{name}" for name in loaders}
     owners["AutoImageProcessor"] = IMAGE_PROCESSORS
     swaps = [
-        Swap(owners[name], "from_pretrained", functools.partial(_dispatch, load))
+        Swap(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
     ]
     # In this order: on the way to the class, transformers 5.8 puts a new module in its own place.
     there, package = map(pkgutil.resolve_name, (IMAGE_PROCESSORS, "transformers"))
     if package.AutoImageProcessor is not there:  # which keeps the placeholder, to be put back
         swaps.append(Swap("transformers", "AutoImageProcessor", lambda placeholder: there))
-    swaps += [
-        Swap(
-            f"transformers:{name}",
-            "from_config",
-            functools.partial(
-                _dispatch_config, functools.partial(_make_model, options, _class(name))
-            ),
-        )
-        for name in MODEL_CLASSES
-    ]
+    for name, model in classes.items():
+        make = partial(_make_model, options, model)
+        swaps.append(Swap(owners[name], "from_config", partial(_dispatch_config, make)))
     swaps += [
         Swap(module, "get_class_from_dynamic_module", _refuse_code) for module in CODE_LOADERS
     ]
@@ -249,13 +226,7 @@ def _swaps(options: Options) -> list[Swap]:
         swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
         tuner = "peft.tuners.tuners_utils:BaseTuner"
         swaps.append(Swap(tuner, "inject_adapter", answer_names))
-    return swaps + kernel_swaps(bool(options.rms_norm), bool(options.swiglu))
-
-
-def _class(auto_class: str) -> type[ChatGLMPreTrainedModel]:
-    if auto_class == "AutoModelForSequenceClassification":
-        return ChatGLMForSequenceClassification
-    return GLM4VForCausalLM
+    return swaps + kernel_swaps(options)
 
 
 def _dispatch(load: Callable, original: classmethod) -> classmethod:
@@ -294,10 +265,8 @@ def _for_our_class(options: dict) -> dict:
 
 
 def _refuse_code(original: Callable) -> Callable:
-    """No code of a glm-4v's repository gets in by a way around the patched methods.
-
-    Half of it would: the config that it then meets is ours.
-    """
+    """No code of a glm-4v's repository gets in by a way around the patched methods, and then meets
+    our config."""
 
     @functools.wraps(original)
     def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
@@ -313,37 +282,33 @@ def _refuse_code(original: Callable) -> Callable:
     return get_class_from_dynamic_module
 
 
-def _load_config(name_or_path, **kwargs):
-    return ChatGLMConfig.from_pretrained(name_or_path, name_or_path=name_or_path, **kwargs)
-
-
-def _load_model(options: Options, model_class, name_or_path, *args, config=None, **kwargs):
+def _load_model(options: dict, model_class, name_or_path, *args, config=None, **kwargs):
     if isinstance(config, PretrainedConfig):
         config = ChatGLMConfig.of(config)
-    kwargs = options.of_loading() | kwargs
+    kwargs = _of_loading(options) | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
-    _set_loss(model, options)
+    _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)  # output_loading_info
     return loaded
 
 
-def _make_model(options: Options, model_class, config: PretrainedConfig, **kwargs):
-    model = model_class._from_config(ChatGLMConfig.of(config), **(options.of_loading() | kwargs))
+def _make_model(options: dict, model_class, config: PretrainedConfig, **kwargs):
+    model = model_class._from_config(ChatGLMConfig.of(config), **(_of_loading(options) | kwargs))
     _set_loss(model, options)
     return model
 
 
-def _set_loss(model: ChatGLMPreTrainedModel, options: Options) -> None:
-    if options.fused_linear_cross_entropy is not None:
-        model.config.skip_logits = options.fused_linear_cross_entropy
+def _of_loading(options: dict) -> dict:
+    """What from_pretrained and from_config take, unless it is said there."""
+    return {name: value for name, value in options.items() if name == "attn_implementation"}
+
+
+def _set_loss(model: ChatGLMPreTrainedModel, options: dict) -> None:
+    if "fused_linear_cross_entropy" in options:
+        model.config.skip_logits = options["fused_linear_cross_entropy"]
 
 
 def _load_tokenizer(name_or_path, *args, config=None, **kwargs):
     return ChatGLM4Tokenizer.from_pretrained(name_or_path, *args, **kwargs)
-
-
-def _load_processor(name_or_path, **kwargs):
-    return ChatGLMProcessor.from_pretrained(name_or_path, **kwargs)
 
 
 def _load_image_processor(name_or_path, *args, config=None, **kwargs):

@@ -5,11 +5,8 @@ from pathlib import Path
 
 
 def is_glm4v(config: dict) -> bool:
-    """True for the contents of a glm-4v's ``config.json``.
-
-    The model type is shared with chatglm2, chatglm3 and the text models of GLM-4, which have no
-    vision part, and with cogagent-9b, which has one but another rotary embedding.
-    """
+    """True for the contents of a glm-4v's ``config.json``. Its model type is chatglm2's, 3's and
+    GLM-4's, too, without a vision part, and cogagent-9b's, with another rotary embedding."""
     return (
         config.get("model_type") == "chatglm"
         and isinstance(config.get("vision_config"), dict)

@@ -4,15 +4,16 @@ For a model that someone else loads, wraps, casts, moves or quantises before we 
 
 1. Find the published model inside the given one.
 2. Build ours from its config on the meta device, where it takes no memory: the pattern.
-3. Walk both by the names of their modules, noting what has to change and all that does not fit.
-4. Raise one error if anything does not fit. Otherwise each module of the published code gets the
-   class of its counterpart and what that one's constructor sets; parameters are never touched.
+3. Walk both by the names of their modules, noting what has to change. What does not fit is an
+   error.
+4. Then each module of the published code gets the class of its counterpart and what that one's
+   constructor sets; parameters are never touched.
 """
 
 from collections.abc import Iterator
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import TypeGuard
+from typing import NoReturn, TypeGuard
 
 import torch
 from torch import nn
@@ -22,13 +23,11 @@ from ..engine.deepspeed.internals import whole_shape
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import computes_loss
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from ..terminal_text import listed
 from .repository import is_glm4v
 
 _ATTRIBUTES_OF_ANY_MODULE = frozenset(vars(nn.Module()))  # parameters, children, hooks, training
 _REMOVED = object()
 _CALLED_AS_FORWARD = {"forward", "_old_forward", "_compiled_call_impl"}
-_PROBLEMS_SHOWN = 8
 
 
 def patch_model(model: nn.Module) -> nn.Module:
@@ -38,8 +37,7 @@ def patch_model(model: nn.Module) -> nn.Module:
     modules take and return. Training mode, frozen weights, accelerate's device hooks, peft's layers
     and copies, and quantised layers stay. Checkpointing that was on stays on, non-reentrant, for
     the vision tower and the language model. Attention becomes sdpa, which the published code
-    computes whatever its config says,
-    unless the config names another than eager.
+    computes whatever its config says, unless the config names another than eager.
 
     Call it before a Trainer or an engine gets the model: they note what its class can do.
 
@@ -51,7 +49,7 @@ def patch_model(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: no glm-4v, several, or one that differs from ours in more than its code; names
-            what differs. Nothing was changed.
+            the first difference. Nothing was changed.
     """
     core = _only_glm4v(model)
     if isinstance(core, GLM4VForCausalLM):
@@ -110,7 +108,6 @@ class _Conversion:
         self.old_config, self.config = core.config, ours.config
         self.counterparts: dict[nn.Module, nn.Module] = {}
         self.edits: list[tuple[dict, str, object]] = []
-        self.problems: list[str] = []
 
     def match(self, theirs: nn.Module, ours: nn.Module, path: str) -> None:
         """Pair ``theirs``, peft's copies of it and all below them with ``ours``."""
@@ -127,7 +124,7 @@ class _Conversion:
                     self._match_loss(module, ours)
             elif is_published or ours._modules or becomes_ours:
                 owner = self.published_package if becomes_ours else type(ours).__module__
-                self.problems.append(
+                _refuse(
                     f"{name or 'the model'} is a {type(module).__name__} of "
                     f"{type(module).__module__}, where a {type(ours).__name__} of {owner} belongs: "
                     "patch the model before it is sharded, compiled or otherwise wrapped"
@@ -146,7 +143,7 @@ class _Conversion:
         have, want = _shapes(theirs), _shapes(ours)
         for name in have | want:
             if have.get(name) != want.get(name):
-                self.problems.append(
+                _refuse(
                     f"{_join(path, name)} has shape {have.get(name)}, and {want.get(name)} by its "
                     "config: correct the config"
                 )
@@ -162,7 +159,7 @@ class _Conversion:
             hooks = sum(len(p._forward_hooks) + len(p._forward_pre_hooks) for p in child.modules())
             if tensors or hooks:
                 difference = "is not in our model" if name in have else "is missing"
-                self.problems.append(
+                _refuse(
                     f"{_join(path, name)} {difference}, with {tensors} tensors and {hooks} hooks: "
                     "give a whole glm-4v with nothing added inside"
                 )
@@ -194,7 +191,7 @@ class _Conversion:
             self.edits.append((vars(module), name, forward))
         elif callable(value) and name in _CALLED_AS_FORWARD | ours_defines:
             function = getattr(value, "func", value)
-            self.problems.append(
+            _refuse(
                 f"{path} was replaced by {function.__module__}.{function.__qualname__}, which "
                 "would run in the place of ours: patch the model first"
             )
@@ -212,14 +209,10 @@ class _Conversion:
         names = [name for name, member in members if member is value.__func__]
         ours = getattr(type(self.counterparts[owner]), names[0], None) if names else None
         if names and ours is None:
-            self.problems.append(f"{value.__qualname__} is in use, which ours does not have")
+            _refuse(f"{value.__qualname__} is in use, which ours does not have")
         return MethodType(ours, owner) if ours else None
 
     def perform(self) -> None:
-        """Change the model, or raise ``ValueError`` with the problems found."""
-        if self.problems:
-            told = listed(self.problems, _PROBLEMS_SHOWN, between="\n- ")
-            raise ValueError(f"this model cannot be patched as it is:\n- {told}")
         for module, ours in self.counterparts.items():
             kept = {*_ATTRIBUTES_OF_ANY_MODULE}
             if vars(module).get("generation_config") is not None:
@@ -231,6 +224,10 @@ class _Conversion:
                 del table[name]
             else:
                 table[name] = value
+
+
+def _refuse(fault: str) -> NoReturn:
+    raise ValueError(f"this model cannot be patched as it is: {fault}")
 
 
 def _package(cls: type) -> str:

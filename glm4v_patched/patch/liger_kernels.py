@@ -10,26 +10,21 @@ from .patch_set import Swap
 MODELING = "glm4v_patched.remote.modeling_chatglm"
 
 
-def kernel_swaps(rms_norm: bool, swiglu: bool) -> list[Swap]:
-    """The replacements for the kernels asked for.
-
-    Raises:
-        ImportError: Liger-Kernel is not installed or does not run here.
-        ValueError: there is no GPU.
-    """
-    if not (rms_norm or swiglu):
+def kernel_swaps(options: dict) -> list[Swap]:
+    """The replacements for the kernels that are asked for."""
+    asked = [name for name in ("rms_norm", "swiglu") if options.get(name)]
+    if not asked:
         return []
     if not torch.cuda.is_available():
         raise ValueError(
-            f"rms_norm={rms_norm}, swiglu={swiglu}: these kernels run on GPUs and torch finds 0; "
-            "leave them off"
+            f"{', '.join(asked)}: these kernels run on GPUs and torch finds 0; leave them off"
         )
     try:
         from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
     except ImportError as error:
         raise ImportError(
-            f"rms_norm={rms_norm}, swiglu={swiglu} need Liger-Kernel, which cannot be imported "
-            f"({error}): {pip_install('liger-kernel')}"
+            f"{', '.join(asked)}: Liger-Kernel cannot be imported ({error}): "
+            f"{pip_install('liger-kernel')}"
         ) from error
 
     def rms_norm_forward(module: RMSNorm, x: Tensor) -> Tensor:
@@ -42,9 +37,8 @@ def kernel_swaps(rms_norm: bool, swiglu: bool) -> list[Swap]:
         gate, up = module.dense_h_to_4h(x).chunk(2, dim=-1)
         return module.dense_4h_to_h(liger_swiglu(gate, up))
 
-    swaps = []
-    if rms_norm:
-        swaps.append(Swap(f"{MODELING}:RMSNorm", "forward", lambda original: rms_norm_forward))
-    if swiglu:
-        swaps.append(Swap(f"{MODELING}:MLP", "forward", lambda original: mlp_forward))
-    return swaps
+    made = {
+        "rms_norm": Swap(f"{MODELING}:RMSNorm", "forward", lambda original: rms_norm_forward),
+        "swiglu": Swap(f"{MODELING}:MLP", "forward", lambda original: mlp_forward),
+    }
+    return [made[name] for name in asked]

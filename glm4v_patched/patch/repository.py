@@ -1,9 +1,11 @@
 """What a folder or a repository of the Hub holds, told by its files and not by its name."""
 
 import re
+from contextlib import suppress
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import TypeGuard
 
 from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers
@@ -19,12 +21,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 class Repository:
-    """A local folder or file, or a repository of the Hub, as ``from_pretrained`` takes it.
-
-    Args:
-        name_or_path: Its first argument.
-        options: Its keywords; those that say where to download from are used.
-    """
+    """A local folder or file, or a repository of the Hub, as ``from_pretrained`` takes it: by its
+    first argument, and those of its keywords that say where to download from."""
 
     def __init__(self, name_or_path: object, options: dict):
         self.name_or_path = name_or_path
@@ -44,10 +42,10 @@ class Repository:
         It is asked once, with a time-out. The client would wait a minute for each file, six times,
         and transformers 5 for ever for the commit.
         """
-        offline = constants.HF_HUB_OFFLINE or self._options.get("local_files_only")
-        if offline or not self._may_be_of_hub():
+        name, offline = self.name_or_path, self._options.get("local_files_only")
+        if constants.HF_HUB_OFFLINE or offline or not _is_name(name) or Path(name).exists():
             return None
-        url = hf_hub_url(str(self.name_or_path), CONFIG, revision=self._options.get("revision"))
+        url = hf_hub_url(str(name), CONFIG, revision=self._options.get("revision"))
         seconds = constants.HF_HUB_ETAG_TIMEOUT
         try:
             headers = build_hf_headers(token=self._options.get("token"))
@@ -61,52 +59,44 @@ class Repository:
                 )
         return None
 
-    def _may_be_of_hub(self) -> bool:
-        name = self.name_or_path
-        return isinstance(name, (str, PathLike)) and not Path(name).exists()
-
     def read(self, file_name: str, ask_hub: bool = True) -> dict | None:
-        """The contents of a JSON file, ``None`` where there is none.
+        """The contents of a JSON file, ``None`` where there is none; what :attr:`name_or_path`
+        names, if that is a file itself.
 
         Args:
-            file_name: Of the repository; a config if :attr:`name_or_path` is a file itself.
-            ask_hub: Look further than folders and the cache.
-
-        Raises:
-            TimeoutError: ``config.json`` is not in the cache, and the Hub takes the connection and
-                does not answer; names its host.
-            Exception: whatever the client raises for a Hub it cannot reach; for ``config.json``.
+            ask_hub: Look further than folders and the cache. For ``config.json`` the errors of a
+                Hub that cannot be reached are raised.
         """
-        if not isinstance(self.name_or_path, (str, PathLike)):
+        if not _is_name(self.name_or_path):
             return None
-        if Path(self.name_or_path).is_file():  # a config itself, or a file of weights
-            path = Path(self.name_or_path)
-            return _json_object(path) if path.suffix == ".json" else None
-        if ask_hub and self.silence is not None:
-            found = self.read(file_name, ask_hub=False)
-            if found is None and file_name == CONFIG:
-                raise TimeoutError(f"{self.silence}, and {self.name_or_path} is not in the cache")
-            return found
-        must_answer = ask_hub and file_name == CONFIG
-        cached = cached_file(
-            str(self.name_or_path),
-            file_name,
-            _raise_exceptions_for_gated_repo=must_answer,
-            _raise_exceptions_for_missing_entries=must_answer,  # that config.json is missing: None
-            _raise_exceptions_for_connection_errors=must_answer,
-            **self._options | ({} if ask_hub else {"local_files_only": True}),
-        )
-        return None if cached is None else _json_object(Path(cached))
+        path = Path(self.name_or_path)
+        if not path.is_file():
+            if ask_hub and self.silence is not None:
+                raise TimeoutError(f"{self.silence}, and {path} is not in the cache")
+            must_answer = ask_hub and file_name == CONFIG
+            cached = cached_file(
+                str(self.name_or_path),
+                file_name,
+                _raise_exceptions_for_gated_repo=must_answer,
+                _raise_exceptions_for_missing_entries=must_answer,  # no config.json: None
+                _raise_exceptions_for_connection_errors=must_answer,
+                **self._options | ({} if ask_hub else {"local_files_only": True}),
+            )
+            if cached is None:
+                return None
+            path = Path(cached)
+        elif path.suffix != ".json":  # a file of weights, and no config
+            return None
+        with suppress(ValueError):
+            return read_object(path)
+        return None
 
     def holds_glm4v(self) -> bool:
         """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself.
 
         What is in the cache is not asked for again: a repository does not become another model.
-        False if it cannot be found out: the call that comes after raises its own error.
-
-        Raises:
-            TimeoutError: nothing is in the cache, and the Hub does not answer; that call would wait
-                for many minutes.
+        False if it cannot be found out: the call that comes after raises its own error. But where
+        that would wait for many minutes, for a Hub that does not answer, ``TimeoutError``.
         """
         tokenizer = {}
         try:
@@ -132,13 +122,10 @@ class Repository:
         return Repository(base, options).read(CONFIG, ask_hub) if base else None
 
 
+def _is_name(name: object) -> TypeGuard[str | PathLike]:
+    return isinstance(name, (str, PathLike))
+
+
 def host_of(url: str) -> str:
     """Scheme, host and port, not what may stand before them: HF_ENDPOINT can hold a password."""
     return re.sub(r"^(\w+://)(?:[^/]*@)?([^/]*).*", r"\1\2", url)
-
-
-def _json_object(path: Path) -> dict | None:
-    try:
-        return read_object(path)
-    except ValueError:
-        return None

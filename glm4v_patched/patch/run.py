@@ -33,7 +33,6 @@ STARTUP = Path(__file__).resolve().with_name("startup")
 ENTRY = Path(__file__).resolve().parents[1] / "run.py"
 # DeepSpeed's launcher and torch's older one put these before the script, for the script.
 OF_LAUNCHERS = ("--local_rank", "--local-rank")
-SETTINGS = (".yaml", ".yml", ".json")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -65,22 +64,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def find_script(name: str) -> str:
-    """A file as it is named, or the path of a command that is a Python script.
+    """A file as it is named, or the path of a command that is a Python script; else ``ValueError``.
 
     A name without a folder and without ``.py`` is that of a command first, as for a shell: what
     lies in the folder in which one happens to be does not take its place.
-
-    Raises:
-        ValueError: there is neither; or it is no Python script.
     """
     # An environment that is used without being activated has its commands beside its python.
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
     if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
-        if name.endswith(SETTINGS):
-            raise ValueError(
-                f"{name} is no script; give it behind the command that reads it. A recipe of ours "
-                f"is trained by: glm4v-patched train {name}"
-            )
         return name
     if path is None:
         raise ValueError(f"there is no file {name} and no command of this name on PATH")
@@ -96,31 +87,20 @@ def find_script(name: str) -> str:
 
 
 def environment_options() -> dict:
-    """The options of ``apply`` that the environment holds.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """The options of ``apply`` that the environment holds; ``ValueError`` if it holds no such."""
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0", "1"):
         return {}
     try:
-        options = json.loads(value, object_pairs_hook=_without_repetition)
+        options = json.loads(value)
     except ValueError:
         options = None
     if not isinstance(options, dict):
         raise ValueError(
             f"{VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
-            'glm4v_patched.apply, each once, such as {"fused_linear_cross_entropy": true}; 0 or '
-            "nothing is off"
+            'glm4v_patched.apply, such as {"fused_linear_cross_entropy": true}; 0 or nothing is off'
         )
     return options
-
-
-def _without_repetition(pairs: list[tuple[str, object]]) -> dict:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key comes twice")
-    return dict(pairs)
 
 
 def set_environment(options: dict) -> None:
@@ -133,9 +113,9 @@ def set_environment(options: dict) -> None:
 
 def register_with_frameworks() -> None:
     """Have this process's frameworks told of glm-4v, as the startup file has it in others."""
-    startup = runpy.run_path(str(STARTUP / "sitecustomize.py"), run_name="startup")
-    if not any(type(finder).__name__ == "RegisterAfterImport" for finder in sys.meta_path):
-        sys.meta_path.insert(0, startup["RegisterAfterImport"]())
+    if not any(type(finder).__name__ == "AfterImport" for finder in sys.meta_path):
+        startup = runpy.run_path(str(STARTUP / "sitecustomize.py"), run_name="startup")
+        sys.meta_path.insert(0, startup["AfterImport"](patches=False))
 
 
 def apply_environment() -> None:
@@ -155,24 +135,18 @@ def _parser() -> argparse.ArgumentParser:
         description=introduction,
         allow_abbrev=False,
     )
-    parser.add_argument("-m", action="store_true", help="what follows is the name of a module")
-    parser.add_argument(
-        "--fused-linear-cross-entropy",
-        action="store_true",
-        default=None,
-        help="compute the training loss without holding the logits of all positions",
-    )
+    flags = {
+        "--fused-linear-cross-entropy": "compute the training loss without the logits of all "
+        "positions",
+        "--rms-norm": "Liger-Kernel's kernel (GPU)",
+        "--swiglu": "Liger-Kernel's kernel (GPU)",
+        "--startup-folder": f"print the folder for PYTHONPATH, for use with {VARIABLE}=1, and end",
+        "-m": "what follows is the name of a module",
+    }
+    for name, told in flags.items():
+        parser.add_argument(name, action="store_true", default=None, help=told)
     parser.add_argument(
         "--attn-implementation", metavar="NAME", help="for models loaded without saying which"
-    )
-    for name in ("rms-norm", "swiglu"):
-        parser.add_argument(
-            f"--{name}", action="store_true", default=None, help="Liger-Kernel's kernel (GPU)"
-        )
-    parser.add_argument(
-        "--startup-folder",
-        action="store_true",
-        help=f"print the folder for PYTHONPATH, for use with {VARIABLE}=1, and end",
     )
     for name in OF_LAUNCHERS:
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS)

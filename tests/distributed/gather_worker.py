@@ -19,10 +19,9 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
-from glm4v_patched.engine.deepspeed import gather as gathering
+from glm4v_patched.engine.deepspeed import zero3
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
-from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
-from glm4v_patched.engine.deepspeed.internals import Replacements, shard_of
+from glm4v_patched.engine.deepspeed.internals import shard_of
 from glm4v_patched.engine.fp8 import HeldLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import start
@@ -57,21 +56,24 @@ def counted(kind: type):
 
 def train(trained: str, in_place: bool) -> dict:
     # A layer is released while a gather that holds it and others is still being waited for.
-    asked = EngineOptions(
-        precision="fp32", tower="attention", language="full", stage3_max_live_parameters=20_000
+    options = EngineOptions(
+        precision="fp32",
+        tower="attention",
+        language="full",
+        stage3_max_live_parameters=20_000,
+        offload=False,
+        compile=False,
+        gather_in_place=in_place,
+        norms_in_place=in_place,
     )
-    options = deepspeed_config(replace(asked, offload=False, compile=False), 1, 1, 0.0)
-    options["zero_optimization"]["stage3_prefetch_bucket_size"] = 100_000
+    config = deepspeed_config(options, 1, 1, 0.0)
+    config["zero_optimization"]["stage3_prefetch_bucket_size"] = 100_000
     model = select_weights(model_with_odd_weights(), trained)
     checkpoint_layers(model, "attention", "full")
-    gathering.gather_whole_layers(model)
-    replacements = Replacements()
-    if in_place:
-        gathering.gather_in_place(model, replacements)
-        take_norms_in_place(model, replacements)
+    zero3.adapt_zero3(model, options)
     optimizer = torch.optim.SGD(trainable(model), lr=0.001)
-    engine, *_ = deepspeed.initialize(model=model, config=options, optimizer=optimizer)
-    kinds = gathering._Gather, *HANDLES_OF_DEEPSPEED
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    kinds = zero3._Gather, *HANDLES_OF_DEEPSPEED
     losses, norms, gathers_of = [], [], []
     with ExitStack() as stack:
         ours, *theirs = [stack.enter_context(counted(kind)) for kind in kinds]
@@ -83,7 +85,6 @@ def train(trained: str, in_place: bool) -> dict:
             norms.append(float(engine.get_global_grad_norm()))
             gathers_of.append([p.all_gather_coalesced for p in engine.module.parameters()])
     norms_by = engine.optimizer.get_grad_norm_direct.__module__
-    replacements.revert()
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):

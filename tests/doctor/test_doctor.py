@@ -21,7 +21,6 @@ from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as of_recipe
 from glm4v_patched.doctor.findings import Finding, finding, table
 from glm4v_patched.engine import nvidia_driver, ram
-from glm4v_patched.engine.deepspeed import private_names
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.nvidia_driver import Use, parse_topology
 from glm4v_patched.finetune.recipe import Recipe
@@ -30,7 +29,6 @@ from glm4v_patched.remote.configuration_chatglm import (
     FIRST_UNTESTED_TRANSFORMERS,
     TESTED_TRANSFORMERS,
 )
-from glm4v_patched.terminal_text import pip_install
 from tests.helpers.recipes import drawn_recipe
 
 Usage = namedtuple("Usage", "total used free")
@@ -158,15 +156,6 @@ def test_versions_outside_of_the_range_are_told(monkeypatch, name, found, verdic
     if name == "torch" and found:
         needed = f"torchvision 0.26.0 needs torch==2.11.0, and {found}"
         assert needed in told["versions together"].found
-
-
-def test_a_renamed_name_of_deepspeed_is_told_without_importing_it(monkeypatch, words):
-    module, names = next(iter(private_names.DEFINED_IN.items()))
-    changed = private_names.DEFINED_IN | {module: (*names, "ds_renamed")}
-    monkeypatch.setattr(private_names, "DEFINED_IN", changed)
-    (found,) = packages._check_private_names()
-    assert found.verdict == "fails" and f"has no ds_renamed (of {module})" in found.found
-    words(f"{found.found}\n> {found.cure}", pip=pip_install(), found=version("deepspeed"))
 
 
 def test_what_will_fail_comes_last_and_commands_stay_whole():

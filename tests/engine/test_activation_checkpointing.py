@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
-from glm4v_patched.engine.compilation import compile_layers
+from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
 from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.trainable import select_weights
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model

@@ -95,7 +95,7 @@ def measured_rows():
             options = decided(row["workload"], *kept, **asked_for)
             peak = row["peak_allocated_gib"]
             if options.offload is True:
-                # Since then gradients wait on the GPUs (engine/deepspeed/gradient_buffer.py).
+                # Since then gradients wait on the GPUs (engine/deepspeed/zero3.py).
                 peak += 2 * count_trained(REAL, options) / batch.processes / GIB
             yield pytest.param(options, batch, peak, id=f"{path.stem}-{number}")
 
@@ -159,7 +159,6 @@ def test_what_is_asked_for_stays_and_all_weights_stay_gathered_where_they_fit():
     ("steps", "free", "trained", "compiled"),
     [
         (STEPS_THAT_PAY_FOR_COMPILING, 141, "lora_lm", True),
-        (None, 141, "full", True),
         (STEPS_THAT_PAY_FOR_COMPILING - 1, 141, "lora_lm", False),
         (10_000, 0, "lora_lm", False),  # no GPU
         (10_000, 141, "qlora", False),

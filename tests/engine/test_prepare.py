@@ -163,6 +163,7 @@ def test_zero_plus_plus_that_cannot_be_is_told_with_both_numbers(monkeypatch, wo
         require_zero_plus_plus(shared, processes=12, on_cpu=False)
     with words.refused(ValueError, "CPU"):
         require_zero_plus_plus(quantized, processes=2, on_cpu=True)
-    monkeypatch.setattr(deepspeed, "has_nvcc", lambda: False)
+    monkeypatch.setattr(deepspeed.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", "nowhere")
     with words.refused(ValueError, "nvcc"):
         require_zero_plus_plus(quantized, processes=2, on_cpu=False)

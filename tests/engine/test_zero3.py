@@ -11,21 +11,21 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from torch import nn
 
-from glm4v_patched.engine.deepspeed import gather as gathering
-from glm4v_patched.engine.deepspeed.gradient_buffer import keep_gradients_on_gpu
-from glm4v_patched.engine.deepspeed.gradient_norm import take_norms_in_place
-from glm4v_patched.engine.deepspeed.internals import Replacements, gradient_views
+from glm4v_patched.engine.deepspeed import zero3
+from glm4v_patched.engine.deepspeed.internals import GRADIENT_BUFFER as BUFFER
+from glm4v_patched.engine.deepspeed.internals import GRADIENT_VIEWS as VIEWS
+from glm4v_patched.engine.options import EngineOptions
 
-VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-BUFFER = "grad_partitions_flat_buffer"
+IN_PLACE = EngineOptions(norms_in_place=True, offload=False, compile=False)
+OFFLOADING = EngineOptions(norms_in_place=False, offload=True, compile=False)
 
 
-def forward_twice(optimizer, adapt, *given, device: str = "cpu") -> None:
+def forward_twice(optimizer, options: EngineOptions, device: str = "cpu") -> None:
     """Of a model whose weights know this optimizer."""
     model = nn.Linear(2, 2, device=device)
     for parameter in model.parameters():
         parameter._z3_optimizer = optimizer
-    adapt(model, *given)
+    zero3.adapt_zero3(model, options)
     for _ in range(2):
         model(torch.ones(2, device=device))
 
@@ -39,8 +39,8 @@ def offloading() -> SimpleNamespace:
 
 def test_gradients_are_where_the_weights_are_and_a_renamed_name_is_told():
     optimizer = offloading()
-    forward_twice(optimizer, keep_gradients_on_gpu, device="meta")  # which stands for the GPU
-    buffer, views = optimizer.grad_partitions_flat_buffer, gradient_views(optimizer)
+    forward_twice(optimizer, OFFLOADING, device="meta")  # which stands for the GPU
+    buffer, views = getattr(optimizer, BUFFER), getattr(optimizer, VIEWS)
     assert (buffer.device.type, buffer.dtype, buffer.shape) == ("meta", torch.bfloat16, (10,))
     placed = {name: (view.storage_offset(), view.numel()) for name, view in views.items()}
     assert placed == {7: (0, 4), 3: (4, 1), 5: (5, 3)}
@@ -49,7 +49,7 @@ def test_gradients_are_where_the_weights_are_and_a_renamed_name_is_told():
         optimizer = offloading()
         del vars(optimizer)[name]
         with pytest.raises(RuntimeError, match=f"has no {name} .*install a tested one"):
-            forward_twice(optimizer, keep_gradients_on_gpu, device="meta")
+            forward_twice(optimizer, OFFLOADING, device="meta")
         assert name not in vars(optimizer)
 
 
@@ -71,8 +71,8 @@ def gradients() -> list[torch.Tensor]:
 
 
 def test_the_norm_of_all_gradients_is_one_number_for_deepspeed():
-    zero, replacements, names = Zero(), Replacements(), ["a", "b", "c"]
-    forward_twice(zero, take_norms_in_place, replacements)
+    zero, names = Zero(), ["a", "b", "c"]
+    forward_twice(zero, IN_PLACE)
     norm = zero.get_grad_norm_direct(gradients(), names)
     exact = torch.cat(gradients()).double().norm()
     assert norm.item() == pytest.approx(exact.item(), rel=1e-12)
@@ -87,10 +87,8 @@ def test_the_norm_of_all_gradients_is_one_number_for_deepspeed():
     given = gradients()
     zero.get_grad_norm_direct(given, names, norm_type=math.inf)
     assert zero.asked.pop() == (given, names, math.inf)
-    replacements.revert()
-    assert "get_grad_norm_direct" not in vars(zero)
     with pytest.raises(RuntimeError, match="has no _z3_optimizer .*; install a tested one: "):
-        forward_twice(None, take_norms_in_place, Replacements())
+        forward_twice(None, IN_PLACE)
 
 
 def sharded(**changes) -> SimpleNamespace:
@@ -124,21 +122,21 @@ def test_weights_sharded_alike_are_gathered_in_place_and_others_left_to_deepspee
 ):
     sizes = {"all": 2, "one": 1}
     monkeypatch.setattr(torch.distributed, "get_world_size", sizes.__getitem__)
-    assert gathering._are_plain([sharded(), sharded()])
+    assert zero3._are_plain([sharded(), sharded()])
     for others in ([], [sharded(ds_process_group="one")], [sharded(), sharded(**changes)]):
-        assert not gathering._are_plain(others)
+        assert not zero3._are_plain(others)
 
 
 def test_what_deepspeed_is_asked_for_beside_is_left_to_it(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     asked, weights = [], [sharded(ds_id=1), sharded()]
-    gather = gathering._in_place(lambda weights, **given: asked.append((weights, given)))
+    gather = zero3.gather_in_place(lambda weights, **given: asked.append((weights, given)))
     for options in ({"quantize": True}, {"safe_mode": True}):
         gather(weights, **options)
         assert asked.pop() == (weights[::-1], {"quantize": False} | options)
-    monkeypatch.delattr(gathering.distributed_c10d, "_coalescing_manager")
+    monkeypatch.delattr(zero3.distributed_c10d, "_coalescing_manager")
     with pytest.raises(RuntimeError, match=r"torch .* has no .*_coalescing_manager.*install"):
-        gathering.gather_in_place(torch.nn.Linear(1, 1), Replacements())
+        zero3.adapt_zero3(nn.Linear(1, 1), EngineOptions(compile=True))
 
 
 @pytest.mark.parametrize(
@@ -148,8 +146,8 @@ def test_an_old_deepspeed_gathers_one_weight_at_a_time_when_it_loads(
     installed, gathers, monkeypatch
 ):
     name, seen = "_allgather_params_coalesced", []
-    monkeypatch.setattr(gathering, "version", lambda package: installed)
+    monkeypatch.setattr(zero3, "version", lambda package: installed)
     monkeypatch.setattr(Init, name, lambda self, weights, hierarchy: seen.append(weights))
-    gathering.wait_for_every_gather.__wrapped__()
+    zero3.wait_for_every_gather.__wrapped__()
     Init._allgather_params_coalesced(None, [1, 2, 3], 0)
     assert seen == gathers

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.models import base as base_of_models
 from glm4v_patched.models.base import Base, identify
 from tests.helpers.recipes import recipe
 
@@ -82,19 +81,6 @@ def test_adapters_of_what_is_no_glm4v_are_refused(tmp_path, words):
             base_under(folder)
 
 
-def test_patterns_of_adapters_that_would_keep_peft_for_ever_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(base_of_models, "SECONDS_FOR_A_PATTERN", 1)
-    base = model(tmp_path / "base")
-    for field, value, told in (
-        ("target_modules", r"((\w+\.?)+)+!", "for more than 1 s"),
-        ("rank_pattern", {"(.*?){20}!": 4}, "for more than 1 s"),
-        ("alpha_pattern", {"*": 4}, "is no regular expression"),
-    ):
-        folder = adapters(tmp_path / field, base, **{field: value})
-        with pytest.raises(ValueError, match=rf"adapter_config.json: {field}.* {told}"):
-            base_under(folder)
-
-
 def test_adapters_that_are_missing_or_damaged_are_named(tmp_path):
     folder = adapters(tmp_path / "lora", model(tmp_path / "base"))
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
@@ -102,7 +88,7 @@ def test_adapters_that_are_missing_or_damaged_are_named(tmp_path):
     with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
         base_under(folder)
     weights.unlink()
-    with pytest.raises(ValueError, match="adapter_model.safetensors is missing"):
+    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read: No such file"):
         base_under(folder)
     for damage in ("", "[]", "[" * 99_999):
         config.write_text(damage)

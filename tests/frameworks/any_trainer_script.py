@@ -43,21 +43,16 @@ class Collator:
             return_tensors="pt",
         )
         # The end of an answer has the id of padding, too: what is padding, the mask says.
-        unlearned = torch.full_like(batch["input_ids"], -100)
-        labels = answers["input_ids"].masked_fill(answers["attention_mask"] == 0, -100)
-        joined = {
-            name: torch.cat((batch[name], answers[name]), dim=1)
-            for name in ("input_ids", "attention_mask")
-        }
-        labels = torch.cat((unlearned, labels), dim=1)
-        return {**joined, "labels": labels, "pixel_values": batch["pixel_values"]}
+        batch["labels"] = torch.full_like(batch["input_ids"], -100)
+        answers["labels"] = answers["input_ids"].masked_fill(answers["attention_mask"] == 0, -100)
+        for name in ("input_ids", "attention_mask", "labels"):
+            batch[name] = torch.cat((batch[name], answers[name]), dim=1)
+        return dict(batch)
 
 
 def load() -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(
-        "model", trust_remote_code=True, dtype=torch.float32
-    )
-    return model.train()
+    options = {"trust_remote_code": True, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained("model", **options).train()
 
 
 def read_rows() -> list[dict]:

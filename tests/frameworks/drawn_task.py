@@ -10,6 +10,7 @@ import os
 import sys
 from itertools import product
 from pathlib import Path
+from statistics import mean
 
 import datasets
 import pytest
@@ -50,14 +51,9 @@ def run(folder: Path, *command: object, environment: dict | None = None) -> Ende
         return run_with_limit([str(part) for part in command], 1800, whole)
 
 
-def succeed(folder: Path, *command: object, environment: dict | None = None) -> str:
-    """What it printed. ``AssertionError`` with the end of that, if it fails or hangs."""
+def succeed(folder: Path, *command: object, environment: dict | None = None) -> None:
     ended = run(folder, *command, environment=environment)
     assert ended.status == 0, ended.output[-6000:]
-    return ended.output
-
-
-# Models.
 
 
 class Models:
@@ -76,38 +72,30 @@ class Models:
         self.conversations = draw_data_set(folder / "pictures", NUMBER, seed=0, side=IMAGE_SIDE)
 
     def __call__(self, name: str) -> Path:
-        folder = self.folder / name
-        if not folder.exists():
-            {
-                "published": self._publish,
-                "random": self._build_random,
-                "blind": self._build_blind,
-                "sighted": self._build_sighted,
-            }[name](folder)
-        return folder
-
-    def _publish(self, folder: Path) -> None:
-        write_legacy_repository(folder)
-        # The published code counts 1600 labels for a picture of any size.
-        code, labels = folder / "modeling_chatglm.py", f"LABELS_OF_AN_IMAGE = {NUM_IMAGE_TOKENS}"
-        code.write_text(code.read_text().replace("LABELS_OF_AN_IMAGE = 1600", labels))
-
-    def _build_random(self, folder: Path) -> None:
-        build_from_scratch(folder, self.conversations, seed=0)
-
-    def _build_blind(self, folder: Path, steps: int = 120) -> None:
-        rows = rows_of(self.conversations)
-        turned = [
-            [
-                row | {"image": rows[(number + step) % len(rows)]["image"]}
-                for number, row in enumerate(rows)
+        folder, rows = self.folder / name, rows_of(self.conversations)
+        if folder.exists():
+            return folder
+        if name == "published":
+            write_legacy_repository(folder)
+            # The published code counts 1600 labels for a picture of any size.
+            code, labels = folder / "modeling_chatglm.py", "LABELS_OF_AN_IMAGE = "
+            code.write_text(
+                code.read_text().replace(f"{labels}1600", f"{labels}{NUM_IMAGE_TOKENS}")
+            )
+        elif name == "random":
+            build_from_scratch(folder, self.conversations, seed=0)
+        elif name == "blind":
+            turned = [
+                [
+                    row | {"image": rows[(n + step) % len(rows)]["image"]}
+                    for n, row in enumerate(rows)
+                ]
+                for step in range(120)
             ]
-            for step in range(steps)
-        ]
-        teach(folder, self("random"), turned, rate=1e-3)
-
-    def _build_sighted(self, folder: Path) -> None:
-        teach(folder, self("blind"), [rows_of(self.conversations)] * 5, rate=5e-4)
+            teach(folder, self("random"), turned, rate=1e-3)
+        else:
+            teach(folder, self("blind"), [rows] * 5, rate=5e-4)
+        return folder
 
 
 def rows_of(conversations: Conversations) -> list[dict]:
@@ -128,17 +116,6 @@ def teach(folder: Path, model: Path, batches: list[list[dict]], rate: float) -> 
         optimizer.zero_grad()
     learner.save_pretrained(folder)
     collator.processor.save_pretrained(folder)
-
-
-# Data sets, in the formats of all frameworks.
-
-
-def swapped(conversations: Conversations) -> Conversations:
-    """With the picture of another conversation, of the same question and another answer."""
-    return [
-        [question | {"image": other_of(question, answer, conversations)[0]["image"]}, answer]
-        for question, answer in conversations
-    ]
 
 
 def other_of(question: dict, answer: dict, conversations: Conversations) -> list[dict]:
@@ -175,15 +152,11 @@ def put_data(folder: Path, conversations: Conversations) -> None:
     rows, pairs = rows_of(conversations), pairs_of(conversations)
     (folder / "data").mkdir()
     (folder / "rows.json").write_text(json.dumps(rows))
-    parts = [
-        [{"type": "image", "path": row["image"]}, {"type": "text", "text": row["question"]}]
-        for row in rows
-    ]
-    answers = [said("assistant", row["answer"]) for row in rows]
-    messages = [
-        {"messages": [said("user", asked), answer]}
-        for asked, answer in zip(parts, answers, strict=True)
-    ]
+    messages = []
+    for row in rows:
+        parts = {"type": "image", "path": row["image"]}, {"type": "text", "text": row["question"]}
+        asked, answer = said("user", parts), said("assistant", row["answer"])
+        messages.append({"messages": [asked, answer]})
     write_lines(folder / "messages.jsonl", messages)
     put_sets_of_trl(folder / "data", rows, pairs)
     (folder / "pictures").symlink_to(Path("data", "sft"))  # of docs/frameworks.md
@@ -288,31 +261,27 @@ def put_sets_with_places(data: Path, conversations: Conversations, pairs: list[t
     (data / "dataset_info.json").write_text(json.dumps(described))
 
 
-# Judges, which cannot import this package.
-
-
 def judged(folder: Path, model: str, conversations: Conversations) -> tuple[float, float]:
     """The share of right answers of a saved folder, and that with the pictures swapped."""
-    asked = [[[q] for q, _ in each] for each in (conversations, swapped(conversations))]
+    swapped = [
+        [q | {"image": other_of(q, a, conversations)[0]["image"]}, a] for q, a in conversations
+    ]
+    asked = [[[q] for q, _ in each] for each in (conversations, swapped)]
     requests = [{"model": model, "prompts": prompts} for prompts in asked]
     (folder / "requests.json").write_text(json.dumps(requests))
     succeed(folder, sys.executable, JUDGE, "requests.json", "answers.json")
     right, swap = (
-        [a["content"] == got for (_, a), got in zip(conversations, given, strict=True)]
+        mean(a["content"] == got for (_, a), got in zip(conversations, given, strict=True))
         for given in json.loads((folder / "answers.json").read_text())
     )
-    return share(right), share(swap)
+    return right, swap
 
 
 def preferences(folder: Path, model: str, *sets: list[tuple]) -> list[float]:
     """For each set of pairs, the share of those of which a saved model prefers the first answer."""
     (folder / "asked.json").write_text(json.dumps(sets))
     succeed(folder, sys.executable, PREFERENCE_JUDGE, model, "asked.json", "preferred.json")
-    return [share(each) for each in json.loads((folder / "preferred.json").read_text())]
-
-
-def share(right: list[bool]) -> float:
-    return sum(right) / len(right)
+    return [mean(each) for each in json.loads((folder / "preferred.json").read_text())]
 
 
 def history(folder: Path, name: str) -> list[float]:
@@ -336,14 +305,12 @@ AT_MOST = ("first reward", "swapped", "last loss")
 def measure(
     kind: str, folder: Path, saved: str, conversations: Conversations, done: Row, logged: str
 ) -> None:
-    """Fill the row of a job that saved its model in the folder ``saved`` of ``folder``.
+    """Fill the row of a job that saved its model in the folder ``saved`` of ``folder``; raises
+    :class:`Missed` if nothing was learned, or not from the pictures.
 
     Args:
         kind: "answers"; "preferences" (of pairs); "scores" (of pairs of texts); or "reward":
             answers, and the reward that training logged as ``logged``, which rises.
-
-    Raises:
-        Missed: nothing was learned, or not from the pictures.
     """
     marks = MARKS
     if kind == "reward":
@@ -369,7 +336,6 @@ def measure(
 
 
 def check_shares(found: dict[str, float | None], marks: dict[str, float]) -> None:
-    """Raise :class:`Missed` with name, value and mark of what misses one."""
     for name, value in found.items():
         if value is None:
             continue

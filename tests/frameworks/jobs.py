@@ -30,46 +30,32 @@ ZERO3 = {"deepspeed.json": json.dumps(DEEPSPEED)}
 
 @dataclass(frozen=True)
 class Job:
-    """One row.
-
-    Attributes:
-        package: Whose version is the system's.
-        command: What is run in a folder with ``model``, ``published``, :func:`drawn_task.put_data`
-            and ``files``; some start their processes by ``environment``.
-        reads: As a reader would type it.
-        model: Of :class:`drawn_task.Models`.
-        measure, logged: Of :func:`drawn_task.measure`, of the folder ``out``.
-        then: What is run after the command, such as what merges an adapter.
-        fails: A pattern of what it ends with where it does not work: the row's outcome.
-        gpus: How many it needs.
-        beside: Another package that it needs.
-        deepspeed: The release that it has to have: its error is one of some releases.
-    """
+    """One row. The command is run in a folder with ``model``, ``published``, ``files`` and what
+    :func:`drawn_task.put_data` puts there; some start their processes by ``environment``."""
 
     system: str
     name: str
-    package: str
+    package: str  # whose version is the system's
     command: tuple[object, ...]
-    reads: str
-    model: str = "random"
-    measure: str = "answers"
+    reads: str  # as a reader would type it
+    model: str = "random"  # of drawn_task.Models
+    measure: str = "answers"  # of drawn_task.measure, of the folder out
     logged: str = ""
     files: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    then: tuple[object, ...] = ()
+    then: tuple[object, ...] = ()  # what is run after the command, such as what merges an adapter
     out: str = "out"
     note: str = ""
-    fails: str = ""
-    gpus: int = 0
-    beside: str = ""
-    deepspeed: str = ""
+    fails: str = ""  # a pattern of what it ends with where it does not work: the row's outcome
+    gpus: int = 0  # how many it needs
+    beside: str = ""  # another package that it needs
+    deepspeed: str = ""  # the release that it has to have: its error is one of some releases
 
     def __str__(self) -> str:
         return f"{self.system}: {self.name}"
 
 
-# TRL.
-
+# TRL
 SEED = 0
 REPOSITORY = "SFT, LoRA, published repository"
 WHOLE_ROWS = ("--max_length", 4096)
@@ -171,7 +157,6 @@ TRL = [
 
 
 # Trainers that take any model.
-
 TWO_ON_A_CPU = """
 compute_environment: LOCAL_MACHINE
 num_machines: 1
@@ -229,7 +214,6 @@ ANY_TRAINER = [
 
 
 # How people train on several GPUs where they reported failures.
-
 ON_ZERO3 = "two GPUs: LoRA, bf16, ZeRO-3, checkpoints, DeepSpeed"
 
 
@@ -252,8 +236,7 @@ ON_GPUS = [
 ]
 
 
-# axolotl, OpenRLHF.
-
+# axolotl, OpenRLHF
 AXOLOTL = """
 base_model: model
 trust_remote_code: true
@@ -317,7 +300,6 @@ OTHERS = [
 
 
 # ms-swift, and LLaMA-Factory: the words that are worth reading, and what all have in common.
-
 ALL_PARTS = "--freeze_vit false --freeze_aligner false"
 FULL = f"--tuner_type full {ALL_PARTS}"
 SWIFT_LORA = f"--tuner_type lora --target_modules all-linear {ALL_PARTS}"
@@ -386,6 +368,8 @@ PARTS = "freeze_vision_tower=false freeze_multi_modal_projector=false"
 FACTORY_LORA = f"finetuning_type=lora lora_target=all {PARTS}"
 FACTORY_FULL = f"finetuning_type=full {PARTS}"
 FACTORY_PAIRS = f"{FACTORY_FULL} stage=dpo"
+FACTORY_KTO = f"{FACTORY_FULL} stage=kto pref_beta=0.3"
+BY_ZERO3 = "deepspeed=deepspeed.json"
 RECIPE = (HERE / "llamafactory_train.yaml").read_text()
 
 
@@ -436,34 +420,19 @@ FACTORY = [
     factory("sft, packing", f"{FACTORY_FULL} packing=true", batch=4, note=SAME),
     factory("sft, neat_packing", f"{FACTORY_FULL} neat_packing=true", batch=4, note=SAME),
     factory(
-        *("sft, freeze_language_model", f"{FACTORY_FULL} freeze_language_model=true"),
-        model="blind",
-        steps=200,
+        "sft, freeze_language_model",
+        f"{FACTORY_FULL} freeze_language_model=true",
+        **{"model": "blind", "steps": 200},
     ),
     factory("dpo", FACTORY_PAIRS, "pairs", rate=5e-4, **PREFERS),
     factory("simpo", f"{FACTORY_PAIRS} pref_loss=simpo", "pairs", steps=90, rate=5e-4, **PREFERS),
     factory("orpo", f"{FACTORY_PAIRS} pref_loss=orpo", "pairs"),
+    factory("kto", FACTORY_KTO, "kto", steps=200, rate=1e-3, **PREFERS),
     factory(
-        *("kto", f"{FACTORY_FULL} stage=kto pref_beta=0.3", "kto"),
-        steps=200,
-        rate=1e-3,
-        **PREFERS,
+        "two GPUs: sft, LoRA, ZeRO-3, published repository",
+        f"{FACTORY_LORA} {BY_ZERO3}",
+        **{"model": "published", "rate": 1e-2, "gpus": True} | TWO,
     ),
-    factory(
-        *(
-            "two GPUs: sft, LoRA, ZeRO-3, published repository",
-            f"{FACTORY_LORA} deepspeed=deepspeed.json",
-        ),
-        model="published",
-        rate=1e-2,
-        gpus=True,
-        **TWO,
-    ),
-    factory(
-        "two GPUs: sft, all weights, ZeRO-3",
-        f"{FACTORY_FULL} deepspeed=deepspeed.json",
-        gpus=True,
-        **TWO,
-    ),
+    factory("two GPUs: sft, all weights, ZeRO-3", f"{FACTORY_FULL} {BY_ZERO3}", gpus=True, **TWO),
 ]
 JOBS = [*ON_GPUS, *ANY_TRAINER, *OTHERS, *TRL, *SWIFT, *FACTORY]

@@ -1,9 +1,8 @@
 """What happened in other people's frameworks: rows of a file, and the table of docs/frameworks.md.
 
 A test of this folder writes a row within :func:`job`, if the environment has ``FRAMEWORKS_RECORD``,
-the file to write to. A row replaces that of the same system, version and job, so that systems may
-be run one at a time. ``python -m tests.frameworks.results_table`` prints the table, and writes it
-into docs/frameworks.md if ``--page`` is given.
+the file to write to, in the place of that of the same system, version and job.
+``python -m tests.frameworks.results_table`` prints the table; ``--page`` writes it into the page.
 """
 
 import json
@@ -35,33 +34,24 @@ class Missed(AssertionError):
 
 @dataclass(kw_only=True)
 class Row:
-    """One job.
-
-    Attributes:
-        job: What was done with the framework, as its own documentation calls that.
-        command: What a reader types, or the class that a script uses.
-        outcome: "works"; otherwise the reason why not, as a person would say it.
-        loss: First and last training loss; ``None`` if none was computed.
-        reward: Mean reward of the first and of the last steps of online training.
-        right, swapped: Share of right answers to questions about the pictures, and with each
-            picture replaced by one with another answer; ``None`` where no answers are learned.
-        reloaded: Whether what was saved was loaded by a process without this package.
-        seconds: What the job took, on two CPU cores.
-        note: What a user should know of it; one sentence, or nothing.
-    """
+    """One job; right and swapped as drawn_task.py has them."""
 
     system: str
     job: str
     command: str
+    """What a reader types, or the class that a script uses."""
     version: str = ""
     transformers: str = ""
     torch: str = ""
     outcome: str = "works"
     loss: tuple[float, float] | None = None
+    """The first and the last."""
     reward: tuple[float, float] | None = None
+    """The means of the first and of the last steps of online training."""
     right: float | None = None
     swapped: float | None = None
     reloaded: bool | None = None
+    """Whether what was saved was loaded by a process without this package."""
     seconds: float = 0.0
     date: str = ""
     note: str = ""
@@ -117,7 +107,6 @@ def merge(rows: list[Row], path: Path) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: a line for each job."""
     lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
     for row in rows:
         measured = _arrow(row.loss) if row.reward is None else f"reward {_arrow(row.reward)}"
@@ -137,8 +126,7 @@ def table(rows: list[Row]) -> str:
 
 def on_page(page: str, rows: list[Row]) -> str:
     """The text of the page, with the table between its two marks."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
     return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
 
 

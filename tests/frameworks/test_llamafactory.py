@@ -1,8 +1,5 @@
-"""LLaMA-Factory's own checkpointing functions, taken from the package, on both towers.
-
-Before 0.9.3 they ask the function they are given for its ``__self__``; from 0.9.3 on, a partial for
-its function's. Which of the two is tested depends on the version that is installed.
-"""
+"""LLaMA-Factory's own checkpointing functions, taken from the package, on both towers. Before 0.9.3
+they ask the function they are given for its ``__self__``; later, a partial for its function's."""
 
 import importlib
 import importlib.util
@@ -14,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from glm4v_patched.remote.checkpointing import CheckpointedLayer
+from tests.helpers.steps import count_runs
 from tests.helpers.tiny import grown_image, padded, pictures, text, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +25,6 @@ PACKAGES = ["llamafactory", "llamafactory.model", "llamafactory.model.model_util
 
 @pytest.fixture(scope="module")
 def llamafactory():
-    """The module ``llamafactory.model.model_utils.checkpointing``."""
     root = Path(importlib.util.find_spec("llamafactory").origin).parents[1]
     with pytest.MonkeyPatch.context() as patch:
         for name in PACKAGES:
@@ -50,16 +46,7 @@ def gradients(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict
         torch.manual_seed(0)
         config = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
         model = get_peft_model(model, config)
-    runs = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, CheckpointedLayer):
-            runs[name] = 0
-
-            def counted(*inputs, name=name, original=layer.layer_forward):
-                runs[name] += 1
-                return original(*inputs)
-
-            layer.layer_forward = counted
+    runs = count_runs(model)
     rows = padded([[*text(3, seed=1), *grown_image(), *text(6, seed=2)], text(7, seed=3)], "left")
     labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
     model.train()(**rows, pixel_values=pictures(1), labels=labels).loss.backward()
@@ -69,12 +56,9 @@ def gradients(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict
 @pytest.mark.parametrize("weights", ["all", "frozen vision", "adapters"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_equal_plain_ones_and_layers_are_recomputed(reentrant, weights, llamafactory):
+    off = ("upcast_layernorm", "upcast_lmhead_output", "disable_gradient_checkpointing")
     settings = SimpleNamespace(
-        upcast_layernorm=False,
-        upcast_lmhead_output=False,
-        disable_gradient_checkpointing=False,
-        use_unsloth_gc=False,
-        use_reentrant_gc=reentrant,
+        **dict.fromkeys(off, False), use_unsloth_gc=False, use_reentrant_gc=reentrant
     )
     want, _ = gradients(weights)
     got, runs = gradients(

@@ -20,36 +20,17 @@ from transformers import (
     set_seed,
 )
 
-COMMON = {
-    "output_dir": "run",
-    "trust_remote_code": True,
-    "per_device_train_batch_size": 24,
-    "lr_scheduler_type": "constant_with_warmup",
-    "max_grad_norm": 1.0,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "bf16": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+COMMON = {"output_dir": "run", "trust_remote_code": True, "max_grad_norm": 1.0, "logging_steps": 1}
+COMMON |= {"per_device_train_batch_size": 24, "lr_scheduler_type": "constant_with_warmup"}
+COMMON |= {"save_strategy": "no", "report_to": "none"}
+COMMON |= {"bf16": False, "use_cpu": True, "disable_tqdm": True}
 # Groups of 32 answers to each of 24 questions: of a smaller group, often none is right, and then
 # nothing is learned from it.
-ONLINE = {
-    "per_device_train_batch_size": 768,
-    "num_generations": 32,
-    "lr_scheduler_type": "linear",
-    "max_completion_length": 8,
-    "temperature": 1.0,
-    "beta": 0.0,
-}
+ONLINE = {"per_device_train_batch_size": 768, "num_generations": 32, "lr_scheduler_type": "linear"}
+ONLINE |= {"max_completion_length": 8, "temperature": 1.0, "beta": 0.0}
 # vLLM draws, in the process that trains, on its GPU.
-BY_VLLM = {
-    "use_cpu": False,
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_gpu_memory_utilization": 0.2,
-}
+BY_VLLM = {"use_cpu": False, "use_vllm": True, "vllm_mode": "colocate"}
+BY_VLLM |= {"vllm_gpu_memory_utilization": 0.2}
 # Rows have an image of 1,602 ids with the real model, and TRL cuts them at 1,024.
 WHOLE_ROWS = {"max_length": None}
 OPTIONS: dict[str, dict] = {

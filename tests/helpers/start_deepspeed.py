@@ -2,8 +2,8 @@
 
 import torch
 
-from glm4v_patched.engine.deepspeed.gather import wait_for_every_gather
 from glm4v_patched.engine.deepspeed.internals import nothing_compiled
+from glm4v_patched.engine.deepspeed.zero3 import wait_for_every_gather
 
 # ZeRO-3 at its harshest: every parameter is sharded, and gathered only while it is used.
 NOTHING_STAYS_GATHERED = {

@@ -165,24 +165,23 @@ def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkey
             require_whole("our-org/text")
 
 
-COMMANDS = {
-    "train": ["train", "{recipe}", "--device", "cpu", "--processes", "1"],
-    "doctor": ["doctor", "{recipe}", "--device", "cpu", "--processes", "1"],
-    "answer": ["answer", "{model}", "--data", "{rows}", "--out", "{out}", "--device", "cpu"],
-    "compare": ["compare", "{model}"],
-}
+ON_CPU = ["--device", "cpu"]
+COMMANDS = [
+    ["train", "{recipe}", "--processes", "1", *ON_CPU],
+    ["doctor", "{recipe}", "--processes", "1", *ON_CPU],
+    ["answer", "{model}", "--data", "{rows}", "--out", "{out}", *ON_CPU],
+    ["compare", "{model}"],
+]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_every_command_refuses_a_model_that_is_not_whole(drawn, model, tmp_path, capfd, command):
     change(model, without(TOWER))
     recipe, out = tmp_path / "recipe.json", tmp_path / "out"
     drawn.override({"model": str(model), "out": str(out)}).write(recipe)
     places = {"recipe": recipe, "model": model, "rows": drawn.data.train, "out": out}
-    assert main([part.format(**places) for part in COMMANDS[command]]) == 1
-    printed = "".join(capfd.readouterr())
-    assert "tower was left out" in printed, printed
-    assert not out.exists()
+    assert main([part.format(**places) for part in command]) == 1
+    assert "tower was left out" in "".join(capfd.readouterr()) and not out.exists()
 
 
 FEW = settings(max_examples=60, derandomize=True, deadline=None)

@@ -1,29 +1,40 @@
-"""People's scripts for the published repository run unchanged: see published_calls.py.
+"""People's scripts for the published repository run unchanged under ``apply()``: their calls.
 
-Once, in a process that calls ``apply()``, on the stand-in for that repository.
+They are those of the model card, the official command-line demo, ``glm4v_server.py``,
+``finetune_vision.py`` and the model of VLMEvalKit; on the stand-in for that repository.
 """
 
 import json
 import math
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 
 import glm4v_patched
-from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import NUM_RANKS, remote_code_under, write_legacy_repository
 from tests.helpers.tiny import BOI, DATA, EOI, PAD, golden_case
 
-CALLS = (Path(__file__).parent / "published_calls.py").read_text()
-ROOT = Path(glm4v_patched.__file__).parents[1]
-WITH_APPLY = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
-    "import glm4v_patched; glm4v_patched.apply()\n"
-)
 QUESTION = "What is in this picture?"
-RECORDED = "generate_image_single.fp32"
+# Before and after the published preprocessing.
+PIXELS = load_file(DATA / "image_preprocess.safetensors")
+PICTURE = Image.fromarray(PIXELS["in.image_uint8_hwc"].numpy())
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +49,16 @@ def published(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def picture() -> dict[str, torch.Tensor]:
-    """A picture before and after the published preprocessing."""
-    return load_file(DATA / "image_preprocess.safetensors")
-
-
-@pytest.fixture(scope="module")
-def run(published, picture) -> tuple[dict, dict]:
-    """What the scripts got, and their pictures."""
-    out = published.parent
-    given = out / "given.safetensors"
-    save_file(golden_case(RECORDED)[0] | {"picture": picture["in.image_uint8_hwc"]}, given)
-    run_without_package(WITH_APPLY + CALLS, out, str(published), str(out), str(given))
-    return json.loads((out / "results.json").read_text()), load_file(out / "pixels.safetensors")
-
-
-@pytest.fixture(scope="module")
 def legacy_tokenizer(published, tmp_path_factory):
     with remote_code_under(tmp_path_factory.mktemp("modules")):
         yield AutoTokenizer.from_pretrained(published, trust_remote_code=True)
+
+
+@pytest.fixture(autouse=True)
+def applied(legacy_tokenizer):
+    torch.manual_seed(0)  # for adapters' first weights, dropout and what is sampled
+    with glm4v_patched.applied():
+        yield
 
 
 def legacy_ids(tokenizer, messages: list[dict]) -> list[int]:
@@ -69,63 +71,163 @@ def user(content: str, **rest) -> dict:
     return {"role": "user", "content": content, **rest}
 
 
-def assistant(content: str) -> dict:
-    return {"role": "assistant", "content": content}
+def assistant(content: str, **rest) -> dict:
+    return {"role": "assistant", "content": content, **rest}
 
 
-def test_code_and_pictures(run, picture):
-    """The code is ours, the pictures are those of the published code."""
-    results, pixels = run
-    assert all(name.startswith("glm4v_patched.remote.") for name in results["classes"])
-    wanted = picture["out.image_size_56"][None]
-    for name in pixels.keys() - {"finetune_vision"}:
-        assert torch.equal(pixels[name], wanted), name
-    assert torch.equal(pixels["finetune_vision"][:1], wanted)
-    assert pixels["finetune_vision"].shape == (2, 3, 56, 56)
+class StopAtAny(StoppingCriteria):
+    def __init__(self, model):
+        self.stops = model.config.eos_token_id
+
+    def __call__(self, input_ids, scores, **kwargs) -> bool:
+        return any(input_ids[0][-1] == stop for stop in self.stops)
 
 
+def stream(tokenizer, model, options: dict) -> str:
+    streamer = TextIteratorStreamer(
+        tokenizer=tokenizer, timeout=60, skip_prompt=True, skip_special_tokens=True
+    )
+    thread = Thread(target=model.generate, kwargs=options | {"streamer": streamer})
+    thread.start()
+    answer = "".join(streamer)
+    thread.join()
+    return answer
+
+
+ASKED = [user(QUESTION, image=PICTURE)]
+# The picture is in the first question only, and gone in the second round.
+LATER = [user(QUESTION), assistant("A cat."), user("Which shape is it?")]
+TURNS = [user("Hello."), assistant("Hello, how are you?"), *ASKED]
+ON_CPU = (AutoModelForCausalLM, {"low_cpu_mem_usage": True})
+SPREAD = (AutoModel, {"device_map": "auto"})
+SPECIAL = {"encode_special_tokens": True}
+TOP_1 = {"max_length": 2500, "do_sample": True, "top_k": 1}
+DEMO = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.8, "temperature": 0.6}
+DEMO |= {"repetition_penalty": 1.2}
+SERVER = {"repetition_penalty": 1.0, "max_new_tokens": 8, "do_sample": False, "top_p": 0}
+# Of each: what the tokenizer and the model are loaded with, the chat, what is passed to generate,
+# and whether the answer is streamed.
 CHATS = {
-    **dict.fromkeys(("model_card", "command_line"), [user(QUESTION, image=1)]),
-    "later": [user(QUESTION), assistant("A cat."), user("Which shape is it?")],
-    "server": [user("Hello."), assistant("Hello, how are you?"), user(QUESTION, image=1)],
+    "model card": ({}, ON_CPU, ASKED, TOP_1, False),
+    "command line": (SPECIAL, SPREAD, ASKED, DEMO, True),
+    "later": (SPECIAL | {"use_fast": False}, SPREAD, LATER, DEMO, True),
+    "VLMEvalKit": ({}, ON_CPU, ASKED, {"max_length": 2048, "do_sample": False}, False),
+    "server": (SPECIAL, SPREAD, TURNS, SERVER, True),
 }
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_chats_of_demos_have_the_published_ids_and_an_answer(name, run, legacy_tokenizer):
-    told = run[0][name]
-    speaks = legacy_tokenizer.convert_tokens_to_ids("<|assistant|>")
-    ids = [*legacy_ids(legacy_tokenizer, CHATS[name]), speaks]
-    assert told["inputs"] == {
-        "input_ids": [ids],
-        "attention_mask": [[1] * len(ids)],
-        "position_ids": [[*range(len(ids))]],
-    }
-    assert told["answer"].strip()
+def test_chats_have_the_published_ids_and_pictures_and_an_answer(published, legacy_tokenizer):
+    speaks, drawn = legacy_tokenizer.convert_tokens_to_ids("<|assistant|>"), {}
+    for name, (of_tokenizer, (auto, of_model), messages, options, streamed) in CHATS.items():
+        tokenizer = AutoTokenizer.from_pretrained(published, trust_remote_code=True, **of_tokenizer)
+        model = auto.from_pretrained(
+            published, torch_dtype=torch.bfloat16, trust_remote_code=True, **of_model
+        )
+        assert all(type(one).__module__.startswith("glm4v_patched.") for one in (tokenizer, model))
+        model = model.to("cpu").eval()
+        inputs = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_tensors="pt",
+            return_dict=True,
+        ).to(next(model.parameters()).device)
+        options = {**inputs, **options}
+        if streamed:
+            stops = {"eos_token_id": [tokenizer.eos_token_id, *model.config.eos_token_id]}
+            if name != "server":
+                stops["stopping_criteria"] = StoppingCriteriaList([StopAtAny(model)])
+            answer = stream(tokenizer, model, options | stops)
+        else:
+            with torch.no_grad():
+                drawn[name] = model.generate(**options)[:, inputs["input_ids"].shape[1] :]
+            answer = tokenizer.decode(drawn[name][0])
+        assert answer.strip(), name
+        if messages is not LATER:
+            assert torch.equal(inputs.pop("images")[0], PIXELS["out.image_size_56"]), name
+        ids = [*legacy_ids(legacy_tokenizer, messages), speaks]
+        wanted = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        wanted["position_ids"] = [*range(len(ids))]
+        assert {value.dtype for value in inputs.values()} == {torch.int64}
+        assert {n: value[0].tolist() for n, value in inputs.items()} == wanted, name
+    assert legacy_ids(legacy_tokenizer, ASKED)[4:7] == [BOI, PAD, EOI]
+    assert 1 < drawn["model card"].shape[1] < 50  # it ended
+    assert torch.equal(drawn["model card"], drawn["VLMEvalKit"])
 
 
-def test_answers_are_the_same_whichever_way_they_are_asked_for(run):
-    results, _ = run
-    card = results["model_card"]
-    assert card["inputs"]["input_ids"][0][4:7] == [BOI, PAD, EOI]
-    assert 1 < len(card["new"][0]) < 50  # it ended
-    assert card["new"] == results["vlm_eval_kit"]["new"]
-    assert results["recorded"] == golden_case(RECORDED)[1]["sequences"].tolist()
+def test_what_the_published_code_was_recorded_to_generate(published):
+    model = AutoModel.from_pretrained(published, trust_remote_code=True, torch_dtype=torch.float32)
+    inputs, recorded, _ = golden_case("generate_image_single.fp32")
+    options = {"max_length": inputs["input_ids"].shape[1] + 8, "do_sample": True, "top_k": 1}
+    assert torch.equal(model.eval().generate(**inputs, **options), recorded["sequences"])
 
 
-def test_the_vision_finetuning_script(run, legacy_tokenizer):
-    script = run[0]["finetune_vision"]
-    ends = legacy_tokenizer.convert_tokens_to_ids("<|user|>")
-    answers = ["A red circle.", "Nothing, and a longer answer."]
-    wanted = [
-        [*legacy_ids(legacy_tokenizer, [user(QUESTION, image=1), assistant(answer)]), ends]
-        for answer in answers
+def rows_to_train(tokenizer, conversations) -> list[dict]:
+    """Message by message, each as a chat of its own without its first two ids."""
+    prefix = tokenizer.convert_tokens_to_ids(["[gMASK]", "<sop>"])
+    end = tokenizer.convert_tokens_to_ids("<|user|>")
+    rows = []
+    for conversation in conversations:
+        ids, mask, labels, found = list(prefix), [1, 1], [-100, -100], []
+        for message in conversation:
+            encoded = tokenizer.apply_chat_template(
+                [message], tokenize=True, return_dict=True, padding=True
+            )
+            new = encoded["input_ids"][0][2:]
+            ids += new
+            mask += encoded["attention_mask"][0][2:]
+            labels += new if message["role"] == "assistant" else [-100] * len(new)
+            if message.get("image"):
+                found.append(encoded["images"])
+        row = {"input_ids": [*ids, end], "attention_mask": [*mask, 1], "labels": [*labels, -100]}
+        row["position_ids"] = [*range(len(ids) + 1)]
+        rows.append(row | {"images": found[0][0].tolist()})  # as a table of `datasets` has it
+    return rows
+
+
+def test_the_vision_finetuning_script(published, legacy_tokenizer, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(
+        published, padding_side="left", trust_remote_code=True
+    )
+    # Earlier versions of the script also pass ``empty_init=False``.
+    options = {"trust_remote_code": True, "empty_init": False, "use_cache": False}
+    model = AutoModelForCausalLM.from_pretrained(published, torch_dtype=torch.bfloat16, **options)
+    lora = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": ["query_key_value"]}
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+    # Rows of text get a black picture; tables have None where a row lacks a key.
+    black = Image.new("L", (224, 224), 0).convert("RGB")
+    answers = {"A red circle.": PICTURE, "Nothing, and a longer answer.": black}
+    conversations = [
+        [user(QUESTION, image=picture), assistant(answer, image=None)]
+        for answer, picture in answers.items()
     ]
-    assert script["rows"] == wanted
+    rows = rows_to_train(tokenizer, conversations)
+    assert torch.equal(torch.tensor(rows[0]["images"]), PIXELS["out.image_size_56"])
+    end = legacy_tokenizer.convert_tokens_to_ids("<|user|>")
+    wanted = [[*legacy_ids(legacy_tokenizer, messages), end] for messages in conversations]
+    assert [row["input_ids"] for row in rows] == wanted
+
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    collator = DataCollatorForSeq2Seq(tokenizer=tokenizer, padding="longest", return_tensors="pt")
+    batch = collator([dict(row) for row in rows])
     length = max(map(len, wanted))
-    for row, mask, positions in zip(wanted, script["mask"], script["positions"], strict=True):
+    for row, mask, positions in zip(
+        wanted, batch["attention_mask"].tolist(), batch["position_ids"].tolist(), strict=True
+    ):
         fill = [0] * (length - len(row))
         assert mask == fill + [1] * len(row)
         assert positions == fill + [*range(len(row))]
-    assert math.isfinite(script["loss"]) and script["loss"] > 0
-    assert script["moved"] == [True, True], "the tower and the language model learned"
+    options = {"max_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
+    options |= {"remove_unused_columns": False, "report_to": [], "save_strategy": "no"}
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options),
+        data_collator=collator,
+        train_dataset=Dataset.from_list(rows),
+    )
+    loss = trainer.train().training_loss
+    assert math.isfinite(loss) and loss > 0
+    moved = {name for name, value in model.named_parameters() if "lora_B" in name and value.any()}
+    for tower in ("vision", "encoder"):
+        assert any(f".{tower}." in name for name in moved), tower

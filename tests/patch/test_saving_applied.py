@@ -95,16 +95,9 @@ def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
         return auto_class.from_pretrained(PUBLISHED, trust_remote_code=True, **where)
 
     def train(model, name: str) -> None:
-        arguments = TrainingArguments(
-            output_dir=str(out / name),
-            max_steps=1,
-            per_device_train_batch_size=1,
-            learning_rate=1e-2,
-            use_cpu=True,
-            remove_unused_columns=False,
-            report_to="none",
-            save_strategy="no",
-        )
+        options = {"max_steps": 1, "per_device_train_batch_size": 1, "learning_rate": 1e-2}
+        options |= {"use_cpu": True, "remove_unused_columns": False, "save_strategy": "no"}
+        arguments = TrainingArguments(str(out / name), report_to="none", **options)
         rows = [{key: value[0] for key, value in image_row(seed).items()} for seed in range(2)]
         run = Trainer(model, arguments, train_dataset=rows, processing_class=load(AutoProcessor))
         run.train()

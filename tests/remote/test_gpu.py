@@ -5,8 +5,7 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
-from glm4v_patched.engine.deepspeed.gradient_norm import _in_place
-from glm4v_patched.engine.deepspeed.run_ahead import limit_run_ahead
+from glm4v_patched.engine.deepspeed.zero3 import limit_run_ahead, norm_in_place
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import padded, pictures, text, three_id_image, tiny_config
 
@@ -94,7 +93,7 @@ def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
 
 
 def test_norms_of_many_gradients_are_exact_without_a_copy():
-    norm = _in_place(lambda gradients, _parameters, _norm_type: gradients[0])
+    norm = norm_in_place(lambda gradients, _parameters, _norm_type: gradients[0])
     gradients = [torch.randn(2**27, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -6,13 +6,12 @@ import shutil
 from importlib.metadata import version
 from typing import Any
 
-from packaging.version import Version
+from packaging.requirements import Requirement
 
 from ...terminal_text import pip_install
 from ..options import EngineOptions
 
-OLDEST_DEEPSPEED, FIRST_UNTESTED_DEEPSPEED = "0.16.9", "0.20"
-SUPPORTED_DEEPSPEED = f"deepspeed>={OLDEST_DEEPSPEED},<{FIRST_UNTESTED_DEEPSPEED}"
+SUPPORTED_DEEPSPEED = "deepspeed>=0.16.9,<0.20"
 
 
 def deepspeed_config(
@@ -21,11 +20,8 @@ def deepspeed_config(
     accumulation: int | str = "auto",
     clipping: float | str = "auto",
 ) -> dict[str, Any] | None:
-    """What DeepSpeed is given for options that are decided; None where it takes no part.
-
-    Args:
-        micro_batch, accumulation, clipping: "auto" is filled in by transformers' Trainer.
-    """
+    """What DeepSpeed is given for options that are decided; None where it takes no part. "auto" is
+    filled in by transformers' Trainer."""
     if options.zero_stage == 0:
         return None
     assert options.is_decided, "memory_plan.decide() comes first"
@@ -70,58 +66,48 @@ def deepspeed_config(
 
 def zero_plus_plus(options: EngineOptions) -> dict[str, Any]:
     """What is asked for of ZeRO++, by DeepSpeed's names; nothing by default."""
-    asked: dict[str, Any] = {}
-    if options.zero_hpz_partition_size > 1:
-        asked["zero_hpz_partition_size"] = options.zero_hpz_partition_size
-    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if getattr(options, name):
-            asked[name] = True
-    return asked
+    names = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    asked = {name: getattr(options, name) for name in names}
+    return {n: value for n, value in asked.items() if value != getattr(EngineOptions, n)}
 
 
 def require_zero_plus_plus(options: EngineOptions, processes: int, on_cpu: bool) -> None:
     """Raise ``ValueError`` if ZeRO++ cannot do what is asked for on these processes."""
     size = options.zero_hpz_partition_size
-    quantized = options.zero_quantized_weights or options.zero_quantized_gradients
     if processes % size:
         raise ValueError(
             f"engine.zero_hpz_partition_size is {size}, and there are {processes} processes; "
             "expected a number that divides them: the GPUs of one machine"
         )
-    if quantized and on_cpu:
+    if not (options.zero_quantized_weights or options.zero_quantized_gradients):
+        return
+    if on_cpu:
         raise ValueError(
             "engine.zero_quantized_weights and engine.zero_quantized_gradients run on GPUs; "
             "expected false on a CPU"
         )
-    if quantized and not has_nvcc():
+    # Where torch looks for CUDA's compiler.
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if not (shutil.which("nvcc") or os.path.isfile(os.path.join(home, "bin", "nvcc"))):
         raise ValueError(
             "DeepSpeed compiles what engine.zero_quantized_weights and _gradients ask for, and "
             "there is no nvcc; install CUDA's toolkit and set CUDA_HOME, or expected false"
         )
 
 
-def has_nvcc() -> bool:
-    """Whether CUDA's compiler is where torch looks for it."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return shutil.which("nvcc") is not None or os.path.isfile(os.path.join(home, "bin", "nvcc"))
-
-
 def require_deepspeed() -> None:
     """Raise ``RuntimeError`` naming what is missing or not supported, and how to install it."""
-    missing = None
+    told = None
     if importlib.util.find_spec("deepspeed") is None:
-        install = pip_install("glm4v-patched[train]")
-        missing = f"DeepSpeed and what training needs: {install}"
-    elif not _is_supported(found := version("deepspeed")):
-        missing = f"a tested DeepSpeed, {found} is not: {pip_install(SUPPORTED_DEEPSPEED)}"
-    if missing:
-        raise RuntimeError(f"cannot train here; missing: {missing}")
+        told = f"DeepSpeed and what training needs: {pip_install('glm4v-patched[train]')}"
+    elif not Requirement(SUPPORTED_DEEPSPEED).specifier.contains(
+        found := version("deepspeed"), prereleases=True
+    ):
+        told = f"a tested DeepSpeed, {found} is not: {pip_install(SUPPORTED_DEEPSPEED)}"
+    if told:
+        raise RuntimeError(f"cannot train here; missing: {told}")
     if version("transformers") == "5.1.0":
         raise RuntimeError(
             "transformers 5.1.0 does not hand a model to DeepSpeed; expected another: "
             + pip_install("-U", "transformers")
         )
-
-
-def _is_supported(found: str) -> bool:
-    return Version(OLDEST_DEEPSPEED) <= Version(found) < Version(FIRST_UNTESTED_DEEPSPEED)

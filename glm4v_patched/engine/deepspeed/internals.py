@@ -1,89 +1,74 @@
-"""What this package uses of DeepSpeed by private names (:mod:`private_names` lists them).
+"""Every private name of DeepSpeed that this package uses.
 
-Each name is checked where it is used. A missing one is an error with the version and the cure,
-because skipping it silently would make training slower, or wrong. ``remote/`` uses some of these
-names itself, because it must not import this package; they are checked from here, too.
+Each is checked where it is used: a missing one is an error with the version and the cure, because
+skipping it silently would make training slower, or wrong. ``remote/``, which must not import this
+package, uses ``ds_status``, ``ds_active_sub_modules`` and ``ds_id`` of weights, and of modules
+``ds_id`` and, since 0.19.3, ``ds_recompute_parameters``.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .private_names import (
-    CHECKPOINT_ENGINE,
-    COMPILES_COLLECTIVES,
-    GATHERS_WHEN_LOADING,
-    GRADIENT_VIEWS,
-    IN_CHECKPOINTS,
-    OF_MODULES,
-    OF_SHARDED_WEIGHTS,
-    OF_SOME_MODULES,
-    OF_WEIGHTS_OF_ZERO3,
-    OF_ZERO3,
-    OF_ZERO12,
-    SHARDING_INIT,
-    ZERO3_OPTIMIZER,
-    ZERO_PARAM_STATUS,
-    moved,
+from ...terminal_text import pip_install
+from .config import SUPPORTED_DEEPSPEED
+
+ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus"
+CHECKPOINT_ENGINE = (
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 )
-
-__all__ = [
-    "CHECKPOINT_ENGINE",
-    "GATHERS_WHEN_LOADING",
-    "IN_CHECKPOINTS",
-    "OF_MODULES",
-    "OF_SHARDED_WEIGHTS",
-    "OF_SOME_MODULES",
-    "OF_ZERO3",
-    "OF_ZERO12",
-    "SHARDING_INIT",
-    "ZERO_PARAM_STATUS",
-    "Replacements",
-    "attribute",
-    "gathered",
-    "gradient_buffers",
-    "gradient_views",
-    "is_sharded",
-    "masters",
-    "moved",
-    "nothing_compiled",
-    "own_shard",
-    "require",
-    "resolve",
-    "set_gradient_views",
-    "shard_of",
-    "sharded_weights",
-    "whole_shape",
-    "zero3_optimizers",
-]
-
-# As Python writes a name with two underscores that is used inside of a class.
-_GRADIENT_VIEWS = f"_{ZERO3_OPTIMIZER}{GRADIENT_VIEWS}"
+# Makes shards of new weights, and gathers them to load and to save them.
+SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+GATHERS_WHEN_LOADING = "_allgather_params_coalesced"
+# The three classes of numbers that DeepSpeed's part of a checkpoint holds.
+IN_CHECKPOINTS = (
+    "deepspeed.runtime.fp16.loss_scaler:LossScaler",
+    "deepspeed.runtime.zero.config:ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment:fragment_address",
+)
+# Compiles DeepSpeed's own collectives for a CPU, when processes join.
+COLLECTIVES, COMPILES_COLLECTIVES = "deepspeed.comm.torch", "build_shm_op"
+# Of a weight that ZeRO-3 has sharded.
+OF_SHARDED_WEIGHTS = (
+    "all_gather_coalesced",
+    "ds_active_sub_modules",
+    "ds_id",
+    "ds_numel",
+    "ds_process_group",
+    "ds_secondary_tensor",
+    "ds_shape",
+    "ds_status",
+    "ds_tensor",
+)
+# By it a weight knows ZeRO-3's optimizer, which has the others: the last one is its share of each
+# weight's gradient by the weight's number, as Python writes a name with two underscores.
+OPTIMIZER_OF_WEIGHT = "_z3_optimizer"
+GRADIENT_NORM = "get_grad_norm_direct"
+MASTERS = {
+    3: "fp32_partitioned_groups_flat",
+    2: "single_partition_of_fp32_groups",
+    1: "single_partition_of_fp32_groups",
+}
+GRADIENT_BUFFER = "grad_partitions_flat_buffer"
+GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 def resolve(name: str) -> Any:
-    """What DeepSpeed has by a name ``module:attribute``.
-
-    Raises:
-        RuntimeError: it is not there.
-    """
+    """What DeepSpeed has by a name ``module:attribute``."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
-        raise moved(name.replace(":", "."), "DeepSpeed") from None
+        raise _moved(name.replace(":", "."), "DeepSpeed") from None
 
 
 def attribute(owner: object, name: str) -> Any:
-    """The attribute of an object of DeepSpeed, or of what it has taken over.
-
-    Raises:
-        RuntimeError: it is not there.
-    """
+    """The attribute of an object of DeepSpeed, or of what it has taken over."""
     require([owner], (name,))
     return getattr(owner, name)
 
@@ -93,37 +78,22 @@ def require(owners: Iterable[object], names: Iterable[str]) -> None:
     for owner in owners:
         for name in names:
             if not hasattr(owner, name):
-                raise moved(name, type(owner).__name__)
+                raise _moved(name, type(owner).__name__)
 
 
-class Replacements:
-    """Attributes of objects that are replaced together: all or none, and put back together."""
+def _moved(name: str, owner: str) -> RuntimeError:
+    return RuntimeError(
+        f"DeepSpeed {version('deepspeed')} has no {name} (of {owner}), which training with ZeRO "
+        f"uses here; install a tested one: {pip_install(SUPPORTED_DEEPSPEED)}"
+    )
 
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, bool, Any]] = []
 
-    def apply(self, owners: Iterable[Any], name: str, replace: Callable[[Any], Any]) -> None:
-        """Replace the attribute ``name`` of all objects by ``replace(attribute)``.
-
-        Raises:
-            RuntimeError: one of them lacks it; none is replaced.
-        """
-        owners = list(owners)
-        require(owners, (name,))
-        made = [(owner, name in vars(owner), getattr(owner, name)) for owner in owners]
-        replacements = [replace(original) for _, _, original in made]
-        for (owner, is_own, original), replacement in zip(made, replacements, strict=True):
-            setattr(owner, name, replacement)
-            self._replaced.append((owner, name, is_own, original))
-
-    def revert(self) -> None:
-        """Put the originals back; nothing happens if nothing is replaced."""
-        while self._replaced:
-            owner, name, is_own, original = self._replaced.pop()
-            if is_own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)  # it was the class's
+def replace_in_all(owners: Iterable[Any], name: str, make: Callable[[Any], Any]) -> None:
+    """Replace the attribute ``name`` of all objects by ``make(attribute)``, or of none."""
+    owners = list(owners)
+    require(owners, (name,))
+    for owner in owners:
+        setattr(owner, name, make(getattr(owner, name)))
 
 
 @contextmanager
@@ -134,46 +104,28 @@ def nothing_compiled() -> Iterator[None]:
     They serve its ``inference_all_reduce`` alone, and training is by gloo in any case. Each process
     would also leave 67 MB of shared memory behind, and one that is killed meanwhile a lock.
     """
-    replacements = Replacements()
-    if not torch.cuda.is_available():
-        backend, _, compiles = COMPILES_COLLECTIVES.partition(":")
-        module = importlib.import_module(backend)
-        replacements.apply([module], compiles, lambda original: lambda: None)
+    if torch.cuda.is_available():
+        yield
+        return
+    backend = importlib.import_module(COLLECTIVES)
+    original = attribute(backend, COMPILES_COLLECTIVES)
+    setattr(backend, COMPILES_COLLECTIVES, lambda: None)
     try:
         yield
     finally:
-        replacements.revert()
-
-
-def sharded_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of a model under ZeRO-3, every one sharded.
-
-    Raises:
-        RuntimeError: one lacks a name of :data:`OF_SHARDED_WEIGHTS`.
-    """
-    weights = list(model.parameters())
-    require(weights, OF_SHARDED_WEIGHTS)
-    return weights
+        setattr(backend, COMPILES_COLLECTIVES, original)
 
 
 def zero3_optimizers(model: nn.Module) -> list[Any]:
-    """ZeRO-3's optimizer of a model, as its weights know it.
-
-    Raises:
-        RuntimeError: no weight knows it.
-    """
-    found = {id(o): o for w in model.parameters() if (o := getattr(w, OF_WEIGHTS_OF_ZERO3, None))}
+    """ZeRO-3's optimizer of a model, as its weights know it."""
+    found = {id(o): o for w in model.parameters() if (o := getattr(w, OPTIMIZER_OF_WEIGHT, None))}
     if not found:
-        raise moved(OF_WEIGHTS_OF_ZERO3, "Parameter")
+        raise _moved(OPTIMIZER_OF_WEIGHT, "Parameter")
     return list(found.values())
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether ZeRO-3 has sharded a weight.
-
-    Raises:
-        RuntimeError: DeepSpeed has, and by other names.
-    """
+    """Whether ZeRO-3 has sharded a weight. Some of the names without the others are an error."""
     known = [name for name in OF_SHARDED_WEIGHTS if hasattr(weight, name)]
     if known:
         require([weight], OF_SHARDED_WEIGHTS)
@@ -211,20 +163,9 @@ def own_shard(weight: nn.Parameter) -> Tensor:
 
 def masters(optimizer: Any, zero_stage: int) -> list[Tensor]:
     """ZeRO's fp32 copies of the trained weights, this process's share."""
-    name = "fp32_partitioned_groups_flat" if zero_stage == 3 else OF_ZERO12[0]
-    return list(attribute(optimizer, name))
+    return list(attribute(optimizer, MASTERS[zero_stage]))
 
 
 def gradient_buffers(optimizer: Any, zero_stage: int) -> list[Tensor]:
     """What holds gradients from one step to the next: stage 3 has one, for its share of all."""
-    return [attribute(optimizer, "grad_partitions_flat_buffer")] if zero_stage == 3 else []
-
-
-def gradient_views(optimizer: Any) -> dict[int, Tensor]:
-    """ZeRO-3's share of each weight's gradient by the weight's number, parts of the buffer."""
-    return attribute(optimizer, _GRADIENT_VIEWS)
-
-
-def set_gradient_views(optimizer: Any, views: dict[int, Tensor]) -> None:
-    require([optimizer], (_GRADIENT_VIEWS,))
-    setattr(optimizer, _GRADIENT_VIEWS, views)
+    return [attribute(optimizer, GRADIENT_BUFFER)] if zero_stage == 3 else []

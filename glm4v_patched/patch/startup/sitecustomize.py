@@ -22,47 +22,56 @@ PLUGINS = {
 }
 
 
-def spec_by_others(finder, name, path, target):
-    others = [f for f in sys.meta_path if f is not finder and hasattr(f, "find_spec")]
-    return next(filter(None, (f.find_spec(name, path, target) for f in others)), None)
+def spec_of(name, path):
+    finders = [f for f in sys.meta_path if hasattr(f, "find_spec") and type(f) is not AfterImport]
+    return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
 
 
-class PatchAfterImport:
-    """Finds these packages where the other finders do, and notes when their imports end."""
+class AfterImport:
+    """Finds these modules where the other finders do, and acts when their imports end.
 
-    def __init__(self):
-        self.depth = 0
+    ``patches``: transformers, too; not where that is done already.
+    """
+
+    def __init__(self, patches):
+        self.patches, self.depth = patches, 0
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in PACKAGES:
-            return None
-        spec = spec_by_others(self, name, path, target)
-        if spec is not None and spec.loader is not None:
-            self.watch(spec.loader)
-        return spec
+        if name in PLUGINS or (self.patches and name.partition(".")[0] in PACKAGES):
+            spec = spec_of(name, path)
+            if spec is not None and spec.loader is not None:
+                self.watch(spec.loader, name)
+            return spec
+        return None
 
-    def watch(self, loader):
+    def watch(self, loader, name):
         def exec_module(module):
             del loader.exec_module
-            self.depth += 1
+            counted = name.partition(".")[0] in PACKAGES
+            self.depth += counted
             try:
                 loader.exec_module(module)
             finally:
-                self.depth -= 1
-            if self.depth == 0 and "transformers" in sys.modules and self in sys.meta_path:
+                self.depth -= counted
+            if self.patches and self.depth == 0 and "transformers" in sys.modules:
                 self.patch()
+            if name in PLUGINS:
+                import importlib
+
+                plugin = f"glm4v_patched.integrations.{PLUGINS[name]}"
+                importlib.import_module(plugin).register()
 
         loader.exec_module = exec_module
 
     def patch(self):
-        sys.meta_path.remove(self)
+        self.patches = False
         try:
             from glm4v_patched.patch.run import apply_environment
 
             apply_environment()
         except Exception as error:
             # Whoever tries again is told again.
-            sys.meta_path.insert(0, self)
+            self.patches = True
             sys.modules.pop("transformers", None)
             # Not an ImportError, which many take to mean that transformers is not installed.
             raise RuntimeError(
@@ -71,34 +80,10 @@ class PatchAfterImport:
             ) from error
 
 
-class RegisterAfterImport:
-    """Finds the modules of frameworks, and has our plug-in registered when they are imported."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in PLUGINS:
-            return None
-        spec = spec_by_others(self, name, path, target)
-        if spec is not None and spec.loader is not None:
-            self.watch(spec.loader, PLUGINS[name])
-        return spec
-
-    def watch(self, loader, plugin):
-        def exec_module(module):
-            del loader.exec_module
-            loader.exec_module(module)
-            import importlib
-
-            importlib.import_module(f"glm4v_patched.integrations.{plugin}").register()
-
-        loader.exec_module = exec_module
-
-
 def run_hidden_sitecustomize():
     """Debian and Colab have one, which this file is found before."""
     here = os.path.dirname(os.path.abspath(__file__))
-    paths = [path for path in sys.path if os.path.abspath(path) != here]
-    finders = [f for f in sys.meta_path if hasattr(f, "find_spec")]
-    spec = next(filter(None, (f.find_spec(__name__, paths) for f in finders)), None)
+    spec = spec_of(__name__, [path for path in sys.path if os.path.abspath(path) != here])
     if spec is not None and spec.loader is not None:
         module = type(sys)(__name__)
         module.__file__, module.__spec__, module.__loader__ = spec.origin, spec, spec.loader
@@ -106,7 +91,7 @@ def run_hidden_sitecustomize():
         spec.loader.exec_module(module)
 
 
-if __name__ == "sitecustomize":  # and not when run.py takes the second class out of this file
+if __name__ == "sitecustomize":  # and not when run.py takes the class out of this file
     if os.environ.get("GLM4V_PATCHED", "") not in ("", "0"):
-        sys.meta_path[:0] = [PatchAfterImport(), RegisterAfterImport()]
+        sys.meta_path.insert(0, AfterImport(patches=True))
     run_hidden_sitecustomize()
