@@ -390,7 +390,7 @@ def _check_pictures(paths: Iterable[str], memory: Memory) -> dict[str, Facts]:
     """What is found of each picture, by its path."""
     paths = dict.fromkeys(paths)
     keys = {path: _picture_key(path) for path in paths}
-    known = memory.get(keys.values())
+    known = memory.get([*keys.values()])
     found: dict[str, Facts] = {}
     new: dict[str, int] = {}
     for path in paths:
