@@ -18,8 +18,8 @@ from .columns import describe_unknown, named_columns, value_of
 from .formats import find_format, read_as, read_columns
 from .messages import (
     MOST_KEYS_LISTED,
+    as_words,
     check_messages,
-    kind_of,
     pictures_of,
     quoted,
     replace_pictures,
@@ -190,8 +190,9 @@ def read_rows(
             if isinstance(row, Fault):
                 return row
             if not isinstance(row, dict):
-                raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
-            return Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
+                raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
+            messages, shown = read_row(row)
+            return Row(line, check_messages(messages, pictures.path_of, to_learn, shown))
         except ValueError as error:
             return Fault(line, sys.intern(str(error)))  # of many rows, often the same
         except RecursionError:
