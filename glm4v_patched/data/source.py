@@ -241,7 +241,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
     """A set; of a pattern of files, one for each."""
     given = {"path": given} if isinstance(given, str) else given
-    if not isinstance(given, dict) or "path" not in given:
+    if not isinstance(given, dict):
         raise ValueError(f"is {as_words(given)}; expected a path, or {{path: FILE, weight: 1.0}}")
     names = [field.name for field in fields(Source)]
     for name, value in given.items():
@@ -255,6 +255,8 @@ def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
                 raise ValueError(f"columns {fault}")
         elif not is_right(value):
             raise ValueError(f"{name} is {as_words(value)}; expected {expected}")
+    if "path" not in given:
+        raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")
     values = dict(defaults) | given
     if "format" in given and "columns" not in given:
         values.pop("columns", None)
