@@ -51,6 +51,13 @@ SMOKES = [
         '"theirs 1, ours 1": true',
         "rows.json",
     ),
+    smoke(
+        "slow",
+        "serve_clients --device cpu --clients 4 --alone 2 --requests 8 --new-tokens 4 "
+        "--out rows.json",
+        '"slowest": 0',
+        "rows.json",
+    ),
     smoke("slow", "time_stream 30 --steps 2", r"30 rows: first step after [\d.]+ s"),
     smoke(
         "slow",

@@ -16,6 +16,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -23,6 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from PIL import Image
+
+from glm4v_patched.bench.table import add_rows
+from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 
 SIDE = 1120
 STALLED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9000\r\n"
@@ -75,7 +80,7 @@ class Watch(threading.Thread):
         self.url, self.seconds, self.ends = url, [], threading.Event()
 
     def run(self) -> None:
-        while not self.ends.wait(0.25):
+        while not (self.seconds and self.ends.wait(0.25)):
             start = time.perf_counter()
             fetch(self.url.removesuffix("/v1") + "/health", timeout=60)
             self.seconds.append(time.perf_counter() - start)
@@ -91,12 +96,12 @@ def hostile(port: int, number: int) -> list[socket.socket]:
     return opened
 
 
-def gpu_mib() -> int | None:
-    """The first GPU's memory in use, by all processes; None where there is none."""
+def gpu(what: str = "name") -> str | None:
+    """What the driver says of the first GPU; None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, capture_output=True, text=True).stdout.split()[0])
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[0]
 
 
 def wait_for(url: str, server: subprocess.Popen, seconds: int = 400) -> float:
@@ -118,7 +123,7 @@ def measure(options: argparse.Namespace, server: subprocess.Popen, url: str) -> 
     clients.at_once(options.clients, options.clients, 10**6)  # warms it up
     alone = clients.at_once(options.alone, 1, 0)
     together = clients.at_once(2 * options.clients, options.clients, 1000)
-    before = gpu_mib()
+    before = gpu("memory.used")
     held, watch = hostile(options.port, 64), Watch(url)
     watch.start()
     many = clients.at_once(options.requests, options.clients, 2000)
@@ -136,13 +141,13 @@ def measure(options: argparse.Namespace, server: subprocess.Popen, url: str) -> 
             "median": round(statistics.median(watch.seconds), 3),
             "slowest": round(max(watch.seconds), 3),
         },
-        "gpu_mib": {"before": before, "after": gpu_mib(), "requests": options.requests},
+        "gpu_mib": {"before": before, "after": gpu("memory.used"), "requests": options.requests},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("model", help="what serve takes")
+    parser.add_argument("model", nargs="?", help="what serve takes (default: a tiny one)")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--weights", help="of serve")
     parser.add_argument("--device", default="cuda")
@@ -153,7 +158,18 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, required=True, help="a file to add the row to")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "glm4v_patched", "serve", options.model]
+    with tempfile.TemporaryDirectory() as folder:
+        serve(options, options.model or tiny_model(Path(folder)))
+
+
+def tiny_model(folder: Path) -> str:
+    rows = draw_data_set(folder / "pictures", 8, seed=0, side=IMAGE_SIDE)
+    build_from_scratch(folder / "model", rows, seed=0)
+    return str(folder / "model")
+
+
+def serve(options: argparse.Namespace, model: str) -> None:
+    command = [sys.executable, "-m", "glm4v_patched", "serve", model]
     command += ["--engine", options.engine, "--device", options.device, "--port", str(options.port)]
     command += ["--weights", options.weights] if options.weights else []
     with subprocess.Popen(command, stdout=sys.stderr) as server:
@@ -162,9 +178,8 @@ def main() -> None:
         finally:
             server.terminate()
     kept = ("engine", "weights", "clients", "new_tokens")
-    row = {name: getattr(options, name) for name in kept} | row
-    rows = json.loads(options.out.read_text()) if options.out.exists() else []
-    options.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
+    row = {name: getattr(options, name) for name in kept} | {"gpu": gpu()} | row
+    add_rows(options.out, [row])
     print(json.dumps(row))
 
 

@@ -13,13 +13,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import PIL
@@ -35,7 +34,7 @@ from .messages import pictures_of, replace_pictures
 from .pictures import Stamp, times_of
 from .rows import Fault, Row, as_source, cure_of, describe_faults, read_rows
 from .source import Source
-from .stored_rows import ROWS_AT_ONCE, column, forget_rows, keep_rows, parts, store_rows
+from .stored_rows import ROWS_AT_ONCE, column, kept_rows, store_rows, values
 
 FEW_PICTURES = 64
 PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
@@ -51,22 +50,15 @@ Sources = Sequence[Source]
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-@dataclass
-class _Read:
-    """Rows as they were read."""
+class _Read(NamedTuple):
+    """Rows as they were read, and which of them are good."""
 
     sources: Sources
     files: list[Stamp]
     rows: Dataset
-    workplace: TemporaryDirectory | None
-    faults: list[list[Fault]] = field(default_factory=list)
+    faults: list[list[Fault]]
     """Of each set."""
-    dropped: set[int] = field(default_factory=set)
-    """Rows that were read and cannot be used."""
-
-    @property
-    def skipped(self) -> int:
-        return sum(map(len, self.faults))
+    good: list[int]
 
 
 def check_file(path: str | Path, *arguments: Any, **options: Any) -> CheckedData:
@@ -87,8 +79,8 @@ def check_sets(
 ) -> CheckedData:
     """Read, render and count every row of some sets, and decode every picture once.
 
-    Pictures and rows that are new, and more than a few, are decoded and rendered by processes of
-    their own, at most one a core. Rows that are left out are printed, up to 20 of a set.
+    New pictures, if they are more than a few, are decoded by processes of their own, at most one a
+    core. Rows that are left out are printed, up to 20 of a set.
 
     Args:
         processor: A ``ChatGLMProcessor``.
@@ -112,28 +104,25 @@ def check_sets(
     memory = memory or default_path()
     if first is not None:  # weights are of draws then, and each row is looked at once
         sources = [replace(source, weight=1.0) for source in sources]
-    given = [_read(sources, collator, memory, first)]
+    stored = [(sources, *_read(sources, collator, memory, first))]
     if others:
-        given.append(_read(others, collator, memory))
-    _require_some_of_each(sources, given[0].rows)
-    with closing(Memory(memory)) as remembered:
-        shown = [path for read in given for path in _pictures_of(read.rows)]
-        facts = _check_pictures(shown, remembered)
-    for read in given:
-        _find_faults(read, facts, max_positions, pack_to)
+        stored.append((others, *_read(others, collator, memory)))
+    _require_some_of_each(sources, stored[0][-1])  # before pictures are decoded
+    shown = [path for *_, rows in stored for path in _pictures_of(rows)]
+    facts = _check_pictures(shown, memory)
+    given = [
+        _Read(*of, *_find_faults(of[0], of[2], facts, max_positions, pack_to)) for of in stored
+    ]
     _refuse_or_tell(given, on_bad)
-    made = [_keep(read, facts, pack_to, side) for read in given for side in _sides(share)]
-    checked, *rest = made
+    checked, *rest = [made for read in given for made in _keep(read, facts, pack_to, share)]
     _require_some_of_each(sources, checked.rows)
     if not rest:
         return checked
-    asked = share if share is not None else [source.path for source in others]
     evaluated = replace(
-        rest[0],
-        sources=tuple(replace(source, weight=1.0) for source in rest[0].sources),
-        skipped=0 if share is not None else rest[0].skipped,
+        rest[0], sources=tuple(replace(source, weight=1.0) for source in rest[0].sources)
     )
     _require_both(checked, evaluated, share)
+    asked = [source.path for source in others] if share is None else share
     return replace(checked, eval=evaluated, asked=asked)
 
 
@@ -149,13 +138,93 @@ def require_pictures(
         ValueError: some cannot be learned from: lists up to 20 rows.
     """
     rows = [row for row in read_rows(path, to_learn=to_learn) if isinstance(row, Row)]
-    shown = dict.fromkeys(picture for row in rows for picture in row.pictures)
-    with closing(Memory(memory or default_path())) as remembered:
-        pictures = _check_pictures(shown, remembered)
+    pictures = _check_pictures(
+        [of for row in rows for of in row.pictures], memory or default_path()
+    )
     found = [(row.line, _fault_of_pictures(row.pictures, pictures)) for row in rows]
     if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
         text = describe_faults(path, faults, len(rows))
         raise ValueError(f"{text}\n{cure_of(text, '--image-folder')}")
+
+
+# Sets
+
+
+def _read(
+    sources: Sources,
+    collator: ConversationCollator,
+    memory: Path | None,
+    first: int | None = None,
+) -> tuple[list[Stamp], Dataset]:
+    """The files of sets, and their rows, read and measured; or the first ones."""
+    streamed = first is not None
+    files = [] if streamed else [Stamp.of(path) for source in sources for path in source.files]
+    folder = None if memory is None else memory.parent / "rows"
+    key = ""
+    # Of folders and the Hub it is not seen whether they changed.
+    if not streamed and folder is not None and all(source.files for source in sources):
+        depends: list[Any] = [_with_absolute_paths(source) for source in sources]
+        depends += [[stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
+        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+        rows = kept_rows(key, folder)
+        if rows is not None and not _lacks_pictures(rows):
+            return files, rows
+
+    def is_kept(rows: Dataset) -> bool:
+        if changed := next((stamp for stamp in files if stamp.has_changed()), None):
+            raise ValueError(f"{changed.path} has changed while it was read: start again")
+        # What cannot be fetched now may be there next time.
+        return bool(key) and all(fault is None for (fault,) in values(rows, "fault"))
+
+    return files, store_rows(_rows_of(sources, collator, first), folder, key, is_kept)
+
+
+def _with_absolute_paths(source: Source) -> dict[str, Any]:
+    """The fields of a set on which its rows depend, which hold absolute paths of pictures."""
+    paths = {"path": source.path, "image_folder": source.image_folder}
+    absolute = {name: path and os.path.abspath(path) for name, path in paths.items()}
+    return asdict(source) | absolute | {"weight": 1}
+
+
+def _lacks_pictures(rows: Dataset) -> bool:
+    """Whether a picture that was written to the cache as rows were read is there no longer."""
+    cache = default_path()
+    made = str(cache and cache.parent / "pictures")
+    return any(path.startswith(made) and not os.path.isfile(path) for path in _pictures_of(rows))
+
+
+def _rows_of(
+    sources: Sources, collator: ConversationCollator, first: int | None
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of sets as they are stored, some at a time."""
+    for number, source in enumerate(sources):
+        if first is not None:
+            source = replace(source, max_samples=min(first, source.max_samples or first))
+        read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
+        while some := [*islice(read, ROWS_AT_ONCE)]:
+            stored = [_as_stored(row, number) for row in some]
+            good = [at for at, row in enumerate(stored) if row["fault"] is None]
+            sizes = measure([some[at].messages for at in good], collator)  # type: ignore[union-attr]
+            for at, size in zip(good, sizes, strict=True):
+                stored[at] |= {"fault": size} if isinstance(size, str) else size._asdict()
+            yield stored
+
+
+def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
+    messages = [] if isinstance(row, Fault) else row.messages
+    text = ENCODER.encode(messages)
+    fault = row.text if isinstance(row, Fault) else fault_of_text(text)
+    if fault is not None:  # Arrow takes no half of a surrogate pair
+        text, fault = "", fault.encode("utf-8", "backslashreplace").decode()
+    return {
+        "messages": text,
+        "pictures": pictures_of(messages),
+        "source": source,
+        "line": row.line,
+        "digest": _digest_messages(messages),
+        "fault": fault,
+        **dict.fromkeys(Size._fields, 0),
+    }
 
 
 def _digest_messages(messages: list[dict]) -> bytes:
@@ -168,111 +237,6 @@ def _digest_messages(messages: list[dict]) -> bytes:
         messages = replace_pictures(messages, lambda path: "")
     messages = [dict(sorted(message.items())) for message in messages]
     return hashlib.sha256(ENCODER.encode(messages).encode()).digest()
-
-
-def _sides(share: float | None) -> list[Callable[[str], bool]]:
-    """Which rows are taken, by their digests: all; or those to train on, and those held out."""
-    if share is None:
-        return [lambda digest: True]
-    return [
-        lambda digest: not _is_held_out(digest, share),
-        lambda digest: _is_held_out(digest, share),
-    ]
-
-
-def _is_held_out(digest: str, share: float) -> bool:
-    return int(digest[:16], 16) < share * 2**64
-
-
-# Sets
-
-
-def _read(
-    sources: Sources,
-    collator: ConversationCollator,
-    memory: Path | None,
-    first: int | None = None,
-) -> _Read:
-    """Read and measure the rows of sets, or the first ones."""
-    streamed = first is not None
-    files = [] if streamed else [Stamp.of(path) for source in sources for path in source.files]
-    folder = None if memory is None else memory.parent / "rows"
-    key = None
-    # Of folders and the Hub it is not seen whether they changed.
-    if not streamed and all(source.files for source in sources):
-        sets = [_with_absolute_paths(source) | {"weight": 1} for source in sources]
-        key = [sets, [stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
-    rows, workplace = store_rows(lambda: _rows_of(sources, collator, first), key, folder)
-    if workplace is None and folder is not None and _lacks_pictures(rows):
-        forget_rows(key, folder)
-        rows, workplace = store_rows(lambda: _rows_of(sources, collator, first), key, folder)
-    faults: list[list[Fault]] = [[] for _ in sources]
-    dropped = set()
-    for start, part in parts(rows, "source", "line", "fault"):
-        for row, (source, line, fault) in enumerate(zip(*part.values(), strict=True), start):
-            if fault is not None:
-                faults[source].append(Fault(line, fault))
-                dropped.add(row)
-    for stamp in files if workplace is not None else ():
-        if stamp.has_changed():
-            raise ValueError(f"{stamp.path} has changed while it was read: start again")
-    if workplace is not None and folder is not None and key is not None and not dropped:
-        keep_rows(rows, key, folder)  # what cannot be fetched now may be there next time
-    return _Read(sources, files, rows, workplace, faults, dropped)
-
-
-def _with_absolute_paths(source: Source) -> dict[str, Any]:
-    """The fields of a set; rows are stored with the absolute paths of their pictures."""
-    paths = {"path": source.path, "image_folder": source.image_folder}
-    absolute = {name: path and os.path.abspath(path) for name, path in paths.items()}
-    return asdict(source) | absolute
-
-
-def _lacks_pictures(rows: Dataset) -> bool:
-    """Whether a picture that was written to the cache as rows were read is there no longer."""
-    cache = default_path()
-    made = str(cache and cache.parent / "pictures")
-    return any(path.startswith(made) and not os.path.isfile(path) for path in _pictures_of(rows))
-
-
-def _rows_of(
-    sources: Sources, collator: ConversationCollator, first: int | None
-) -> Iterator[dict[str, Any]]:
-    """The rows of sets as they are stored, measured some at a time."""
-    for number, source in enumerate(sources):
-        if first is not None:
-            source = replace(source, max_samples=min(first, source.max_samples or first))
-        read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
-        while some := [*islice(read, ROWS_AT_ONCE)]:
-            stored = [_as_stored(row, number) for row in some]
-            good = [
-                (row.messages, values)
-                for row, values in zip(some, stored, strict=True)
-                if isinstance(row, Row) and values["fault"] is None
-            ]
-            sizes = measure([messages for messages, _ in good], collator)
-            for (_, values), size in zip(good, sizes, strict=True):
-                values |= {"fault": size} if isinstance(size, str) else size._asdict()
-            yield from stored
-
-
-def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
-    messages = [] if isinstance(row, Fault) else row.messages
-    text = ENCODER.encode(messages)
-    fault = row.text if isinstance(row, Fault) else None
-    if fault is not None:  # Arrow takes no half of a surrogate pair
-        fault = fault.encode("utf-8", "backslashreplace").decode()
-    if too_long := fault_of_text(text):
-        fault, text = too_long, ""
-    return {
-        "messages": text,
-        "pictures": pictures_of(messages),
-        "source": source,
-        "line": row.line,
-        "digest": _digest_messages(messages),
-        "fault": fault,
-        **dict.fromkeys(Size._fields, 0),
-    }
 
 
 def fault_of_text(text: str) -> str | None:
@@ -296,15 +260,17 @@ def measure(conversations: list[list[dict]], collator: ConversationCollator) -> 
 
 
 def _pictures_of(rows: Dataset) -> Iterator[str]:
-    for _, part in parts(rows, "pictures"):
-        for pictures in part["pictures"]:
-            yield from pictures
+    return (path for (pictures,) in values(rows, "pictures") for path in pictures)
+
+
+def _counts(sources: Sources, rows: Dataset) -> list[int]:
+    """How many rows each set has."""
+    return np.bincount(column(rows, "source"), minlength=len(sources)).tolist()
 
 
 def _require_some_of_each(sources: Sources, rows: Dataset) -> None:
     """Raise ``ValueError`` if a set has rows and a weight so small that none of them comes."""
-    counts = np.bincount(column(rows, "source"), minlength=len(sources)).tolist()
-    for source, count in zip(sources, counts, strict=True):
+    for source, count in zip(sources, _counts(sources, rows), strict=True):
         if count and not round(source.weight * count):
             raise ValueError(
                 f"{source.path}: weight {source.weight:g} of {count:,} rows is less than one row; "
@@ -314,35 +280,39 @@ def _require_some_of_each(sources: Sources, rows: Dataset) -> None:
 
 
 def _find_faults(
-    read: _Read, facts: dict[str, Facts], max_positions: int, pack_to: int | None
-) -> None:
-    """What is wrong with rows that were read and rendered."""
-    for start, part in parts(read.rows, "source", "line", "pictures", *Size._fields):
-        columns = zip(*part.values(), strict=True)
-        for row, (source, line, pictures, *size) in enumerate(columns, start):
-            if row in read.dropped:
-                continue
-            fault = _fault_of_pictures(pictures, facts)
-            if fault is None:
-                fault = fault_of_size(len(pictures), Size(*size), max_positions, pack_to)
-            if fault is not None:
-                read.faults[source].append(Fault(line, fault))
-                read.dropped.add(row)
-    for faults in read.faults:
-        faults.sort()
+    sources: Sources,
+    rows: Dataset,
+    facts: dict[str, Facts],
+    max_positions: int,
+    pack_to: int | None,
+) -> tuple[list[list[Fault]], list[int]]:
+    """What is wrong with rows of each set, and which rows are good."""
+    faults: list[list[Fault]] = [[] for _ in sources]
+    good = []
+    found = values(rows, "source", "line", "fault", "pictures", *Size._fields)
+    for row, (source, line, fault, pictures, *size) in enumerate(found):
+        fault = fault or _fault_of_pictures(pictures, facts)
+        fault = fault or fault_of_size(len(pictures), Size(*size), max_positions, pack_to)
+        if fault is None:
+            good.append(row)
+        else:
+            faults[source].append(Fault(line, fault))
+    return faults, good
 
 
 def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None:
-    told = []
-    for read in given:
-        counts = np.bincount(column(read.rows, "source"), minlength=len(read.sources)).tolist()
-        for source, faults, count in zip(read.sources, read.faults, counts, strict=True):
-            if faults:
-                told.append(describe_faults(source, faults, count))
+    told = [
+        describe_faults(source, faults, count)
+        for read in given
+        for source, faults, count in zip(
+            read.sources, read.faults, _counts(read.sources, read.rows), strict=True
+        )
+        if faults
+    ]
     if not told:
         return
     text = "\n".join(told)
-    if any(len(read.rows) == len(read.dropped) for read in given):
+    if not all(read.good for read in given):
         raise ValueError(f"{text}\n{cure_of(text)}")
     if on_bad == "fail":
         raise ValueError(f"{text}\n{cure_of(text)}, or leave them out (data.on_bad: skip)")
@@ -350,22 +320,30 @@ def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None
 
 
 def _keep(
-    read: _Read, facts: dict[str, Facts], pack_to: int | None, takes: Callable[[str], bool]
-) -> CheckedData:
-    """The rows that can be used, and are on this side, with what was found of them."""
-    good = np.delete(np.arange(len(read.rows)), [*read.dropped])
-    rows = read.rows.select(good)
-    digests = row_digests(rows, {path: found.sha256 for path, found in facts.items()})
-    rows = rows.select([row for row, digest in enumerate(digests) if takes(digest)])
-    return CheckedData(
-        sources=tuple(read.sources),
-        files=tuple(read.files),
-        pack_to=pack_to,
-        rows=rows,
-        pictures=tuple(Stamp(path, *facts[path][:4]) for path in dict.fromkeys(_pictures_of(rows))),
-        skipped=read.skipped,
-        workplace=read.workplace,
-    )
+    read: _Read, facts: dict[str, Facts], pack_to: int | None, share: float | None
+) -> Iterator[CheckedData]:
+    """The rows that can be used, with what was found of them: all; or those to train on, and the
+    share that is held out."""
+    rows = read.rows.select(read.good)
+    held_out = np.zeros(len(rows), bool)
+    if share is not None:
+        held_out[:] = [_is_held_out(digest, share) for digest in row_digests(rows, facts)]
+    skipped = sum(map(len, read.faults))
+    for side in (False, True)[: 1 if share is None else 2]:
+        mine = rows.select(np.flatnonzero(held_out == side))
+        shown = dict.fromkeys(_pictures_of(mine))
+        yield CheckedData(
+            sources=tuple(read.sources),
+            files=tuple(read.files),
+            pack_to=pack_to,
+            rows=mine,
+            pictures=tuple(Stamp(path, *facts[path][:4]) for path in shown),
+            skipped=0 if side else skipped,
+        )
+
+
+def _is_held_out(digest: str, share: float) -> bool:
+    return int(digest[:16], 16) < share * 2**64
 
 
 def _require_both(checked: CheckedData, evaluated: CheckedData, share: float | None) -> None:
@@ -386,35 +364,33 @@ def _require_both(checked: CheckedData, evaluated: CheckedData, share: float | N
 # Pictures
 
 
-def _check_pictures(paths: Iterable[str], memory: Memory) -> dict[str, Facts]:
+def _check_pictures(paths: Iterable[str], memory: Path | None) -> dict[str, Facts]:
     """What is found of each picture, by its path."""
-    paths = dict.fromkeys(paths)
     keys = {path: _picture_key(path) for path in paths}
-    known = memory.get(keys.values())
     found: dict[str, Facts] = {}
     new: dict[str, int] = {}
-    for path in paths:
-        times, (*before, sha256) = times_of(path), known.get(keys[path], [""])
-        if times == tuple(before):
-            found[path] = Facts(*times, sha256, None)
-        else:
-            new[path] = times[0] if times else 0
-    processes = _processes(len(new), sum(new.values()))
-    sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
     learned: dict[str, Any] = {}
-    with (
-        closing(read_facts_of_all([*new], processes)) as answers,
-        tqdm(total=len(new), desc="decoding pictures", disable=None, delay=1) as bar,
-    ):
-        for path, facts in zip(new, answers, strict=True):
-            bar.update()
-            found[path] = facts
-            if facts.fault is None and max(facts.mtime_ns, facts.ctime_ns) < sure_before:
-                learned[keys[path]] = facts[:4]
-            if len(learned) == KEPT_AT_ONCE:
-                memory.put(learned)
-                learned = {}
-    memory.put(learned)
+    sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
+    with closing(Memory(memory)) as remembered:
+        known = remembered.get([*keys.values()])
+        for path, key in keys.items():
+            times, (*before, sha256) = times_of(path), known.get(key, [""])
+            if times == tuple(before):
+                found[path] = Facts(*times, sha256, None)
+            else:
+                new[path] = times[0] if times else 0
+        answers = read_facts_of_all([*new], _processes(len(new), sum(new.values())))
+        bar = tqdm(answers, "decoding pictures", len(new), disable=None, delay=1)
+        # Said, for Python holds what a generator holds until nobody holds the generator.
+        with closing(answers):
+            for path, facts in zip(new, bar, strict=True):
+                found[path] = facts
+                if facts.fault is None and max(facts.mtime_ns, facts.ctime_ns) < sure_before:
+                    learned[keys[path]] = facts[:4]
+                if len(learned) == KEPT_AT_ONCE:
+                    remembered.put(learned)
+                    learned = {}
+        remembered.put(learned)
     return found
 
 

@@ -3,11 +3,10 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from .packing import share_out
 from .pictures import Stamp
 from .rows import place
 from .source import Source
-from .stored_rows import Conversations, column, parts, read_stored, write_stored
+from .stored_rows import Conversations, column, read_stored, values, write_stored
 
 RULES = 7
 """Raised with every change after which what was good may no longer be."""
@@ -66,7 +65,6 @@ class CheckedData:
         skipped: How many rows cannot be used.
         eval: The rows for evaluation, if there are to be any.
         asked: What ``data.eval`` was: null, a share, or the paths of its sets.
-        workplace: Holds ``rows`` until they are written elsewhere.
     """
 
     sources: tuple[Source, ...]
@@ -77,12 +75,20 @@ class CheckedData:
     skipped: int
     eval: "CheckedData | None" = None
     asked: Any = None
-    workplace: TemporaryDirectory | None = None
 
     @property
     def path(self) -> str:
         """Of the first set."""
         return self.sources[0].path
+
+    @property
+    def stamps(self) -> dict[str, Stamp]:
+        """What each picture was, by its path."""
+        return {picture.path: picture for picture in self.pictures}
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        return [*row_digests(self.rows, self.stamps)]
 
     @cached_property
     def order(self) -> np.ndarray:
@@ -95,8 +101,7 @@ class CheckedData:
         if all(weight == 1 for weight in weights):
             return np.arange(len(self.rows))
         of_set = column(self.rows, "source")
-        pictures = {picture.path: picture.sha256 for picture in self.pictures}
-        digests = np.array([digest[:16] for digest in row_digests(self.rows, pictures)])
+        digests = np.array([digest[:16] for digest in self._digests])
         chosen_rows = []
         for number, weight in enumerate(weights):
             rows = np.flatnonzero(of_set == number)
@@ -113,10 +118,7 @@ class CheckedData:
     @cached_property
     def row_digests(self) -> tuple[str, ...]:
         """Of each conversation, by :func:`row_digests`."""
-        digests = row_digests(
-            self.rows, {picture.path: picture.sha256 for picture in self.pictures}
-        )
-        return tuple(digests[row] for row in self.order.tolist())
+        return tuple(self._digests[row] for row in self.order.tolist())
 
     @cached_property
     def row_lines(self) -> tuple[int | str, ...]:
@@ -144,16 +146,10 @@ class CheckedData:
         )
         return BatchRows(lengths, images, shares)
 
-    @property
-    def stamps(self) -> dict[str, Stamp]:
-        """What each picture was, by its path."""
-        return {picture.path: picture for picture in self.pictures}
-
     def place(self, conversation: int) -> str:
         """Where a conversation stands, for people."""
-        row = int(self.order[conversation])
-        source = self.sources[self.rows[row]["source"]]
-        return place(source, self.rows[row]["line"])
+        row = self.rows[int(self.order[conversation])]
+        return place(self.sources[row["source"]], row["line"])
 
     def conversations(self) -> Conversations:
         """The conversations of an epoch, which are read from the disk.
@@ -170,22 +166,22 @@ class CheckedData:
         return Conversations(self.rows, self.order)
 
     def write(self, path: Path) -> "CheckedData":
-        """Write what was found to a JSON file, and the rows beside it."""
-        moved = self._move(path, "")
-        write_atomically(path, json.dumps(moved._values(path, "") | {"rules": RULES}))
+        """Write what was found to a JSON file, and the rows beside it, which are read there."""
+        moved, found = self._written(path, path.with_suffix(".arrow"))
+        write_atomically(path, json.dumps(found | {"rules": RULES}))
         return moved
 
-    def _move(self, path: Path, suffix: str) -> "CheckedData":
-        rows = write_stored(self.rows, path.with_name(f"{path.stem}{suffix}.arrow"))
-        eval_rows = None if self.eval is None else self.eval._move(path, "_eval")
-        return replace(self, rows=rows, eval=eval_rows, workplace=None)
-
-    def _values(self, path: Path, suffix: str) -> dict[str, Any]:
+    def _written(self, path: Path, rows: Path) -> tuple["CheckedData", dict[str, Any]]:
         names = ("files", "pack_to", "pictures", "skipped", "asked")
-        values = {name: getattr(self, name) for name in names}
-        values["sources"] = [asdict(source) for source in self.sources]
-        values["rows"] = [f"{path.stem}{suffix}.arrow", len(self.rows)]
-        return values | {"eval": None if self.eval is None else self.eval._values(path, "_eval")}
+        found = {name: getattr(self, name) for name in names}
+        found["sources"] = [asdict(source) for source in self.sources]
+        found["rows"] = [rows.name, len(self.rows)]
+        moved, found["eval"] = replace(self, rows=write_stored(self.rows, rows)), None
+        if self.eval is not None:
+            of_eval = path.with_name(f"{path.stem}_eval.arrow")
+            evaluated, found["eval"] = self.eval._written(path, of_eval)
+            moved = replace(moved, eval=evaluated)
+        return moved, found
 
     @classmethod
     def read(cls, path: Path) -> "CheckedData":
@@ -195,10 +191,10 @@ class CheckedData:
             ValueError: it is not there, or it is no such file.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values.pop("rules") != RULES:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.pop("rules") != RULES:
                 raise ValueError("it was written by another version of this package")
-            return cls._of(values, path.parent)
+            return cls._of(found, path.parent)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} does not say which rows were checked ({error}): start the training with "
@@ -206,31 +202,22 @@ class CheckedData:
             ) from error
 
     @classmethod
-    def _of(cls, values: dict, folder: Path) -> "CheckedData":
-        evaluated = values.pop("eval")
-        name, number = values.pop("rows")
-        return cls(
-            sources=tuple(
-                Source(**source | {"ignore": tuple(source["ignore"])})
-                for source in values.pop("sources")
-            ),
-            files=tuple(Stamp(*item) for item in values.pop("files")),
-            pictures=tuple(Stamp(*item) for item in values.pop("pictures")),
-            rows=read_stored(folder / name, number),
-            eval=None if evaluated is None else cls._of(evaluated, folder),
-            **values,
-        )
+    def _of(cls, found: dict, folder: Path) -> "CheckedData":
+        name, number = found["rows"]
+        sources = [Source(**of | {"ignore": tuple(of["ignore"])}) for of in found["sources"]]
+        stamps = {of: tuple(Stamp(*item) for item in found[of]) for of in ("files", "pictures")}
+        evaluated = found["eval"] and cls._of(found["eval"], folder)
+        rows = read_stored(folder / name, number)
+        made = {"sources": tuple(sources), "rows": rows, "eval": evaluated} | stamps
+        return cls(**found | made)
 
 
-def row_digests(rows: Dataset, pictures: Mapping[str, str]) -> list[str]:
+def row_digests(rows: Dataset, pictures: Mapping[str, Any]) -> Iterator[str]:
     """sha256 of each row's words and of the bytes of its pictures, wherever they lie.
 
     Args:
-        pictures: sha256 of the bytes of each, by its path.
+        pictures: What has the ``sha256`` of each, by its path.
     """
-    digests = []
-    for _, part in parts(rows, "digest", "pictures"):
-        for words, shown in zip(*part.values(), strict=True):
-            of_pictures = "".join(pictures[path] for path in shown).encode()
-            digests.append(hashlib.sha256(words + of_pictures).hexdigest())
-    return digests
+    for words, shown in values(rows, "digest", "pictures"):
+        of_pictures = "".join(pictures[path].sha256 for path in shown).encode()
+        yield hashlib.sha256(words + of_pictures).hexdigest()

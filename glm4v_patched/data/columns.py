@@ -6,10 +6,10 @@ a column hold a blank or another character that no plain name has. A list is of 
 question, one below the other, of which a row may lack some; or pictures.
 """
 
-import difflib
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -43,9 +43,7 @@ def fault_of_columns(columns: Any) -> str | None:
         return f"is {as_words(columns)}; {example}"
     for name, value in columns.items():
         if name not in NAMES:
-            near = difflib.get_close_matches(str(name), NAMES, 1)
-            cure = f"did you mean {near[0]}?" if near else f"expected {', '.join(NAMES)}"
-            return f"has {as_words(name)}; {cure}"
+            return f"has {as_words(name)}; expected {', '.join(NAMES)}"
         values = value if isinstance(value, list) and value and name in LISTS else [value]
         for one in values:
             if not isinstance(one, str) or not one.strip():
@@ -91,19 +89,16 @@ def text_of_column(row: dict, words: str, part: str) -> str | None:
     Raises:
         ValueError: it is no text, or of the words a column is missing.
     """
-    made = []
     if (column := _column_of(words)) is not None:
         value = value_of(row, column)
         return None if value is None else _as_text(value, column, part)
     if words in row:
         raise ValueError(f"{quoted(words)} is a column: write {quoted(f'{{{words}}}')} for it")
+    made = ""
     for said, name, width in _parts(words):
-        made.append(said)
-        if name is not None:
-            text = _as_text(required(row, name), name, part)
-            zeros = width.startswith("0")
-            made.append(text.rjust(int(width or 0), "0" if zeros else " "))
-    return "".join(made)
+        text = "" if name is None else _as_text(required(row, name), name, part)
+        made += said + text.rjust(int(width or 0), "0" if width.startswith("0") else " ")
+    return made
 
 
 def required(row: dict, name: str) -> Any:
@@ -168,18 +163,18 @@ def pictures_of_columns(row: dict, names: str | list[str] | None) -> list:
 
 def describe_unknown(row: dict) -> str:
     """That a row has keys of no format, and the line that would read it."""
-    keys = [key for key in row if key not in OF_TOOLS]
-    told = f"its keys are {listed([*map(quoted, keys)], MOST_KEYS_LISTED)}"
-    line = ", ".join(f"{name}: {_as_yaml(value)}" for name, value in guess(row).items())
-    return (
-        f"{told}, of no format that is known; say which of them are what, in the recipe or behind "
-        f"its name: 'data.columns={{{line}}}' (answer, evaluate: --columns), and see how that is "
-        "read with 'glm4v-patched doctor RECIPE --rows 3'"
+    keys = listed([quoted(key) for key in row if key not in OF_TOOLS], MOST_KEYS_LISTED)
+    guessed = guess(row)
+    line = ", ".join(
+        f"{part}: {name if NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)}"
+        for part in NAMES
+        if (name := guessed.get(part)) is not None
     )
-
-
-def _as_yaml(name: str) -> str:
-    return name if NAME.fullmatch(name) else f'"{name}"'
+    return (
+        f"its keys are {keys}, of no format that is known; say which of them are what, in the "
+        f"recipe or behind its name: 'data.columns={{{line}}}' (answer, evaluate: --columns), and "
+        "see how that is read with 'glm4v-patched doctor RECIPE --rows 3'"
+    )
 
 
 def guess(row: dict) -> dict[str, str]:
@@ -188,37 +183,37 @@ def guess(row: dict) -> dict[str, str]:
     found: dict[str, str] = {}
     pictures = [name for name, value in flat.items() if _is_picture(value)]
     if pictures:
-        found["image"] = _called(pictures, "image") or pictures[0]
+        found["image"] = _as_column(_called(pictures, "image") or pictures[0])
     elif "question_id" in flat and isinstance(flat.get("image_id"), int):  # VQA v2's
         found["image"] = "COCO_train2014_{image_id:012}.jpg"
-    if _is_turns(flat.get("history")):
+    talks = [name for name, value in flat.items() if _is_turns(value)]
+    if "history" in talks:
+        talks.remove("history")
         found["history"] = "history"
-    turns = [name for name, of in flat.items() if _is_turns(of) and name not in found]
-    if turns:
-        found["turns"] = _called(turns, "turns") or turns[0]
-        first = flat[found["turns"]][0]
-        if isinstance(first, dict) and not {"role", "from"} & first.keys():
-            inside = guess({key: value for key, value in first.items() if isinstance(value, str)})
-            found |= {part: inside[part] for part in ("question", "answer")}
-        return found
     texts = [name for name, value in flat.items() if name not in pictures and _is_answer(value)]
+    if talks:
+        found["turns"] = _called(talks, "turns") or talks[0]
+        flat = flat[found["turns"]][0]
+        if not isinstance(flat, dict) or {"role", "from"} & flat.keys():
+            return found
+        texts = [name for name, value in flat.items() if isinstance(value, str)]
     for part in ("answer", "question", "system"):
         if (name := _called(texts, part)) is not None:
-            found[part] = name
+            found[part] = _as_column(name)
             texts.remove(name)
     texts = [name for name in texts if isinstance(flat[name], str) and not name.endswith("id")]
-    for part, otherwise in (("question", "What is in the picture?"), ("answer", "COLUMN")):
-        if part not in found:
-            # One text beside a picture is rather its answer.
-            least = 0 if part == "answer" or "image" not in found else "answer" not in found
-            found[part] = texts.pop(0) if len(texts) > least else otherwise
-    order = [name for name in NAMES if name in found]
-    return {name: _plain(found[name]) for name in order}
+    # One text beside a picture is rather its answer.
+    if "question" not in found:
+        is_alone = "image" in found and "answer" not in found and len(texts) < 2
+        is_asked = texts and not is_alone
+        found["question"] = _as_column(texts.pop(0)) if is_asked else "What is in the picture?"
+    if "answer" not in found:
+        found["answer"] = _as_column(texts[0]) if texts else "COLUMN"
+    return found
 
 
-def _plain(name: str) -> str:
-    is_words = NAME.fullmatch(name) or "{" in name or name.endswith("?")
-    return name if is_words else f"{{{name}}}"
+def _as_column(name: str) -> str:
+    return name if NAME.fullmatch(name) else f"{{{name}}}"
 
 
 def _flattened(row: dict, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -229,12 +224,11 @@ def _flattened(row: dict, before: str = "") -> Iterator[tuple[str, Any]]:
             yield before + key, value
 
 
-def _called(names: list[str], part: str) -> str | None:
+def _called(names: Sequence[str], part: str) -> str | None:
     """The one that is called as such a part is, the likeliest."""
-    known = GUESSES[part].split()
     last = {name.rpartition(".")[2].lower(): name for name in reversed(names)}
-    alike = (name for lower, name in last.items() if part in lower)
-    return next((last[each] for each in known if each in last), next(alike, None))
+    alike = [lower for lower in last if part in lower]
+    return next((last[name] for name in (*GUESSES[part].split(), *alike) if name in last), None)
 
 
 def _is_picture(value: Any) -> bool:
@@ -247,9 +241,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def _is_turns(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    first = value[0]
+    first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, dict):
         said = sum(isinstance(of, str) for of in first.values())
         return said > 1 and not first.keys() <= {"bytes", "path"} and "answer_id" not in first

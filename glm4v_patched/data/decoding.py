@@ -1,22 +1,25 @@
 """Decodes pictures completely, as training will, to find those that cannot be read before it.
 
-Needs no torch. ``python -m glm4v_patched.data.decoding`` is a process of :mod:`workers` that is
-sent paths.
+Needs no torch. ``python -m glm4v_patched.data.decoding`` reads paths, a line of JSON each, and
+writes what it found. ``multiprocessing`` is not used: its processes import the caller's script
+again, and outlive a caller that is killed.
 """
 
 import hashlib
 import io
+import json
 import os
 import stat
+import subprocess
+import sys
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..engine.environment import python_module
-from .workers import Ended, answer_until_input_ends, ask_all
 
 MOST_PIXELS = 120 * 10**6
 """More than the 108 megapixels of a telephone; half a gigabyte where it is decoded."""
@@ -126,20 +129,58 @@ def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, 
     """:func:`read_facts` for each path, in order.
 
     Args:
-        processes: How many to start; with 0, this one decodes.
+        processes: How many to start, which take turns; with 0, this one decodes.
+
+    Raises:
+        RuntimeError: a process fails, other than by a signal: it cannot even start.
     """
     if not processes:
         yield from map(read_facts, paths)
         return
-    # Said, since Python 3.12 keeps what a closed generator holds until nobody holds the generator.
-    with closing(ask_all(python_module(NAME), paths, processes)) as answers:
-        for answer in answers:
-            if isinstance(answer, Ended):
-                fault = f"ended the process that decoded it, with exit status {answer.status}"
-                yield NOT_READ._replace(fault=fault)
-            else:
-                yield Facts(*answer)
+    running = [_start(paths[turn::processes]) for turn in range(min(processes, len(paths)))]
+    try:
+        for number, path in enumerate(paths):
+            turn = number % processes
+            assert (answers := running[turn].stdout) is not None  # a pipe
+            if answer := answers.readline():
+                yield Facts(*json.loads(answer))
+                continue
+            with running[turn] as ended:
+                status = ended.wait()
+            if status >= 0:
+                raise RuntimeError(
+                    f"the process that decodes {path} ended with exit status {status}; the error "
+                    "above says why"
+                )
+            fault = f"ended the process that decoded it, by signal {-status}"
+            yield NOT_READ._replace(fault=fault)
+            running[turn] = _start(paths[number + processes :: processes])
+    finally:
+        for process in running:
+            with process:
+                process.kill()
+
+
+def _start(paths: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a process that decodes these. It ends when nobody reads its answers."""
+    with TemporaryFile("w+", encoding="utf-8") as questions:
+        questions.writelines(f"{json.dumps(path)}\n" for path in paths)
+        questions.seek(0)
+        return subprocess.Popen(
+            python_module(NAME),
+            stdin=questions,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # as many processes as cores
+            start_new_session=True,  # Ctrl-C is ours to answer
+        )
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(read_facts(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
-    answer_until_input_ends(read_facts)
+    main()

@@ -16,10 +16,7 @@ A message has
 The conversation starts with the system or the user, ends with the assistant, and no turn of it is
 empty, for the chat template leaves out what is. The assistant may speak twice in a row where one
 message has ``metadata``: words and a tool's call. What is not understood is a fault and never
-dropped: there is no other key.
-
-The readers of :mod:`formats` make such messages, with the pictures of each as a list under
-``PICTURES``, and :func:`check_messages` checks them.
+dropped: there is no other key. :func:`check_messages` makes this form of what files have.
 """
 
 import json
@@ -30,19 +27,29 @@ from typing import Any
 from ..terminal_text import listed, shorten
 
 ROLES = ("system", "user", "assistant", "observation")
-OTHER_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "tool": "observation",
-    "function": "observation",
-    "developer": "system",
+KEYS = ("role", "content", "image", "metadata", "tools", "train")
+MARKS = ("train", "loss", "weight")
+"""Names for "this turn is learned": ours, ms-swift's, OpenAI's."""
+IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
+AT_PLACE = object()
+"""A picture of which only the place is known: it is the next one of the row."""
+Draft = tuple[dict, list]
+"""A message without its pictures, and these."""
+
+ONE_PICTURE = (
+    'write "image": "a.png", one path; several are parts of "content": '
+    '{"type": "image", "image": "a.png"}'
+)
+OF_SHAREGPT = 'write "role" and "content", or name the row\'s list "conversations"'
+A_CALL = 'write the tool\'s name as "metadata" and the arguments as "content"'
+CURES = {
+    **dict.fromkeys(
+        ("images", "img", "image_url", "image_path", "picture", "pictures"), ONE_PICTURE
+    ),
+    **dict.fromkeys(("from", "value"), OF_SHAREGPT),
+    **dict.fromkeys(("tool_calls", "function_call"), A_CALL),
+    "tool_call_id": "take it out: a message of observation answers the call before it",
 }
-"""What others call them."""
-PICTURES = "pictures"
-"""Of a message that is not checked: a list of what shows its pictures."""
-KEYS = ("role", "content", PICTURES, "metadata", "tools", "train")
 
 # How other trainers' files write the place of a picture in a text: <image>, <image 1>, [IMG],
 # <|image_pad|>, <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. Not
@@ -59,22 +66,31 @@ PLACES_AT_THE_ENDS = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
 MOST_KEYS_LISTED = 20
-KINDS = {dict: "object", list: "list", str: "text", bool: "truth value", type(None): "null"}
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+# Of the role before.
+MAY_FOLLOW = {
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "observation"),
+    "observation": ("assistant", "observation"),
+}
 
-# Pictures may be bytes.
-ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=lambda value: None)
 
-PathOf = Callable[[Any], str]
-"""The absolute path of a picture's file. Raises ValueError."""
-
-
-def check_messages(messages: Any, path_of: PathOf, to_learn: bool = True) -> list[dict]:
+def check_messages(
+    messages: Any,
+    path_of: Callable[[Any], str],
+    to_learn: bool = True,
+    pictures: list | None = None,
+) -> list[dict]:
     """The messages in the form that is described above.
 
     Args:
-        messages: A reader's.
+        messages: Of a file: ours, or as in OpenAI's API, TRL, ms-swift and LLaMA-Factory.
+        path_of: The absolute path of a picture's file. Raises ValueError.
         to_learn: Whether they have to end with the assistant. Without, they may also end with a
             question, to be answered.
+        pictures: Of the row, for the places ``<image>`` in the messages.
 
     Raises:
         ValueError: says which message is wrong, and what to write.
@@ -82,17 +98,22 @@ def check_messages(messages: Any, path_of: PathOf, to_learn: bool = True) -> lis
     if not isinstance(messages, list) or not messages:
         least = 2 if to_learn else 1
         raise ValueError(f"messages is {as_words(messages)}; expected a list of at least {least}")
-    plain = _has_only_characters(messages)
-    checked = []
-    for number, message in enumerate(messages, start=1):
-        try:
-            if not plain:
-                _require_characters(message)
-            checked.append(_checked_message(message, path_of))
-        except ValueError as error:
-            raise ValueError(f"message {number} of {len(messages)}: {error}") from None
+    drafts = read_each(messages, "message", _draft)
+    _fill_places(drafts, pictures)
+    checked = read_each(drafts, "message", lambda draft: _finished(draft, path_of))
     _check_turns(checked, to_learn)
     return checked
+
+
+def read_each(values: Sequence[Any], name: str, read: Callable[[Any], Any], of: str = "") -> list:
+    """What ``read`` makes of each; its ``ValueError`` names the value."""
+    made = []
+    for number, value in enumerate(values, start=1):
+        try:
+            made.append(read(value))
+        except ValueError as error:
+            raise ValueError(f"{name} {number} of {len(values)}{of}: {error}") from None
+    return made
 
 
 def pictures_of(messages: Sequence[dict]) -> list[str]:
@@ -132,12 +153,7 @@ def text_of(message: dict) -> str:
 
 def without_marks(messages: Sequence[dict]) -> list[dict]:
     """The messages as the processor takes them: without ``train``."""
-    return [
-        {key: value for key, value in message.items() if key != "train"}
-        if "train" in message
-        else message
-        for message in messages
-    ]
+    return [{k: of for k, of in message.items() if k != "train"} for message in messages]
 
 
 def learned_turns(messages: Sequence[dict]) -> list[bool]:
@@ -146,149 +162,182 @@ def learned_turns(messages: Sequence[dict]) -> list[bool]:
 
 
 def refuse_keys(
-    unknown: Iterable[str],
-    cures: dict[str, str],
+    given: Iterable[str],
     known: Sequence[str],
     what: str,
+    cures: dict[str, str] | None = None,
     more: str = "",
 ) -> None:
     """Raise ``ValueError`` for keys that nothing reads, with what to write instead.
 
     Args:
-        more: Another cure, for keys that no one of ``cures`` is for.
+        cures: For some of them; of several keys, the first that has one is told it.
+        more: Another cure, for those that have none.
     """
-    by_cure: dict[str, list[str]] = {}
-    for key in unknown:
-        if key.lower() in known:
-            cure = f'write "{key.lower()}", in small letters'
-        else:
-            cure = f"{what} has {', '.join(known)}; take out what is not to be learned{more}"
-            cure = cures.get(key.lower(), cure)
-        by_cure.setdefault(cure, []).append(quoted(key))
-    if by_cure:
-        raise ValueError(
-            "; ".join(
-                f"the key {keys[0]} is not read: {cure}"
-                if len(keys) == 1
-                else f"the keys {listed(keys, MOST_KEYS_LISTED)} are not read: {cure}"
-                for cure, keys in by_cure.items()
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        cure = f"{what} has {', '.join(known)}; take out what is not to be learned{more}"
+        found = ((cures or {}).get(key) for key in unknown)
+        keys = listed([*map(quoted, unknown)], MOST_KEYS_LISTED)
+        told = f"the keys {keys} are" if len(unknown) > 1 else f"the key {keys} is"
+        raise ValueError(f"{told} not read: {next(filter(None, found), cure)}")
+
+
+def _draft(message: Any) -> Draft:
+    if not isinstance(message, dict):
+        raise ValueError(f'is {as_words(message)}; expected {{"role": "user", "content": "..."}}')
+    refuse_keys((key for key in message if key not in MARKS), KEYS, "a message", CURES)
+    for key in ("role", "content"):
+        if key not in message:
+            raise ValueError(f'the key "{key}" is missing')
+    made = {key: message[key] for key in ("role", "content", "metadata", "tools") if key in message}
+    role, pictures = message["role"], [message["image"]] if "image" in message else []
+    if role not in ROLES:
+        raise ValueError(f"the role {as_words(role)} is not one of {', '.join(ROLES)}")
+    if isinstance(made["content"], list):
+        made["content"], shown = _read_parts(made["content"])
+        pictures += shown
+    if not isinstance(made["content"], str):
+        raise ValueError(f"content is {as_words(made['content'])}; expected text")
+    if "tools" in message:
+        _check_tools(message["tools"], role)
+    if "metadata" in message:
+        _check_metadata(message["metadata"], role)
+    return made | _mark(message), pictures
+
+
+def _mark(message: dict) -> dict:
+    """Whether the turn is learned, under our name; nothing if it is."""
+    given = [key for key in MARKS if key in message]
+    if len(given) > 1:
+        raise ValueError(f"has {' and '.join(given)}, which say the same: give one of them")
+    for key in given:
+        if message[key] not in (True, False):  # or 1 and 0
+            raise ValueError(f"{key} is {as_words(message[key])}; expected true or false")
+        if message["role"] != "assistant":
+            raise ValueError(
+                f"has {key} and the role {message['role']}: only the assistant's turns are "
+                "learned; leave it out"
             )
+    return {} if all(message[key] for key in given) else {"train": False}
+
+
+def _check_tools(tools: Any, role: str) -> None:
+    if role != "system":
+        raise ValueError(f"has tools; expected them in a system message, and this is of {role}")
+    if not isinstance(tools, list) or not tools:
+        raise ValueError(f"tools is {as_words(tools)}; expected a list of functions")
+    for number, tool in enumerate(tools, start=1):
+        described = tool if isinstance(tool, dict) else {}
+        function = described.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        others = described.keys() - {"type", "function"} if "function" in described else ()
+        is_one = isinstance(name, str) and name.strip() and not others
+        if not is_one or described.get("type", "function") != "function":
+            raise ValueError(
+                f"tool {number} of {len(tools)} is {shorten(json.dumps(tool, default=str))}; "
+                'expected {"type": "function", "function": {"name": "...", ...}}'
+            )
+
+
+def _check_metadata(metadata: Any, role: str) -> None:
+    is_line = isinstance(metadata, str) and not re.search(r"[\r\n]", metadata)
+    if not is_line or PLACE.search(metadata) or (metadata and role != "assistant"):
+        raise ValueError(
+            f"metadata is {as_words(metadata)}, of {role}; expected the name of the tool that the "
+            "assistant calls, one line"
         )
 
 
-def _checked_message(message: dict, path_of: PathOf) -> dict:
-    assert not message.keys() - set(KEYS), "a reader's"
-    pictures = message.get(PICTURES, [])
-    message = {key: value for key, value in message.items() if key != PICTURES}
-    role, content = _checked_role_and_content(message)
-    if "tools" in message:
-        if role != "system":
-            raise ValueError(f"has tools; expected them in a system message, and this is of {role}")
-        _check_tools(message["tools"])
-    if "metadata" in message:
-        _check_metadata(message["metadata"], role)
-    if "train" in message:
-        _check_mark(message["train"], role)
-        if message["train"]:
-            del message["train"]
+def _read_parts(parts: list) -> tuple[str, list]:
+    """The words and the pictures of parts, as OpenAI's API has them."""
+    read = read_each(parts, "part", _read_part)
+    words = [part for part in read if isinstance(part, str)]
+    order = "".join("w" if isinstance(part, str) else "p" for part in read if part != "")
+    if re.search("wp+w", order):
+        raise ValueError(
+            "a picture stands between words: the model has all pictures of a message before its "
+            "words; write them first"
+        )
+    return "".join(words), [part[0] for part in read if not isinstance(part, str)]
+
+
+def _read_part(part: Any) -> str | list:
+    """Words, or a list of one picture."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        refuse_keys(part, ("type", "text"), "a part")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"text is {as_words(part.get('text'))}; expected text")
+        return part["text"]
+    if kind not in ("image", "image_url"):
+        raise ValueError(f"has the type {as_words(kind)}; expected text or image")
+    refuse_keys(part, ("type", *IMAGE_SOURCES), "a part")
+    given = [key for key in IMAGE_SOURCES if part.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"has its picture under {' and '.join(given)}: give one of them")
+    picture = part[given[0]] if given else AT_PLACE
+    if isinstance(picture, dict) and "url" in picture:
+        # OpenAI's "detail" asks for a resolution; the model has but one.
+        refuse_keys(picture, ("url", "detail"), "an image_url")
+        picture = picture["url"]
+    elif given == ["base64"] and isinstance(picture, str) and not picture.startswith("data:"):
+        picture = f"data:image;base64,{picture}"
+    return [picture]
+
+
+def _fill_places(drafts: list[Draft], pictures: list | None) -> None:
+    """Give the pictures of a row to the messages that have places for them, in their order."""
+    asked = [draft for draft in drafts if draft[0]["role"] == "user"]
+    for message, shown in asked if pictures is not None else ():
+        if not shown:
+            shown += [AT_PLACE] * len(PLACE.findall(message["content"]))
+    there = pictures or []
+    if asked and not any(shown for _, shown in drafts):
+        asked[0][1].extend(there)  # the model has all pictures of a message before its words
+        return
+    places = sum(picture is AT_PLACE for _, shown in drafts for picture in shown)
+    if places != len(there):
+        raise ValueError(
+            f"pictures of the row: {len(there)}, places for them (<image>) in its messages: "
+            f"{places}; write one <image> for each picture, at the beginning of the user's message "
+            'that shows it, or give it to that message: "image": "a.png"'
+        )
+    left = iter(there)
+    for _, shown in drafts:
+        shown[:] = [next(left) if picture is AT_PLACE else picture for picture in shown]
+
+
+def _finished(draft: Draft, path_of: Callable[[Any], str]) -> dict:
+    """A message with its pictures, and words without the places for them."""
+    message, pictures = draft
+    role = message["role"]
     if pictures and role != "user":
         raise ValueError(
             f"has an image and the role {role}: only the user shows pictures; give it to the "
             "user's message before"
         )
-    words = _without_places(content, role, len(pictures))
+    words = _without_places(message["content"], role, len(pictures))
     if not words.strip() and not (pictures or "tools" in message):
-        empty = "is empty" if not content else f"is {content!r}, which is empty"
-        cure = "write the answer" if role == "assistant" else "write what is said"
-        raise ValueError(f"the content of {role} {empty}: {cure}, or leave the row out")
+        raise ValueError(
+            f"the content of {role} is {as_words(words)}, which is empty: write what is said, or "
+            "leave the row out"
+        )
     paths = [path_of(picture) for picture in pictures]
+    message = message | {"content": words}
     if len(paths) > 1:
         parts: list[dict] = [{"type": "image", "image": path} for path in paths]
-        return message | {"content": [*parts, {"type": "text", "text": words}]}
-    message["content"] = words
-    return message | ({"image": paths[0]} if paths else {})
-
-
-def _has_only_characters(messages: list[dict]) -> bool:
-    """Whether all of a row can be written; of most rows, so that one look suffices."""
+        message["content"] = [*parts, {"type": "text", "text": words}]
+    elif paths:
+        message["image"] = paths[0]
     try:
-        _require_characters(messages)
-    except ValueError:
-        return False
-    return True
-
-
-def _require_characters(values: Any) -> None:
-    try:
-        ENCODER.encode(values).encode()
+        ENCODER.encode(message).encode()
     except UnicodeEncodeError as error:
-        half = error.object[error.start]
         raise ValueError(
-            f"holds {ascii(half)}, half of a surrogate pair and no character: write the other half "
-            "too, or take it out"
+            f"holds {ascii(error.object[error.start])}, half of a surrogate pair and no character: "
+            "write the other half too, or take it out"
         ) from None
-
-
-def _checked_role_and_content(message: dict) -> tuple[str, str]:
-    for key in ("role", "content"):
-        if key not in message:
-            raise ValueError(f'the key "{key}" is missing')
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        known = role.lower() if isinstance(role, str) else ""
-        known = known if known in ROLES else OTHER_ROLES.get(known, "")
-        cure = f"; write {quoted(known)}" if known else ""
-        raise ValueError(f"the role {as_words(role)} is not one of {', '.join(ROLES)}{cure}")
-    if not isinstance(content, str):
-        raise ValueError(f"content is {as_words(content)}; expected text")
-    return role, content
-
-
-def _check_tools(tools: Any) -> None:
-    if not isinstance(tools, list) or not tools:
-        raise ValueError(f"tools is {as_words(tools)}; expected a list of functions")
-    for number, tool in enumerate(tools, start=1):
-        name = f"tool {number} of {len(tools)}"
-        if not isinstance(tool, dict):
-            raise ValueError(f"{name} is {as_words(tool)}; expected an object")
-        if tool.get("type", "function") != "function":
-            raise ValueError(f'{name} has the type {as_words(tool["type"])}; expected "function"')
-        function = tool
-        if "function" in tool:
-            function = tool["function"]
-            refuse_keys(
-                (key for key in tool if key not in ("type", "function")),
-                {},
-                ("type", "function"),
-                f"{name}, which has a function,",
-            )
-        if not isinstance(function, dict):
-            raise ValueError(f"the function of {name} is {as_words(function)}; expected an object")
-        if not isinstance(function.get("name"), str) or not function["name"].strip():
-            raise ValueError(f"{name} has the name {as_words(function.get('name'))}; expected text")
-
-
-def _check_metadata(metadata: Any, role: str) -> None:
-    if not isinstance(metadata, str):
-        raise ValueError(f"metadata is {as_words(metadata)}; expected text")
-    if metadata and role != "assistant":
-        raise ValueError(
-            f"has the metadata {as_words(metadata)} and the role {role}: only the assistant calls "
-            "a tool by its name; leave it out"
-        )
-    if "\n" in metadata or "\r" in metadata:
-        raise ValueError(f"metadata is {as_words(metadata)}; expected one line, the name of a tool")
-    if PLACE.search(metadata):
-        raise ValueError(f"metadata is {as_words(metadata)}; a picture has no place in it")
-
-
-def _check_mark(train: Any, role: str) -> None:
-    if type(train) is not bool:
-        raise ValueError(f"train is {as_words(train)}; expected true or false")
-    if role != "assistant":
-        raise ValueError(
-            f"has train and the role {role}: only the assistant's turns are learned; leave it out"
-        )
+    return message
 
 
 def _without_places(content: str, role: str, pictures: int) -> str:
@@ -299,10 +348,8 @@ def _without_places(content: str, role: str, pictures: int) -> str:
     counted = f"places for pictures: {len(places)} ({places[0]}), pictures: {pictures}"
     if role != "user":
         raise ValueError(f"{counted}: only the user shows pictures; take {places[0]} out")
-    if not pictures:
-        raise ValueError(f'{counted}: give the message its picture ("image": "a.png")')
     if len(places) != pictures:
-        raise ValueError(f"{counted}: write one place for each picture, or none")
+        raise ValueError(f'{counted}: give the message as many pictures ("image": "a.png")')
     words = PLACES_AT_THE_ENDS.sub("", content)
     left = PLACE.search(words)
     if left is not None:
@@ -321,32 +368,22 @@ def _check_turns(messages: list[dict], to_learn: bool) -> None:
         raise ValueError(
             f"ends with a message of {roles[-1]}; expected one of the assistant, to be learned"
         )
-    expected = {
-        None: ("system", "user"),
-        "system": ("user",),
-        "user": ("assistant",),
-        "assistant": ("user", "observation"),
-        "observation": ("assistant", "observation"),
-    }
     for at, (before, role) in enumerate(zip([None, *roles], roles, strict=False)):
         calls = any(message.get("metadata") for message in messages[max(at - 1, 0) : at + 1])
-        if role in expected[before] or (before == role == "assistant" and calls):
+        if role in MAY_FOLLOW[before] or (before == role == "assistant" and calls):
             continue
         place = "at the beginning" if before is None else f"after one of {before}"
         cure = "; join the two" if before == role else ""
         raise ValueError(
             f"message {at + 1} of {len(roles)} is of {role}, {place}: expected one of "
-            f"{' or '.join(expected[before])}{cure}"
+            f"{' or '.join(MAY_FOLLOW[before])}{cure}"
         )
-    if to_learn and not any(learned_turns(messages)):
+    learned = learned_turns(messages)
+    if to_learn and not any(learned):
         raise ValueError(
-            f"has train: false in each of its {len(learned_turns(messages))} turns of the "
-            "assistant: nothing of it would be learned; leave the row out"
+            f"has train: false in each of its {len(learned)} turns of the assistant: nothing of it "
+            "would be learned; leave the row out"
         )
-
-
-def kind_of(value: Any) -> str:
-    return KINDS.get(type(value), "number")
 
 
 def quoted(text: str) -> str:
@@ -356,7 +393,7 @@ def quoted(text: str) -> str:
 def as_words(value: Any) -> str:
     """A value for a message."""
     if isinstance(value, (dict, list)):
-        kind = kind_of(value)
+        kind = "object" if isinstance(value, dict) else "list"
         return f"{'an' if kind == 'object' else 'a'} {kind}" if value else f"an empty {kind}"
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"

@@ -100,8 +100,7 @@ class PictureFiles:
             ValueError: it is none of these, or cannot be fetched or written.
         """
         if isinstance(picture, dict):
-            refuse_keys((k for k in picture if k not in ("bytes", "path")), {}, ("bytes", "path"),
-                        "a picture")  # fmt: skip
+            refuse_keys(picture, ("bytes", "path"), "a picture")
             content = picture.get("bytes")
             picture = picture.get("path") if content is None else content
         if isinstance(picture, (bytes, bytearray)):

@@ -9,31 +9,29 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
 from .columns import describe_unknown, named_columns, value_of
-from .formats import find_format, read_as, read_columns
+from .formats import Found, find_format, read_as, read_columns
 from .messages import (
     MOST_KEYS_LISTED,
+    as_words,
     check_messages,
-    kind_of,
     pictures_of,
     quoted,
     replace_pictures,
 )
 from .pictures import PictureFiles
 from .source import Source, fault_of_set, is_llama_factory, of_llama_factory
-from .text_rows import OF_LINES, Fault, Numbered, kind_of_file, read_text
+from .text_rows import OF_LINES, TOO_DEEP, Fault, Numbered, kind_of_file, read_text
 
 MOST_FAULTS_LISTED = 20
-MOST_RANGES = 8  # of the rows that have one fault
+MOST_LINES_LISTED = 8  # of the rows that have one fault
 # One fault, in whichever message.
 OF_MESSAGE = re.compile(r"\A(?:message|turn) \d+ of \d+[^:]{,40}: ")
-
-
 OPTIONAL = ("image", "system", "history")
 """Columns that a row may lack."""
 
@@ -59,7 +57,7 @@ def read_conversations(path: str | Path | Source) -> list[list[dict]]:
     Raises:
         ValueError: lists up to 20 unusable lines; or there is none at all.
     """
-    rows, faults = _split(map(_with_its_files, read_rows(path)))
+    rows, faults = _split(read_rows(path))
     if faults:
         raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
     return [row.messages for row in rows]
@@ -75,8 +73,7 @@ def require_first_rows(sources: Sequence[Source]) -> None:
     """
     for source in sources:
         if source.is_local and not source.allow_urls:
-            read = islice(read_rows(source), MOST_FAULTS_LISTED + 1)
-            rows, faults = _split(map(_with_its_files, read))
+            rows, faults = _split(islice(read_rows(source), MOST_FAULTS_LISTED + 1))
             if not rows:
                 all_of_it = len(faults) <= MOST_FAULTS_LISTED
                 number = len(faults) if all_of_it else None
@@ -84,24 +81,18 @@ def require_first_rows(sources: Sequence[Source]) -> None:
                 raise ValueError(f"{text}\n{cure_of(text)}")
 
 
-def _with_its_files(row: "Row | Fault") -> "Row | Fault":
-    """A fault, if a picture of the row is not there."""
-    if isinstance(row, Row):
-        for picture in row.pictures:
-            if not os.path.isfile(picture):
-                fault = "is no file" if os.path.exists(picture) else "does not exist"
-                return Fault(row.line, f"the image {shorten(picture)} {fault}")
-    return row
-
-
 def _split(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
+    """Rows of which all pictures are there, and the faults of others."""
     rows: list[Row] = []
     faults: list[Fault] = []
     for row in read:
-        if isinstance(row, Row):
-            rows.append(row)
-        else:
+        if isinstance(row, Fault):
             faults.append(row)
+        elif lost := next((of for of in row.pictures if not os.path.isfile(of)), None):
+            fault = "is no file" if os.path.exists(lost) else "does not exist"
+            faults.append(Fault(row.line, f"the image {shorten(lost)} {fault}"))
+        else:
+            rows.append(row)
     return rows, faults
 
 
@@ -119,40 +110,26 @@ def describe_faults(path: str | Path | Source, faults: list[Fault], number: int 
     told = f"none of its first {len(faults):,} rows can be used"
     if number is not None:
         told = f"{len(faults):,} of {number:,} rows cannot be used"
-    lines = [f"{source.path}: {told}:"]
     same: dict[str, list[Fault]] = {}
     for fault in faults:
         same.setdefault(OF_MESSAGE.sub("", fault.text), []).append(fault)
-    listed = [*same.values()][:MOST_FAULTS_LISTED]
-    for (line, text), *others in listed:
-        also = _ranges([other.line for other in others])
-        kind = "line" if _has_lines(source) else "row"
-        also = f"; also {kind}{'s' * (len(others) > 1)} {also}" if others else ""
-        lines.append(f"  {place(source, line)}: {text}{also}")
-    if more := len(faults) - sum(map(len, listed)):
-        lines.append(f"  and {more:,} more")
-    return "\n".join(lines)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Numbers in rising order, for people: "2 to 20, 22 and 34 more"."""
-    runs = groupby(enumerate(numbers), lambda numbered: numbered[1] - numbered[0])
-    ranges = [[number for _, number in run] for _, run in runs]
-    told = ", ".join(
-        f"{first}{f' to {rest[-1]}' if rest else ''}" for first, *rest in ranges[:MOST_RANGES]
-    )
-    more = sum(map(len, ranges[MOST_RANGES:]))
-    return told + (f" and {more:,} more" if more else "")
+    lines, start = [f"{source.path}: {told}:"], before_number(source)
+    for first, *others in islice(same.values(), MOST_FAULTS_LISTED):
+        also = listed([other.line for other in others], MOST_LINES_LISTED)
+        lines.append(f"  {start}{first.line}: {first.text}{f'; also {also}' if others else ''}")
+    more = sum(len(of) for of in islice(same.values(), MOST_FAULTS_LISTED, None))
+    return "\n".join(lines) + (f"\n  and {more:,} more" if more else "")
 
 
 def place(source: Source, number: int) -> str:
-    """Where a row stands, for people: its line, where the file has lines."""
-    return f"{source.path}:{number}" if _has_lines(source) else f"{source.path}, row {number}"
+    """Where a row stands, for people."""
+    return f"{before_number(source)}{number}"
 
 
-def _has_lines(source: Source) -> bool:
+def before_number(source: Source) -> str:
+    """What stands before a row's number: the file, of which it is a line if that has lines."""
     path = Path(source.path)
-    return path.is_file() and kind_of_file(path) in OF_LINES
+    return f"{path}:" if path.is_file() and kind_of_file(path) in OF_LINES else f"{path}, row "
 
 
 def as_source(path: str | Path | Source) -> Source:
@@ -183,28 +160,29 @@ def read_rows(
         raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
     folder = source.image_folder or (source.path if is_folder else os.path.dirname(source.path))
     pictures = PictureFiles(folder, source.allow_urls)
-    read_row = _RowReader(source)
+    reader = _RowReader(source)
 
     def read(line: int, row: Any) -> Row | Fault:
         try:
             if isinstance(row, Fault):
                 return row
             if not isinstance(row, dict):
-                raise ValueError(f'is a {kind_of(row)}; expected {{"messages": [...]}}')
-            return Row(line, check_messages(read_row(row), pictures.path_of, to_learn))
+                raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
+            messages, shown = reader(row)
+            return Row(line, check_messages(messages, pictures.path_of, to_learn, shown))
         except ValueError as error:
             return Fault(line, sys.intern(str(error)))  # of many rows, often the same
         except RecursionError:
-            return Fault(line, "objects or lists are nested too deeply")
+            return Fault(line, TOO_DEEP)
 
     for number, (line, row) in enumerate(chain([first], given)):
         is_own = number % share[1] == share[0]
-        if is_own or not read_row.is_known:
+        if is_own or not reader.is_known:
             found = read(line, row)
             if is_own:
                 yield found
     if share == (0, 1):
-        read_row.require_columns()
+        reader.require_columns()
 
 
 def _require_set(source: Source) -> None:
@@ -219,9 +197,10 @@ class _RowReader:
     def __init__(self, source: Source):
         self.source = source
         self.format = None if source.format == "auto" else source.format
-        columns = source.columns or {}
-        self.optional = {part: columns[part] for part in OPTIONAL if part in columns}
         self.keys: dict[str, None] = {}
+        named = {part: named_columns(words) for part, words in (source.columns or {}).items()}
+        self.missing = {part: named[part] for part in OPTIONAL if named.get(part)}
+        """Columns of which no row had any so far."""
         self.unknown: tuple[dict, str] = ({}, "")
 
     @property
@@ -229,15 +208,15 @@ class _RowReader:
         """Whether all rows to come are read in one way, whoever reads which."""
         return bool(self.source.columns or self.format)
 
-    def __call__(self, row: dict) -> Any:
+    def __call__(self, row: dict) -> Found:
         row = {key: value for key, value in row.items() if key not in self.source.ignore}
         if self.source.columns:
-            if self.optional:
+            if self.missing:
                 self.keys |= dict.fromkeys(row)
-                self.optional = {
-                    part: words
-                    for part, words in self.optional.items()
-                    if all(value_of(row, name) is None for name in named_columns(words))
+                self.missing = {
+                    part: names
+                    for part, names in self.missing.items()
+                    if all(value_of(row, name) is None for name in names)
                 }
             return read_columns(row, self.source.columns)
         self.format = self.format or find_format(row)
@@ -249,25 +228,20 @@ class _RowReader:
 
     def require_columns(self) -> None:
         """Raise ``ValueError`` if no row had what each may lack: the name is then a mistake."""
-        for part, words in self.optional.items():
-            if self.keys and (names := named_columns(words)):
-                told, has = (
-                    listed([*map(quoted, of)], MOST_KEYS_LISTED) for of in (names, self.keys)
-                )
-                most = self.source.max_samples
-                none = "no row has" if most is None else f"none of the first {most:,} rows has"
-                raise ValueError(
-                    f"{self.source.path}: {none} {told} ({part} of columns); they have {has}"
-                )
+        for part, names in self.missing.items() if self.keys else ():
+            told, has = (listed([*map(quoted, of)], MOST_KEYS_LISTED) for of in (names, self.keys))
+            most = self.source.max_samples
+            none = "no row has" if most is None else f"none of the first {most:,} rows has"
+            raise ValueError(
+                f"{self.source.path}: {none} {told} ({part} of columns); they have {has}"
+            )
 
 
 def _given_rows(source: Source) -> Numbered:
     """The number of each row and its value as it stands, or a fault."""
     path = Path(source.path)
-    if source.is_local and path.is_file():
-        kind = kind_of_file(path)
-        if kind != "table":
-            return read_text(source, kind)
+    if source.is_local and path.is_file() and (kind := kind_of_file(path)) != "table":
+        return read_text(source, kind)
     from .tables import read_table  # the library is imported only where it is needed
 
     return read_table(source)

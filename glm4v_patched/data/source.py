@@ -1,11 +1,10 @@
 """Sets of rows, as a recipe names them. Needs no torch."""
 
-import difflib
 import glob
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 from ..terminal_text import listed
 from .columns import PICTURE_FILES, fault_of_columns
 from .formats import FORMATS
-from .messages import as_words
+from .messages import as_words, read_each
 
 MOST_REPEATED = 1_000_000
 OF_CSV = (".csv", ".tsv")
-OF_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".tar", *OF_CSV)
-OF_FOLDERS = (*OF_FILES, *PICTURE_FILES)
+OF_TABLES = (".parquet", ".arrow", ".tar")
+OF_FILES = (".json", ".jsonl", *OF_TABLES, *OF_CSV)
 COMPRESSED = (".gz", ".zst", ".bz2")
 LLAMA_FACTORY = "dataset_info.json"
 """Says what is in a folder of LLaMA-Factory's; ``save_to_disk`` writes another one."""
@@ -32,7 +31,11 @@ COLUMNS_OF_LLAMA_FACTORY = {
     "images": "image",
 }
 SAVED = ("state.json", "dataset_dict.json")
-"""What ``save_to_disk`` of ``datasets`` writes."""
+"""What ``save_to_disk`` of ``datasets`` writes: of a single set, or of several splits."""
+CURE_OF_FOLDER = (
+    "expected a file, or a folder that datasets has saved (save_to_disk) or with files of rows or "
+    "pictures below it"
+)
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,15 @@ def fault_of_path(path: str) -> str | None:
             return next((f"{file}: {fault}" for file, fault in faults if fault), None)
         return "there is no such file" if Source(path).is_local else None
     if os.path.isdir(path):
-        files = [str(file) for file in Path(path).rglob("*") if suffix_of(file) in OF_FOLDERS]
-        for file in files:
-            if not (os.path.isfile(file) or os.path.isdir(file)):
-                return f"{file} is {_no_file(file)}"
-        if files:
-            return None
-        return (
-            "a folder without a data set; expected a file, or a folder that datasets has saved "
-            "(save_to_disk) or with files of rows or pictures below it"
-        )
+        files = [
+            str(of) for of in Path(path).rglob("*") if suffix_of(of) in OF_FILES + PICTURE_FILES
+        ]
+        if not files:
+            return f"a folder without a data set; {CURE_OF_FOLDER}"
+        others = [file for file in files if not (os.path.isfile(file) or os.path.isdir(file))]
+        return f"{others[0]} is a link to nothing, or a pipe" if others else None
     if not os.path.isfile(path):
-        return _no_file(path)
+        return "no file, but a link to nothing, a pipe, a socket or a device"
     if not os.access(path, os.R_OK):
         return "it may not be read"
     if path.lower().endswith((*(f".tar{suffix}" for suffix in COMPRESSED), ".tgz")):
@@ -120,50 +120,37 @@ def _files_of_pattern(path: str) -> list[str]:
     return sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
 
 
-def _no_file(path: str | Path) -> str:
-    if not os.path.exists(path):
-        return "no file, but a link to nothing"
-    return "no file, but a pipe, a socket or a device: write its rows to a file"
-
-
 def is_saved(path: str) -> bool:
     """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
     return any(os.path.isfile(os.path.join(path, name)) for name in SAVED)
 
 
+def is_llama_factory(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, LLAMA_FACTORY)) and not is_saved(folder)
+
+
 def fault_of_set(source: Source) -> str | None:
-    """What :func:`fault_of_path` and :func:`fault_of_fields` say."""
-    return fault_of_path(source.path) or fault_of_fields(source)
-
-
-def fault_of_fields(source: Source) -> str | None:
-    """Which field would have no effect on such a set."""
-    has: tuple[str, ...] = ()
+    """What :func:`fault_of_path` says, or which field would have no effect on such a set."""
+    if fault := fault_of_path(source.path):
+        return fault
+    has: tuple[str, ...] = ("split", "subset")
     if not os.path.lexists(source.path):
-        has, what = ("split", "subset", "revision"), "a set of the Hub"
-    elif os.path.isfile(os.path.join(source.path, SAVED[0])):
-        what = "a single set that datasets has saved"
+        has = "split", "subset", "revision"
+    elif os.path.isfile(source.path):
+        has = () if suffix_of(source.path) in OF_TABLES else ("annotations",)
     elif is_saved(source.path):
-        has, what = ("split",), "a folder that datasets has saved"
+        has = () if os.path.isfile(os.path.join(source.path, SAVED[0])) else ("split",)
     elif is_llama_factory(source.path):
-        has, what = ("subset",), "a folder of LLaMA-Factory's"
-    elif os.path.isdir(source.path):
-        has, what = ("split", "subset"), "a folder"
-    else:
-        of_tables = suffix_of(source.path) in (".parquet", ".arrow", ".tar")
-        has, what = () if of_tables else ("annotations",), "a file, whose rows are all read"
+        has = ("subset",)
     for name in ("split", "subset", "revision", "annotations"):
         if name not in has and (value := getattr(source, name)) is not None:
-            return f"{name} is {value!r}, and has no effect on {what}; expected no {name}"
+            told = f"{name} is {value!r}, and has no effect on such a file or folder"
+            return f"{told}; expected {' or '.join(has) if has else f'no {name}'}"
     if source.annotations and (fault := fault_of_path(source.annotations)):
         return f"annotations is {source.annotations!r}: {fault}"
     if source.columns and source.format != "auto":
         return f"has columns, and the format {source.format}, which names them: give one of them"
     return None
-
-
-def is_llama_factory(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, LLAMA_FACTORY)) and not is_saved(folder)
 
 
 def of_llama_factory(source: Source) -> Source:
@@ -228,21 +215,26 @@ def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[Source, ...]:
     values = [value] if isinstance(value, str) else value
     if not values:
         raise ValueError("an empty list; expected at least 1 set")
-    sources: list[Source] = []
-    for number, one in enumerate(values, start=1):
-        try:
-            sources += _make_sources(one, defaults)
-        except ValueError as error:
-            raise ValueError(f"set {number} of {len(values)}: {error}") from None
-    return tuple(sources)
+    return tuple(sum(read_each(values, "set", lambda given: _make_sources(given, defaults)), []))
 
 
-EXPECTED = {
-    "weight": f"a number above 0, of {MOST_REPEATED:,} at most",
-    "format": f"auto, {', '.join(FORMATS)}",
-    "ignore": "a list of names",
-    "allow_urls": "true or false",
-    "max_samples": "a whole number above 0",
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and value.isprintable()
+
+
+# Of fields that are no text: what they are, and in words.
+EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "weight": (
+        lambda value: not isinstance(value, bool | str | list) and 0 < value <= MOST_REPEATED,
+        f"a number above 0, of {MOST_REPEATED:,} at most",
+    ),
+    "format": (lambda value: value in ("auto", *FORMATS), f"auto, {', '.join(FORMATS)}"),
+    "ignore": (
+        lambda value: isinstance(value, list) and all(isinstance(key, str) for key in value),
+        "a list of names",
+    ),
+    "allow_urls": (lambda value: isinstance(value, bool), "true or false"),
+    "max_samples": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
 }
 
 
@@ -252,46 +244,33 @@ def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
     if not isinstance(given, dict):
         raise ValueError(f"is {as_words(given)}; expected a path, or {{path: FILE, weight: 1.0}}")
     names = [field.name for field in fields(Source)]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, 1)
-            cure = f"did you mean {near[0]}?" if near else f"expected {', '.join(names)}"
-            raise ValueError(f"{as_words(name)} is not a field of a set; {cure}")
-    if "path" not in given:
-        raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")
     for name, value in given.items():
+        if name not in names:
+            raise ValueError(
+                f"{as_words(name)} is not a field of a set; expected {', '.join(names)}"
+            )
+        is_right, expected = EXPECTED.get(name, (_is_text, "text"))
         if name == "columns":
             if fault := fault_of_columns(value):
                 raise ValueError(f"columns {fault}")
-        elif not _fits(name, value):
-            expected = EXPECTED.get(name, "text")
+        elif not is_right(value):
             raise ValueError(f"{name} is {as_words(value)}; expected {expected}")
+    if "path" not in given:
+        raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")
     values = dict(defaults) | given
     if "format" in given and "columns" not in given:
         values.pop("columns", None)
     source = Source(**values | {"ignore": tuple(values.get("ignore", ()))})
     paths = [source.path]
-    if source.is_local and not os.path.lexists(source.path):
-        paths = _files_of_pattern(source.path) or paths
     if source.is_local:
+        if not os.path.lexists(source.path):
+            paths = _files_of_pattern(source.path) or paths
         paths = [*map(os.path.abspath, paths)]
-    others = {"annotations": source.annotations, "image_folder": source.image_folder}
     absolute: dict[str, Any] = {
-        name: path and os.path.abspath(path) for name, path in others.items()
+        name: path and os.path.abspath(path)
+        for name, path in (
+            ("annotations", source.annotations),
+            ("image_folder", source.image_folder),
+        )
     }
     return [replace(source, path=path, **absolute) for path in paths]
-
-
-def _fits(name: str, value: Any) -> bool:
-    if name == "weight":
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and 0 < value <= MOST_REPEATED
-    if name == "ignore":
-        return isinstance(value, (list, tuple)) and all(isinstance(key, str) for key in value)
-    if name == "allow_urls":
-        return isinstance(value, bool)
-    if name == "max_samples":
-        return type(value) is int and value > 0
-    if name == "format":
-        return value == "auto" or (isinstance(value, str) and value in FORMATS)
-    return isinstance(value, str) and bool(value) and value.isprintable()

@@ -1,18 +1,17 @@
-"""Rows as they were read and measured, in Arrow files that the library ``datasets`` writes.
+"""Rows as they were read and measured, in Arrow files of which nothing is held in memory.
 
-They are read from the disk and not held in memory. What was read once is kept in the user's cache
-folder, and is there at once when the same files are checked for the same model again.
+What was read once is kept in the user's cache folder, and is there at once when the same files are
+checked for the same model again.
 """
 
 import hashlib
 import json
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ except ImportError as error:
     ) from error
 
 ROWS_AT_ONCE = 1000
-CHECKING = "glm4v-checking-"
 SECONDS_KEPT = 30 * 24 * 3600
 """Of what no check has asked for since."""
 FEATURES = datasets.Features(
@@ -49,76 +47,46 @@ FEATURES = datasets.Features(
 )
 
 
-class _Generator:
-    """What ``datasets`` calls for the rows. It would pickle all that belongs to a function."""
-
-    def __init__(self, rows: Callable[[], Iterator[dict[str, Any]]] | None = None):
-        self.rows = rows
-
-    def __call__(self) -> Iterator[dict[str, Any]]:
-        assert self.rows is not None
-        return self.rows()
-
-    def __reduce__(self) -> tuple:
-        return _Generator, ()
+def kept_rows(key: str, folder: Path) -> Dataset | None:
+    """The rows that :func:`store_rows` kept by that key. What was damaged is removed, and what
+    nobody asked for lately."""
+    found = None
+    for path in folder.glob("*.arrow"):
+        with suppress(OSError):  # another check removes it, too
+            if path.name.startswith(f"{key}-") and path.stem.endswith(_digest(path)):
+                os.utime(path)
+                found = Dataset.from_file(str(path))
+            elif path.name.startswith(key) or path.stat().st_mtime < time.time() - SECONDS_KEPT:
+                path.unlink()
+    return found
 
 
 def store_rows(
-    rows: Callable[[], Iterator[dict[str, Any]]], key: Any, folder: Path | None
-) -> tuple[Dataset, TemporaryDirectory | None]:
-    """Write rows to a file of a temporary folder, or take the one that :func:`keep_rows` kept.
+    rows: Iterable[list[dict[str, Any]]],
+    folder: Path | None,
+    key: str,
+    is_kept: Callable[[Dataset], bool],
+) -> Dataset:
+    """Write rows, some at a time, to a file that is gone when nobody reads it any more.
 
     Args:
-        rows: Makes them, with the keys of ``FEATURES``.
-        key: JSON values on which all of the rows depend; None, if that is not known.
-        folder: Of files that are kept. Where it cannot be written, the system's takes the rows.
-
-    Returns:
-        The rows, and the temporary folder that holds them; None for rows that were kept.
+        rows: With the keys of ``FEATURES``.
+        folder: For the file; where it cannot be written, the system's for temporary files is.
+        key: By which :func:`kept_rows` finds the rows, if they are kept.
     """
-    if folder is not None and _can_be_written(folder):
-        _remove_old(folder)
-        for path in _kept(key, folder):
-            if path.stem.endswith(_digest(path)):
-                with suppress(OSError):
-                    os.utime(path)
-                    return Dataset.from_file(str(path)), None
-            path.unlink(missing_ok=True)  # it was damaged
-    else:
-        folder = None
-    try:
-        workplace = TemporaryDirectory(prefix=CHECKING, dir=folder)  # /tmp may be memory
-    except OSError:
-        workplace = TemporaryDirectory(prefix=CHECKING)
-    with _without_bars():
-        try:
-            stored = Dataset.from_generator(_Generator(rows), FEATURES, cache_dir=workplace.name)
-        except datasets.exceptions.DatasetGenerationError as error:
-            raise error.__cause__ or error from None
-    return stored, workplace
-
-
-def keep_rows(rows: Dataset, key: Any, folder: Path) -> None:
-    """Keep the file of rows for who has an equal key, whole or not at all; nothing may be wrong
-    with them, and nothing have changed on which they depend. Where links cannot be made, nothing is
-    kept."""
-    path = Path(rows.cache_files[0]["filename"])
+    place = None  # /tmp may be memory
     with suppress(OSError):
-        os.link(path, folder / f"{_name_of(key)}-{_digest(path)}.arrow")
-
-
-def forget_rows(key: Any, folder: Path) -> None:
-    """Have rows read anew next time; those that are open stay readable."""
-    for path in _kept(key, folder):
-        path.unlink(missing_ok=True)
-
-
-def _kept(key: Any, folder: Path) -> list[Path]:
-    return [] if key is None else [*folder.glob(f"{_name_of(key)}-*.arrow")]
-
-
-def _name_of(key: Any) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            place = folder if os.access(folder, os.W_OK) else None
+    with NamedTemporaryFile(dir=place, suffix=".arrow") as file:
+        _write((pa.Table.from_pylist(some, FEATURES.arrow_schema) for some in rows), file)
+        file.flush()
+        stored = Dataset.from_file(file.name)
+        if is_kept(stored) and place is not None:
+            with suppress(OSError):  # another check keeps them, too; or links cannot be made
+                os.link(file.name, place / f"{key}-{_digest(Path(file.name))}.arrow")
+    return stored
 
 
 def _digest(path: Path) -> str:
@@ -126,31 +94,18 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _can_be_written(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
+def _write(tables: Iterable[pa.Table], file: Any) -> None:
+    with pa.ipc.new_stream(file, FEATURES.arrow_schema) as target:
+        for table in tables:
+            target.write_table(table)
 
 
-def _remove_old(folder: Path) -> None:
-    """What no check has asked for lately, and what killed ones left."""
-    for path in (*folder.glob("*.arrow"), *folder.glob(f"{CHECKING}*")):
-        with suppress(OSError):  # another check removes it, too
-            if path.lstat().st_mtime < time.time() - SECONDS_KEPT:
-                path.unlink() if path.suffix == ".arrow" else shutil.rmtree(path)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    were_disabled = datasets.utils.are_progress_bars_disabled()
-    datasets.utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            datasets.utils.enable_progress_bars()
+def write_stored(rows: Dataset, path: Path) -> Dataset:
+    """The same rows in a file of their own, which is whole or not there."""
+    with open_atomically(path) as file:
+        columns = rows.select_columns([*FEATURES])
+        _write(columns.with_format("arrow").iter(ROWS_AT_ONCE), file)
+    return read_stored(path, len(rows))
 
 
 def read_stored(path: Path, number: int) -> Dataset:
@@ -161,25 +116,11 @@ def read_stored(path: Path, number: int) -> Dataset:
     """
     try:
         rows = Dataset.from_file(str(path))
-        if rows.features != FEATURES:
-            raise ValueError("its columns are others")
-        if len(rows) != number:
-            raise ValueError(f"it has {len(rows):,} rows; expected {number:,}")
+        if rows.features != FEATURES or len(rows) != number:
+            raise ValueError(f"it has {len(rows):,} rows of {[*rows.features]}")
     except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-        raise ValueError(f"{path} does not hold the rows: {error}") from error
+        raise ValueError(f"{path} does not hold {number:,} rows: {error}") from error
     return rows
-
-
-def write_stored(rows: Dataset, path: Path) -> Dataset:
-    """The same rows in a file of their own, which is whole or not there."""
-    batches = rows.select_columns([*FEATURES]).with_format("arrow").iter(ROWS_AT_ONCE)
-    with (
-        open_atomically(path) as file,
-        pa.ipc.new_stream(file, FEATURES.arrow_schema) as target,
-    ):
-        for batch in batches:
-            target.write_table(batch)
-    return read_stored(path, len(rows))
 
 
 def column(rows: Dataset, name: str) -> np.ndarray:
@@ -188,11 +129,10 @@ def column(rows: Dataset, name: str) -> np.ndarray:
     return table.column(name).to_numpy()
 
 
-def parts(rows: Dataset, *names: str) -> Iterator[tuple[int, dict[str, list]]]:
-    """The number of the first row of each part, and its columns."""
-    taken = rows.select_columns([*names])
-    for number, part in enumerate(taken.iter(ROWS_AT_ONCE)):
-        yield number * ROWS_AT_ONCE, part
+def values(rows: Dataset, *names: str) -> Iterator[tuple]:
+    """The values of each row in such columns."""
+    for part in rows.select_columns([*names]).iter(ROWS_AT_ONCE):
+        yield from zip(*part.values(), strict=True)
 
 
 class Conversations(Sequence):

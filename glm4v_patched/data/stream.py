@@ -20,7 +20,7 @@ from .check import ENCODER, fault_of_picture, fault_of_size, fault_of_text, meas
 from .collate import ConversationCollator
 from .decoding import may_be_decoded, read_facts
 from .messages import pictures_of
-from .rows import Row, place, read_rows
+from .rows import Row, before_number, read_rows
 from .source import Source
 
 FAULTS, UNREADABLE = "faults", "unreadable"
@@ -101,23 +101,23 @@ class Stream(IterableDataset):
         """The rows of a pass, and faults where they stand: a row that is corrected, or that one
         reader alone cannot fetch, moves no other. Where the set cannot be read on, it has no end.
         """
-        read, is_empty = read_rows(source, share=self.share), True
+        process, of = self.share
+        where, is_empty = source.path, True
+        fault = (
+            f"none of the rows of training process {process + 1} of {of} can be used; expected "
+            "more rows, or fewer processes"
+        )
         try:
-            for found in read:
-                where = place(source, found.line)
+            start = before_number(source)
+            for found in read_rows(source, share=self.share):
                 if isinstance(found, Row):
                     is_empty = False
-                    yield Streamed(found.messages, where)
+                    yield Streamed(found.messages, f"{start}{found.line}")
                 else:
-                    yield Streamed([], where, found.text)
-            fault = (
-                f"none of the rows of training process {self.share[0] + 1} of {self.share[1]} can "
-                "be used; expected more rows, or fewer processes"
-            )
-            where = source.path
+                    yield Streamed([], f"{start}{found.line}", found.text)
         except ValueError as error:
             is_empty, (line, _, fault) = True, str(error).removeprefix(source.path).partition(": ")
-            where = source.path + line
+            where += line
         while is_empty:
             yield Streamed([], where, fault, is_last=True)
 

@@ -11,10 +11,10 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -32,25 +32,23 @@ OTHER_FILES = {
     b"\xff\xd8\xff": ("a picture (JPEG)", "name the folder that it is in"),
     b"\x89PNG": ("a picture (PNG)", "name the folder that it is in"),
     b"\x80\x04": ("Python's pickle", "make Parquet of it where you made it: pickles can run code"),
-    b"\x89HDF": ("HDF5", "make Parquet of it, by pandas.read_hdf or h5py"),
     b"\xfd7zXZ": ("compressed by xz", "xz -dk {0}"),
     b"SQLite": ("an SQLite database", "sqlite3 -json {0} 'select * from TABLE' > {1}.json"),
 }
-UNICODE_CURE = "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8"
+UNICODE = ("UTF-16 or UTF-32", "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8")
 MOST_DIGITS = 300  # Python itself neither reads nor writes more than 4,300
 MOST_CHARACTERS = 2**27
 """Of a row, which is held in memory several times."""
 TOO_LONG = (
     f"has {MOST_CHARACTERS:,} characters or more: make files of its pictures, or close its quotes"
 )
+TOO_DEEP = "objects or lists are nested too deeply"
 BLANK = re.compile(r"[ \t\r\n]*")
-KEY = re.compile(r'[\s,]*+"((?:[^"\\]|\\.)*+)"\s*+:\s*+')
-LIST_OF_OBJECTS = re.compile(r"\[\s*+\{")
+LIST_OF_OBJECTS = re.compile(r'"([^"\\]*+)"\s*+:\s*+\[\s*+\{')
 KEYS_OF_ROWS = {"image", *(key for of in FORMATS.values() for key in of.needs)}
 A_WORD = 16  # of JSON, such as -Infinity, which is one fault where it is cut
 CHARACTERS_AT_ONCE = 2**20
 CHARACTERS_TO_TELL = 2**16  # what a file is
-EXPECTED = 'expected a row a line: {"messages": [...]}'
 BESIDE_ROWS = ("info", "licenses", "categories")
 """Lists beside the rows, in files as COCO's."""
 OF_LINES = ("JSON lines", "CSV")
@@ -77,12 +75,7 @@ def read_text(source: Source, kind: str) -> Numbered:
         ValueError: it cannot be read.
     """
     path = Path(source.path)
-    readers: dict[str, Callable[[Path], Numbered]] = {
-        "CSV": _csv,
-        "JSON lines": _lines,
-        "JSON array": _array,
-        "JSON object": _rows_of_object,
-    }
+    readers = {"CSV": _csv, "JSON lines": _lines, "JSON array": _array, "JSON object": _of_object}
     try:
         rows = readers[kind](path)
         yield from rows if source.annotations is None else _annotated(rows, source)
@@ -114,32 +107,33 @@ def kind_of_file(path: Path) -> str:
     if first.startswith("["):
         return "JSON array"
     is_line = suffix_of(path) == ".jsonl" and "\n" not in first.strip()
-    if not is_line and _is_around_rows(first):
+    if first.startswith("{") and not is_line and _is_around_rows(first):
         return "JSON object"
     if first.partition("\n")[0].strip() == "{":
-        raise ValueError(f"{path} is one JSON object over several lines; {EXPECTED}")
+        expected = 'a row a line: {"messages": [...]}'
+        raise ValueError(f"{path} is one JSON object over several lines; expected {expected}")
     return "JSON lines"
 
 
 def _require_text(path: Path, head: bytes) -> None:
     if head.startswith(tuple(COMPRESSIONS)):
         return
-    wide = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head
     other = next((of for magic, of in OTHER_FILES.items() if head.startswith(magic)), None)
-    if other is not None or wide:
-        kind, cure = other or ("UTF-16 or UTF-32", UNICODE_CURE)
-        cure = cure.format(quoted(str(path)), quoted(str(path.with_suffix(""))))
-        raise ValueError(f"{path} is {kind}; expected a row of JSON a line, in UTF-8: {cure}")
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        other = other or UNICODE
+    if other is not None:
+        cure = other[1].format(quoted(str(path)), quoted(str(path.with_suffix(""))))
+        raise ValueError(f"{path} is {other[0]}; expected a row of JSON a line, in UTF-8: {cure}")
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
     """A file of text, which may be compressed. Bytes that are no UTF-8 become surrogates, which
     UTF-8 never holds: a fault of their line."""
-    with path.open("rb") as file:
-        head = file.read(6)
+    stream: Any = path.open("rb")
+    head = stream.peek(6)
     kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
-    stream: Any = path.open("rb") if kind is None else None
     if kind is not None:
+        stream.close()
         try:
             import pyarrow  # late, for it is needed here alone
         except ImportError as error:
@@ -151,18 +145,14 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
 def _is_around_rows(text: str) -> bool:
     """Whether a file that begins so is one object, in which a list is of rows: neither a row itself
     nor the first of several lines."""
-    decoder, at, found = json.JSONDecoder(), 1, False
-    while text.startswith("{") and (key := KEY.match(text, at)):
-        if key[1] in KEYS_OF_ROWS:
-            return False
-        at = key.end()
-        is_list = LIST_OF_OBJECTS.match(text, at) is not None
-        try:
-            at = decoder.raw_decode(text, at)[1]
-        except (ValueError, RecursionError):  # it goes on behind what was read
-            return is_list
-        found |= is_list
-    return found and not text[at:].lstrip().removeprefix("}").strip()
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):  # it goes on behind what was read
+        found = LIST_OF_OBJECTS.search(text)
+        return found is not None and found[1] not in KEYS_OF_ROWS
+    lists = (of for of in value.values() if isinstance(of, list) and of)
+    has_rows = any(isinstance(of[0], dict) for of in lists) and not KEYS_OF_ROWS & value.keys()
+    return has_rows and not text[end:].strip()
 
 
 class _Json:
@@ -184,10 +174,7 @@ class _Json:
     def _integer(self, digits: str) -> int:
         if len(digits) <= MOST_DIGITS:
             return int(digits)
-        self.fault = (
-            f"a number has {len(digits):,} characters; expected {MOST_DIGITS} at most: write it as "
-            "text"
-        )
+        self.fault = f"a number has {len(digits):,} characters; expected {MOST_DIGITS} at most"
         return 0
 
     def _constant(self, name: str) -> None:
@@ -228,47 +215,39 @@ def _parse(line: int, text: str, read: _Json) -> Any:
         value = read.decoder.decode(text.rstrip("\n"))  # else what is cut ends a line further on
     except json.JSONDecodeError as error:
         told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
-        return Fault(line, read.fault_of(text) or told + _cure_of_json(error))
+        if text.lstrip().startswith("{'"):
+            told += "; it is Python's way to write it: write it with json.dumps"
+        elif text[error.pos :].strip() == ",":  # behind a whole value
+            told += "; leave out the comma: lines are no list"
+        return Fault(line, read.fault_of(text) or told)
     except RecursionError:
-        return Fault(line, "objects or lists are nested too deeply")
+        return Fault(line, TOO_DEEP)
     fault = read.fault_of(text)
     return value if fault is None else Fault(line, fault)
 
 
-def _cure_of_json(error: json.JSONDecodeError) -> str:
-    if error.doc.lstrip().startswith("{'"):
-        return "; it is Python's way to write it: write it with json.dumps"
-    if error.doc[error.pos :].strip() == ",":  # behind a whole value
-        return "; leave out the comma: lines are no list"
-    return ""
-
-
 def _array(path: Path) -> Numbered:
-    with open_text(path) as file:
-        text = _JsonText(path, file)
-        yield from text.elements()
-        if text.next_character():
-            raise ValueError(f"{path}:{text.line}: something stands after the end of the array")
+    return ((number, value) for _, number, value in _elements(path))
 
 
-def _rows_of_object(path: Path) -> Numbered:
+def _of_object(path: Path) -> Numbered:
     """The elements of the list that holds the rows; of COCO's two lists, each annotation with what
     is said of its picture and the name of its category."""
-    lists: dict[str, int] = {}
+    lists: set[str] = set()
     found: dict[str, dict[Any, dict]] = {"images": {}, "categories": {}}
-    for name, _, value in _members(path):
-        lists[name] = lists.get(name, 0) + 1
+    for name, _, value in _elements(path):
+        lists.add(name)
         if name in found and isinstance(value, dict):
             found[name][_plain(value.get("id"))] = value
-    is_coco = lists.keys() >= {"images", "annotations"}
-    names = [*lists.keys() - {*BESIDE_ROWS}]
+    is_coco = lists >= {"images", "annotations"}
+    names = sorted(lists - {*BESIDE_ROWS})
     if len(names) != 1 and not is_coco:
-        told = f"the lists {listed(sorted(map(quoted, names)), MOST_KEYS_LISTED)}"
+        told = f"the lists {listed([*map(quoted, names)], MOST_KEYS_LISTED)}"
         raise ValueError(
             f"{path} is one object with {told if names else 'no rows'}; expected 1 list, of rows: "
             f"jq .NAME {path} > NAME.json"
         )
-    for name, number, value in _members(path):
+    for name, number, value in _elements(path):
         if is_coco and name == "annotations" and isinstance(value, dict):
             image = found["images"].get(_plain(value.get("image_id")))
             category = found["categories"].get(_plain(value.get("category_id")), {})
@@ -281,29 +260,6 @@ def _rows_of_object(path: Path) -> Numbered:
             yield number, value
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Each element of each list of an object, with the list's name and the element's number."""
-    with open_text(path) as file:
-        text = _JsonText(path, file)
-        text.take("{")
-        names: set[str] = set()
-        while text.next_character() == '"':
-            name = str(text.value(1))
-            if name in names:
-                raise ValueError(f"{path}:{text.line}: the key {quoted(name)} stands twice")
-            names.add(name)
-            text.take(":")
-            if text.next_character() == "[":
-                for number, value in text.elements():
-                    yield name, number, value
-            else:
-                text.value(1)
-            if text.take(",}") == "}":
-                break
-        if text.next_character():
-            raise ValueError(f"{path}:{text.line}: something stands after the end of the object")
-
-
 def _plain(value: Any) -> Any:
     """An id that a mapping can hold."""
     return value if isinstance(value, (str, int)) else None
@@ -313,12 +269,11 @@ def _annotated(questions: Numbered, source: Source) -> Numbered:
     """Questions with what is said of each in a second file, as VQA v2 has them."""
     assert source.annotations is not None
     other = replace(source, path=source.annotations, annotations=None)
-    kind = kind_of_file(Path(other.path))
     # Of the ten answers to each question no more is held than is read.
     named = [named_columns(of) for of in (source.columns or {}).values()]
     wanted = {name.partition(".")[0] for of in named for name in of}
     said = {}
-    for number, value in read_text(other, kind):
+    for number, value in read_text(other, kind_of_file(Path(other.path))):
         if not isinstance(value, dict) or value.get(JOINED_BY) is None:
             told = value.text if isinstance(value, Fault) else f"has no {JOINED_BY}"
             raise ValueError(f"{other.path}, row {number}: {told}")
@@ -335,7 +290,7 @@ def _annotated(questions: Numbered, source: Source) -> Numbered:
 def _csv(path: Path) -> Numbered:
     """Rows by the names in the first line, without cells that are empty."""
     csv.field_size_limit(MOST_CHARACTERS)
-    held = 0
+    held, line = 0, 1
 
     def bounded(file: TextIO) -> Iterator[str]:
         nonlocal held
@@ -346,7 +301,6 @@ def _csv(path: Path) -> Numbered:
             yield text
 
     with open_text(path, newline="") as file:
-        line = 1
         lines = bounded(file)
         first = next(lines, "")
         between = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
@@ -356,20 +310,42 @@ def _csv(path: Path) -> Numbered:
             raise ValueError(f"{path}:1: {listed([*map(quoted, twice)])} names several columns")
         while True:
             held, line = 0, rows.line_num + 1
+            cells, fault = [], None
             try:
-                cells = next(rows, None)
+                cells = next(rows)
+                if len(cells) not in (0, len(names)):
+                    fault = f"has {len(cells)} cells, and the first line {len(names)}"
             except csv.Error as error:
-                yield line, Fault(line, f"no CSV ({error}): a quote within quotes stands twice")
-                continue
-            if cells is None:
+                fault = f"no CSV ({error}): a quote within quotes stands twice"
+            except StopIteration:
                 return
-            if len(cells) not in (0, len(names)):
-                told = f"has {len(cells)} cells, and the first line {len(names)}"
-                yield line, Fault(line, told)
-            elif cells:
-                fault = fault_of_bytes("".join(cells))
-                row = {name: cell for name, cell in zip(names, cells, strict=True) if cell}
+            fault = fault or fault_of_bytes("".join(cells))
+            row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
+            if cells or fault:
                 yield line, row if fault is None else Fault(line, fault)
+
+
+def _elements(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """Each element of an array, or of each list of an object: the list's name, the element's
+    number, from 1, and the element, or a :class:`Fault`."""
+    with open_text(path) as file:
+        text = _JsonText(path, file)
+        if text.next_character() == "[":
+            for number, value in text.elements():
+                yield "", number, value
+        else:
+            names: set[str] = set()
+            for name in text.names():
+                if name in names:
+                    raise ValueError(f"{path}:{text.line}: the key {quoted(name)} stands twice")
+                names.add(name)
+                if text.next_character() == "[":
+                    for number, value in text.elements():
+                        yield name, number, value
+                else:
+                    text.value(1)
+        if text.next_character():
+            raise ValueError(f"{path}:{text.line}: something stands after the end")
 
 
 class _JsonText:
@@ -382,14 +358,27 @@ class _JsonText:
 
     def elements(self) -> Numbered:
         """Those of the array that comes next, numbered from 1."""
-        self.take("[")
-        number = 0
-        while self.next_character() != "]" or number:
-            number += 1
+        for number in self._items("[]"):
             yield number, self.value(number)
-            if self.take(",]") == "]":
+
+    def names(self) -> Iterator[str]:
+        """Those of the object that comes next; its value is then read by who asks."""
+        for number in self._items("{}"):
+            if self.next_character() != '"':
+                self.take('"')
+            name = str(self.value(number))
+            self.take(":")
+            yield name
+
+    def _items(self, brackets: str) -> Iterator[int]:
+        self.take(brackets[0])
+        if self.next_character() == brackets[1]:
+            self.take(brackets[1])
+            return
+        for number in count(1):
+            yield number
+            if self.take(f",{brackets[1]}") == brackets[1]:
                 return
-        self.take("]")
 
     def next_character(self) -> str:
         """The next that is not blank; empty at the end."""
@@ -404,10 +393,7 @@ class _JsonText:
         found = self.next_character()
         if not found or found not in expected:
             said = f"has {found!r}" if found else "ends"
-            raise ValueError(
-                f"{self.path}:{self.line}: the JSON {said} where {' or '.join(expected)} is "
-                "expected"
-            )
+            raise self._error(f"the JSON {said} where {' or '.join(expected)} is expected")
         self._pass_over(1)
         return found
 
@@ -421,22 +407,21 @@ class _JsonText:
                 # Else all of a large file would be read before its first fault is told.
                 cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - A_WORD
                 if cut and len(self.text) - self.at > MOST_CHARACTERS:
-                    raise ValueError(f"{self.path}:{self.line}: row {number} {TOO_LONG}") from None
+                    raise self._error(f"row {number} {TOO_LONG}") from None
                 if cut and self._read_more():
                     continue
-                line = self.line + error.doc.count("\n", begins, error.pos)
-                raise ValueError(
-                    f"{self.path}:{line}: row {number} is no JSON: {error.msg}"
-                ) from None
+                self.line += error.doc.count("\n", begins, error.pos)
+                raise self._error(f"row {number} is no JSON: {error.msg}") from None
             except RecursionError:
-                raise ValueError(
-                    f"{self.path}:{self.line}: objects or lists are nested too deeply"
-                ) from None
+                raise self._error(TOO_DEEP) from None
             if end < len(self.text) or not self._read_more():
                 break
         fault = self.read.fault_of(self.text[self.at : end])
         self._pass_over(end - self.at)
         return value if fault is None else Fault(number, fault)
+
+    def _error(self, told: str) -> ValueError:
+        return ValueError(f"{self.path}:{self.line}: {told}")
 
     def _pass_over(self, characters: int) -> None:
         self.line += self.text.count("\n", self.at, self.at + characters)

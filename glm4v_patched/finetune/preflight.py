@@ -4,6 +4,7 @@ The command line checks once, not each training process.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -90,6 +91,8 @@ def _faults_here(
         if not isinstance(value, str):
             continue  # false or none; or it is invalid, which is reported elsewhere
         text = fault_of(value) or (name == "out" and fault_of_pictures(Path(value)))
+        if text and name == "data.eval" and re.fullmatch(r"[\d.]+ ?%?", value):
+            text += "; a share of the rows is a number without quotes or %: 0.05"
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):

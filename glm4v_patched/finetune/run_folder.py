@@ -195,7 +195,7 @@ def require_usable(
     if foreign:
         stopped = any(CHECKPOINTS.fullmatch(name) for name in foreign)
         raise ValueError(
-            f"{folder} holds {listed(foreign, 6)}, of which no run says that it wrote them; move "
+            f"{folder} holds {listed(foreign, 6)}, and no run says that it wrote them; move "
             "that away, or give the run another folder (out)"
             + (", or continue what was stopped there (--resume)" if stopped else "")
         )

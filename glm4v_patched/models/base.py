@@ -91,7 +91,7 @@ def tensor_names(weights: Path) -> list[str]:
         with safe_open(weights, framework="numpy") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{weights} cannot be read: {error}") from None
+        raise ValueError(f"{weights} cannot be read as safetensors: {error}") from None
 
 
 def require_recorded_base(base: Base) -> None:

@@ -192,7 +192,7 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
         with pytest.raises(ValueError) as refused:
             check()
         for number in set(rows) - set(checked.row_lines):
-            assert re.search(rf"(:|also lines? .*\b){number}\b", str(refused.value))
+            assert re.search(rf"(:|also .*\b){number}\b", str(refused.value))
     else:
         assert found(check()) == found(checked)
     for number, messages in zip(checked.row_lines, checked.conversations(), strict=True):

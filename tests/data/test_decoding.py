@@ -137,22 +137,21 @@ def picture(tmp_path) -> str:
 
 def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(picture, monkeypatch):
     script = "import os; from glm4v_patched.data import decoding as d; look = d.read_facts; "
-    script += "d.read_facts = lambda path: os._exit(7) if 'fatal' in path else look(path); "
-    script += "d.answer_until_input_ends(d.read_facts)"
-    monkeypatch.setattr(decoding, "python_module", lambda _: [sys.executable, "-c", script])
+    script += "d.read_facts = lambda p: os.kill(os.getpid(), 9) if 'fatal' in p else look(p); "
+    command = [sys.executable, "-c", script + "d.main()"]
+    monkeypatch.setattr(decoding, "python_module", lambda _: command)
     facts = list(read_facts_of_all([picture, "fatal", picture, "fatal", picture], 2))
     assert [fact.fault is None for fact in facts] == [True, False, True, False, True]
-    assert facts[1].fault == "ended the process that decoded it, with exit status 7"
-    command = [sys.executable, "-c", "raise SystemExit(3)"]  # of which no picture is to blame
-    monkeypatch.setattr(decoding, "python_module", lambda _: command)
-    with pytest.raises(RuntimeError, match="ended as it started, with exit status 3"):
+    assert facts[1].fault == "ended the process that decoded it, by signal 9"
+    command[2] = "raise SystemExit(3)"  # of which no picture is to blame
+    with pytest.raises(RuntimeError, match="a.png ended with exit status 3"):
         list(read_facts_of_all(["a.png"], 1))
 
 
 ENDLESS = """
-import itertools, sys
+import sys
 from glm4v_patched.data.decoding import read_facts_of_all
-for _ in read_facts_of_all(itertools.repeat(sys.argv[1]), 2):
+for _ in read_facts_of_all(sys.argv[1:] * 10**6, 2):
     print("decoding", flush=True)
 """
 

@@ -126,7 +126,8 @@ def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
 
 
 def test_an_id_of_the_hub_is_read_by_datasets(monkeypatch):
-    load = Mock(return_value=datasets.Dataset.from_list([{"messages": turns()}]))
+    rows = datasets.Dataset.from_list([{"messages": turns()}])
+    load = Mock(return_value=rows.to_iterable_dataset())
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = Source("someone/pictures", split="test", subset="en", revision="abc")
     assert read_conversations(source) == [turns()]

@@ -91,7 +91,7 @@ def test_a_damaged_record_says_nothing(tmp_path):
     close_record(out, adapters=True)
     for damage in ("", '{"written": 5}', "[" * 99_999):
         (out / RECORD).write_text(damage)
-        with pytest.raises(ValueError, match="of which no run says"):
+        with pytest.raises(ValueError, match="and no run says"):
             usable(out, overwrite=True)
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ...data.formats import read_messages
 from ...data.messages import as_words, check_messages, pictures_of, replace_pictures
 from ...data.pictures import from_data_url
 from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
@@ -255,7 +254,7 @@ def _messages(given: list[dict[str, Any]]) -> list[dict]:
     try:
         plain = [_message(message) for message in given]
         plain = [m for m in plain if m.get("role") != "system" or m.get("content") != ""]
-        messages = check_messages(read_messages({"messages": plain}), keep, to_learn=False)
+        messages = check_messages(plain, keep, to_learn=False)
     except ValueError as error:
         raise ApiError(400, str(error), "messages") from None
     if messages[-1]["role"] == "assistant":
