@@ -178,7 +178,8 @@ def serve(options: argparse.Namespace, model: str) -> None:
         finally:
             server.terminate()
     kept = ("engine", "weights", "clients", "new_tokens")
-    row = {name: getattr(options, name) for name in kept} | {"gpu": gpu()} | row
+    asked = {name: getattr(options, name) for name in kept}
+    row = {"workload": "serve"} | asked | {"gpu": gpu()} | row
     add_rows(options.out, [row])
     print(json.dumps(row))
 

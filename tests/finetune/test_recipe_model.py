@@ -88,7 +88,7 @@ def test_adapters_that_are_missing_or_damaged_are_named(tmp_path):
     with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
         base_under(folder)
     weights.unlink()
-    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read as safetensors: No such file"):
+    with pytest.raises(ValueError, match="cannot be read as safetensors: No such file"):
         base_under(folder)
     for damage in ("", "[]", "[" * 99_999):
         config.write_text(damage)
