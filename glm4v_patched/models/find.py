@@ -35,7 +35,9 @@ def fault_of_model(model: str) -> str | None:
         validate_repo_id(model)
     except HFValidationError:
         return f"there is no such folder; {expected}"
-    return None if "/" in model else f"there is no such folder; {expected}"
+    # Older releases of huggingface_hub take letters beyond ASCII, and the Hub does not.
+    is_id = "/" in model and model.isascii()
+    return None if is_id else f"there is no such folder; {expected}"
 
 
 def find_source(name: str, revision: str | None = None, weights: str | None = None) -> Base:
