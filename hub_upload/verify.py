@@ -328,7 +328,7 @@ def check_parameters(target: Target) -> str:
     shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
     trained = {name for name, _ in model.named_parameters()}
     told = {name: shape for part in target.tensors.values() for name, shape in part.items()}
-    by = "the weights" if told else "the index"
+    by = "the files of weights" if told else "the index"
     if not told:
         where = target.read_json(INDEX)["weight_map"] if INDEX in target.files else trained
         told = {name: shapes.get(name, []) for name in where}
