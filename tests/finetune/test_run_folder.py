@@ -128,11 +128,12 @@ def test_a_second_run_is_refused_naming_the_first_until_that_was_killed(tmp_path
 
 def test_a_lock_that_no_run_wrote_or_that_is_a_link_is_left_as_it_is(tmp_path):
     out, linked, hard = (files(tmp_path / name) for name in ("out", "linked", "hard"))
+    theirs = files(tmp_path / "theirs", LOCK)
     files(out, LOCK)
     (linked / LOCK).symlink_to(out / LOCK)
     (hard / LOCK).hardlink_to(out / LOCK)
     before = contents(tmp_path)
-    for folder in (out, linked, hard):
+    for folder in (out, linked, hard, theirs):
         with pytest.raises(ValueError, match=LOCK), locked(folder):
             pass
     assert contents(tmp_path) == before
