@@ -22,7 +22,8 @@ from ..models.quantised_weights import check_weights
 from .settings import Settings
 from .training import device_name, run, write_files
 
-SPEED = re.compile(r"the first [\d,]+ after ([\d.]+) s, then ([\d.e+]+) rows/s")
+# What answer.describe_speed() says.
+SPEED = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
 # Options of the others that count here, too.
 KNOWN = {"batch", "new_tokens", "prompt_tokens", "cache", "model", "config"}
 
@@ -82,7 +83,10 @@ def _measure(options: argparse.Namespace, folder: Path, batch: int) -> dict:
         found = SPEED.search((folder / "printed.txt").read_text(errors="replace"))
         if error or found is None:
             return row | {"error": error or "answer said nothing of its speed"}
-        row |= {"first_answer_s": float(found[1]), "answers_per_s": float(found[2])}
+        took, row["first_answer_s"] = map(float, found.groups())
+        # Of the batches after the first one, whose time has the loading in it.
+        after_first = max(took - row["first_answer_s"], 0.1)  # as finely as it is said
+        row["answers_per_s"] = (options.answer_rows - batch) / after_first
         # The last sample may be of the time after the last answer.
         row["gpu_idle"] = 1 - mean(shares[:-1]) if len(shares) > 1 else None
     return row

@@ -125,8 +125,16 @@ def _answer_missing(
         if file.overwrite and not file.has_begun:
             kept = f"nothing was answered, and {file.path} is as it was"
         raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
-    took = f"{time.monotonic() - start:.1f} s, the first after {first:.1f} s"
-    print(f"{len(missing):,} rows answered in {took}", flush=True)
+    print(describe_speed(len(missing), time.monotonic() - start, first), flush=True)
+
+
+def describe_speed(rows: int, seconds: float, first: float) -> str:
+    """What is said at the end; :mod:`..bench.answers` reads it.
+
+    Args:
+        first: Seconds until the first answers, which a batch has together.
+    """
+    return f"{rows:,} rows answered in {seconds:.1f} s, the first after {first:.1f} s"
 
 
 def settings_of(
