@@ -239,6 +239,16 @@ def _of_evaluation(of: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 RULES: tuple[Callable[[Mapping[str, Any]], Iterator[Fault]], ...] = (
-    *(_of_engine, _of_4_and_8_bits, _of_reused_features, _of_lora, _of_model, _of_rates),
-    *(_of_loggers, _of_columns, _of_sets, _of_stream, _of_steps, _of_evaluation),
+    _of_engine,
+    _of_4_and_8_bits,
+    _of_reused_features,
+    _of_lora,
+    _of_model,
+    _of_rates,
+    _of_loggers,
+    _of_columns,
+    _of_sets,
+    _of_stream,
+    _of_steps,
+    _of_evaluation,
 )

@@ -46,11 +46,23 @@ Schedule = Literal[
     "greedy",
 ]
 Epochs = Annotated[float, Field(gt=0, le=1e6), Expected("a number above 0, of 1000000 at most")]
-LOGGERS = (
-    *("none", "all", "tensorboard", "wandb", "mlflow", "comet_ml", "trackio", "swanlab"),
-    *("clearml", "neptune", "dvclive", "azure_ml", "codecarbon", "flyte", "dagshub"),
-)
-Logger = Literal[LOGGERS]  # type: ignore[valid-type]
+Logger = Literal[
+    "none",
+    "all",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "trackio",
+    "swanlab",
+    "clearml",
+    "neptune",
+    "dvclive",
+    "azure_ml",
+    "codecarbon",
+    "flyte",
+    "dagshub",
+]
 
 
 class TrainerFields(Section):
@@ -109,7 +121,7 @@ class TrainerFields(Section):
     early_stopping_threshold: NotNegative = 0.0
     """By how much the metric has to be better to count as such."""
     report_to: Annotated[
-        Logger | list[Logger], Expected(f"loggers: {', '.join(LOGGERS)}"), MAY_CHANGE
+        Logger | list[Logger], Expected(f"loggers: {', '.join(get_args(Logger))}"), MAY_CHANGE
     ] = "none"
     """Loggers, as tensorboard or wandb."""
 
@@ -186,12 +198,28 @@ def is_longer(there: Any, now: dict[str, float]) -> bool:
 # What the continuation of a run may change, of the fields that are handed on: how it is logged, and
 # how rows are loaded.
 MAY_CHANGE_TOO = {
-    *("logging_strategy", "logging_first_step", "logging_dir", "run_name", "project"),
-    *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "ddp_timeout"),
-    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "skip_memory_metrics"),
-    *("include_num_input_tokens_seen", "include_tokens_per_second", "torch_empty_cache_steps"),
-    *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"),
-    *("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+    "logging_strategy",
+    "logging_first_step",
+    "logging_dir",
+    "run_name",
+    "project",
+    "log_level",
+    "log_level_replica",
+    "log_on_each_node",
+    "disable_tqdm",
+    "ddp_timeout",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    "skip_memory_metrics",
+    "include_num_input_tokens_seen",
+    "include_tokens_per_second",
+    "torch_empty_cache_steps",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_prefetch_factor",
+    "dataloader_persistent_workers",
+    "dataloader_multiprocessing_context",
 }
 
 # As torch demands them, but only once the model is loaded.

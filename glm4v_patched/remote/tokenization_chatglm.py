@@ -32,9 +32,17 @@ logger = logging.get_logger(__name__)
 ROLES = ("system", "user", "assistant", "observation")
 # In the order of their ids, which follow the ranks in the original vocabulary.
 SPECIAL_TOKENS = (
-    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
     *(f"<|{role}|>" for role in ROLES),
-    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
 )
 PROMPT_PREFIX = ("[gMASK]", "<sop>")
 # What clean_up_tokenization_spaces takes the spaces from, in this order, as transformers has it.

@@ -127,7 +127,10 @@ TRL = [
     ),
     trl("GRPO", "grpo", 100, 4e-4, note=SIGHTED, **DRAWS),
     trl(
-        *("GRPO, vLLM draws", "grpo_vllm", 100, 4e-4),
+        name="GRPO, vLLM draws",
+        job="grpo_vllm",
+        steps=100,
+        rate=4e-4,
         reads="trl.GRPOTrainer with use_vllm=True, one GPU",
         note=SIGHTED,
         gpus=1,

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from glm4v_patched.remote.checkpointing import frozen_parameters_held
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
+from tests.helpers.steps import count_runs
 from tests.helpers.tiny import grown_image, pictures, tiny_model
 from tests.remote.rows import assert_equal, gradients, two_rows
 
@@ -36,21 +37,6 @@ def layers(model) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def counted_runs(model) -> dict[str, int]:
-    """Fills with the runs of each layer."""
-    runs = {}
-    for name, layer in layers(model).items():
-        runs[name] = 0
-
-        def counted(*inputs, name=name, original=layer.layer_forward):
-            runs[name] += 1
-            return original(*inputs)
-
-        layer.layer_forward = counted
-    assert len(runs) == 4
-    return runs
-
-
 @REENTRANT
 @pytest.mark.parametrize("image", [grown_image(), []], ids=["an image", "text"])
 def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant):
@@ -61,7 +47,7 @@ def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant)
     method = NAME if use_reentrant else "gradient_checkpointing_enable"
     getattr(model, method)({"use_reentrant": use_reentrant})
     assert model.is_gradient_checkpointing
-    runs = counted_runs(model)
+    runs = count_runs(model)
     assert_equal(gradients(model, **inputs), want)
     assert all(
         number == (2 if image or "vision" not in name else 0) for name, number in runs.items()
@@ -72,7 +58,7 @@ def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant)
 def test_nothing_is_recomputed_in_eval_mode_without_gradients_or_once_disabled(use_reentrant):
     model = tiny_model()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    runs = counted_runs(model)
+    runs = count_runs(model)
     gradients(model, **two_rows())
     with torch.no_grad():
         model.train()(**two_rows())
@@ -131,7 +117,7 @@ def test_what_is_trained_beside_frozen_weights_gets_plain_gradients(make, use_re
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if make is FROZEN["all but adapters"]:
         model.enable_input_require_grads()
-    runs = counted_runs(model)
+    runs = count_runs(model)
     got = gradients(model, **two_rows())
     assert_equal(got, want)
     assert all(gradient.norm() > 0 for gradient in got.values())
@@ -152,7 +138,7 @@ def test_a_frozen_tower_is_neither_recomputed_nor_kept(use_reentrant):
     if use_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    runs, outputs = counted_runs(model), []
+    runs, outputs = count_runs(model), []
     model.transformer.vision.register_forward_hook(lambda *call: outputs.append(call[2]))
     assert_equal(gradients(model, **two_rows()), want)
     assert not outputs[0].requires_grad
@@ -171,7 +157,7 @@ def test_layer_options_are_honoured_and_refused_where_they_have_no_effect():
     model = tiny_model().train()
     want = gradients(model, **two_rows())
     getattr(model, NAME)(every_n_layers=2)
-    runs = counted_runs(model)
+    runs = count_runs(model)
     assert_equal(gradients(model, **two_rows()), want)
     assert sorted(runs.values()) == [1, 1, 2, 2], runs
     model = tiny_model().train()
