@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ..data.rows import Source
 from ..engine.environment import python_module, training_environment
 from ..models.base import Base, identify
-from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..models.placement import Placement, place
 from ..models.quantised_weights import check_weights
@@ -158,8 +157,7 @@ def answers(
     parts = list(batches(questions, request.batch_size))
     number = min(placement.processes, len(parts))
     steps = -(-len(parts) // number) * request.generation.max_new_tokens
-    weights = request.weights or quantised_by(base.model, base.revision)
-    cache = chosen(request.cache, device, steps, weights)
+    cache = chosen(request.cache, device, steps, base, request.weights)
     job = Job(base, device, request.weights, request.generation, cache)
     if number == 1:
         told: Generator[list[Any], None, None] = answer_parts(job, parts)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from ..data.decoding import read_facts
-from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
@@ -43,8 +42,8 @@ def chat(options: Namespace) -> None:
 
     generation = Generation.of(options)
     loaded = load(base, options.device, options.weights)
-    weights = options.weights or quantised_by(base.model, base.revision)
-    cache = chosen(options.cache, options.device, generation.max_new_tokens, weights)
+    steps = generation.max_new_tokens
+    cache = chosen(options.cache, options.device, steps, base, options.weights)
     answerer = Answerer(loaded, generation, cache)
     Chat(answerer, config_of(base).seq_length, options.system, options.image).run(sys.stdin)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from glm4v_patched.inference.answer import Request, answer_file
 from glm4v_patched.inference.answer_worker import Answer, Answerer, Words, require_room
 from glm4v_patched.inference.decoding import static_cache
 from glm4v_patched.inference.questions import Generation, Question, read_questions
+from glm4v_patched.inference.serving import serve
 from glm4v_patched.models.base import Base, identify
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
@@ -95,12 +97,27 @@ def test_batches_and_a_static_cache_answer_as_single_rows_do(files, source, tmp_
     assert len({id(cache) for rows, cache in made if rows == 2}) == 1
 
 
-def test_which_cache_is_taken_and_words_come_as_they_are_answered_from_a_static_one(answerer):
-    assert static_cache.chosen("auto", "cuda", 8000) == "static"
-    assert static_cache.chosen("auto", "cuda", 7999) == "graph"
-    assert static_cache.chosen("auto", "cpu", 8000) == "dynamic"
-    assert static_cache.chosen("static", "cpu", 1) == "static"
-    assert static_cache.chosen("auto", "cuda", 8000, "4bit") == "dynamic"  # is not compiled
+def test_which_cache_is_taken(files, tmp_path):
+    base = Base(str(files.model))
+    for cache, device, steps, weights, taken in (
+        ("auto", "cuda", 8000, None, "static"),
+        ("auto", "cuda", 7999, None, "graph"),
+        ("auto", "cpu", 8000, None, "dynamic"),
+        ("static", "cpu", 1, None, "static"),
+        ("auto", "cuda", 8000, "4bit", "dynamic"),  # is not compiled
+    ):
+        assert static_cache.chosen(cache, device, steps, base, weights) == taken
+    served = Namespace(device="cuda", weights=None)
+    assert serve._cache(served, base, {}) == "graph"
+    assert serve._cache(served, base, {"adapters": base}) == "dynamic"
+    shutil.copytree(files.model, tmp_path / "exported")
+    config = tmp_path / "exported" / "config.json"
+    method = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | method))
+    assert static_cache.chosen("auto", "cuda", 1, Base(str(config.parent))) == "dynamic"
+
+
+def test_words_come_as_they_are_answered_from_a_static_cache(answerer):
     loaded = answerer.model, answerer.processor
     assert Answerer(loaded, Generation(num_beams=2), "static").caches is None
     said: list[str] = []

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import CompileConfig, StaticCache
 
+from ...models.base import Base
+from ...models.check_weights import quantised_by
 from ...models.quantised_weights import kept_cache
 from ...remote.keywords import named_cache
 from .loop import draw_ahead
@@ -109,8 +111,9 @@ def compiling(
     )
 
 
-def chosen(cache: str, device: str, steps: int, weights: str | None = None) -> str:
+def chosen(cache: str, device: str, steps: int, base: Base, weights: str | None = None) -> str:
     """``static``, ``graph`` or ``dynamic``; ``auto`` is ``static`` on a GPU where so many steps
-    repay compilation, and else ``graph``."""
+    repay compilation, and else ``graph``, if the steps of such weights can be recorded."""
+    weights = weights or quantised_by(base.model, base.revision)
     fixed = "static" if steps >= STEPS_THAT_REPAY else "graph"
     return kept_cache(cache, weights, "dynamic" if device == "cpu" else fixed)

@@ -15,7 +15,6 @@ from typing import Any
 
 from ...engine.options import require_packages
 from ...models.base import Base
-from ...models.check_weights import quantised_by
 from ...models.find import find_source
 from ...models.placement import place
 from ...models.quantised_weights import check_weights
@@ -55,7 +54,6 @@ def serve(options: Namespace) -> None:
 
     from ...models.loading import config_of, load
     from ..answer_worker import Answerer
-    from ..decoding.static_cache import chosen
     from .answer_queue import AnswerQueue
     from .app import make_app
     from .connections import run_server
@@ -64,9 +62,7 @@ def serve(options: Namespace) -> None:
         print(f"whoever reaches {options.host} may use this server: there is no --api-key")
     loaded = load(base, options.device, options.weights)
     model, using = with_adapters(loaded.model, base, others)
-    # A recorded step has the adapters that it was recorded with.
-    weights = options.weights or quantised_by(base.model, base.revision)
-    cache = "dynamic" if others else chosen("auto", options.device, 0, weights)
+    cache = _cache(options, base, others)
     answerer = Answerer(loaded._replace(model=model), generation, cache)
     queue = AnswerQueue(answerer, config_of(base).seq_length, using)
 
@@ -77,6 +73,13 @@ def serve(options: Namespace) -> None:
 
     app = make_app(queue, names, generation, limits, tell)
     run_server(app, listener, on_exit=queue.stop)  # else it would be waited for, and cut off
+
+
+def _cache(options: Namespace, base: Base, others: Mapping[str, Base]) -> str:
+    from ..decoding.static_cache import chosen
+
+    # A recorded step has the adapters that it was recorded with.
+    return chosen("dynamic" if others else "auto", options.device, 0, base, options.weights)
 
 
 def _limits(options: Namespace) -> Limits:
