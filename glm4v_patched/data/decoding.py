@@ -26,6 +26,7 @@ MOST_PIXELS = 120 * 10**6
 MOST_BYTES = 2**29
 SMALLER = "make it smaller (the model sees 1120 x 1120 pixels)"
 NAME = "glm4v_patched.data.decoding"
+STARTED = "started\n"
 
 
 class Facts(NamedTuple):
@@ -132,13 +133,15 @@ def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, 
         processes: How many to start, which take turns; with 0, this one decodes.
 
     Raises:
-        RuntimeError: a process fails, other than by a signal: it cannot even start.
+        RuntimeError: a process ends as it starts. If it ends later, its picture is at fault.
     """
     if not processes:
         yield from map(read_facts, paths)
         return
     running = [_start(paths[turn::processes]) for turn in range(min(processes, len(paths)))]
     try:
+        for process in running:
+            _require_started(process)
         for number, path in enumerate(paths):
             turn = number % processes
             assert (answers := running[turn].stdout) is not None  # a pipe
@@ -147,14 +150,9 @@ def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, 
                 continue
             with running[turn] as ended:
                 status = ended.wait()
-            if status >= 0:
-                raise RuntimeError(
-                    f"the process that decodes {path} ended with exit status {status}; the error "
-                    "above says why"
-                )
-            fault = f"ended the process that decoded it, by signal {-status}"
-            yield NOT_READ._replace(fault=fault)
+            yield NOT_READ._replace(fault=f"ended the process that decoded it, {_how(status)}")
             running[turn] = _start(paths[number + processes :: processes])
+            _require_started(running[turn])
     finally:
         for process in running:
             with process:
@@ -177,7 +175,21 @@ def _start(paths: Sequence[str]) -> subprocess.Popen[str]:
         )
 
 
+def _require_started(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None  # a pipe
+    if process.stdout.readline() != STARTED:
+        raise RuntimeError(
+            f"a process that decodes pictures ended as it started, {_how(process.wait())}; an "
+            "error above says why, or nothing if the system killed it, as for want of memory"
+        )
+
+
+def _how(status: int) -> str:
+    return f"by signal {-status}" if status < 0 else f"with exit status {status}"
+
+
 def main() -> None:
+    print(STARTED, end="", flush=True)
     for line in sys.stdin:
         print(json.dumps(read_facts(json.loads(line))), flush=True)
 

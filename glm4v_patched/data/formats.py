@@ -126,7 +126,7 @@ def read_as(name: str, row: dict) -> Found:
     }
     if row.get("system") is None:
         there.pop("system", None)
-    return read_columns(row, there)[0], pictures
+    return read_columns(row, there | {"image": given})
 
 
 def _prompt_and_completion(row: dict) -> list:
@@ -141,7 +141,7 @@ def _prompt_and_completion(row: dict) -> list:
         parts.append(value)
     prompt, completion = parts
     spoken = [
-        message | {"train": False}
+        {key: of for key, of in message.items() if key not in MARKS} | {"train": False}
         if isinstance(message, dict) and message.get("role") == "assistant"
         else message
         for message in prompt
@@ -193,7 +193,7 @@ def _turns_of(turns: Any, name: str, columns: Columns) -> list[dict]:
         if isinstance(turn, dict):
             return [_turn(turn) if "from" in turn else turn]
         if isinstance(turn, list) and len(turn) == 2:
-            return _exchange(*turn)
+            return _exchange(*(turn if turn[1] is not None else turn[:1]))
         expected = '{"from": "human", "value": "..."} or [question, answer]'
         raise ValueError(f"is {as_words(turn)}; expected {expected}")
 

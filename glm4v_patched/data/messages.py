@@ -212,8 +212,10 @@ def _mark(message: dict) -> dict:
     if len(given) > 1:
         raise ValueError(f"has {' and '.join(given)}, which say the same: give one of them")
     for key in given:
-        if message[key] not in (True, False):  # or 1 and 0
-            raise ValueError(f"{key} is {as_words(message[key])}; expected true or false")
+        is_number = key == "weight"  # 0 or 1, as OpenAI has it
+        if isinstance(message[key], bool) is is_number or message[key] not in (0, 1):
+            expected = "0 or 1" if is_number else "true or false"
+            raise ValueError(f"{key} is {as_words(message[key])}; expected {expected}")
         if message["role"] != "assistant":
             raise ValueError(
                 f"has {key} and the role {message['role']}: only the assistant's turns are "
@@ -253,7 +255,11 @@ def _read_parts(parts: list) -> tuple[str, list]:
     """The words and the pictures of parts, as OpenAI's API has them."""
     read = read_each(parts, "part", _read_part)
     words = [part for part in read if isinstance(part, str)]
-    order = "".join("w" if isinstance(part, str) else "p" for part in read if part != "")
+    order = "".join(
+        "w" if isinstance(part, str) else "p"
+        for part in read
+        if not isinstance(part, str) or part.strip()
+    )
     if re.search("wp+w", order):
         raise ValueError(
             "a picture stands between words: the model has all pictures of a message before its "
@@ -325,11 +331,16 @@ def _finished(draft: Draft, path_of: Callable[[Any], str]) -> dict:
         )
     paths = [path_of(picture) for picture in pictures]
     message = message | {"content": words}
+    _require_characters(message)  # and not of paths, which a file system may have in other bytes
     if len(paths) > 1:
         parts: list[dict] = [{"type": "image", "image": path} for path in paths]
         message["content"] = [*parts, {"type": "text", "text": words}]
     elif paths:
         message["image"] = paths[0]
+    return message
+
+
+def _require_characters(message: dict) -> None:
     try:
         ENCODER.encode(message).encode()
     except UnicodeEncodeError as error:
@@ -337,7 +348,6 @@ def _finished(draft: Draft, path_of: Callable[[Any], str]) -> dict:
             f"holds {ascii(error.object[error.start])}, half of a surrogate pair and no character: "
             "write the other half too, or take it out"
         ) from None
-    return message
 
 
 def _without_places(content: str, role: str, pictures: int) -> str:

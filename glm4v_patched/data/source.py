@@ -225,7 +225,7 @@ def _is_text(value: Any) -> bool:
 # Of fields that are no text: what they are, and in words.
 EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "weight": (
-        lambda value: not isinstance(value, bool | str | list) and 0 < value <= MOST_REPEATED,
+        lambda value: type(value) in (int, float) and 0 < value <= MOST_REPEATED,
         f"a number above 0, of {MOST_REPEATED:,} at most",
     ),
     "format": (lambda value: value in ("auto", *FORMATS), f"auto, {', '.join(FORMATS)}"),

@@ -85,10 +85,10 @@ def _open(datasets: Any, source: Source) -> Any:
 
 
 def _open_folder(datasets: Any, source: Source) -> Any:
-    if glob.has_magic(source.path):
+    if glob.has_magic(source.path) or "::" in source.path:
         raise ValueError(
-            f"{source.path} has one of *, ? and [ in its name, which datasets takes for a pattern: "
-            "rename it"
+            f"{source.path} has one of *, ?, [ and :: in its name, which datasets takes for a "
+            "pattern or a chain of files: rename it"
         )
     builder = datasets.load_dataset_builder(source.path, source.subset)
     split = _split(source, builder.config.data_files)

@@ -148,11 +148,22 @@ def _is_around_rows(text: str) -> bool:
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):  # it goes on behind what was read
-        found = LIST_OF_OBJECTS.search(text)
-        return found is not None and found[1] not in KEYS_OF_ROWS
+        for found in LIST_OF_OBJECTS.finditer(text):
+            if found[1] in KEYS_OF_ROWS:
+                return False
+            if not _is_whole(text[text.index("[", found.end(1)) :]):
+                return True
+        return False
     lists = (of for of in value.values() if isinstance(of, list) and of)
     has_rows = any(isinstance(of[0], dict) for of in lists) and not KEYS_OF_ROWS & value.keys()
     return has_rows and not text[end:].strip()
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return bool(json.JSONDecoder().raw_decode(text))
+    except (ValueError, RecursionError):
+        return False
 
 
 class _Json:

@@ -137,15 +137,21 @@ def picture(tmp_path) -> str:
 
 def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(picture, monkeypatch):
     script = "import os; from glm4v_patched.data import decoding as d; look = d.read_facts; "
-    script += "d.read_facts = lambda p: os.kill(os.getpid(), 9) if 'fatal' in p else look(p); "
+    ends = "(os._exit(7) if 'exit' in p else os.kill(os.getpid(), 9)) if 'fatal' in p"
+    script += f"d.read_facts = lambda p: {ends} else look(p); "
     command = [sys.executable, "-c", script + "d.main()"]
     monkeypatch.setattr(decoding, "python_module", lambda _: command)
-    facts = list(read_facts_of_all([picture, "fatal", picture, "fatal", picture], 2))
+    facts = list(read_facts_of_all([picture, "fatal", picture, "fatal exit", picture], 2))
     assert [fact.fault is None for fact in facts] == [True, False, True, False, True]
     assert facts[1].fault == "ended the process that decoded it, by signal 9"
-    command[2] = "raise SystemExit(3)"  # of which no picture is to blame
-    with pytest.raises(RuntimeError, match="a.png ended with exit status 3"):
-        list(read_facts_of_all(["a.png"], 1))
+    assert facts[3].fault == "ended the process that decoded it, with exit status 7"
+    for end, told in (
+        ("raise SystemExit(3)", "with exit status 3"),
+        ("import os; os.abort()", "by signal 6"),
+    ):
+        command[2] = end  # of which no picture is to blame
+        with pytest.raises(RuntimeError, match=f"ended as it started, {told}"):
+            list(read_facts_of_all(["a.png"], 1))
 
 
 ENDLESS = """

@@ -16,7 +16,7 @@ from glm4v_patched.data.rows import (
     require_first_rows,
     write_conversations,
 )
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.source import Source, make_sources
 from tests.helpers.data_forms import png, said, turns
 
 
@@ -89,6 +89,10 @@ def test_pictures_of_a_row_go_to_the_places_in_its_words(folder):
     own = said("user", "<image>q", image="a.png")
     ((first, _, second, _),) = read(folder, row(own, *asked[1:], images=["b.png"]))
     assert (first["image"], second["image"]) == (a, b)
+    # White space before and between pictures parts nothing.
+    white = {"type": "text", "text": "\n"}
+    ((question, _),) = read(folder, row(said("user", [white, SHOWN, white, SHOWN, TEXT]), ANSWER))
+    assert pictures_of([question]) == [a, a] and text_of(question).strip() == "q"
     # Without a place they stand before the first words of the user.
     ((first, _, second, _),) = read(folder, row(*turns() * 2, images=["a.png"]))
     assert first == said("user", "q", image=a) and "image" not in second
@@ -110,6 +114,8 @@ def test_rows_of_other_trainers_are_read(folder):
         (PLAIN | dict.fromkeys(["input", "system", "history", "images"]), "q b"),
         ({"query": "q", "response": "b", "history": [["old", "c"]]}, "old c q b"),
         ({"texts": [{"user": "q", "assistant": "b"}], "images": ["a.png"]}, "q! b"),
+        (SHAREGPT | {"image": ""}, "q b"),  # as LLaVA's rows of text have it
+        (PLAIN | {"images": [None]}, "q b"),
     ):
         (messages,) = read(folder, line)
         told = [text_of(message) + "!" * len(pictures_of([message])) for message in messages]
@@ -122,6 +128,8 @@ def test_rows_of_other_trainers_are_read(folder):
 def test_only_a_completion_is_learned(folder):
     before = [said("user", "a"), said("assistant", "x"), said("user", "q")]
     (messages,) = read(folder, {"prompt": before, "completion": [ANSWER]})
+    before[1]["loss"] = True  # of their trainer's, which learns completions only
+    assert read(folder, {"prompt": before, "completion": [ANSWER]}) == [messages]
     assert messages == [before[0], said("assistant", "x", train=False), before[2], ANSWER]
 
 
@@ -139,6 +147,10 @@ def test_a_format_may_be_named_and_keys_left_out(folder, words):
 
 # What stands in the second of three rows, and what of it the message names.
 REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
+    "a mark": (row(said("user"), said("assistant", train=1)), "1"),
+    "a weight": (row(said("user"), said("assistant", weight=0.5)), "0.5"),
+    "place in metadata": (row(said("user"), said("assistant", metadata="<image>")), "<image>"),
+    "tools that are none": (row(said("system", tools=[TOOL, {"type": "code"}]), *turns()), ""),
     # Keys
     "pictures of the row and of a message": (row(*turns(image="a.png"), images=["b"]), "1, places"),
     "capitals": ({"Messages": []}, "has messages"),
@@ -296,3 +308,17 @@ def test_written_conversations_replace_no_file_unless_told(tmp_path, words):
     assert path.read_text() == "mine"
     write_conversations(path, [json.loads(GOOD)["messages"]], overwrite=True)
     assert path.read_text() == GOOD + "\n"
+
+
+@pytest.mark.parametrize("value", [None, {}, True, "2"])
+def test_a_weight_that_is_no_number_is_refused(value):
+    with pytest.raises(ValueError, match="weight is .*; expected a number above 0"):
+        make_sources([{"path": "a.jsonl", "weight": value}], {})
+
+
+def test_a_first_line_longer_than_what_is_looked_at_is_a_row_whatever_lists_it_has(folder):
+    long = {"messages": turns("a" * 70_000), "meta": [{"of": "the row"}]}
+    path = folder / "data.json"
+    path.write_text(f'{{"id": [{{"a": 1}}], {json.dumps(long)[1:]}\n{GOOD}\n')
+    found = read_conversations(Source(str(path), ignore=("id", "meta")))
+    assert found == [turns("a" * 70_000), turns("a", "b")]
