@@ -142,7 +142,7 @@ def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, 
     try:
         for process in running:
             _require_started(process)
-        for number, path in enumerate(paths):
+        for number in range(len(paths)):
             turn = number % processes
             assert (answers := running[turn].stdout) is not None  # a pipe
             if answer := answers.readline():

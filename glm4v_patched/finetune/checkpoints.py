@@ -21,7 +21,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..atomic import write_atomically
@@ -109,6 +109,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_bytes())
         is_whole = manifest.pop("sha256") == _digest_of(manifest)
+        for name, written in manifest["files"].items():
+            path = PurePosixPath(name)
+            if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+                raise ValueError(f"it lists {name!r}, which is not in it")
+            if written.keys() != {"bytes", "sha256"}:
+                raise ValueError(f"it does not say what was written of {name!r}")
+        if not manifest["files"]:
+            raise ValueError("it lists no file")
     except FileNotFoundError:
         raise
     except (OSError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -224,16 +224,17 @@ def check_values(values: Any) -> Checked:
         kind = "is empty" if values is None else f"is {shown(values)}"
         text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
         return Checked(None, [Fault("", text)], {})
-    recipe, faults = None, [*_faults_of_others(values.get("trainer"))]
+    others, faults = _others(values.get("trainer"))
+    recipe = None
     try:
-        recipe = Recipe.model_validate(_without_null(values))
+        recipe = Recipe.model_validate({**values, **others})
     except ValidationError as error:
         faults += _faults_of(error)
     wrong = {fault.name for fault in faults}
     known = {
         name: value
         for name, value in (Recipe.defaults() | _flatten(values)).items()
-        if not any(name == fault or name.startswith(f"{fault}.") for fault in wrong)
+        if not any(str(name) == fault or str(name).startswith(f"{fault}.") for fault in wrong)
     }
     if "trained" in known:
         known["trained"] = _join_parts(known["trained"])
@@ -250,16 +251,6 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-def _without_null(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Null is what TrainingArguments has by default, whatever that is in another release."""
-    trainer = values.get("trainer")
-    if not isinstance(trainer, Mapping):
-        return dict(values)
-    own = TrainerFields.model_fields
-    kept = {name: v for name, v in trainer.items() if name in own or v is not None}
-    return {**values, "trainer": kept}
 
 
 def fields(section: type[Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
@@ -296,27 +287,28 @@ def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _faults_of_others(trainer: Any) -> Iterator[Fault]:
-    """Of the fields of ``trainer`` that are declared nowhere here."""
+def _others(trainer: Any) -> tuple[dict[str, Any], list[Fault]]:
+    """The section ``trainer`` with the fields that are declared nowhere here as the installed
+    TrainingArguments have them, a whole number as a float, say; and what is wrong with them. Null
+    is left out: it is their default, whatever that is in another release."""
     if not isinstance(trainer, Mapping):
-        return
+        return {}, []
+    values, faults = dict(trainer), []
     for name, value in trainer.items():
         if name in TrainerFields.model_fields:
             continue
         if text := refusal(str(name)):
-            yield Fault(f"trainer.{name}", text)
+            faults.append(Fault(f"trainer.{name}", text))
         elif (kind := installed_fields().get(name)) is None:
-            yield Fault(f"trainer.{name}", _unknown(["trainer", str(name)]))
-        elif not _is_valid(kind | None, value):
-            yield _misfit(f"trainer.{name}", value, kind | None)
-
-
-def _is_valid(kind: Any, value: Any) -> bool:
-    try:
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return True
+            faults.append(Fault(f"trainer.{name}", _unknown(["trainer", str(name)])))
+        elif value is None:
+            del values[name]
+        else:
+            try:
+                values[name] = TypeAdapter(kind | None).validate_python(value, strict=True)
+            except ValidationError:
+                faults.append(_misfit(f"trainer.{name}", value, kind | None))
+    return {"trainer": values}, faults
 
 
 def _misfit(name: str, value: Any, kind: Any) -> Fault:

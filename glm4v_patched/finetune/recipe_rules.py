@@ -145,7 +145,7 @@ def _of_columns(of: Mapping[str, Any]) -> Iterator[Fault]:
 
 def _of_sets(of: Mapping[str, Any]) -> Iterator[Fault]:
     for name in ("data.train", "data.eval"):
-        sets = of[name]
+        sets = of.get(name)
         try:
             if sets is not None and not isinstance(sets, float):
                 make_sources(sets, {})
@@ -162,6 +162,16 @@ def _of_sets(of: Mapping[str, Any]) -> Iterator[Fault]:
                     f"data.eval: set {number} of {len(sets)} has a weight, and each of its rows is "
                     "evaluated once; expected none",
                 )
+
+
+def _of_loading(of: Mapping[str, Any]) -> Iterator[Fault]:
+    factor = of.get("trainer.dataloader_prefetch_factor")
+    if factor is not None and of.get("trainer.dataloader_num_workers") == 0:
+        yield Fault(
+            "trainer.dataloader_prefetch_factor",
+            f"trainer.dataloader_prefetch_factor is {factor} and trainer.dataloader_num_workers is "
+            "0: no worker draws ahead; expected at least 1 worker, or no factor",
+        )
 
 
 def _of_stream(of: Mapping[str, Any]) -> Iterator[Fault]:
@@ -248,6 +258,7 @@ RULES: tuple[Callable[[Mapping[str, Any]], Iterator[Fault]], ...] = (
     _of_loggers,
     _of_columns,
     _of_sets,
+    _of_loading,
     _of_stream,
     _of_steps,
     _of_evaluation,

@@ -68,7 +68,7 @@ Logger = Literal[
 class TrainerFields(Section):
     """Fields of transformers' ``TrainingArguments``."""
 
-    model_config = ConfigDict(extra="allow")  # those of the installed release: fault_of_other
+    model_config = ConfigDict(extra="allow")  # those of the installed release: recipe._others
 
     per_device_train_batch_size: AtLeastOne
     """Rows in a step of one process."""

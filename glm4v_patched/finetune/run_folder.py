@@ -101,12 +101,9 @@ def _take_lock(folder: Path) -> int:
         except FileNotFoundError:
             pass
         except BlockingIOError:
-            who = _holder_of(file) or "a process that has just taken it"  # and is about to say so
+            told = _held(folder, file)
             os.close(file)
-            raise ValueError(
-                f"another run writes to {folder} ({who}); wait for it, end it, or give this one "
-                "another folder (out)"
-            ) from None
+            raise ValueError(told) from None
         except BaseException:
             os.close(file)
             raise
@@ -114,14 +111,29 @@ def _take_lock(folder: Path) -> int:
 
 
 def fault_of_lock(folder: Path) -> str | None:
-    """Which other run writes to a folder now."""
+    """Which other run writes to a folder now; nothing is made or changed."""
     try:
-        if os.path.lexists(folder / LOCK):
-            with locked(folder):
-                pass
+        require_file(folder / LOCK, alone=True)
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except ValueError as error:
         return str(error)
+    except OSError:
+        return None  # no run, or a folder that cannot be used, which is told elsewhere
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _held(folder, file)
+    finally:
+        os.close(file)
     return None
+
+
+def _held(folder: Path, file: int) -> str:
+    who = _holder_of(file) or "a process that has just taken it"  # and is about to say so
+    return (
+        f"another run writes to {folder} ({who}); wait for it, end it, or give this one another "
+        "folder (out)"
+    )
 
 
 def _holder_of(file: int) -> str:
@@ -193,7 +205,7 @@ def require_usable(
     if resume:  # what was stopped may have been moved here, without its record
         foreign = [n for n in foreign if not CHECKPOINTS.fullmatch(n) and n not in STATE]
     if foreign:
-        stopped = any(CHECKPOINTS.fullmatch(name) for name in foreign)
+        stopped = not finished and all(CHECKPOINTS.fullmatch(n) or n in STATE for n in foreign)
         raise ValueError(
             f"{folder} holds {listed(foreign, 6)}, and no run says that it wrote them; move "
             "that away, or give the run another folder (out)"
@@ -204,9 +216,11 @@ def require_usable(
     if resume:
         return []
     if present and not overwrite:
+        there = "a finished training" if finished else f"{listed(present, 6)} of an earlier run"
+        stopped = not finished and any(CHECKPOINTS.fullmatch(name) for name in present)
         raise ValueError(
-            f"{folder} holds {listed(present, 6)} of an earlier run; give the new run another "
-            "folder (out), replace that (--overwrite), or continue what was stopped (--resume)"
+            f"{folder} holds {there}; give the new run another folder (out), or replace that "
+            "(--overwrite)" + (", or continue what was stopped there (--resume)" if stopped else "")
         )
     return present
 

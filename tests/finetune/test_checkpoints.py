@@ -1,5 +1,6 @@
 """A checkpoint counts only if it was written to its end and is still all there."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -157,6 +158,20 @@ def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
             assert json.loads(damaged) == json.loads(good)
 
     replace_bytes()
+
+
+def test_a_manifest_that_lists_what_is_not_in_the_checkpoint_or_nothing_is_damaged(tmp_path):
+    checkpoint = add_checkpoint(tmp_path, 4)
+    listed = json.loads((checkpoint / MANIFEST).read_text())
+    entry = {"bytes": 1, "sha256": ""}
+    names = ("../checkpoint-4/latest", "/etc/passwd", "a/../../b", "", "a\0")
+    for files in (*({name: entry} for name in names), {}, [], {"latest": {"sha256": ""}}, None):
+        manifest = {name: of for name, of in listed.items() if name != "sha256"} | {"files": files}
+        text = json.dumps(manifest, sort_keys=True)
+        manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+        [fault] = find_faults(checkpoint)
+        assert fault.startswith("complete.json is damaged: "), fault
 
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:

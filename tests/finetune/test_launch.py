@@ -83,7 +83,7 @@ def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_check
     launch(mine, HERE)
     Path(mine.out, "notes.txt").write_text("mine")
     before = contents(mine.out)
-    with pytest.raises(ValueError, match=r"holds adapter_model.safetensors, .*\(--overwrite\)"):
+    with pytest.raises(ValueError, match=r"holds a finished training; .*\(--overwrite\)$"):
         launch(mine, HERE)
     with pytest.raises(ValueError, match="is finished"):
         launch(mine, HERE, resume=True)

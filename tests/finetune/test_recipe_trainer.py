@@ -44,6 +44,11 @@ def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_n
             TypeAdapter(kind | None).validate_python(getattr(default, "value", default))
 
 
+def test_a_whole_number_is_handed_on_as_the_float_that_torch_wants_and_null_is_not():
+    assert repr(trainer(adam_beta1=0).others["adam_beta1"]) == "0.0"
+    assert "neftune_noise_alpha" not in trainer(neftune_noise_alpha=None).others
+
+
 @pytest.mark.parametrize(
     ("batch", "accumulation", "drop"), [(2, 1, False), (3, 2, False), (2, 1, True)]
 )

@@ -47,6 +47,8 @@ trainer.early_stopping_patience=1 trainer.eval_strategy=no data.eval=0.1
 trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5
 trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5 trainer.eval_steps=2
 trainer.metric_for_best_model=exact_match data.eval_answers=0
+trainer.dataloader_prefetch_factor=2 trainer.dataloader_num_workers=0
+data.train=[] data.eval=[]
 trainer.output_dir=o trainer.bf16= trainer.fsdp_config= trainer.ddp_backend=nccl
 learning_rat=1 steps=1 no.thing=1 trainer.weight_decai=0.1
 out.x=1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from glm4v_patched.finetune.run_folder import (
     RECORD,
     begin,
     close_record,
+    fault_of_lock,
     locked,
     require_usable,
 )
@@ -62,7 +64,7 @@ def test_what_no_run_wrote_is_never_replaced(tmp_path, names):
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"holds .*another folder \(out\)") as error:
             usable(out, overwrite=overwrite)
-        assert "--overwrite)" not in str(error.value)
+        assert not re.search(r"--overwrite\)|--resume\)", str(error.value))
     assert contents(out) == before
 
 
@@ -117,10 +119,11 @@ def test_a_second_run_is_refused_naming_the_first_until_that_was_killed(tmp_path
             told = rf"process {holder.pid} on .*, since .*: .*-c"
             with pytest.raises(ValueError, match=told), locked(folder):
                 pass
+            assert re.search(told, fault_of_lock(folder) or "")
     finally:
         holder.kill()
         holder.wait()
-    assert (out / LOCK).exists()
+    assert fault_of_lock(out) is None and (out / LOCK).exists()  # looked at, and not taken
     with locked(out):
         assert json.loads((out / LOCK).read_text())["pid"] == os.getpid()
     assert not (out / LOCK).exists()
