@@ -110,5 +110,10 @@ class ScoresRows(nn.Module):
         columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
         if attention_mask is None:
             return columns[:, -1]
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
+                "last token, which a mask (rows, ids) says"
+            )
         is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
         return columns.masked_fill(~is_token, 0).amax(dim=1)

@@ -153,6 +153,11 @@ class EVA2CLIPVisionConfig:
                 f"{self.image_size} in patches of {self.patch_size} makes {self.num_patches} "
                 f"patches and one class position: set num_positions to {self.num_patches + 1}"
             )
+        if self.num_image_tokens < 1:
+            raise ValueError(
+                f"vision_config: image_size {self.image_size} is less than two patches of "
+                f"{self.patch_size}; an image needs at least 2 x 2 patches"
+            )
         if self.dropout_prob:
             raise ValueError(f"vision_config: dropout_prob {self.dropout_prob} is not supported")
 

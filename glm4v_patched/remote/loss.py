@@ -105,7 +105,10 @@ class KeptColumns(NamedTuple):
 
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
         """``(B, L)``: at each kept position the label of the next kept one, elsewhere -100."""
-        columns = torch.arange(length, device=labels_BK.device)[self.columns]
+        kept = (
+            self.columns.to(labels_BK.device) if isinstance(self.columns, Tensor) else self.columns
+        )
+        columns = torch.arange(length, device=labels_BK.device)[kept]
         everywhere = labels_BK.new_full((len(labels_BK), length), IGNORE_INDEX)
         everywhere[:, columns[:-1]] = labels_BK[:, 1:]
         return everywhere
@@ -119,9 +122,10 @@ class KeptColumns(NamedTuple):
         grows = f"rows of {length} ids take {grown_length} positions here"
         cure = "give grown rows, as this model's processor makes them"
         if self.length not in (None, grown_length):
+            cure = "" if length == grown_length else f"{cure}, and "
             raise ValueError(
-                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}, and "
-                "one entry for each position"
+                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}give one "
+                "entry for each position"
             )
         if not image_ids or length == grown_length:
             return

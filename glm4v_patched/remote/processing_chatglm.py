@@ -344,6 +344,13 @@ def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, d
             f"unknown options {unknown}: text takes {sorted(given)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
+    # apply_chat_template of transformers says add_special_tokens beside what its caller says.
+    for name in sorted(of_text.keys() - {"add_special_tokens", "return_tensors"}):
+        if given[name] and given[name] != of_text[name]:  # defaults are false
+            raise ValueError(
+                f"{name} was given twice, as {given[name]!r} and as {of_text[name]!r} in "
+                "text_kwargs: give it once"
+            )
     tensors = given["return_tensors"] or of_text.get("return_tensors") or tensors
     return given | of_text | {"return_tensors": tensors}, of_images
 

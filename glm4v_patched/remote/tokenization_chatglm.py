@@ -273,7 +273,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ``"np"``. Without ``return_dict`` images are not opened. In image parts of a content
             list pictures may be missing, from all.
         """
-        if not isinstance(add_generation_prompt, bool):
+        if isinstance(add_generation_prompt, (str, list, dict)):
             raise ValueError(
                 f"add_generation_prompt is a {type(add_generation_prompt).__name__}: by place the "
                 "arguments are in the published order; give tools, documents and chat_template by "
@@ -732,7 +732,8 @@ def _check_conversation(messages: list, own_template: bool) -> None:
                 _check_part(f"{place}, part {at},", part)
     if own_template and not find_images(messages, may_miss=True):
         contents = [message.get("content") for message in messages]
-        texts = [part["text"] for message in messages for part in _parts(message)]
+        parts = [part for message in messages for part in _parts(message)]
+        texts = [part["text"] for part in parts if part.get("type") == "text"]
         texts += [content for content in contents if isinstance(content, str)]
         if any("<image>" in text for text in texts):
             logger.warning_once(
@@ -757,6 +758,13 @@ def _check_part(place: str, part: Any) -> None:
     sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
     if len(sources) > 1:
         raise ValueError(f"{place} has its image under {' and '.join(sources)}: give one of them")
+    # {"url": None} stands for one that is kept elsewhere.
+    for name in sources:
+        if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
+            raise ValueError(
+                f"{place} is an image, but under {name!r} it has {part[name]!r}, which is none: "
+                "put a picture there, or leave out the part"
+            )
 
 
 def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:

@@ -69,6 +69,7 @@ REFUSED = {
     "heads": ({"multi_query_group_num": 3}, "num_attention_heads 4", "3"),
     "channels": ({"kv_channels": 18}, "kv_channels 18", "4"),
     "positions": (vision(num_positions=16), "num_positions is 16", "to 17"),
+    "one patch": (vision(image_size=14, num_positions=2), "image_size 14", "2 x 2"),
     "tower heads": (vision(num_heads=5), "hidden_size 32", "num_heads 5"),
 }
 

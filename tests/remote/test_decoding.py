@@ -176,6 +176,17 @@ def test_a_compiled_graph_says_when_rows_do_not_fit_it():
 
 
 @torch.no_grad()
+def test_a_compiled_graph_learns_from_rows_of_other_sizes():
+    torch._dynamo.reset()
+    model = tiny_model(num_layers=1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for rows in ([text(9)], [text(12), text(12, seed=1)]):
+        ids = torch.tensor(rows)
+        want = model(input_ids=ids, labels=ids).loss
+        assert (compiled(input_ids=ids, labels=ids).loss - want).abs() <= 1e-5
+
+
+@torch.no_grad()
 def test_exports_text():
     model, inputs = tiny_model(num_layers=1), {"input_ids": torch.tensor([text(8, seed=1)])}
     inputs["use_cache"] = False

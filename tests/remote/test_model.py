@@ -38,6 +38,17 @@ def test_training_and_evaluation_compute_the_same_and_training_keeps_no_cache(im
     assert model(**two_rows(image), use_cache=True).past_key_values is not None
 
 
+@torch.no_grad()
+def test_tuples_hold_what_the_named_output_holds(model):
+    inputs = two_rows(three_id_image()) | {"output_hidden_states": True}
+    named = model(**inputs)
+    loss, logits, cache, states, images = model(**inputs, return_dict=False)
+    assert torch.equal(loss, named.loss) and torch.equal(logits, named.logits)
+    assert cache.get_seq_length() == logits.shape[1] == inputs["input_ids"].shape[1] + 3
+    assert torch.equal(torch.stack(states), torch.stack(named.hidden_states))
+    assert torch.equal(images, named.image_hidden_states)
+
+
 IDS, EMBEDS = torch.tensor([[5, *three_id_image()]]), torch.zeros(1, 4, 64)
 CONTRADICTIONS = {
     "ids and embeddings": {"input_ids": IDS, "inputs_embeds": EMBEDS},

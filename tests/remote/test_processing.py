@@ -102,6 +102,12 @@ WRONG_CALLS = {
     "another size": ({"text": BEGIN + FILL * 3 + END, "images": picture()}, "3 ids", "4 times"),
     "an option": ({"text": "cat", "max_len": 3}, "['max_len']"),
     "videos": ({"text": "cat", "videos": [1]}, "videos"),
+    "an option twice": (
+        {"text": "a", "padding": "longest", "text_kwargs": {"padding": False}},
+        "padding",
+        "'longest'",
+        "False",
+    ),
 }
 
 

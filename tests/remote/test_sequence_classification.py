@@ -65,6 +65,11 @@ def test_the_last_token_of_every_row_is_read(model, image, side):
         assert (score - model.score(hidden[0, -1])).abs().max() <= ATOL
 
 
+def test_a_mask_that_says_no_row_s_end_is_refused():
+    with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
+        tiny_classifier()(torch.tensor([text(6)]), attention_mask=torch.ones(1, 1, 6, 6))
+
+
 @torch.no_grad()
 def test_rows_are_given_without_a_mask_or_by_place_in_the_published_code(image):
     """Without a mask a row ends before its padding; the padding id may stand in a text, too."""

@@ -115,6 +115,8 @@ BAD_CHATS = {
     "nothing": ([], {}, "0 messages"),
     "a string": (["hello"], {}, "got str"),
     "a mask of a string": (user("x"), {"return_assistant_tokens_mask": True}, "return_dict=True"),
+    "a film": (user([{"type": "video", "video": "x"}]), {}, "a part of type video"),
+    "an empty image": (user([{"type": "image", "image": ""}]), {}, "'image' it has ''"),
     "no size": (user("x", image=picture()), {"return_dict": True}, "image_size None"),
 }
 
