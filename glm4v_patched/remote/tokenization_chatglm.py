@@ -273,7 +273,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ``"np"``. Without ``return_dict`` images are not opened. In image parts of a content
             list pictures may be missing, from all.
         """
-        if isinstance(add_generation_prompt, (str, list, dict)):
+        if not isinstance(add_generation_prompt, (int, type(None))):
             raise ValueError(
                 f"add_generation_prompt is a {type(add_generation_prompt).__name__}: by place the "
                 "arguments are in the published order; give tools, documents and chat_template by "
