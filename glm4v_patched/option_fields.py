@@ -3,8 +3,6 @@
 Needs neither torch nor pydantic, so that ``--help`` is answered at once.
 """
 
-import argparse
-import json
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import Field, field, fields
@@ -74,25 +72,3 @@ def faults_of_fields(settings: Any) -> Iterator[str]:
             limits.get("check", lambda *_: None)(flag(each), value)
         except ValueError as error:
             yield str(error)
-
-
-def check_object(name: str, text: str) -> None:
-    """Raises ``ValueError`` for what is no JSON object."""
-    try:
-        is_object = isinstance(json.loads(text), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise ValueError(f"""{name} is {text!r}; expected a JSON object as '{{"name": true}}'""")
-
-
-def refuse_changed(
-    options: argparse.Namespace, of: type, but: type | Collection[str], why: str
-) -> None:
-    """Raise ``ValueError`` for an option that is a field of one class, and not of another, or none
-    of these names."""
-    shared = {each.name for each in fields(but)} if isinstance(but, type) else {*but}
-    for each in fields(of):
-        unchanged = getattr(options, each.name) in (each.default, [each.default])
-        if each.metadata and each.name not in shared and not unchanged:
-            raise ValueError(f"{flag(each)} {why}")

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from traceback import walk_tb
 
 import huggingface_hub
 from huggingface_hub import constants, get_token
@@ -15,6 +16,7 @@ from glm4v_patched.terminal_text import printable
 # A server may take its time over a commit; without the client's variable, so many seconds.
 LONGEST_SILENCE = 60
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_HUB = "the server's answer is not that of a Hub"
 AGAIN = "run the same command again: it finds what has arrived and does the rest"
 
 
@@ -52,8 +54,13 @@ def reason_of(error: BaseException) -> str | None:
         if isinstance(link, hub_errors.HTTPError):
             return f"{_reason_of_server(link, told)}; {AGAIN}"
         link = link.__cause__ if link.__suppress_context__ else link.__context__
-    known = isinstance(error, (OSError, ValueError, RuntimeError))
-    return str(error) if known or type(error).__module__ == hub_errors.__name__ else None
+    # The client takes answers for what they should be: what is raised in it is the server's fault.
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.partition(".")[0] for name in frames]
+    known = [p for p in packages if p in ("hub_upload", "glm4v_patched", "huggingface_hub")]
+    if known[-1:] == ["huggingface_hub"]:
+        return f"{NO_HUB} ({type(error).__name__}: {error}): check HF_ENDPOINT; {AGAIN}"
+    return str(error) if isinstance(error, (OSError, ValueError, RuntimeError)) else None
 
 
 def _reason_of_server(error: hub_errors.HTTPError, told: str) -> str:

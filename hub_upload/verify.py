@@ -223,6 +223,7 @@ def check_adapters(target: Target) -> str:
     config, fine_tune = target.read_json(ADAPTER_CONFIG), target.manifest.fine_tune
     require(config.get("peft_type") == "LORA", f"peft_type is {config.get('peft_type')}, not LORA")
     given, commit = config.pop("base_model_name_or_path", None), str(config.pop("revision", None))
+    require(fine_tune is not None, "the manifest has no fine_tune, which names the base")
     base = fine_tune and fine_tune.base
     require(given == base, f"they are of {given}, the manifest says {base}")
     require(re.fullmatch(COMMIT, commit), f"revision is {commit}, expected a commit")
@@ -329,9 +330,10 @@ def check_parameters(target: Target) -> str:
     trained = {name for name, _ in model.named_parameters()}
     told = {name: shape for part in target.tensors.values() for name, shape in part.items()}
     by = "the files of weights" if told else "the index"
+    if not told and INDEX not in target.files:
+        return "those of config.json; neither weights nor an index are at hand to compare with"
     if not told:
-        where = target.read_json(INDEX)["weight_map"] if INDEX in target.files else trained
-        told = {name: shapes.get(name, []) for name in where}
+        told = {name: shapes.get(name, []) for name in target.read_json(INDEX)["weight_map"]}
     lacking, foreign = sorted(trained - told.keys()), sorted(told.keys() - shapes.keys())
     require(not lacking, f"parameters that are in no file: {listed(lacking)}")
     require(not foreign, f"tensors that are no parameter: {listed(foreign)}")

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from glm4v_patched.bench.table import add_rows
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 
@@ -179,8 +178,10 @@ def serve(options: argparse.Namespace, model: str) -> None:
             server.terminate()
     kept = ("engine", "weights", "clients", "new_tokens")
     asked = {name: getattr(options, name) for name in kept}
-    row = {"workload": "serve"} | asked | {"gpu": gpu()} | row
-    add_rows(options.out, [row])
+    row = asked | {"gpu": gpu()} | row
+    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    lines = ",\n".join(map(json.dumps, [*rows, row]))
+    options.out.write_text(f"[\n{lines}\n]\n")
     print(json.dumps(row))
 
 

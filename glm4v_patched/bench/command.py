@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ..inference.command import add_weights
-from ..option_fields import add_option
+from ..option_fields import add_option, flag
 from . import answers, generation, training
 from .charts import check_drawable, draw_pictures
 from .settings import Settings, Speed, at_least, picture_size
-from .table import add_rows, cells_of, insert, markdown_table, read_rows
+from .table import add_rows, cells_of, insert, markdown_table, read_rows, require_addable
 
 # By option, what measures, and the options that are not heeded by it; nothing else is refused.
 SHARED = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out", "rows"}
@@ -27,6 +27,9 @@ KINDS = {
 }
 
 
+FLAGS = {each.name: flag(each) for of in (Settings, Speed) for each in fields(of) if each.metadata}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for each in fields(Settings):
@@ -35,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=at_least(1), default=2, help=processes)
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a small --config")
     limit = "seconds for one row (default: 600)"
-    add("--timeout", type=at_least(0, float), default=600, help=limit)
+    add("--timeout", type=at_least(1, float), default=600, help=limit)
     add("--out", type=Path, metavar="FILE", help="JSON array that rows are added to, one a line")
     add("--pictures", type=Path, metavar="FOLDER", help="draw memory.png and speed.png of the rows")
     add("--rows", type=Path, nargs="+", metavar="FILE", help="measure nothing: table of these rows")
@@ -61,8 +64,8 @@ def run(options: argparse.Namespace) -> None:
     measure, known = KINDS[kind]
     for name in sorted(vars(options).keys() - known - SHARED):
         if getattr(options, name) != options.parser.get_default(name):
-            cure = "leave it out" if kind != "training" else "leave it out, or add --generate"
-            raise ValueError(f"--{name.replace('_', '-')} is not of {kind}: {cure}")
+            told = FLAGS.get(name, f"--{name.replace('_', '-')}")
+            raise ValueError(f"{told} is not of {kind}: leave it out")
     if options.pictures:
         check_drawable(options.pictures)
     if options.rows:
@@ -70,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.into:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     else:
-        rows = _measure(options, measure)
+        rows = _measure(options, kind, measure)
     if options.pictures:
         drawn = "\n".join(map(str, draw_pictures(rows, options.pictures)))
         print(drawn or "no picture is drawn, as no row has figures")
@@ -80,6 +83,8 @@ def _show(options: argparse.Namespace) -> list[dict]:
     if options.out:
         raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
     rows = [row for path in options.rows for row in read_rows(path)]
+    if options.pictures and any("gpus" not in row for row in rows):
+        raise ValueError("--pictures draws rows of training, and these have others: leave it out")
     if options.into:
         insert(markdown_table(rows), options.into)
     else:
@@ -87,9 +92,9 @@ def _show(options: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def _measure(options: argparse.Namespace, measure: Any) -> list[dict]:
+def _measure(options: argparse.Namespace, kind: str, measure: Any) -> list[dict]:
     if options.out:
-        read_rows(options.out, may_be_new=True)
+        require_addable(options.out, kind)
     rows: list[dict] = []
     start = time.monotonic()
     for row in measure(options):

@@ -17,6 +17,10 @@ TOLD = {"trained", "micro_batch", "text_tokens", "tower", "language", "memory_li
 TOLD |= {"stage3_max_live_parameters", "zero_stage", "steps", "warm_up", "profile", "config"}
 BEGIN, END = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
 Column = Callable[[dict], str]
+# What rows must have to be shown, by their workload.
+OF_TRAINING = {"gpus", "micro_batch", "text_tokens", "settings"}
+FIELDS = {"generate": {"batch", "implementation"}}
+FIELDS |= {"answers": {"batch", "picture", "rows", "new_tokens"}}
 
 
 def read_rows(path: Path, may_be_new: bool = False) -> list[dict]:
@@ -32,12 +36,25 @@ def read_rows(path: Path, may_be_new: bool = False) -> list[dict]:
         return []
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        if not all("workload" in row for row in rows) or not isinstance(rows, list):
-            raise ValueError("no array of objects that have a workload")
-    except (ValueError, TypeError) as error:  # no JSON, no text, no rows
+        if not isinstance(rows, list):
+            raise ValueError("no array of rows")
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict) or "workload" not in row:
+                raise ValueError(f"entry {number} of {len(rows)} is no object that has a workload")
+            if lacking := sorted(FIELDS.get(row["workload"], OF_TRAINING) - row.keys()):
+                raise ValueError(f"entry {number} of {len(rows)} has no {', '.join(lacking)}")
+    except ValueError as error:  # no JSON, no text, no rows
         expected = "expected what bench writes with --out, or a new file"
         raise ValueError(f"{path} is no file of rows ({error}); {expected}") from error
     return rows
+
+
+def require_addable(path: Path, workload: str) -> None:
+    """Raise as :func:`read_rows` does, or ``ValueError`` if a file has rows of another kind, which
+    one table cannot show."""
+    for row in read_rows(path, may_be_new=True)[:1]:
+        if columns_of(row) is not columns_of({"workload": workload}):
+            raise ValueError(f"{path} has rows of {row['workload']}: give --out another file")
 
 
 def add_rows(path: Path, rows: list[dict]) -> None:

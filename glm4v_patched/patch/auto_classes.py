@@ -198,7 +198,7 @@ def _swaps(options: dict[str, Any]) -> list[Swap]:
     )
     classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
     loaders: dict[str, Callable] = {
-        "AutoConfig": lambda name, **given: ChatGLMConfig.from_pretrained(
+        "AutoConfig": lambda name, /, **given: ChatGLMConfig.from_pretrained(
             name, name_or_path=name, **given
         ),
         **{name: partial(_load_model, options, model) for name, model in classes.items()},

@@ -72,7 +72,8 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
 
 def test_a_file_that_holds_no_rows_is_refused_before_anything_runs(tmp_path, refused):
     path = tmp_path / "rows.json"
-    for text in (b"", b"{}", b'[{"gpus": 2, "settings": {}}]', b"\xff\xfe"):
+    entries = (b'[{"gpus": 2, "settings": {}}]', b'[{"workload": "lora_lm"}]', b'["workload"]')
+    for text in (b"", b"{}", b"\xff\xfe", *entries, b'[{"workload": "answers", "batch": 8}]'):
         path.write_bytes(text)
         refused([*NOTHING_RUNS, "--out", path], str(path))
         assert path.read_bytes() == text

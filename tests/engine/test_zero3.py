@@ -4,6 +4,7 @@ tests/distributed has processes that train so (test_gathering.py, test_recipe_ch
 """
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ from glm4v_patched.engine.deepspeed import zero3
 from glm4v_patched.engine.deepspeed.internals import GRADIENT_BUFFER as BUFFER
 from glm4v_patched.engine.deepspeed.internals import GRADIENT_VIEWS as VIEWS
 from glm4v_patched.engine.options import EngineOptions
+from tests.helpers.sharded import as_sharded
+from tests.helpers.tiny import tiny_model
 
 IN_PLACE = EngineOptions(norms_in_place=True, offload=False, compile=False)
 OFFLOADING = EngineOptions(norms_in_place=False, offload=True, compile=False)
@@ -137,6 +140,25 @@ def test_what_deepspeed_is_asked_for_beside_is_left_to_it(monkeypatch):
     monkeypatch.delattr(zero3.distributed_c10d, "_coalescing_manager")
     with pytest.raises(RuntimeError, match=r"torch .* has no .*_coalescing_manager.*install"):
         zero3.adapt_zero3(nn.Linear(1, 1), EngineOptions(compile=True))
+
+
+def test_a_renamed_name_of_a_weight_is_told_before_one_is_gathered():
+    model = tiny_model(num_layers=1)
+    for weight in model.parameters():
+        as_sharded(weight)
+    del weight.ds_shape
+    zero3.adapt_zero3(model, EngineOptions(compile=True, norms_in_place=False))
+    with pytest.raises(RuntimeError, match="has no ds_shape .*install a tested one"):
+        model(torch.ones(1, 3, dtype=torch.long))
+
+
+def test_the_cpu_waits_for_a_gpu_that_is_so_many_layers_behind(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(zero3, "limit_run_ahead", lambda model, layers: waits.append(layers))
+    for layers in (3, 0):
+        zero3.adapt_zero3(nn.Linear(1, 1), replace(IN_PLACE, layers_ahead=layers))
+    assert waits == [3]
 
 
 @pytest.mark.parametrize(

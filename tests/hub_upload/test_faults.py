@@ -13,8 +13,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from huggingface_hub import close_session, constants
+from huggingface_hub import CommitOperationAdd, close_session, constants
 
+from hub_upload import files
 from hub_upload.__main__ import main
 from hub_upload.build import build, read_source
 from hub_upload.errors import reason_of
@@ -67,11 +68,14 @@ def say_nothing() -> None:
     raise ConnectionAbortedError
 
 
-FAILED = r"the connection failed \("
+NO_HUB, FAILED = "the server's answer is not that of a Hub", r"the connection failed \("
+ODD = f"{NO_HUB}|Consistency check|has another hash|Response from http|is not what|not a valid"
 KINDS = {
     **{str(status): ({"status": status}, str(status)) for status in (401, 403, 404, 412, 500)},
     "400": ({"status": 400}, "Bad request"),
     "429": ({"status": 429, "headers": {"Retry-After": "0"}}, "429"),
+    "an empty object": ({"answer": {}}, ODD),
+    "an empty list": ({"answer": []}, ODD),
     "a cut request": ({"cut_request": 1}, FAILED),
     "no answer to what was done": ({"cut_response": 0}, FAILED),
     "half an answer": ({"cut_response": 10}, FAILED),
@@ -112,7 +116,7 @@ def test_a_fault_at_any_request_leaves_nothing_wrong_and_the_next_run_completes(
         assert is_published(hub, built)
         # What has arrived is not sent again.
         sent = [request for request in hub.asked("PUT") if request.status == 200]
-        assert len(sent) <= 2
+        assert len(sent) <= 2 + ("answer" in fault)
 
 
 @pytest.mark.parametrize("command", NUMBER)
@@ -130,6 +134,16 @@ def test_a_fault_that_stays_is_one_line_with_its_kind(kind, hub, ask):
     hub.errors.clear()
     assert (status, told.count("\n")) == (1, 0) and re.search(message, told), told
     assert "run the same command again" in told
+
+
+def test_a_mistake_of_ours_is_no_answer_of_a_server(ask, monkeypatch):
+    # It is the test's, and not the client's.
+    monkeypatch.setattr(files.HfApi, "model_info", lambda *of, **more: {}["x"])
+    with pytest.raises(KeyError):
+        ask("verify")
+    with pytest.raises(AttributeError) as odd:
+        CommitOperationAdd(None, b"")
+    assert re.search(NO_HUB, reason_of(odd.value))
 
 
 # Disks

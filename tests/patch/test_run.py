@@ -265,6 +265,10 @@ def test_plug_ins_are_registered_in_every_process_that_imports_their_framework(q
     # The variables do without the run entry.
     assert registered(run_hooked(imports)) == [names]
     assert registered(run_hooked(imports, "0")) == []
+    # transformers is patched behind a framework, too.
+    (quick / "applied").unlink(missing_ok=True)
+    assert registered(run_hooked(f"import {next(iter(PLUGINS))}\nimport transformers"))
+    assert applied(quick) == [[{}, []]]  # and not while it is half imported
     # What a plug-in raises comes out of the import.
     error = "RuntimeError('ms-swift 9 has no _encode')"
     plugin = packages / "glm4v_patched" / "integrations" / "ms_swift.py"
