@@ -281,3 +281,17 @@ def test_one_rare_answer_does_not_have_every_row_looked_at_for_every_row():
     rows = [question(n, Counted("no" if n == 0 else "yes"), name) for n, name in enumerate(names)]
     assert len(swap_pictures(rows, {name: name for name in names})) == len(rows)
     assert Counted.compared < 20 * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyboardInterrupt(), "stopped"), (RuntimeError("peft is missing\ninstall it"), "install it")],
+    ids=["Ctrl-C", "refused"],
+)
+def test_what_ends_it_before_a_question_is_told_as_it_is(files, error, told, monkeypatch, capsys):
+    def end(*_, **__):
+        raise error
+
+    monkeypatch.setattr("glm4v_patched.inference.evaluate.read_questions", end)
+    assert evaluate(files, files.data) > 0
+    assert capsys.readouterr().err.strip().endswith(told)
