@@ -18,7 +18,7 @@ from huggingface_hub import CommitOperationAdd, close_session, constants
 from hub_upload import files
 from hub_upload.__main__ import main
 from hub_upload.build import build, read_source
-from hub_upload.errors import reason_of
+from hub_upload.errors import reason_of, without_secrets
 from hub_upload.layout import our_code
 from hub_upload.publish import read_build
 from tests.helpers.full_disk import files_of_at_most
@@ -161,6 +161,12 @@ def test_a_disk_that_is_full_for_the_output_is_one_line(file, original, built, r
         assert [path.name for path in out.parent.glob("*")] == ["out"] * earlier
         assert not earlier or as_files(out) == as_files(built)
         assert run(*command)[0] == 0
+
+
+def test_a_message_keeps_neither_the_token_nor_what_signs_an_address(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    told = without_secrets("hf_secret: 403 for url 'https://s3/lfs/a?X-Amz-Signature=0ab&b=c', no")
+    assert told == "<token>: 403 for url 'https://s3/lfs/a', no"
 
 
 def test_a_full_disk_and_a_full_quota_are_told_alike():

@@ -74,6 +74,13 @@ def test_a_target_that_is_nothing_is_said_so(run, built, hub):
         assert status == 1 and told in output and str(arguments[0]) in output
 
 
+def test_a_client_that_is_too_old_is_told_with_the_cure(run, built, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.__version__", "1.32.9")
+    status, output = run("verify", built)
+    assert status == 1 and "huggingface_hub 1.32.9 is older than 1.33" in output
+    assert "pip install -U huggingface_hub" in output
+
+
 # Defects and payloads
 
 
