@@ -42,7 +42,7 @@ from tests.helpers.tiny import (
 LEGACY_CODE = Path(__file__).parent / "legacy"
 LEGACY_MODEL = "modeling_chatglm.ChatGLMForConditionalGeneration"
 LEGACY_AUTO_MAP = {
-    "AutoConfig": "configuration_chatglm.ChatGLMConfig",
+    "AutoConfig": "modeling_chatglm.ChatGLMConfig",
     "AutoModel": LEGACY_MODEL,
     "AutoModelForCausalLM": LEGACY_MODEL,
     "AutoModelForSeq2SeqLM": LEGACY_MODEL,
