@@ -46,9 +46,9 @@ def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where)
     return linear
 
 
-def passes(linear: nn.Linear, x: Tensor, towards: Tensor) -> list[Tensor]:
+def passes(linear: nn.Module, x: Tensor, towards: Tensor) -> list[Tensor]:
     """Its output, and the gradients of its input and of what of it is trained."""
-    x = x.detach().requires_grad_()
+    x = x.detach().clone().requires_grad_()
     out = linear(x)
     out.backward(towards)
     gradients = [x.grad, *(p.grad for p in linear.parameters() if p.requires_grad)]
