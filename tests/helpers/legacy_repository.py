@@ -54,13 +54,10 @@ LEGACY_SPECIAL_TOKENS = (*VIDEO_TOKENS, *SPECIAL_TOKENS[:-2])
 NUM_RANKS = 512 - len(SPECIAL_TOKENS)
 SENTENCES = (
     "What is in this picture? Describe the image, then say hello to the user.",
+    "你好，世界！这是一张图片。请描述这张图片，世界你好。",
     "A red circle lies under the blue square, and two green triangles stand beside the grey one.",
     "Which shape is it? How many are there? Answer with one word, please: nothing else.",
     "The cat sits on the mat and looks at the dog, who would rather chase after that yellow ball.",
-    "Every morning she walks through an old garden, where seven white horses drink from a river.",
-    "Tomorrow's weather: heavy clouds, strong northern wind, perhaps some snow on distant hills.",
-    "def count(shapes):\n    return sum(shape.visible for shape in shapes)\n",
-    "你好，世界！这是一张图片。请描述这张图片，世界你好。",
 )
 
 
