@@ -2,28 +2,24 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 NAMES = ("allgather_fn", "all_gather_into_tensor", "all_gather")
 
 
-class Count:
-    calls = 0
-
-
 @contextmanager
-def counted_gathers() -> Iterator[Count]:
+def counted_gathers() -> Iterator[SimpleNamespace]:
     """Count the all-gathers that DeepSpeed starts inside, one for each group of parameters."""
     from deepspeed import comm
 
-    count = Count()
+    count = SimpleNamespace(calls=0)
 
-    def counting(function):
-        def gather(*args, **kwargs):
-            count.calls += 1
-            return function(*args, **kwargs)
+    def counting(function, *args, **kwargs):
+        count.calls += 1
+        return function(*args, **kwargs)
 
-        return gather
-
-    with mock.patch.multiple(comm, **{name: counting(getattr(comm, name)) for name in NAMES}):
+    counted = {name: partial(counting, getattr(comm, name)) for name in NAMES}
+    with mock.patch.multiple(comm, **counted):
         yield count
