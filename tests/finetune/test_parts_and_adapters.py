@@ -139,8 +139,9 @@ def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_emp
     assert inner.config.skip_logits and inner.transformer.config.skip_logits
     groups = trainer.create_optimizer().param_groups
     assert [len(group["params"]) for group in groups] == [4]  # A and B of two layers
+    stops, inner.config.eos_token_id = inner.config.eos_token_id, 5  # as the Trainer does
     trainer.save_model()
-    assert inner.config.skip_logits
+    assert inner.config.skip_logits and inner.config.eos_token_id == stops
     assert (tmp_path / "adapter_config.json").exists() and not (tmp_path / "config.json").exists()
 
 
