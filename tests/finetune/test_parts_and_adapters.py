@@ -94,7 +94,8 @@ def scores_of(card: ModelCard) -> dict[str, float]:
 
 def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path):
     changes = {"lora.rank": 2, "lora.alpha": 8, "data.eval": 0.2, "data.eval_answers": 2}
-    trained = mine.override(changes | {"trainer.max_steps": 2, "trainer.eval_steps": 1})
+    changes |= {"trainer.max_steps": 2, "trainer.eval_steps": 1, "trainer.run_name": str(tmp_path)}
+    trained = mine.override(changes)
     report = train_here(trained)
     card = ModelCard.load(Path(trained.out, CARD))
     assert card.data.library_name == "peft" and card.data.base_model is None
@@ -103,7 +104,7 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
     assert re.search(r"on 1\d rows, for 2 steps", card.content)
     for told in ("lora_lm", "rank: 2", "learning_rate: 0.001", "PeftModel.from_pretrained"):
         assert told in card.content, card.content
-    for nothing in ("More Information Needed", str(Path(trained.model).parent), "/tmp"):
+    for nothing in ("More Information Needed", str(Path(trained.model).parent), str(tmp_path)):
         assert nothing not in card.content
     # Where the best weights were saved, their scores.
     write_card(trained, Base(trained.model), report | {"best_step": first["step"]}, 16)

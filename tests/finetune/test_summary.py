@@ -54,7 +54,9 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
         assert plan.free == free >= plan.needed
         found.append(plan.options.language)
     assert found[0] != found[1]
-    monkeypatch.setattr(planning, "free_on_gpus", lambda number: [140 * GIB] * number)
+    monkeypatch.setattr(planning, "free_on_gpus", lambda number: [140 * GIB, 75 * GIB][:number])
+    of_two_machines = make_plan(recipe, Placement(2, local_processes=1), checked, base_of(recipe))
+    assert of_two_machines.free == 140 * GIB  # the second GPU is of no process here
     limited = recipe.override({"engine.memory_limit": 75.0})
     assert make_plan(limited, Placement(1), checked, base_of(recipe)).free < 80 * GIB
     # What is outside of torch is not free.
