@@ -4,18 +4,24 @@ import json
 import os
 
 import pytest
+from datasets import Dataset
 
 from glm4v_patched.atomic import fault_of_file, write_atomically
 from glm4v_patched.data.pictures import PictureFiles
-from glm4v_patched.data.stored_rows import write_stored
+from glm4v_patched.data.stored_rows import FEATURES, write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.recipes import recipe, stored
+from tests.helpers.recipes import recipe
+
+ROW = {name: 0 for name in FEATURES} | {"pictures": [], "digest": bytes(32), "fault": None}
+ROW["messages"] = "[]" * 5000
 
 WRITERS = {
     "content": lambda out: write_atomically(out / "a", b"x" * 9000),
-    "rows": lambda out: write_stored(stored({"messages": "[]" * 5000}), out / "data.arrow"),
+    "rows": lambda out: write_stored(
+        Dataset.from_list([ROW], features=FEATURES), out / "data.arrow"
+    ),
     "picture": lambda out: PictureFiles("", store=out).path_of(b"x" * 9000),
     "recipe": lambda out: recipe({"model": "m" * 9000}).write(out / "recipe.json"),
 }
