@@ -20,7 +20,7 @@ from glm4v_patched.data.messages import pictures_of, text_of
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import Source, fault_of_path, make_sources
 from tests.helpers import data_forms
-from tests.helpers.data_forms import FORMS, QUESTION, read_by_the_printed_line, turns
+from tests.helpers.data_forms import FORMS, QUESTION, make, read_by_the_printed_line, turns
 
 
 @pytest.fixture
@@ -35,8 +35,7 @@ def examples(tmp_path, monkeypatch):
 def test_a_form_is_read_as_it_is_or_by_the_line_that_is_printed(
     examples, tmp_path, processor, name
 ):
-    make, fields = FORMS[name]
-    rows, _ = read_by_the_printed_line(make(tmp_path, examples), fields)
+    rows, _ = read_by_the_printed_line(*make(name, tmp_path, examples))
     assert {row.messages[-1]["content"] for row in rows} == {of.answer for of in examples}
     assert len(rows) == len(examples)
     # In the order of classes, where these are folders.
@@ -278,8 +277,7 @@ def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
 
 @pytest.mark.parametrize("name", ["a folder a class", "imagefolder, metadata.csv", "Parquet"])
 def test_a_path_is_no_pattern(examples, tmp_path, name):
-    make, fields = FORMS[name]
-    made = make(tmp_path, examples)
+    made, fields = make(name, tmp_path, examples)
     path = made.rename(tmp_path / f"ü a{{b,c}}!#{'' if made.is_dir() else '[1]*'}{made.suffix}")
     rows, _ = read_by_the_printed_line(path, fields)
     assert {len(row.pictures) for row in rows} == {1} and len(rows) == len(examples)
@@ -291,13 +289,14 @@ def test_a_path_is_no_pattern(examples, tmp_path, name):
 
 
 def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
-    path, annotations = data_forms.vqa_v2(tmp_path, examples), tmp_path / "annotations.json"
+    path, _ = make("VQA v2", tmp_path, examples)
+    annotations = tmp_path / "annotations.json"
     whole = json.loads(annotations.read_text())
     annotations.write_text(json.dumps(whole | {"annotations": whole["annotations"][:1]}))
     columns = {"question": "question", "answer": "answers"}
     rows = read(path, columns=columns, annotations=str(annotations))
     assert said(rows[0]) == [QUESTION, examples[0].answer]
-    assert "question_id is 1001, and no row of" in rows[1].text
+    assert "question_id is 1, and no row of" in rows[1].text
     annotations.write_text('[{"a": 1}]')
     with pytest.raises(ValueError, match="annotations.json, row 1: has no question_id"):
         read(path, columns=columns, annotations=str(annotations))

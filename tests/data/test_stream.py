@@ -16,7 +16,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
 from glm4v_patched.data.stream import FAULTS, UNREADABLE, Stream, StreamCollator
 from glm4v_patched.remote.loss import IGNORE_INDEX
-from tests.helpers.data_forms import FORMS, draw
+from tests.helpers.data_forms import draw, make
 
 
 def conversation(asked: str, answer: str = "yes", **more) -> dict:
@@ -86,9 +86,8 @@ def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch, f
     """Each process that reads has Arrow and the cache of pictures for itself, and its own rows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     examples = draw(tmp_path, 6)
-    make, _ = FORMS[form]
     columns = {name: name for name in ("image", "question", "answer")}
-    source = Source(str(make(tmp_path, examples)), columns=columns)
+    source = Source(str(make(form, tmp_path, examples)[0]), columns=columns)
     [*islice(Stream([source], 2), 1)]  # a parent that has read, and has threads
     options = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120}
     loader = DataLoader(Stream([source], 2), 2, collate_fn=list, **options)
