@@ -25,8 +25,6 @@ from tests.helpers.data_forms import FORMS, QUESTION, make, read_by_the_printed_
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.chdir(tmp_path)
     return data_forms.draw(tmp_path, 6)
 
@@ -65,28 +63,38 @@ def said(row: Row | Fault) -> list[str] | str:
 ROW = {"Question Text": "q?", "a": "b", "n": 7, "json": {"q": ["first", "second"]}, "x.y": {"z": 1}}
 
 
-def test_a_question_is_a_column_or_words_with_columns_among_them(tmp_path):
-    for question, expected in (
-        ("Question: {Question Text}\nNumber {n:03}.", "Question: q?\nNumber 007."),
-        ("这是什么？", "这是什么？"),
-        ("json.q.1", "second"),
-        ("x.y.z", "1"),
-        ("{{a}} is {a}", "{a} is b"),
-    ):
-        (row,) = read(tmp_path / "a.jsonl", [ROW], columns={"question": question, "answer": "a"})
-        assert said(row) == [expected, "b"]
+OF_TALK = {"turns": "talk", "system": "rules"}
+NUMBERED = [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]
 
 
-def test_of_several_answers_the_commonest_is_learned(tmp_path):
-    columns = {"question": "Who?", "answer": "answer"}
-    for answers, expected in (
-        (["cat", "dog", "dog"], "dog"),
-        (["cat", "dog"], "cat"),
-        ([{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}], "yes"),
-        (0.5, "0.5"),
-    ):
-        (row,) = read(tmp_path / "a.jsonl", [{"answer": answers}], columns=columns)
-        assert said(row) == ["Who?", expected]
+@pytest.mark.parametrize(
+    ("row", "columns", "expected"),
+    [
+        (
+            {},
+            {"question": "Question: {Question Text}\nNumber {n:03}.", "answer": "a"},
+            ["Question: q?\nNumber 007.", "b"],
+        ),
+        ({}, {"question": "这是什么？", "answer": "a"}, ["这是什么？", "b"]),
+        ({}, {"question": "json.q.1", "answer": "x.y.z"}, ["second", "1"]),
+        ({}, {"question": "{{a}} is {a}", "answer": "n"}, ["{a} is b", "7"]),
+        # Of several answers the commonest is learned, of equals the first.
+        ({"a": ["cat", "dog", "dog"]}, {"question": "Who?", "answer": "a"}, ["Who?", "dog"]),
+        ({"a": ["cat", "dog"]}, {"question": "Who?", "answer": "a"}, ["Who?", "cat"]),
+        ({"a": NUMBERED}, {"question": "Who?", "answer": "a"}, ["Who?", "yes"]),
+        ({"a": 0.5}, {"question": "Who?", "answer": "a"}, ["Who?", "0.5"]),
+        (
+            {"talk": [{"ask": "q", "reply": "a", "by": "me"}], "rules": "s"},
+            OF_TALK | {"question": "ask", "answer": "reply"},
+            ["s", "q", "a"],
+        ),
+        ({"talk": [["q", "a"]], "rules": "s"}, OF_TALK, ["s", "q", "a"]),
+    ],
+    ids=range(10),
+)
+def test_columns_make_the_words_of_a_row(tmp_path, row, columns, expected):
+    (found,) = read(tmp_path / "a.jsonl", [ROW | row], columns=columns)
+    assert said(found) == expected
 
 
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
@@ -94,16 +102,6 @@ def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, wor
         row = ROW | {"x": [["a"]]}
         (row,) = read(tmp_path / "a.jsonl", [row], columns={"question": question, "answer": answer})
         words(row.text)
-
-
-def test_turns_are_a_column_of_any_form(tmp_path):
-    columns = {"turns": "talk", "system": "rules", "question": "ask", "answer": "reply"}
-    for talk in ([{"ask": "q", "reply": "a", "by": "me"}], [["q", "a"]]):
-        named = columns if isinstance(talk[0], dict) else {"turns": "talk", "system": "rules"}
-        (row,) = read(tmp_path / "a.jsonl", [{"talk": talk, "rules": "s"}], columns=named)
-        assert said(row) == ["s", "q", "a"]
-    (row,) = read(tmp_path / "a.jsonl", [{"talk": [["q"]]}], columns={"turns": "talk"})
-    assert said(row).startswith("turn 1 of 1 of talk: is a list; expected ")
 
 
 def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):

@@ -20,12 +20,6 @@ from glm4v_patched.data.source import Source, fault_of_set
 from tests.helpers.data_forms import png, turns, write_rows
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "glm4v-patched" / "pictures"
-
-
 @pytest.mark.parametrize(("at_once", "indent"), [(1, None), (7, 2), (2**20, 2)])
 def test_an_array_has_the_rows_of_the_lines(tmp_path, monkeypatch, at_once, indent):
     monkeypatch.setattr("glm4v_patched.data.text_rows.CHARACTERS_AT_ONCE", at_once)

@@ -12,18 +12,10 @@ from torch.utils.data import DataLoader
 
 from glm4v_patched.data import check as checking
 from glm4v_patched.data import stored_rows
-from glm4v_patched.data.check import _is_held_out, check_sets
+from glm4v_patched.data.check import _is_held_out
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.source import Source
 from tests.helpers.data_forms import found, turns, write_rows
-
-
-@pytest.fixture
-def check(tmp_path, processor):
-    def check_them(*sources: Source, **options) -> CheckedData:
-        return check_sets(sources, processor, 1024, memory=tmp_path / "m.sqlite", **options)
-
-    return check_them
 
 
 def row(number: int, name: str = "") -> list[dict]:
@@ -142,7 +134,7 @@ def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_c
 def test_rows_are_kept_for_a_month_after_they_were_last_asked_for_and_those_of_folders_not(
     tmp_path, check, write
 ):
-    kept = tmp_path / "rows"
+    kept = tmp_path / "memory" / "rows"
     a, b = write("a", range(3)), write("b", range(3))
     check(a)
     [mine] = kept.glob("*.arrow")
