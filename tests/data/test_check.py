@@ -1,5 +1,6 @@
 """The check before training: what it counts, what it refuses, what it remembers."""
 
+import base64
 import os
 import sqlite3
 import time
@@ -11,8 +12,10 @@ from PIL import Image
 
 from glm4v_patched.data import decoding
 from glm4v_patched.data.check import check_file
+from glm4v_patched.data.check_cache import Memory, default_path
 from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.pictures import Stamp
 from glm4v_patched.data.source import Source
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
@@ -147,6 +150,7 @@ def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_know
         return measure(collator, rows)
 
     monkeypatch.setattr(ConversationCollator, "measure", noted)
+    monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
     draw("a.png"), draw("b.png")
     first = check(write(turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
     assert decoded == ["a.png", "b.png"] and len(measured) == 3
@@ -169,6 +173,11 @@ def test_rows_are_read_again_where_something_changed_on_which_they_depend(
         assert [*check(path).conversations()] == [turns(), turns(rounds=2)]
     with pytest.raises(ValueError, match="2 of 2 rows cannot be used"):
         check(Source(str(path), format="alpaca"))
+    embedded = turns("data:image/png;base64," + base64.b64encode(png()).decode())
+    [written] = [check(write(embedded)).pictures for _ in range(2)][1]
+    Path(written.path).unlink()  # as if the cache had been cleared
+    assert check(write(embedded)).pictures == (Stamp.of(written.path),)
+    path = write(turns(), turns(rounds=2))
     monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ 'x' }}")
     assert (check(path).column("positions") == sizes + 1).all()
 
@@ -230,6 +239,20 @@ def test_where_no_memory_can_be_kept_all_is_checked(tmp_path, processor, write, 
     for memory in (tmp_path, path / "below.sqlite"):
         assert check_file(path, processor, 1024, memory=memory).counts.rows == 1
         assert f"{memory} is not used" in caplog.text
+
+
+def test_a_memory_has_all_that_was_put_there(tmp_path):
+    values = {f"key {number}": [number] for number in range(1200)}
+    for memory in (Memory(tmp_path / "m.sqlite"), Memory(tmp_path / "m.sqlite")):
+        memory.put(values)
+        assert memory.get([*values, "another"]) == values
+        memory.close()
+
+
+def test_a_cache_folder_is_ignored_unless_its_path_is_whole(monkeypatch, tmp_path):
+    for given, root in ((tmp_path, tmp_path), ("cache", Path.home() / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(given))
+        assert default_path().parent == root / "glm4v-patched"
 
 
 def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, draw):

@@ -53,6 +53,9 @@ def test_turns_of_the_assistant_are_learned_to_the_token_that_ends_them(processo
     packed = packing([[marked, conversation]])["labels"][0]
     assert torch.equal(packed, torch.cat([batch["labels"][0], plain["labels"][0]]))
     assert collator.measure([marked])[0].learned == len(ids)
+    if not all(marks):  # of a template that writes another number of turns
+        with pytest.raises(ValueError, match="has 2 turns of the assistant, and the chat .* 1, "):
+            collator.labels([collator.assistant_id, collator.end_id], marked)
 
 
 def test_several_pictures_of_a_message_come_in_their_order_and_rows_are_padded(processor):

@@ -237,6 +237,17 @@ def test_every_weight_of_the_tower_counts_and_each_in_its_place():
     digests.add(digest_weights(vision))
     digests.add(digest_weights(vision.bfloat16()))
     assert len(digests) == 3 + len(weights)
+    vision.register_buffer("scale", torch.zeros(1))
+    digests.add(digest_weights(vision))
+    vision.scale += 1
+    digests.add(digest_weights(vision))
+    assert len(digests) == 5 + len(weights)
+
+
+def test_pixels_of_another_shape_or_dtype_are_another_picture():
+    shown = [torch.zeros(1, *shape) for shape in ((3, 2, 4), (3, 4, 2))]
+    shown += [shown[0].to(torch.float16), torch.zeros(1, 3, 2, 8, dtype=torch.float16)]
+    assert len({bytes(digest_pictures(pixels)[0].tolist()) for pixels in shown}) == len(shown)
 
 
 DAMAGES = {

@@ -75,6 +75,10 @@ def test_a_turn_may_be_context_only(folder):
         given = [said("user"), said("assistant", **mark), said("user"), said("assistant", **plain)]
         (messages,) = read(folder, row(*given))
         assert messages[1::2] == [said("assistant", train=False), said("assistant")]
+    shown = {"conversations": [HUMAN | {"value": "x"}, GPT | {"loss": False}] * 2}
+    shown["conversations"][-1] = GPT
+    (messages,) = read(folder, shown)
+    assert messages[1::2] == [said("assistant", "b", train=False), said("assistant", "b")]
 
 
 def test_pictures_of_a_row_go_to_the_places_in_its_words(folder):

@@ -98,8 +98,11 @@ def test_columns_make_the_words_of_a_row(tmp_path, row, columns, expected):
 
 
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
-    for question, answer in (("Question Text", "a"), ("{none}.", "a"), ("json.q", "a"), ("n", "x")):
-        row = ROW | {"x": [["a"]]}
+    for question, answer in (
+        *(("Question Text", "a"), ("{none}.", "a"), ("json.q", "a")),
+        *(("n", "x"), ("n", "true")),
+    ):
+        row = ROW | {"x": [["a"]], "true": True}
         (row,) = read(tmp_path / "a.jsonl", [row], columns={"question": question, "answer": answer})
         words(row.text)
 
@@ -133,6 +136,8 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
     assert found == [[], [str(tmp_path / picture)]]
     with words.refused(ValueError, '"imag"', '"q", "a", "img"'):
         read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
+    with pytest.raises(ValueError, match='no row has "img"'):
+        read(tmp_path / "a.jsonl", rows, columns=columns, ignore=["img"])
 
 
 def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path):
@@ -178,6 +183,12 @@ def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
     for row, (_, words) in zip(rows, expected, strict=True):
         found = said(row)
         assert (found if isinstance(found, str) else " ".join(found)).startswith(words)
+
+
+def test_cells_of_tsv_are_parted_by_tabs_whatever_their_names_hold(tmp_path):
+    columns = {"question": "q", "answer": "{a,b,c}"}
+    (row,) = read(tmp_path / "a.tsv", "q\ta,b,c\nx,y\tz\n", columns=columns)
+    assert said(row) == ["x,y", "z"]
 
 
 LIMIT = 2**20
@@ -260,6 +271,9 @@ def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     assert [Path(source.path).name for source in sources] == ["rows-a.jsonl", "rows-b.jsonl"]
     assert {(source.weight, source.max_samples) for source in sources} == {(2.0, 5)}
     assert [source.path for source in make_sources("x[1].jsonl", {})] == [f"{tmp_path}/x[1].jsonl"]
+    given = {"path": "rows-a.jsonl", "format": "alpaca", "annotations": "a.json"}
+    (source,) = make_sources([given], {"columns": {"question": "q"}})
+    assert (source.columns, source.annotations) == (None, f"{tmp_path}/a.json")
     (tmp_path / "rows-c.jsonl").touch()
     assert fault_of_path("rows-*.jsonl") == "rows-c.jsonl: it is empty"
     assert fault_of_path("no-*.jsonl") == "there is no such file"
@@ -300,12 +314,22 @@ def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
         read(path, columns=columns, annotations=str(annotations))
 
 
+def test_a_row_of_coco_is_an_annotation_with_its_picture_and_category(tmp_path):
+    whole = {
+        "images": [{"id": 1, "file_name": "a.png"}],
+        "annotations": [{"id": 7, "image_id": 1, "category_id": 3}],
+        "categories": [{"id": 3, "name": "cat"}],
+    }
+    columns = {"question": "{id}?", "answer": "category", "image": "file_name"}
+    (row,) = read(tmp_path / "a.json", json.dumps(whole), columns=columns)
+    assert said(row) == ["7?", "cat"] and row.pictures == [str(tmp_path / "a.png")]
+
+
 def test_sets_of_llama_factory_are_read_or_refused(tmp_path):
     columns = {"prompt": "q", "query": "more", "response": "a"}
-    (tmp_path / "x.json").write_text('[{"q": "q", "more": "r", "a": "b"}]')
-    (tmp_path / "dataset_info.json").write_text(
-        json.dumps({"only": {"file_name": "x.json", "columns": columns}})
-    )
+    (tmp_path / "x.json").write_text('[{"q": "q", "more": "r", "a": "b"}, {"q": "none"}]')
+    only = {"file_name": "x.json", "columns": columns, "num_samples": 1}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"only": only}))
     assert [said(row) for row in read_rows(Source(str(tmp_path)))] == [["q\nr", "b"]]
     for info, named in (
         ({"a": {}, "b": {}}, "a, b: name one"),

@@ -111,8 +111,9 @@ def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
         {"messages": [*turns(), turns()[0], turns()[1] | {"train": False}], "note": "x"},
         {"messages": turns("q", image=str(tmp_path / "a.png")), "note": None},
     ]
+    notes = datasets.ClassLabel(names=["w", "x"])
     (tmp_path / "a.png").write_bytes(png())
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).cast_column("note", notes).to_parquet(tmp_path / "a.parquet")
     source = Source(str(tmp_path / "a.parquet"), ignore=("note",))
     assert read_conversations(source) == [row["messages"] for row in rows]
     with pytest.raises(ValueError, match=r'a\.parquet, row 1: the key "note" .* data\.ignore'):

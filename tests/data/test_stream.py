@@ -50,6 +50,9 @@ def test_processes_share_the_rows_and_draw_for_themselves(rows, tmp_path):
     shares = [taken(Stream([rows], 1, share=(k, 2)), 10) for k in range(2)]
     assert sorted(map(int, sum(shares, []))) == [*range(20)]
     assert [int(n) // 2 for n in shares[0]] != [int(n) // 2 for n in shares[1]]
+    other = written(tmp_path / "other.jsonl", turns("other"), turns("other"))
+    shares = [taken(Stream([other, rows], 1, share=(k, 2)), 20) for k in range(2)]
+    assert [n == "other" for n in shares[0]] != [n == "other" for n in shares[1]]
     few = written(tmp_path / "few.jsonl", turns("0"), "", turns("1"), "", "")
     assert [taken(Stream([few], 1, share=(k, 2)), 2) for k in range(2)] == [["0"] * 2, ["1"] * 2]
     assert {*taken(Stream([replace(rows, max_samples=3)], 1, share=(1, 2)), 5)} == {"1"}
@@ -146,8 +149,9 @@ def pictures(tmp_path):
 def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, pictures, tmp_path):
     rows = streamed([turns("a", image="whole.png"), turns("b")], tmp_path)
     want = collator.collator([row.messages for row in rows])
-    for longest, is_taken in ((want["input_ids"].shape[1], True), (len(rows) + 1, False)):
-        collator.longest = longest
+    longest = want["input_ids"].shape[1]  # of the row with a picture
+    for limit, is_taken in ((longest, True), (longest - 1, False)):
+        collator.longest = limit
         batch = collator(rows)
         assert (batch.pop(FAULTS) == []) == is_taken and batch.pop(UNREADABLE) == []
         assert same(batch, want) == is_taken
