@@ -250,19 +250,6 @@ def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path):
             read(path)
 
 
-def test_what_is_no_object_around_rows_is_refused(tmp_path, words):
-    long = '{"data": [' + '{"a": 1}, ' * 9000
-    for content, named in (
-        ('{"data": [{"a": 1}], "data": []}', '"data" stands 2 times'),
-        (long + '{"a": 1}]} x', "something stands"),
-        (long + "[[", "row 9001"),
-        ('{"images": [{"id": 1}], "annotations": [{"image_id": 7}]}', "image_id is 7"),
-        (b"PK\x03\x04\0\0", "unzip"),
-    ):
-        with words.refused(ValueError, named):
-            raise ValueError([row.text for row in read(tmp_path / "a.json", content)][0])
-
-
 def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("rows-b.jsonl", "rows-a.jsonl", "x[1].jsonl"):

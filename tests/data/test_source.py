@@ -120,9 +120,11 @@ def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_c
         loader = DataLoader(conversations, batch_size=4, collate_fn=list, **options)
         assert [one for batch in loader for one in batch] == rows
     stored = tmp_path / "out.arrow"
-    stored.write_bytes(stored.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"out\.json does not say which rows .*out\.arrow"):
-        CheckedData.read(tmp_path / "out.json")
+    check(write("b", range(9))).write(tmp_path / "other.json")
+    for content in (stored.read_bytes()[:-100], (tmp_path / "other.arrow").read_bytes()):
+        stored.write_bytes(content)
+        with pytest.raises(ValueError, match=r"out\.json does not say which rows .*out\.arrow"):
+            CheckedData.read(tmp_path / "out.json")
     # Faults of many parts are of their rows.
     lines = Path(source.path).read_text().splitlines()
     Path(source.path).write_text("\n".join([*lines[:7], '{"messages": []}', *lines[8:]]))
