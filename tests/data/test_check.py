@@ -44,11 +44,11 @@ def draw(tmp_path):
         Image.new("RGB", (8, 8), colour).save(tmp_path / name)
         return tmp_path / name
 
+    draw_it("a.png")
     return draw_it
 
 
 def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw):
-    draw("a.png")
     checked = check(write(turns("a.png"), turns(), turns("a.png", "a red circle", rounds=3)))
     batches = [ConversationCollator(processor)([row]) for row in checked.conversations()]
     positions = [batch["input_ids"].shape[1] for batch in batches]
@@ -63,7 +63,6 @@ def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw)
 def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longer(
     check, write, draw
 ):
-    draw("a.png")
     path = write(turns(), turns("a.png", rounds=4))
     checked = check(path)
     needed = checked.column("in_table")[1]
@@ -79,7 +78,6 @@ def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longe
 def test_a_template_that_drops_pictures_or_words_is_noticed(
     processor, check, write, draw, monkeypatch, words
 ):
-    draw("a.png")
     for template in (
         processor.chat_template.replace("* images", "* 0"),
         "{{ '<|user|>' }}{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -100,7 +98,6 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
 ):
     (tmp_path / "bad.png").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.png")
-    draw("a.png")
     pictures = ("bad.png", "pipe.png", "none.png", "x" * 300)
     long = turns(rounds=30)
     path = write(turns(answer=""), turns("a.png"), *map(turns, pictures), long, turns())
@@ -122,8 +119,7 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
 @pytest.fixture
 def decoded(monkeypatch) -> list[str]:
     """Names of the pictures that are decoded."""
-    names = []
-    look = decoding.read_facts_of_all
+    names, look = [], decoding.read_facts_of_all
 
     def noted(new, processes):
         names.extend(Path(path).name for path in new)
@@ -142,8 +138,7 @@ def any_age(monkeypatch):
 def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_knows(
     check, write, draw, decoded, any_age, monkeypatch
 ):
-    measured = []
-    measure = ConversationCollator.measure
+    measured, measure = [], ConversationCollator.measure
 
     def noted(collator, rows):
         measured.extend(rows)
@@ -151,7 +146,7 @@ def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_know
 
     monkeypatch.setattr(ConversationCollator, "measure", noted)
     monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
-    draw("a.png"), draw("b.png")
+    draw("b.png")
     first = check(write(turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
     assert decoded == ["a.png", "b.png"] and len(measured) == 3
     assert found(check(Path(first.path))) == found(first)
@@ -214,7 +209,6 @@ def test_a_picture_that_may_change_within_a_tick_is_not_remembered(check, write,
 def test_a_damaged_memory_is_begun_anew(
     tmp_path, check, write, draw, decoded, any_age, damage, caplog
 ):
-    draw("a.png")
     path = write(turns("a.png"))
     first = found(check(path))
     memory = tmp_path / "memory" / "m.sqlite"
@@ -256,7 +250,6 @@ def test_a_cache_folder_is_ignored_unless_its_path_is_whole(monkeypatch, tmp_pat
 
 
 def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, draw):
-    draw("a.png")
     checked = check(write(turns("a.png"), turns(), {"messages": []}), on_bad="skip")
     checked.write(tmp_path / "data.json")
     read = CheckedData.read(tmp_path / "data.json")

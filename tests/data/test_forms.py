@@ -67,34 +67,25 @@ OF_TALK = {"turns": "talk", "system": "rules"}
 NUMBERED = [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]
 
 
-@pytest.mark.parametrize(
-    ("row", "columns", "expected"),
-    [
-        (
-            {},
-            {"question": "Question: {Question Text}\nNumber {n:03}.", "answer": "a"},
-            ["Question: q?\nNumber 007.", "b"],
-        ),
-        ({}, {"question": "这是什么？", "answer": "a"}, ["这是什么？", "b"]),
-        ({}, {"question": "json.q.1", "answer": "x.y.z"}, ["second", "1"]),
-        ({}, {"question": "{{a}} is {a}", "answer": "n"}, ["{a} is b", "7"]),
+def test_columns_make_the_words_of_a_row(tmp_path):
+    of_turns = OF_TALK | {"question": "ask", "answer": "reply"}
+    for row, columns, *expected in (
+        ({}, "Question: {Question Text}\nNumber {n:03}.", "Question: q?\nNumber 007.", "b"),
+        ({}, "这是什么？", "这是什么？", "b"),
+        ({}, "json.q.1", "second", "b"),
+        ({}, "x.y.z", "1", "b"),
+        ({}, "{{a}} is {a}", "{a} is b", "b"),
         # Of several answers the commonest is learned, of equals the first.
-        ({"a": ["cat", "dog", "dog"]}, {"question": "Who?", "answer": "a"}, ["Who?", "dog"]),
-        ({"a": ["cat", "dog"]}, {"question": "Who?", "answer": "a"}, ["Who?", "cat"]),
-        ({"a": NUMBERED}, {"question": "Who?", "answer": "a"}, ["Who?", "yes"]),
-        ({"a": 0.5}, {"question": "Who?", "answer": "a"}, ["Who?", "0.5"]),
-        (
-            {"talk": [{"ask": "q", "reply": "a", "by": "me"}], "rules": "s"},
-            OF_TALK | {"question": "ask", "answer": "reply"},
-            ["s", "q", "a"],
-        ),
-        ({"talk": [["q", "a"]], "rules": "s"}, OF_TALK, ["s", "q", "a"]),
-    ],
-    ids=range(10),
-)
-def test_columns_make_the_words_of_a_row(tmp_path, row, columns, expected):
-    (found,) = read(tmp_path / "a.jsonl", [ROW | row], columns=columns)
-    assert said(found) == expected
+        ({"a": ["cat", "dog", "dog"]}, "Who?", "Who?", "dog"),
+        ({"a": ["cat", "dog"]}, "Who?", "Who?", "cat"),
+        ({"a": NUMBERED}, "Who?", "Who?", "yes"),
+        ({"a": 0.5}, "Who?", "Who?", "0.5"),
+        ({"talk": [{"ask": "q", "reply": "a", "by": "me"}], "rules": "s"}, of_turns, *"sqa"),
+        ({"talk": [["q", "a"]], "rules": "s"}, OF_TALK, *"sqa"),
+    ):
+        named = columns if isinstance(columns, dict) else {"question": columns, "answer": "a"}
+        (found,) = read(tmp_path / "a.jsonl", [ROW | row], columns=named)
+        assert said(found) == expected
 
 
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):

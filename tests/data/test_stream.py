@@ -129,25 +129,27 @@ def collator(processor) -> StreamCollator:
     return StreamCollator(ConversationCollator(processor), 100, 8192)
 
 
-def streamed(rows, tmp_path) -> list:
-    file = written(tmp_path / "given.jsonl", *rows)
-    return [*islice(Stream([file], len(rows), buffer=1), len(rows))]
+@pytest.fixture
+def streamed(tmp_path):
+    """Rows as they come to the collator, which may show two pictures, of which one is cut."""
+    image = Image.effect_noise((64, 64), 50).convert("RGB")
+    image.resize((8, 8)).save(tmp_path / "cut.png")
+    image.save(tmp_path / "whole.png")
+    os.truncate(tmp_path / "cut.png", 99)
+
+    def stream_them(*rows) -> list:
+        file = written(tmp_path / "given.jsonl", *rows)
+        return [*islice(Stream([file], len(rows), buffer=1), len(rows))]
+
+    return stream_them
 
 
 def same(batch: dict, other: dict) -> bool:
     return batch.keys() == other.keys() and all(torch.equal(batch[k], other[k]) for k in other)
 
 
-@pytest.fixture
-def pictures(tmp_path):
-    image = Image.effect_noise((64, 64), 50).convert("RGB")
-    image.resize((8, 8)).save(tmp_path / "cut.png")
-    image.save(tmp_path / "whole.png")
-    os.truncate(tmp_path / "cut.png", 99)
-
-
-def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, pictures, tmp_path):
-    rows = streamed([turns("a", image="whole.png"), turns("b")], tmp_path)
+def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, streamed):
+    rows = streamed(turns("a", image="whole.png"), turns("b"))
     want = collator.collator([row.messages for row in rows])
     longest = want["input_ids"].shape[1]  # of the row with a picture
     for limit, is_taken in ((longest, True), (longest - 1, False)):
@@ -158,7 +160,7 @@ def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, pict
 
 
 def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
-    collator, pictures, tmp_path, monkeypatch
+    collator, streamed, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(decoding, "MOST_PIXELS", 64 * 64 - 1)
     for bad, told in (
@@ -167,7 +169,7 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
         (turns("b", answer="x" * 2**20), "characters"),
         (turns("b", answer=7), "content is 7; expected text"),
     ):
-        rows = streamed([turns("a"), bad, turns("c")], tmp_path)
+        rows = streamed(turns("a"), bad, turns("c"))
         batch = collator(rows)
         [fault] = batch.pop(FAULTS)
         assert fault.startswith(f"{tmp_path}/given.jsonl:2: ") and told in fault
@@ -175,10 +177,8 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
         assert same(batch, collator.collator([rows[0].messages, rows[2].messages]))
 
 
-def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(
-    collator, pictures, tmp_path
-):
-    [bad] = streamed([turns("b", image="cut.png")], tmp_path)
+def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(collator, streamed):
+    [bad] = streamed(turns("b", image="cut.png"))
     batch = collator([bad, bad._replace(fault="is the last", is_last=True)])
     assert len(batch[FAULTS]) == 1 and batch[UNREADABLE] == [f"{bad.place}: is the last"]
     assert batch["labels"].shape == batch["input_ids"].shape
