@@ -1,5 +1,4 @@
-"""Rows for tests, and the forms in which people have pictures with questions and answers: those of
-data_forms.yaml."""
+"""Rows for tests, and the forms of pictures with questions that data_forms.yaml describes."""
 
 import io
 import json
@@ -33,9 +32,9 @@ def turns(question: Any = "q", answer: Any = "a", **more: Any) -> list[dict]:
 
 def write_rows(path: Path, *rows: Any) -> Path:
     """JSON lines; of a list the messages, of a text the line itself."""
-    lines = [{"messages": row} if isinstance(row, list) else row for row in rows]
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("".join(f"{text}\n" for text in texts))
+    whole = [{"messages": row} if isinstance(row, list) else row for row in rows]
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in whole]
+    path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
@@ -79,18 +78,17 @@ def make(form: str, folder: Path, examples: list[Example]) -> tuple[Path, dict[s
     rows = []
     for number, of in enumerate(examples):
         embedded = {"bytes": (folder / "pictures" / of.picture).read_bytes(), "path": None}
-        more = {"stem": of.picture[:-4], "number": number, "half": number % 2}
-        rows.append(of._asdict() | more | {"embedded": embedded})
+        more = {"stem": of.picture[:-4], "number": number, "embedded": embedded}
+        rows.append(of._asdict() | more)
     files = dict(FORMS[form])
-    fields = files.pop("fields", {})
-    path = files.pop("path", next(iter(files)))
+    fields, path = files.pop("fields", {}), files.pop("path", None)
     for name, content in files.items():
         of_files: dict[str, list[dict]] = {}
         for row in rows:
             of_files.setdefault(name.format(**row), []).append(row)
         for file, some in of_files.items():
             _write(folder, file, content, some)
-    return folder / path, fields
+    return folder / (path or next(iter(files))), fields
 
 
 def _write(folder: Path, name: str, content: Any, rows: list[dict]) -> None:
@@ -118,19 +116,16 @@ def _write(folder: Path, name: str, content: Any, rows: list[dict]) -> None:
 
 
 def _write_rows(path: Path, suffix: str, rows: list[dict]) -> Any:
-    name, first = next(iter(rows[0].items()))
-    if isinstance(first, (dict, list)) and suffix in (".parquet", ""):
+    if suffix in (".parquet", ""):
+        table, name = datasets.Dataset.from_list(rows), next(iter(rows[0]))
         # With the pictures in it, as push_to_hub uploads it.
-        pictures = {"image": datasets.Image(), "images": datasets.List(datasets.Image())}
-        table = datasets.Dataset.from_list(rows).cast_column(name, pictures[name])
+        kinds = {"image": datasets.Image(), "images": datasets.List(datasets.Image())}
+        table = table.cast_column(name, kinds[name]) if name in kinds else table
         return table.to_parquet(path) if suffix else table.save_to_disk(path)
-    # As object, for datasets before 4.1 takes no large_string, which pandas 3 writes.
-    table = pandas.DataFrame(rows).astype(object)
+    table = pandas.DataFrame(rows)
     if suffix in (".csv", ".tsv"):
         between = "\t" if suffix == ".tsv" else ","
         return table.to_csv(path, sep=between, index=path.suffix == ".gz")  # as by default
-    if suffix == ".parquet":
-        return table.to_parquet(path)
     return table.to_json(path, orient="records", lines=suffix == ".jsonl")
 
 
