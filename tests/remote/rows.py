@@ -1,10 +1,21 @@
-"""Rows of all sorts, their labels and gradients, and tokens drawn after them."""
+"""Rows and chats of all sorts, their gradients, and tokens drawn after them."""
 
 import torch
+from PIL import Image
 
-from tests.helpers.tiny import grown_image, padded, pictures, text
+from tests.helpers.tiny import BOI, grown_image, padded, pictures, text
 
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
+IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
+DRAWN = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
+GREEDY = DRAWN | {"do_sample": False}
+
+
+def user(content, **rest) -> list[dict]:
+    return [{"role": "user", "content": content, **rest}]
+
+
+def picture(color="red", size=(30, 20)) -> Image.Image:
+    return Image.new("RGB", size, color)
 
 
 def rows_with(image: list[int]) -> list[list[int]]:
@@ -19,18 +30,22 @@ def rows_with(image: list[int]) -> list[list[int]]:
     ]
 
 
+def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
+    """Unlike numbers of images and, if there are two rows, unlike padding."""
+    rows = [
+        [*image, *text(4, seed=3), *image, *text(2, seed=4)],
+        [*text(6, seed=1), *image, *text(9, seed=2)],
+    ][:num_rows]
+    number = sum(row.count(BOI) for row in rows)
+    return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
+
+
 def two_rows(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
     """One with an image, grown unless it is given, and a shorter one of text; all is learned."""
     image = grown_image() if image is None else image
     inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], side)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     return inputs | {"pixel_values": pictures(1) if image else None, "labels": labels}
-
-
-def labels_for(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A label at every real position but the first, which is predicted from nothing of its row."""
-    mask = batch["attention_mask"]
-    return batch["input_ids"].masked_fill((mask == 0) | (mask.cumsum(dim=1) == 1), -100)
 
 
 def gradients(model, **inputs) -> dict[str, torch.Tensor]:
@@ -42,10 +57,10 @@ def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     return found | {"loss": loss.detach()}
 
 
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol=0.0) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
-        assert torch.equal(got[name], value), name
+        assert (got[name] - value).abs().max() <= atol, name
 
 
 def new_tokens(model, batch: dict, **options) -> torch.Tensor:

@@ -13,20 +13,9 @@ from transformers import CompileConfig, StaticCache
 from glm4v_patched.remote import generation_chatglm
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
 from tests.helpers.waits import Calls, Operators
+from tests.remote.rows import DRAWN, GREEDY, prompts
 
-FIXED = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
-GREEDY = FIXED | {"do_sample": False}
 IMAGES = {"text": [], "three ids": three_id_image(), "grown": grown_image()}
-
-
-def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
-    """Unlike numbers of images and, if there are two rows, unlike padding."""
-    rows = [
-        [*image, *text(4, seed=3), *image, *text(2, seed=4)],
-        [*text(6, seed=1), *image, *text(9, seed=2)],
-    ][:num_rows]
-    number = sum(row.count(image[0]) for row in rows) if image else 0
-    return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
 
 
 def steps_of(model, **given) -> list[tuple[list[str], list[str]]]:
@@ -58,7 +47,7 @@ def steps_of(model, **given) -> list[tuple[list[str], list[str]]]:
 @pytest.mark.parametrize(("image", "num_rows"), [("text", 1), ("three ids", 2), ("grown", 2)])
 def test_a_drawn_token_waits_for_nothing_and_grows_nothing(model, image, num_rows, cache):
     options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
-    prompt, *steps = steps_of(model, **batch_of(IMAGES[image], num_rows), **options)
+    prompt, *steps = steps_of(model, **prompts(IMAGES[image], num_rows), **options)
     assert prompt[0], "the prompt is checked, which the device has to say"
     assert [waits for waits, _ in steps] == [[]] * 5
     # Measured with transformers 5.24: up to 187. Rows that were grown again took 165 more.
@@ -81,9 +70,9 @@ def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, monkeypa
     config._compile_all_devices = True
     static = {"cache_implementation": "static", "compile_config": config}
     for image in IMAGES.values():
-        batch = batch_of(image)
+        batch = prompts(image)
         for mode in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            options = FIXED | mode
+            options = DRAWN | mode
             torch.manual_seed(0)
             want = model.generate(**batch, **options)
             torch.manual_seed(0)
@@ -119,7 +108,7 @@ def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attenti
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "prepare_inputs_for_generation", both)
-        model.generate(**batch_of(IMAGES[image], num_rows), **GREEDY, cache_implementation="static")
+        model.generate(**prompts(IMAGES[image], num_rows), **GREEDY, cache_implementation="static")
     assert len(steps) == 5
     for anew, after in steps:
         assert anew.keys() == after.keys()
@@ -132,7 +121,7 @@ def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attenti
 
 def test_a_static_cache_has_room_for_rows_that_grow_or_is_refused():
     model = tiny_model()  # generate makes no smaller cache than one before
-    batch = batch_of(three_id_image())
+    batch = prompts(three_id_image())
     options = GREEDY | {"return_dict_in_generate": True}
     want = model.generate(**batch, **GREEDY)
     output = model.generate(**batch, **options, cache_implementation="static")
@@ -163,7 +152,8 @@ def test_a_compiled_graph_says_when_rows_do_not_fit_it():
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
     ids = torch.tensor([text(12)])
     compiled(input_ids=ids, use_cache=False)
-    for fault in (ids + 512, ids - 600):
+    for wrong in (512, -1):
+        fault = ids.index_fill(1, torch.tensor([3]), wrong)
         with pytest.raises(RuntimeError, match="these rows do not fit a compiled graph"):
             compiled(input_ids=fault, use_cache=False)
     # As long as grown ones, for the shapes of short rows tell that they are not.

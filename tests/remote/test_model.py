@@ -39,8 +39,8 @@ def test_training_and_evaluation_compute_the_same_and_training_keeps_no_cache(im
 
 
 @torch.no_grad()
-def test_tuples_hold_what_the_named_output_holds(model):
-    inputs = two_rows(three_id_image()) | {"output_hidden_states": True}
+def test_tuples_hold_what_the_named_output_holds():
+    inputs, model = two_rows(three_id_image()), tiny_model(output_hidden_states=True)
     named = model(**inputs)
     loss, logits, cache, states, images = model(**inputs, return_dict=False)
     assert torch.equal(loss, named.loss) and torch.equal(logits, named.logits)
@@ -135,8 +135,20 @@ def test_new_weights_are_normal_biases_zero_and_norms_one(cls):
             assert value.mean().abs() < 0.1, name
 
 
-def test_text_batches_do_not_run_the_tower_in_a_single_process():
+@pytest.fixture
+def processes():
+    """``processes(number)`` makes this process one of a group; torch's fake group sends nothing."""
+
+    def join(number: int) -> None:
+        torch.distributed.init_process_group("fake", FakeStore(), rank=0, world_size=number)
+
+    yield join
+    torch.distributed.destroy_process_group()
+
+
+def test_text_batches_do_not_run_the_tower_in_a_single_process(processes):
     model = tiny_model().train()
+    processes(1)
     inputs = padded([text(4), text(6)], "left")
     model(**inputs, labels=inputs["input_ids"]).loss.backward()
     vision = model.transformer.vision
@@ -242,17 +254,6 @@ def test_set_attn_implementation_reaches_both_towers():
 
 SPLIT = {"transformer.vision": 0, "transformer.encoder": 1, "transformer.embedding": 0}
 ON_ONE = {"transformer.vision": torch.device("cuda:0"), "encoder": "cuda:0", "a": 0}
-
-
-@pytest.fixture
-def processes():
-    """``processes(number)`` makes this process one of a group; torch's fake group sends nothing."""
-
-    def join(number: int) -> None:
-        torch.distributed.init_process_group("fake", FakeStore(), rank=0, world_size=number)
-
-    yield join
-    torch.distributed.destroy_process_group()
 
 
 def split_model(device_map=SPLIT):

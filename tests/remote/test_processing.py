@@ -8,10 +8,11 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from glm4v_patched.remote import processing_chatglm
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from glm4v_patched.remote.tokenization_chatglm import logger as logger_of_tokenizer
-from tests.remote.chats import IMAGE, picture, user
+from tests.remote.rows import IMAGE, picture, user
 
 PREFIX = "[gMASK]<sop>"
 N = 4
@@ -48,6 +49,9 @@ def test_an_image_grows_and_one_that_has_grown_stays(processor):
     assert out["pixel_values"].shape == (1, 3, 56, 56)
     assert out["attention_mask"].tolist() == [[1] * out["input_ids"].shape[1]]
     short = processor(images=picture(), text=f"{IMAGE}cat")["input_ids"]
+    of_images = {"images_kwargs": {"return_tensors": "pt"}}
+    tensors = processor(images=picture(), text=f"{IMAGE}cat", **of_images)["input_ids"]
+    assert tensors.tolist() == short
     for given in (f"{GROWN}cat", short, short[0]):
         assert processor(images=picture(), text=given)["input_ids"] == short
     for nothing in (None, [], [None]):
@@ -199,11 +203,21 @@ def test_the_assistant_mask_grows_and_is_padded_with_the_row(processor, of, side
         assert processor.decode(ids[mask.bool()]) == f"\n{said}"
 
 
-def test_the_published_folder_has_no_image_processor(tmp_path, small_backend):
+def test_the_image_processor_is_that_of_the_folder_or_follows_the_tokenizers_size(
+    tmp_path, small_backend, monkeypatch
+):
     ChatGLM4Tokenizer(tokenizer_object=small_backend, image_size=84).save_pretrained(tmp_path)
-    loaded = ChatGLMProcessor.from_pretrained(tmp_path)
+    loaded = ChatGLMProcessor.from_pretrained(tmp_path)  # the published one has none
     assert loaded.num_image_tokens == 9
     assert loaded.image_processor.size == {"height": 84, "width": 84}
+    loaded.image_processor.image_mean = [0.1, 0.2, 0.3]
+    loaded.save_pretrained(tmp_path)
+    again = ChatGLMProcessor.from_pretrained(tmp_path)
+    assert again.image_processor.image_mean == [0.1, 0.2, 0.3]
+    asked = []
+    monkeypatch.setattr(processing_chatglm, "cached_file", lambda *_, **said: asked.append(said))
+    ChatGLMProcessor.from_pretrained(tmp_path, revision="of-last-year")
+    assert asked[0]["revision"] == "of-last-year"
 
 
 @dataclass

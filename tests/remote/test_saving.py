@@ -22,7 +22,7 @@ from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
-from tests.remote.chats import picture, user
+from tests.remote.rows import picture, user
 from tests.remote.test_remote_rules import closure
 
 REMOTE = Path(sys.modules[GLM4VForCausalLM.__module__].__file__).parent
@@ -68,16 +68,13 @@ def assert_is_ours(folder: Path) -> None:
         assert (folder / name).read_bytes() == (REMOTE / name).read_bytes(), name
 
 
-PUBLISHED_CLASS = "modeling_chatglm.ChatGLMForConditionalGeneration"
 PUBLISHED = {
     "architectures": ["ChatGLMModel"],
-    "auto_map": {
-        "AutoConfig": "configuration_chatglm.ChatGLMConfig",
-        "AutoModel": PUBLISHED_CLASS,
-        "AutoModelForCausalLM": PUBLISHED_CLASS,
-        "AutoModelForSeq2SeqLM": PUBLISHED_CLASS,
-        "AutoModelForSequenceClassification": "modeling_chatglm.ChatGLMForSequenceClassification",
-    },
+    "auto_map": AUTO_MAP
+    | dict.fromkeys(
+        ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"),
+        "modeling_chatglm.ChatGLMForConditionalGeneration",
+    ),
 }
 
 
