@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from glm4v_patched.remote import generation_chatglm
-from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
 from tests.helpers.waits import Calls, Operators
 from tests.remote.rows import DRAWN, GREEDY, prompts
 
@@ -43,8 +43,11 @@ def steps_of(model, **given) -> list[tuple[list[str], list[str]]]:
     return steps
 
 
+ROWS = pytest.mark.parametrize(("image", "num_rows"), [("text", 1), ("three ids", 2), ("grown", 2)])
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize(("image", "num_rows"), [("text", 1), ("three ids", 2), ("grown", 2)])
+@ROWS
 def test_a_drawn_token_waits_for_nothing_and_grows_nothing(model, image, num_rows, cache):
     options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
     prompt, *steps = steps_of(model, **prompts(IMAGES[image], num_rows), **options)
@@ -54,34 +57,25 @@ def test_a_drawn_token_waits_for_nothing_and_grows_nothing(model, image, num_row
     assert max(len(operators) for _, operators in steps) <= 200 < len(prompt[1])
 
 
-@pytest.fixture
-def fresh_graphs():
-    torch._dynamo.reset()
-    counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-    torch._dynamo.reset()
-
-
-def test_every_step_is_one_graph_whatever_the_rows(model, fresh_graphs, monkeypatch):
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_every_step_is_one_graph_whatever_the_rows(model, monkeypatch):
     """With left padding and without, pictures in either form, greedy and sampled; as on a GPU."""
     monkeypatch.setattr(generation_chatglm, "COMPILES_NO_STEPS", ())
+    torch._dynamo.reset()
+    counters.clear()
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
     config._compile_all_devices = True
     static = {"cache_implementation": "static", "compile_config": config}
     for image in IMAGES.values():
-        batch = prompts(image)
         for mode in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            options = DRAWN | mode
-            torch.manual_seed(0)
-            want = model.generate(**batch, **options)
-            torch.manual_seed(0)
-            got = model.generate(**batch, **options, **static)
-            assert torch.equal(got, want)
-            torch.manual_seed(0)
-            assert torch.equal(model.generate(**batch, **options, use_cache=False), want)
+            drawn = []
+            for options in ({}, static, {"use_cache": False}):
+                torch.manual_seed(0)
+                drawn.append(model.generate(**prompts(image), **DRAWN, **mode, **options))
+            assert torch.equal(drawn[1], drawn[0]) and torch.equal(drawn[2], drawn[0])
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+    torch._dynamo.reset()
 
 
 def copied(inputs: dict) -> dict:
@@ -90,7 +84,7 @@ def copied(inputs: dict) -> dict:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("image", "num_rows"), [("text", 1), ("three ids", 2), ("grown", 2)])
+@ROWS
 def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attention):
     model = tiny_model(attn_implementation=attention)
     steps, prepare = [], model.prepare_inputs_for_generation
@@ -114,7 +108,7 @@ def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attenti
         assert anew.keys() == after.keys()
         for name, value in anew.items():
             if isinstance(value, torch.Tensor):
-                assert torch.equal(value, after[name]) and value.dtype == after[name].dtype, name
+                torch.testing.assert_close(after[name], value, rtol=0, atol=0)
             else:
                 assert value is after[name] or value == after[name], name
 
@@ -135,12 +129,6 @@ def test_a_static_cache_has_room_for_rows_that_grow_or_is_refused():
             continue
         with pytest.raises(ValueError, match=f"has room for {room} positions but the rows take"):
             model.generate(**batch, **GREEDY, **given)
-
-
-def test_prompts_that_are_padded_on_the_right_are_refused(model):
-    batch = padded([text(9), text(4), text(7)], "right")
-    with pytest.raises(ValueError, match=r"rows \[1, 2\] of 3 end in padding.*padding_side=\"left"):
-        model.generate(**batch, **GREEDY)
 
 
 @torch.no_grad()

@@ -133,6 +133,12 @@ def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, case,
         model(**inputs)
 
 
+def test_prompts_that_are_padded_on_the_right_are_refused(model):
+    batch = padded([text(9), text(4), text(7)], "right")
+    with pytest.raises(ValueError, match=r"rows \[1, 2\] of 3 end in padding.*padding_side=\"left"):
+        model.generate(**batch)
+
+
 def test_rows_that_do_not_fit_the_cache_are_refused_with_both_numbers(model):
     cache = model(input_ids=IDS, use_cache=True).past_key_values
     given = {"input_ids": IDS[:, :2], "past_key_values": cache}
