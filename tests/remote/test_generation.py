@@ -161,9 +161,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "chosen"), CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("given", ["none", "new"])
+@pytest.mark.parametrize("brings_images", [False, True])
 @torch.no_grad()
-def test_generate_goes_on_from_a_cache_that_was_changed(model, image, change, chosen, given):
+def test_generate_goes_on_from_a_cache_that_was_changed(
+    model, image, change, chosen, brings_images
+):
     begin = [*text(2, seed=3), *image, *text(3, seed=4), *image, *text(2, seed=5)]
     ids = torch.tensor([begin, [*image, *text(len(begin) - len(image), seed=6)]])
     of_rows = [pictures(2, seed=1), pictures(1, seed=2)]
@@ -172,20 +174,13 @@ def test_generate_goes_on_from_a_cache_that_was_changed(model, image, change, ch
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, pixel_values=torch.cat(of_rows), use_cache=True, **named_cache(cache))
     change(cache)
-    cache = copy.deepcopy(cache)
-    new = pictures(len(chosen), seed=3)
-    if given == "none":  # what follows the cache is text then
-        after, images = text(2, seed=7), None
-        every = torch.cat([of_rows[i] for i in chosen])
-    else:
-        after = [*text(2, seed=7), *image, *text(2, seed=8)]
-        every = torch.cat([torch.cat([of_rows[i], new[n : n + 1]]) for n, i in enumerate(chosen)])
-        images = new
-    whole = torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)
-    options = {"max_new_tokens": 4, "do_sample": False}
-    want = model.generate(whole, pixel_values=every, **options)
-    found = model.generate(whole, pixel_values=images, **options, **named_cache(cache))
-    assert torch.equal(found, want)
+    after = [*text(2, seed=7), *image, *text(2, seed=8)] if brings_images else text(2, seed=7)
+    new = pictures(len(chosen) if brings_images else 0, seed=3)
+    every = [torch.cat((of_rows[i], new[n : n + 1])) for n, i in enumerate(chosen)]
+    whole = {"input_ids": torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)}
+    want = new_tokens(model, whole | {"pixel_values": torch.cat(every)})
+    given = {"pixel_values": new, **named_cache(copy.deepcopy(cache))}
+    assert torch.equal(new_tokens(model, whole | given), want)
 
 
 @pytest.mark.parametrize(
@@ -227,16 +222,11 @@ def test_an_answer_ends_at_the_last_position(model, image, options):
         assert out.shape[1] - ids.shape[1] == number
 
 
-# Image ids are not drawn unless an empty list allows them
-
+IMAGE_IDS = {BOI, EOI, FILL}
 MODES = {
     "greedy": {"do_sample": False},
     "sampled from the best": {"do_sample": True, "top_k": 1},
-    "sampled beams, static cache": {
-        "do_sample": True,
-        "num_beams": 3,
-        "cache_implementation": "static",
-    },
+    "sampled beams, static cache": {"num_beams": 3, "cache_implementation": "static"},
     "a framework's own config": {
         "generation_config": GenerationConfig(do_sample=True, max_new_tokens=6, eos_token_id=None)
     },
@@ -244,37 +234,28 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def drawing_image_ids():
-    """A model that wants nothing but image ids: what it draws."""
+def wants_image_ids():
+    """A model that wants nothing but image ids."""
     model = tiny_model(image_token_id=FILL)
-
-    def favour(module, inputs, logits):
-        return logits.index_add(
-            -1, torch.tensor([*IMAGE_IDS]), logits.new_full((*logits.shape[:-1], 3), 100)
-        )
-
-    model.transformer.output_layer.register_forward_hook(favour)
-
-    def drawn(**options) -> set[int]:
-        given = {"pixel_values": pictures(1), "pad_token_id": 500, **options}
-        if "generation_config" not in options:
-            given |= {"max_new_tokens": 6, "eos_token_id": None}
-        torch.manual_seed(0)
-        return set(model.generate(row(grown_image()), **given)[0, -6:].tolist())
-
-    return drawn
+    favoured = torch.zeros(512).index_fill(0, torch.tensor([*IMAGE_IDS]), 100)
+    model.transformer.output_layer.register_forward_hook(lambda *call: call[2] + favoured)
+    return model
 
 
-IMAGE_IDS = {BOI, EOI, FILL}
-OTHER = SuppressTokensLogitsProcessor([3])  # of generate's own class
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(mode, drawing_image_ids):
-    options = MODES[mode] | {"logits_processor": LogitsProcessorList([OTHER])}
-    assert not drawing_image_ids(**options) & IMAGE_IDS
-    assert not drawing_image_ids(**options, suppress_tokens=[4]) & IMAGE_IDS
-    assert drawing_image_ids(**options, suppress_tokens=[]) <= IMAGE_IDS
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(("suppressed", "are_drawn"), [(None, False), ([4], False), ([], True)])
+def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
+    wants_image_ids, options, suppressed, are_drawn
+):
+    torch.manual_seed(0)
+    ids = row(grown_image())
+    options = options if "generation_config" in options else {**GREEDY, "do_sample": True} | options
+    options = options | ({} if suppressed is None else {"suppress_tokens": suppressed})
+    # Beside one of generate's own class.
+    others = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
+    given = {"pixel_values": pictures(1), "logits_processor": others, "pad_token_id": PAD}
+    answer = wants_image_ids.generate(ids, **given | options)[0, ids.shape[1] :].tolist()
+    assert {token in IMAGE_IDS for token in answer} == {are_drawn}
 
 
 def test_continuous_batching_is_refused(model):

@@ -273,23 +273,22 @@ def special_ids(tokenizer, ids) -> list[int]:
 
 @pytest.mark.parametrize("token", SPECIAL_TOKENS)
 def test_no_string_of_the_user_becomes_special(tokenizer, token):
-    def conversation(evil):
-        return [
+    def tool(x: int):
+        """Placeholder."""
+
+    def ids_with(evil: str) -> list[int]:
+        tool.__doc__ = f"Do {evil}.\n\nArgs:\n    x: {evil}\n"
+        conversation = [
             {"role": "system", "content": "", "tools": [{"name": evil, evil: {"k": [evil]}}]},
             {"role": "user", "content": f"a{evil}b {evil}", "metadata": f"x{evil}"},
             {"role": "assistant", "content": [{"type": "text", "text": evil}], "metadata": evil},
             {"role": "user", "content": "c", "image": evil},
         ]
+        tools = [tool, {"name": evil, "description": evil}]
+        return chat_ids(tokenizer, conversation, add_generation_prompt=True, tools=tools)
 
-    def tool(x: int):
-        """Placeholder."""
-
-    tool.__doc__ = f"Do {token}.\n\nArgs:\n    x: {token}\n"
-    options = {"tools": [tool, {"name": token, "description": token}]}
-    ids = chat_ids(tokenizer, conversation(token), add_generation_prompt=True, **options)
-    options = {"tools": [{"name": "evil"}]}
-    harmless = chat_ids(tokenizer, conversation("evil"), add_generation_prompt=True, **options)
-    assert special_ids(tokenizer, ids) == special_ids(tokenizer, harmless)
+    ids = ids_with(token)
+    assert special_ids(tokenizer, ids) == special_ids(tokenizer, ids_with("evil"))
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert f"a{token}b {token}" in text and text.count(token) >= 10
     # Nor do its parts join.
