@@ -18,18 +18,6 @@ def picture(color="red", size=(30, 20)) -> Image.Image:
     return Image.new("RGB", size, color)
 
 
-def rows_with(image: list[int]) -> list[list[int]]:
-    """Rows of unlike lengths: no image, one inside, two adjacent, at the start, at the end, all."""
-    return [
-        text(9, seed=1),
-        [*text(4, seed=2), *image, *text(6, seed=3)],
-        [*text(2, seed=4), *image, *image, *text(3, seed=5)],
-        [*image, *text(5, seed=6)],
-        [*text(7, seed=7), *image],
-        [*image, *text(1, seed=8), *image, *text(4, seed=9), *image, *text(2, seed=10)],
-    ]
-
-
 def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
     """Unlike numbers of images and, if there are two rows, unlike padding."""
     rows = [

@@ -28,7 +28,7 @@ from tests.helpers.tiny import (
     three_id_image,
     tiny_model,
 )
-from tests.remote.rows import GREEDY, new_tokens, rows_with
+from tests.remote.rows import GREEDY, new_tokens
 
 # fp32, cached against one pass. Measured 8.5e-6; positions that continue from the cache's length,
 # not from the image's three, must fail.
@@ -36,8 +36,13 @@ ATOL = 2e-5
 
 
 def four_rows(image: list[int]) -> list[list[int]]:
-    """With 0, 1, 2 and 1 images."""
-    return rows_with(image)[:4]
+    """Of unlike lengths: no image, one inside, two adjacent, one at the start."""
+    return [
+        text(9, seed=1),
+        [*text(4, seed=2), *image, *text(6, seed=3)],
+        [*text(2, seed=4), *image, *image, *text(3, seed=5)],
+        [*image, *text(5, seed=6)],
+    ]
 
 
 def batch_with(image: list[int]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from tests.helpers.tiny import (
     text,
     three_id_image,
 )
-from tests.remote.rows import assert_close, gradients, rows_with
 
 FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
@@ -25,28 +24,6 @@ def grow(rows, image_format=FORMAT, **given) -> GrownRows:
     """``rows``: ids of one or of several, also as a tensor."""
     ids = torch.atleast_2d(torch.as_tensor(rows))
     return grow_rows(GivenRows(ids, **given), image_format, int((ids == BOI).sum()))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_three_id_rows_equal_grown_rows_bitwise_with_gradients(model, side):
-    # On the right, rows with as many images each: inner filling comes on the left.
-    rows = slice(3, 5) if side == "right" else slice(None)
-    forms = [padded(rows_with(image)[rows], side) for image in (three_id_image(), grown_image())]
-    images = pictures(int((forms[0]["input_ids"] == BOI).sum()))
-    valid = forms[1]["attention_mask"].bool()
-    with torch.no_grad():
-        three, grown = (model(**batch, pixel_values=images).logits for batch in forms)
-    assert torch.equal(three[valid], grown[valid])
-    got, want = (
-        gradients(
-            model,
-            **batch,
-            pixel_values=images,
-            labels=batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100),
-        )
-        for batch in forms
-    )
-    assert_close(got, want)
 
 
 def test_rows_that_grow_unlike_need_no_mask():

@@ -26,17 +26,15 @@ from tests.remote.rows import two_rows
 ATOL = 1e-5
 
 
-def test_training_and_evaluation_compute_the_same_and_training_keeps_no_cache(image):
-    model = tiny_model()
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        evaluated = model(**two_rows(image), past_key_values=cache)
-        trained = model.train()(**two_rows(image))
-    assert torch.equal(trained.loss, evaluated.loss)
-    assert torch.equal(trained.logits, evaluated.logits)
-    assert evaluated.past_key_values is cache and trained.past_key_values is None
+def test_evaluation_fills_a_cache_and_training_one_that_is_asked_for(model):
+    """What they compute: tests/parity, in both."""
+    inputs, cache = two_rows(), DynamicCache(config=model.config)
+    evaluated = model(**inputs, past_key_values=cache)
+    assert evaluated.past_key_values is cache
     assert cache.get_seq_length() == evaluated.logits.shape[1]
-    assert model(**two_rows(image), use_cache=True).past_key_values is not None
+    model = tiny_model().train()
+    assert model(**inputs).past_key_values is None
+    assert model(**inputs, use_cache=True).past_key_values is not None
 
 
 @torch.no_grad()
@@ -193,22 +191,15 @@ def test_what_frameworks_pass_on_is_taken():
     model = tiny_model(image_token_id=FILL)
     ids = torch.tensor([[*text(2), *grown_image(), *text(3)]])
     length = ids.shape[1]
-    ends = torch.tensor([0, length], dtype=torch.int32)
     given = {"input_ids": ids, "pixel_values": pictures(1)}
     types = (ids == FILL).int()
-    got = model(
-        **given,
-        cu_seq_lens_q=ends,
-        cu_seq_lens_k=ends,
-        max_length_q=length,
-        max_length_k=length,
-        seq_idx=torch.zeros(1, length, dtype=torch.int32),
-        cache_position=torch.arange(length),
-        token_type_ids=types,
-        output_attentions=False,
-        num_items_in_batch=None,
-        prompt_length=None,
-    )
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    passed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
+    passed |= dict.fromkeys(("max_length_q", "max_length_k"), length)
+    passed |= dict.fromkeys(("num_items_in_batch", "prompt_length"))
+    passed |= {"seq_idx": torch.zeros(1, length, dtype=torch.int32), "output_attentions": False}
+    passed |= {"cache_position": torch.arange(length), "token_type_ids": types}
+    got = model(**given, **passed)
     assert torch.equal(got.logits, model(**given).logits)
     wrong = {"atention_mask": torch.ones(1, length)}
     for others in (wrong, {"token_type_ids": 1 - types}, {"token_type_ids": types[:, :-1]}):

