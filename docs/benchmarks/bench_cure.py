@@ -27,7 +27,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.cell_worker import with_or_without_cure
+from tests.distributed.matrix import with_or_without_cure
 from tests.helpers.cells import Cell
 from tests.helpers.gathers import counted_gathers
 from tests.helpers.processes import gpu_environment, run_with_limit, two_processes
@@ -190,7 +190,7 @@ def main() -> None:
                 "steps": arguments.steps,
                 "out": str(out),
             }
-            command = two_processes(Path(__file__), json.dumps(settings))
+            command = two_processes(__file__, json.dumps(settings))
             ended = run_with_limit(command, 300, gpu_environment())
             if ended.status != 0:
                 print(f"{settings}: {ended.output[-2000:]}", flush=True)

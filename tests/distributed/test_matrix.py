@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.cell_worker import differences
-from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, run_cells
+from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, differences, run_cells
 from tests.helpers import unsharded
 from tests.helpers.cells import (
     PERSISTENCE,
@@ -45,6 +44,7 @@ PLAIN = [
     Cell("zero1", "all", "off"),
     Cell("fsdp2", "lora_both", "off"),
     Cell("ddp", "all", "off"),
+    Cell("zero3", "lora_both", "off", "bf16", "0"),
     *(
         Cell("zero3", weights, "off", persistence="0")
         for weights in ("all", "lora_both", "frozen_vision", "frozen_language")

@@ -33,11 +33,10 @@ class Ended:
     output: str
 
 
-def two_processes(worker: Path, *arguments: str) -> list[str]:
+def two_processes(*script: str) -> list[str]:
     """The command that runs a script on two processes of this machine, on a free port."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    return [*command, str(worker), *arguments]
+    return [*command, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", *script]
 
 
 def gpu_environment() -> dict[str, str]:
