@@ -53,6 +53,7 @@ from tests.helpers.steps import (
     weights_dtype,
 )
 from tests.helpers.unsharded import reference_name, unsharded_run
+from tests.tables import put_rows, read_rows
 
 # Relative to the step's largest gradient, over three steps. fp32: DeepSpeed's own linear function
 # sums in another order than torch's; measured 3e-6. bf16: one unit is 8e-3; measured 4e-2. What
@@ -292,16 +293,14 @@ def main() -> int:
     parser.add_argument("--strategy", nargs="+", choices=[*ZERO_STAGES, *WITHOUT_DEEPSPEED])
     parser.add_argument("--gpus", action="store_true", help="two GPUs and NCCL, not gloo")
     arguments = parser.parse_args()
-    rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-    every = {key(row): row for row in rows}
     for cells in (deepspeed_cells(), torch_cells()):
         if chosen := [c for c in cells if c.strategy in (arguments.strategy or ZERO_STAGES)]:
-            for row in run_installed(chosen, arguments.gpus):
-                every[key(row)] = {name: value for name, value in row.items() if value is not None}
-    lines = [json.dumps(row, separators=(",", ":")) for row in every.values()]
-    arguments.out.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    print(summary([*every.values()]))
-    return 1 if any(row["outcome"] == "failed" for row in every.values()) else 0
+            found = run_installed(chosen, arguments.gpus)
+            rows = [{n: value for n, value in row.items() if value is not None} for row in found]
+            put_rows(arguments.out, rows, key)
+    every = read_rows(arguments.out)
+    print(summary(every))
+    return 1 if any(row["outcome"] == "failed" for row in every) else 0
 
 
 if __name__ == "__main__":
