@@ -19,7 +19,7 @@ import pytest
 from glm4v_patched.engine.environment import environments_of_ranks, path_of_processes
 
 ROOT = Path(__file__).parents[2]
-SECONDS_TO_SERVE = 120
+SECONDS_TO_SERVE = 300
 # What is left to the other ranks once one has failed, to say why.
 SECONDS_TO_END = 10
 WORKERS = ROOT / "tests" / "distributed"
