@@ -434,8 +434,8 @@ FACTORY = [
     factory(
         "two GPUs: sft, LoRA, ZeRO-3, published repository",
         f"{FACTORY_LORA} {BY_ZERO3}",
-        **{"model": "published", "rate": 1e-2, "gpus": True} | TWO,
+        **{"model": "published", "rate": 1e-2, "gpus": 2} | TWO,
     ),
-    factory("two GPUs: sft, all weights, ZeRO-3", f"{FACTORY_FULL} {BY_ZERO3}", gpus=True, **TWO),
+    factory("two GPUs: sft, all weights, ZeRO-3", f"{FACTORY_FULL} {BY_ZERO3}", gpus=2, **TWO),
 ]
 JOBS = [*ON_GPUS, *ANY_TRAINER, *OTHERS, *TRL, *SWIFT, *FACTORY]
