@@ -20,7 +20,8 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +40,6 @@ from tests.helpers.cells import (
     known_limit,
     torch_cells,
 )
-from tests.helpers.gathers import counted_gathers
 from tests.helpers.processes import gpu_environment, run_ranks, run_with_limit, two_processes
 from tests.helpers.start_deepspeed import start_deepspeed
 from tests.helpers.steps import (
@@ -50,9 +50,9 @@ from tests.helpers.steps import (
     rank_batch,
     select_weights,
     small_model,
+    trainable,
     weights_dtype,
 )
-from tests.helpers.unsharded import reference_name, unsharded_run
 from tests.tables import put_rows, read_rows
 
 # Relative to the step's largest gradient, over three steps. fp32: DeepSpeed's own linear function
@@ -63,6 +63,58 @@ GRADIENT_LIMIT = {"fp32": 5e-5, "bf16": 8e-2, "bf16_autocast": 8e-2}
 LOSS_LIMIT = {"fp32": 1e-5, "bf16": 2e-3, "bf16_autocast": 2e-3}
 AXES = ("strategy", "weights", "use_reentrant", "precision", "persistence")
 SECONDS_FOR_ONE_CELL = 60
+
+
+def reference_name(cell: Cell) -> str:
+    """Cells that share it have one reference."""
+    masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
+    return f"{cell.weights}-{cell.precision}-{masters}-{cell.images}-{cell.steps}"
+
+
+def unsharded_run(cell: Cell) -> dict:
+    """One process without sharding and without activation checkpoints: losses and gradients of both
+    ranks' batches, averaged, one of each a step.
+
+    bf16 weights under DeepSpeed are updated in fp32 and rounded; elsewhere they are themselves
+    updated.
+    """
+    model = select_weights(small_model(weights_dtype(cell)).to(device()), cell.weights)
+    keeps_masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
+    parameters = trainable(model)
+    masters = [p.detach().float() if keeps_masters else p.detach() for p in parameters]
+    losses, gradients = [], []
+    for step in range(cell.steps):
+        loss = 0
+        for rank in range(2):
+            with autocast(cell):
+                loss = loss + model(**rank_batch(cell, rank, step)).loss / 2
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(
+            {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+        )
+        for parameter, master in zip(parameters, masters, strict=True):
+            if parameter.grad is not None:
+                master.sub_(LEARNING_RATE * parameter.grad.to(master.dtype))
+                parameter.data.copy_(master)
+        model.zero_grad()
+    return {"losses": losses, "gradients": gradients}
+
+
+@contextmanager
+def counted_gathers() -> Iterator[list[str]]:
+    """The all-gathers that DeepSpeed starts inside, one for each group of parameters."""
+    from deepspeed import comm
+
+    calls: list[str] = []
+
+    def counting(name: str):
+        function = getattr(comm, name)
+        return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
+
+    names = ("allgather_fn", "all_gather_into_tensor", "all_gather")
+    with mock.patch.multiple(comm, **{name: counting(name) for name in names}):
+        yield calls
 
 
 def config_of(cell: Cell) -> dict:
@@ -108,11 +160,11 @@ def train(cell: Cell, folder: Path) -> dict:
     with_deepspeed = training.engine is not None
     result: dict = {"losses": [], "gradients": []}
     for step in range(cell.steps):
-        with counted_gathers() if with_deepspeed else nullcontext() as count:
+        with counted_gathers() if with_deepspeed else nullcontext() as calls:
             with autocast(cell):
                 loss = training(**rank_batch(cell, rank, step)).loss
             training.backward(loss)
-        result["gathers"] = count and count.calls
+        result["gathers"] = len(calls) if calls is not None else None
         result["losses"].append(averaged(loss))
         result["gradients"].append({n: g.float().cpu() for n, g in training.gradients().items()})
         training.update()
