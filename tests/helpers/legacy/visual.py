@@ -29,9 +29,10 @@ class Attention(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x):
-        qkv = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))
+        batch, length, width = x.shape
+        qkv = self.query_key_value(x).view(batch, length, 3, self.num_heads, -1)
         x = scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
-        return self.dense(x.transpose(1, 2).flatten(2))
+        return self.dense(x.transpose(1, 2).reshape(batch, length, width))
 
 
 class MLP(nn.Module):
