@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from reading_runs import SIZES
-
 import torch
+from reading_runs import SIZES
 
 from glm4v_patched.cli import main as run
 from glm4v_patched.engine.trainable import build_random
