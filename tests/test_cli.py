@@ -69,13 +69,16 @@ def test_what_is_not_known_is_answered_with_the_nearest_that_is(typed, named, fa
     fails(*typed.split(), status=2, names=named)
 
 
+def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process that cannot import a module."""
+    code = f"import runpy, sys; sys.modules[{module!r}] = None; "
+    code += "runpy.run_module('glm4v_patched', run_name='__main__')"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_versions_are_told_without_loading_torch(monkeypatch, capsys):
-    without_torch = (
-        "import runpy, sys; sys.modules['torch'] = None; "
-        "runpy.run_module('glm4v_patched', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", without_torch, "--version"]
-    lines = subprocess.check_output(command, text=True).splitlines()
+    lines = run_without("torch", "--version").stdout.splitlines()
     assert lines[0] == f"glm4v-patched {glm4v_patched.__version__}"
     for name in ("torch", "transformers", "deepspeed"):
         assert f"{name} {version(name)}" in lines
@@ -83,6 +86,13 @@ def test_versions_are_told_without_loading_torch(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert "not-there-at-all is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["yaml", "pydantic"])
+def test_a_missing_package_of_recipes_is_told_with_its_cure(package):
+    ended = run_without(package, "train", "recipe.yaml")
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "PyYAML and pydantic: " in ended.stderr and "glm4v-patched[train]" in ended.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "doctor", "merge --out out", "compare"])
@@ -156,14 +166,35 @@ def add_checkpoint(folder: Path, step: int, processes: int = 2) -> Path:
 
 def test_a_recipe_that_is_not_there_or_not_one_ends_with_its_name(tmp_path, fails):
     (tmp_path / "recipe.json").write_text('{"stepps": 3}')
-    for name, named in (("none", "none.json"), ("recipe", "recipe.json:1: stepps")):
-        fails("train", str(tmp_path / f"{name}.json"), "--device", "cpu", names=named)
+    for named in ("none.json", "recipe.json:1: stepps"):
+        fails("train", str(tmp_path / named.split(":")[0]), "--device", "cpu", names=named)
 
 
 def test_training_does_not_start_among_checkpoints_unless_told_to_continue(tmp_path, train, fails):
     add_checkpoint(tmp_path, 4)
     fails(*train, names="checkpoint-4")
     assert not (tmp_path / "out" / "recipe.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "reached"),
+    [
+        ("", {"resume": False, "overwrite": False, "accept_changed_data": False}),
+        ("--overwrite trainer.max_steps=7", {"overwrite": True, "steps": 7}),
+        ("--resume --accept-changed-data", {"resume": True, "accept_changed_data": True}),
+        ("--resume-from there --dry-run", {"resume": Path("there"), "dry_run": True}),
+    ],
+)
+def test_what_is_typed_reaches_the_training(typed, reached, train, monkeypatch):
+    asked = {}
+
+    def note(recipe, placement, **told) -> None:
+        asked.update(told, steps=recipe.trainer.max_steps, processes=placement.processes)
+
+    monkeypatch.setattr(launch, "launch", note)
+    monkeypatch.setattr(ending, "describe_end", lambda *_: "")
+    assert main([*train, *typed.split()]) == 0
+    assert asked == asked | {"steps": 10, "processes": 2, "dry_run": False} | reached
 
 
 def test_training_continues_from_the_checkpoint_it_names(

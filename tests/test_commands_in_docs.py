@@ -9,13 +9,12 @@ command is repeated here. What cannot be run here is in ``ELSEWHERE``, with what
 import contextlib
 import io
 import json
+import re
 import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,6 @@ from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
 from tests.helpers.processes import (
     cpu_environment,
-    heed_signals,
     on_the_cpu,
     run_with_limit,
     serving,
@@ -41,8 +39,8 @@ ELSEWHERE = {
     "python3 -m venv .venv": "nox: first_command and test_command",
     "pip install ": "nox, or tests that are skipped without the package",
     "apt-get install ": ".ci/run, or by hand",
-    "nox -f tests/noxfile.py -": "by hand: test_sessions_are_there",
-    "pytest": "nox: test_command; test_tests_that_pages_name_are_there",
+    "nox -f tests/noxfile.py -": "by hand: test_tests_and_sessions_that_pages_name_are_there",
+    "pytest": "nox: test_command; test_tests_and_sessions_that_pages_name_are_there",
     ". .venv/bin/activate": "Reader: commands run as if it were activated",
     "ruff ": "nox: lint",
     "mypy": "nox: types",
@@ -107,28 +105,22 @@ def of_program(name: str) -> list[str]:
     return [text.removeprefix(f"{name} ") for text in TEXTS if text.startswith(f"{name} ")]
 
 
-def test_options_are_there():
-    for program, parser in (
-        ("glm4v-patched", _parser()),
-        ("python -m hub_upload", upload_parser()),
-    ):
-        for arguments in of_program(program):
-            if "--help" not in arguments:
-                parser.parse_args(shlex.split(arguments.partition(" > ")[0]))
+@pytest.mark.parametrize(
+    ("program", "parser"), [("glm4v-patched", _parser), ("python -m hub_upload", upload_parser)]
+)
+def test_options_are_there(program, parser):
+    for arguments in of_program(program):
+        if "--help" not in arguments:
+            parser().parse_args(shlex.split(arguments.partition(" > ")[0]))
 
 
-def test_tests_that_pages_name_are_there():
+def test_tests_and_sessions_that_pages_name_are_there():
     for arguments in of_program("pytest"):
-        words = shlex.split(arguments)
-        paths = [ROOT / word.partition("::")[0] for word in words if word.startswith("tests")]
+        paths = [ROOT / path.partition("::")[0] for path in re.findall(r"\btests/\S+", arguments)]
         assert all(path.exists() for path in paths), arguments
-        if "-k" in words:
-            wanted = words[words.index("-k") + 1]
+        for wanted in re.findall(r"-k (\w+)", arguments):
             files = [file for path in paths for file in [path, *path.rglob("*.py")]]
             assert any(wanted in file.read_text() for file in files if file.is_file()), wanted
-
-
-def test_sessions_are_there():
     for arguments in of_program("nox"):
         _, file, option, name, *_ = shlex.split(arguments)
         told = f'tags=["{name}"]' if option == "-t" else f"\ndef {name}(session: nox.Session"
@@ -204,23 +196,10 @@ def trained(reader) -> Path:
     few = "--device cpu --processes 2 trainer.max_steps=40 trainer.save_steps=20"
     few += " trainer.learning_rate=1e-2"  # so that adapters change more than rounding does
     log, out = reader.folder / "train.log", reader.folder / "trained"
-    with log.open("w") as output:
-        running = subprocess.Popen(
-            ["bash", "-c", f"exec {command} {few}"],
-            cwd=reader.folder,
-            env=reader.environment,
-            stdout=output,
-            stderr=output,
-            preexec_fn=heed_signals,
-        )
-    end = time.monotonic() + 300
-    while not (out / "checkpoint-20" / "complete.json").exists():
-        if running.poll() is not None or time.monotonic() > end:
-            running.kill()
-            pytest.fail(f"no checkpoint, status {running.poll()}\n{log.read_text()[-6000:]}")
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    assert running.wait(60) == 128 + signal.SIGINT, log.read_text()[-6000:]
+    started = ["bash", "-c", f"exec {command} {few}"], r"(step 2[1-9]/40)", log
+    with serving(*started, reader.environment, reader.folder) as (_, running):
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 128 + signal.SIGINT, log.read_text()[-6000:]
     assert "--resume" in log.read_text().rstrip().splitlines()[-1]
     (resume,) = (text for text in TEXTS if text.startswith("glm4v-patched train trained/"))
     assert "checkpoint-20" in reader.shell(f"{resume} --device cpu")
@@ -298,32 +277,26 @@ with open("rank" + os.environ.get("RANK", "0"), "w") as file:
     "import glm4v_patched\n",
 )
 def test_scripts_are_patched(given, reader):
-    told = "from transformers import AutoConfig\n"
-    told += "print(type(AutoConfig.from_pretrained('repository')).__module__)\n"
-    lines = [f"{text}\n{told}" for text in given if text.startswith("import")]
-    assert "glm4v_patched.remote" in reader.python(*lines)
-
     (reader.folder / "train.py").write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         here = f"deepspeed --num_gpus 2 --master_port {free.getsockname()[1]} "
     for command in given:
-        if any(other.startswith(f"{command} ") for other in given) or command.startswith("import"):
-            continue  # once, with arguments
-        # The variable PYTHONPATH that it sets has no place for the tests' own.
-        command = command.replace("deepspeed ", here).replace("PYTHONPATH=$", "PYTHONPATH=.:$")
-        if "train.py" not in command:
-            command += "; python train.py --lr 1e-5"
-        reader.shell(command)
-        handed_on = command.partition("train.py")[2].split()
+        if command.startswith("import"):
+            reader.python(f"{command}\n{SCRIPT}")
+        else:
+            # The variable PYTHONPATH that it sets has no place for the tests' own.
+            command = command.replace("deepspeed ", here).replace("PYTHONPATH=$", "PYTHONPATH=.:$")
+            reader.shell(command if "train.py" in command else f"{command}; python train.py")
         ranks = 2 if "torchrun" in command or "deepspeed" in command else 1
         for rank in range(ranks):
-            module, *arguments = (reader.folder / f"rank{rank}").read_text().split()
+            written = reader.folder / f"rank{rank}"
+            module, *arguments = written.read_text().split()
             assert module.startswith("glm4v_patched.remote"), command
             if "deepspeed" in command:
                 assert arguments.pop(0) == f"--local_rank={rank}"
-            assert arguments == handed_on, command
-            (reader.folder / f"rank{rank}").unlink()
+            assert arguments == command.partition("train.py")[2].split(), command
+            written.unlink()
 
 
 MERGED_IS_THE_SAME = """

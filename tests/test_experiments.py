@@ -17,14 +17,15 @@ README = BENCHMARKS / "README.md"
 SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
 
 
-def smoke(marker: str, command: str, prints: str, *writes: str, package: str = "torch"):
+QUANTISES = pytest.mark.skipif(
+    find_spec("llmcompressor") is None,
+    reason="not installed: llmcompressor; nox -f tests/noxfile.py -s llm_compressor",
+)
+
+
+def smoke(marks, command: str, prints: str, *writes: str):
     """A run of a script in an empty folder that has a tiny ``config.json``: what it prints, and the
     files of JSON and pictures that it leaves there."""
-    missing = pytest.mark.skipif(
-        find_spec(package) is None,
-        reason=f"not installed: {package}; nox -f tests/noxfile.py -s llm_compressor",
-    )
-    marks = [getattr(pytest.mark, marker), missing]
     return pytest.param(command, prints, writes, id=command.split()[0], marks=marks)
 
 
@@ -32,43 +33,42 @@ def smoke(marker: str, command: str, prints: str, *writes: str, package: str = "
 # two seeds, and a stopped training goes on.
 SMOKES = [
     smoke(
-        "slow",
+        pytest.mark.slow,
         "loss_curve --size tiny --steps 40 --no-compile --processes 1 --reference fast "
         "--also blank --at-once 2 --timeout 500 --out rows.json --picture curves.png",
         "blank, seed 0: .* OUTSIDE of the noise",
         *("rows.json", "curves.png"),
     ),
     smoke(
-        "slow",
+        pytest.mark.slow,
         "reading_task --device cpu --size tiny --steps 8 --out .",
         "fp32: done",
         *("reading_task.json", "reading_loss.png", "reading_sheet.png"),
     ),
     smoke(
-        "slow",
+        pytest.mark.slow,
         "compare_loops --device cpu --config config.json --dtype float32 --ways 'not compiled' "
         "--batch 1 2 --new-tokens 4 --prompt-tokens 6 --out rows.json",
         '"theirs 1, ours 1": true',
         "rows.json",
     ),
     smoke(
-        "slow",
+        pytest.mark.slow,
         "serve_clients --device cpu --clients 4 --alone 2 --requests 8 --new-tokens 4 "
         "--out rows.json",
         '"slowest": 0',
         "rows.json",
     ),
-    smoke("slow", "time_stream 30 --steps 2", r"30 rows: first step after [\d.]+ s"),
+    smoke(pytest.mark.slow, "time_stream 30 --steps 2", r"30 rows: first step after [\d.]+ s"),
     smoke(
-        "slow",
+        [pytest.mark.slow, QUANTISES],
         "export_formats --size tiny --device cpu --out .",
         r"int4: right [\d.]+ before, [\d.]+ after",
         "export_formats.json",
-        package="llmcompressor",
     ),
-    smoke("gpu", "attention_speed --out rows.json", "'backend': 'cudnn'", "rows.json"),
+    smoke(pytest.mark.gpu, "attention_speed --out rows.json", "'backend': 'cudnn'", "rows.json"),
     smoke(
-        "two_gpu",
+        pytest.mark.two_gpu,
         "bench_cure --layers 2 --rounds 1 --warm-up 1 --steps 2 --weights lora_both "
         "--out rows.jsonl",
         '"cure": false',

@@ -1,7 +1,6 @@
 """What pyproject.toml claims is what CI installs."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import yaml
@@ -13,16 +12,13 @@ from tests import noxfile
 from tests.helpers.cells import DEEPSPEED, TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # No build for CPUs is so old; the tests of GPUs run on it.
 UNTESTED_ON_CPUS = {"torch": "2.11"}
 IN_THE_MATRIX = {"transformers": TRANSFORMERS[0], "deepspeed": DEEPSPEED[0]}
 
 
 def required(*extras: str) -> list[Requirement]:
-    optional = PROJECT["project"]["optional-dependencies"]
-    of_extras = [text for extra in extras for text in optional[extra]]
-    return [Requirement(text) for text in [*PROJECT["project"]["dependencies"], *of_extras]]
+    return [Requirement(text) for text in noxfile.requirements(*extras)]
 
 
 def test_every_oldest_version_that_is_claimed_is_tested():
@@ -44,18 +40,6 @@ def test_on_the_oldest_versions_run_the_tests_of_all_that_uses_them():
     users = {file.relative_to(ROOT).parts[1] for file in files if imports.search(file.read_text())}
     assert {*noxfile.ON_THE_OLDEST} >= users
     assert all((ROOT / "tests" / folder).is_dir() for folder in noxfile.ON_THE_OLDEST)
-
-
-def test_ci_runs_its_sessions():
-    """Those of its list, and two before it; of "slow" all parts, which leave no test out."""
-    script = (ROOT / ".ci" / "run").read_text()
-    listed = re.findall(r"<<'END'\n(.*)^END$", script, re.M | re.S)[0].split()
-    named = [*re.findall(r"^session (\w+)$", script, re.M), *listed]
-    slow = [f"slow({part})" for part in noxfile.SLOW]
-    on_top = ["oldest", "middle", "framework"]
-    others = ["lint", "first_command", "test_command", "types", "notebook", "container"]
-    others += ["workflows", "docs", "package"]
-    assert sorted(named) == sorted([*others, *slow, *on_top])
 
 
 def test_the_range_of_transformers_is_that_of_the_code():

@@ -27,9 +27,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.cell_worker import with_or_without_cure
+from tests.distributed.matrix import counted_gathers, with_or_without_cure
 from tests.helpers.cells import Cell
-from tests.helpers.gathers import counted_gathers
 from tests.helpers.processes import gpu_environment, run_with_limit, two_processes
 from tests.helpers.steps import select_weights, trainable
 
@@ -117,7 +116,7 @@ def measure(cell: Cell, stage: int, live: float, layers: int, warm_up: int, step
             torch.cuda.synchronize()
             torch.distributed.barrier()
             start = time.perf_counter()
-            with counted_gathers() as count:
+            with counted_gathers() as gathers:
                 loss = engine(**inputs).loss
                 engine.backward(loss)
             engine.step()
@@ -135,7 +134,7 @@ def measure(cell: Cell, stage: int, live: float, layers: int, warm_up: int, step
         "fastest_s": round(timed[0], 4),
         "slowest_s": round(timed[-1], 4),
         "in_cure_s": round(sum(in_cure) / len(seconds), 6),
-        "gathers": count.calls,
+        "gathers": len(gathers),
         "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "loss": round(loss.item(), 4),
     }
@@ -190,7 +189,7 @@ def main() -> None:
                 "steps": arguments.steps,
                 "out": str(out),
             }
-            command = two_processes(Path(__file__), json.dumps(settings))
+            command = two_processes(__file__, json.dumps(settings))
             ended = run_with_limit(command, 300, gpu_environment())
             if ended.status != 0:
                 print(f"{settings}: {ended.output[-2000:]}", flush=True)

@@ -6,6 +6,9 @@ glm-4v of 300 million random weights learn to name them, and exports it in each 
 gets right answers before and after, those with swapped pictures, bytes and seconds. What was drawn
 and trained is kept: a run that was stopped goes on. ``--by-vllm``, in an environment that has vLLM
 and this package, asks all of FOLDER's models once more by it, and adds what it says to the file.
+
+``--size real`` exports a model of the published size with random weights, whose answers say
+nothing: bytes, seconds and the GPU's peak memory.
 """
 
 import argparse
@@ -14,10 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from reading_runs import SIZES
 
 from glm4v_patched.cli import main as run
+from glm4v_patched.engine.trainable import build_random
 from glm4v_patched.inference.export import FORMATS, require_compressor
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 
@@ -37,7 +43,20 @@ class Task:
 
 
 MID = SIZES["mid"]
+CONFIG = ChatGLMConfig()  # the published sizes
+REAL = {
+    name: getattr(CONFIG, name)
+    for name in (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads"),
+        *("multi_query_group_num", "padded_vocab_size", "seq_length"),
+    )
+}
+REAL_TOWER = {
+    name: getattr(CONFIG.vision, name)
+    for name in ("num_hidden_layers", "hidden_size", "num_heads", "intermediate_size")
+}
 TASKS = {
+    "real": Task(CONFIG.vision.image_size, 32, 1, 0, 1, 0.0, "bf16", 32, REAL, REAL_TOWER),
     "mid": Task(MID.side, 20_000, 500, 2_000, 64, 3e-4, "bf16", 256, MID.language, MID.tower),
     "tiny": Task(56, 24, 6, 4, 4, 2e-3, "fp32", 4),
 }
@@ -45,12 +64,9 @@ TASKS = {
 
 def train(folder: Path, task: Task, device: str) -> None:
     """The model in ``trained``; rows in ``train.jsonl`` and ``held_out.jsonl``."""
-    import torch
-
     from glm4v_patched.data.rows import write_conversations
     from glm4v_patched.demo.pictures import draw_data_set
     from glm4v_patched.demo.tiny_model import build_processor, save, tiny_config
-    from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
     for seed, (name, number) in enumerate({"train": task.rows, "held_out": task.held_out}.items()):
         if not (folder / f"{name}.jsonl").exists():
@@ -61,10 +77,16 @@ def train(folder: Path, task: Task, device: str) -> None:
                 processor = build_processor(words, task.side)
                 config = tiny_config(processor.tokenizer, task.side, task.language, task.tower)
                 torch.manual_seed(0)
-                model = GLM4VForCausalLM(config)
+                # In fp32 on the CPU where it learns, so that its weights are the same anywhere.
+                with torch.device("cpu" if task.steps else device):
+                    model = build_random(
+                        config, dtype=torch.float32 if task.steps else torch.bfloat16
+                    )
                 if task.precision == "bf16":
                     model = model.bfloat16()
-                save(model, processor, folder / "initial")
+                save(model, processor, folder / ("initial" if task.steps else "trained"))
+    if not task.steps:
+        return
     recipe = {
         "model": str(folder / "initial"),
         "out": str(folder / "trained"),
@@ -98,17 +120,23 @@ def export_all(folder: Path, task: Task, device: str) -> dict:
     )
     rows = {}
     for name in FORMATS:
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         report = export(
             asked.model,
             name,
             Source(str(folder / "train.jsonl")),
             folder / name,
             rows=task.calibration,
-            evaluation=asked,
+            evaluation=asked if task.steps else None,
             device=device,
         )
-        assert report.before is not None and report.after is not None
         figures = {"seconds": round(report.seconds, 1)}
+        if report.before is None or report.after is None:
+            peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+            sizes = {"bytes_before": report.bytes_before, "bytes_after": report.bytes_after}
+            rows[name] = figures | sizes | {"peak_bytes": peak}
+            continue
         for when, scores in (("before", report.before), ("after", report.after)):
             size = report.bytes_before if when == "before" else report.bytes_after
             kept = ("exact_match", "exact_match_swapped", "rows")
@@ -190,7 +218,8 @@ def main() -> None:
         parser.error(str(error))
     if there := [name for name in FORMATS if (folder / name).exists()]:
         parser.error(f"{folder / there[0]} is there; give another --out, or move it away")
-    if not (folder / "trained" / "training.json").is_file():
+    last = "training.json" if task.steps else "tokenizer_config.json"
+    if not (folder / "trained" / last).is_file():
         train(folder, task, options.device)
     report = {
         "task": {**asdict(task), "size": options.size},
@@ -199,6 +228,9 @@ def main() -> None:
     }
     path.write_text(json.dumps(report, indent=1) + "\n")
     for name, figures in report["formats"].items():
+        if "before" not in figures:
+            print(f"{name}: {figures}")
+            continue
         before, after = (figures[when]["exact_match"] for when in ("before", "after"))
         print(f"{name}: right {before:.3f} before, {after:.3f} after")
 

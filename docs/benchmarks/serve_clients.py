@@ -176,9 +176,8 @@ def serve(options: argparse.Namespace, model: str) -> None:
             row = measure(options, server, f"http://127.0.0.1:{options.port}/v1")
         finally:
             server.terminate()
-    kept = ("engine", "weights", "clients", "new_tokens")
-    asked = {name: getattr(options, name) for name in kept}
-    row = asked | {"gpu": gpu()} | row
+    asked = {name: getattr(options, name) for name in ("weights", "clients", "new_tokens")}
+    row = {"engine": options.engine, "model": Path(model).name, **asked, "gpu": gpu(), **row}
     rows = json.loads(options.out.read_text()) if options.out.exists() else []
     lines = ",\n".join(map(json.dumps, [*rows, row]))
     options.out.write_text(f"[\n{lines}\n]\n")

@@ -57,7 +57,7 @@ def read_conversations(path: str | Path | Source) -> list[list[dict]]:
     Raises:
         ValueError: lists up to 20 unusable lines; or there is none at all.
     """
-    rows, faults = _split(read_rows(path))
+    rows, faults = split_rows(read_rows(path))
     if faults:
         raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
     return [row.messages for row in rows]
@@ -73,7 +73,7 @@ def require_first_rows(sources: Sequence[Source]) -> None:
     """
     for source in sources:
         if source.is_local and not source.allow_urls:
-            rows, faults = _split(islice(read_rows(source), MOST_FAULTS_LISTED + 1))
+            rows, faults = split_rows(islice(read_rows(source), MOST_FAULTS_LISTED + 1))
             if not rows:
                 all_of_it = len(faults) <= MOST_FAULTS_LISTED
                 number = len(faults) if all_of_it else None
@@ -81,7 +81,7 @@ def require_first_rows(sources: Sequence[Source]) -> None:
                 raise ValueError(f"{text}\n{cure_of(text)}")
 
 
-def _split(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
+def split_rows(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
     """Rows of which all pictures are there, and the faults of others."""
     rows: list[Row] = []
     faults: list[Fault] = []

@@ -63,9 +63,10 @@ class Job(NamedTuple):
 class Answerer:
     """Answers questions with one model.
 
-    With a ``static`` cache steps are compiled on a GPU for as many rows as the first batch has,
-    with ``graph`` they are recorded, and nothing waits between them (:func:`loop.draw_ahead`);
-    other batches, and beams, which transformers does not compile, have a ``dynamic`` one.
+    With a ``static`` cache steps are compiled on a GPU for as many rows as the first batch has, and
+    other batches have a ``dynamic`` one; with ``graph`` they are recorded for each number of rows.
+    Nothing waits between them (:func:`loop.draw_ahead`). Beams, which transformers does not
+    compile, have a ``dynamic`` one.
     """
 
     def __init__(self, loaded: Loaded, generation: Generation, cache: str = "dynamic"):

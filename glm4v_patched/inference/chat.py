@@ -30,6 +30,7 @@ def chat(options: Namespace) -> None:
     for given, name in ((options.other, "a second model"), (options.port, "--port")):
         if given is not None:
             raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
+    generation = Generation.of(options)
     for image in options.image:
         check_picture(image)
     check_weights(options.weights, options.device, options.cache)
@@ -40,7 +41,6 @@ def chat(options: Namespace) -> None:
     from .answer_worker import Answerer
     from .decoding.static_cache import chosen
 
-    generation = Generation.of(options)
     loaded = load(base, options.device, options.weights)
     steps = generation.max_new_tokens
     cache = chosen(options.cache, options.device, steps, base, options.weights)

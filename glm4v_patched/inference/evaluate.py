@@ -46,7 +46,9 @@ def evaluate(
             try:
                 return evaluate(request, Path(folder), metric)
             except (KeyboardInterrupt, RuntimeError) as error:
-                told = str(error).partition("\n")[0]
+                told, _, kept = str(error).partition("\n")
+                if folder not in kept:  # nothing was asked yet
+                    raise
                 raise type(error)(f"{told}\nno answer is kept, as there is no --out") from error
     metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
     base, questions = request.find(), read_questions(request.data, with_reference=True)

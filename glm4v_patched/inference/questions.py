@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
 from ..data.pictures import Stamp
-from ..data.rows import Fault, Source, describe_faults, read_rows
+from ..data.rows import Fault, Source, describe_faults, read_rows, split_rows
 from ..option_fields import faults_of_fields, option
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
@@ -94,11 +94,8 @@ class Generation:
 def read_questions(path: str | Path | Source, with_reference: bool = False) -> list[Question]:
     """Read rows; where one ends with the assistant, that is its reference."""
     questions: list[Question] = []
-    faults: list[Fault] = []
-    for row in read_rows(path, to_learn=False):
-        if isinstance(row, Fault):
-            faults.append(row)
-            continue
+    rows, faults = split_rows(read_rows(path, to_learn=False))
+    for row in rows:
         question = question_of(row.line, row.messages)
         if question.reference is not None or not with_reference:
             questions.append(question)
@@ -106,6 +103,7 @@ def read_questions(path: str | Path | Source, with_reference: bool = False) -> l
             told = f"ends with a message of {row.messages[-1]['role']}; expected the right answer "
             faults.append(Fault(row.line, f"{told}as one of the assistant, to compare with"))
     if faults:
+        faults.sort(key=lambda fault: fault.line)
         raise ValueError(describe_faults(path, faults, len(questions) + len(faults)))
     return questions
 

@@ -8,8 +8,8 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ..data.messages import pictures_of, replace_pictures, text_of
 from .questions import Question
@@ -113,15 +113,34 @@ def _partners(questions: Sequence[Question], digests: Mapping[str, str]) -> dict
     # In files that are sorted by their answers, the next row has the same one.
     rows = random.Random(0).sample(questions, len(questions))
     shown = [frozenset(digests[path] for path in pictures_of(row.prompt)) for row in rows]
-    if len({*shown}) == 1 or len({row.reference for row in rows}) == 1:
-        return {}
+    to_reference = _to_the_next_other([row.reference for row in rows])
+    to_pictures = _to_the_next_other(shown)
     found: dict[int, Question] = {}
     for at, row in enumerate(rows):
-        for other in chain(range(at + 1, len(rows)), range(at)):
-            if rows[other].reference != row.reference and not shown[other] & shown[at]:
-                found[row.row] = rows[other]
+        ahead = to_reference[at]
+        while ahead < len(rows):
+            place = (at + ahead) % len(rows)
+            if rows[place].reference == row.reference:
+                ahead += to_reference[place]
+            elif shown[place] == shown[at]:
+                ahead += to_pictures[place]
+            elif shown[place] & shown[at]:
+                ahead += 1
+            else:
+                found[row.row] = rows[place]
                 break
     return found
+
+
+def _to_the_next_other(values: Sequence[Any]) -> list[int]:
+    """How many places after each value, in a circle, the next other one is; as many as there are
+    where all are equal. Where one answer is rare, a look at each row would take minutes."""
+    size = len(values)
+    steps = [size] * size
+    for at in reversed(range(2 * size - 1)):
+        here, after = at % size, (at + 1) % size
+        steps[here] = 1 if values[here] != values[after] else min(steps[after] + 1, size)
+    return steps
 
 
 def _with_pictures(prompt: list[dict], pictures: Sequence[str]) -> list[dict]:

@@ -53,6 +53,7 @@ def chat_in_browser(options: Namespace) -> None:
         raise ValueError(
             f"--cache {options.cache} with --web: CUDA graphs belong to one thread; leave it out"
         )
+    generation = Generation.of(options)
     require_packages("chat --web")
     check_weights(options.weights, options.device)
     place(1, options.device)
@@ -65,7 +66,6 @@ def chat_in_browser(options: Namespace) -> None:
     from .serving.answer_queue import AnswerQueue
     from .serving.connections import run_server
 
-    generation = Generation.of(options)
     queues = []
     for base in bases:
         answerer = Answerer(load(base, options.device, options.weights), generation)
@@ -93,9 +93,10 @@ def folder_of_uploads() -> Iterator[str]:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     for left in Path(tempfile.gettempdir()).glob(f"{UPLOADS}*"):
-        # The process that made it holds a lock on it; what is another user's cannot be removed.
+        # The process that made it holds a lock on it; root could remove other users', too.
         with suppress(OSError), _held(left):
-            shutil.rmtree(left)
+            if left.stat().st_uid == os.getuid():
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=UPLOADS) as folder, _held(Path(folder)):
         before, tempfile.tempdir = tempfile.tempdir, folder  # of uploads that are on their way
         try:

@@ -184,7 +184,6 @@ def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -
         attention_mask=padding_mask,
         labels=None if rows.labels is None else grow(rows.labels, -100),
         has_padding=padding_mask is not None and (is_uneven or facts["masked"] > 0),
-        plain_from=max(facts["plain_from"], length - facts["shortest"]),
     )
 
 

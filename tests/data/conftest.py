@@ -1,4 +1,5 @@
-"""A processor whose words are those of this room's tests, and a folder with a short name."""
+"""A processor whose words are those of this room's tests, a folder with a short name that has the
+caches, and the check."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +7,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from glm4v_patched.data.check import check_sets
+from glm4v_patched.data.checked_data import CheckedData
+from glm4v_patched.data.rows import as_source
+from glm4v_patched.data.source import Source
 from glm4v_patched.demo.tiny_model import build_processor
 
 WORDS = ["Which colour is it? What is 0123456789 in the picture? 007 NA blue, green"]
@@ -23,3 +28,23 @@ def tmp_path() -> Iterator[Path]:
     processes."""
     with TemporaryDirectory(prefix="data-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """Where pictures without a file are written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    return tmp_path / "cache" / "glm4v-patched" / "pictures"
+
+
+@pytest.fixture
+def check(tmp_path, processor):
+    """The check of files or sets, with a memory of this test alone."""
+
+    def check_them(*of: Path | Source, max_positions: int = 1024, **options) -> CheckedData:
+        sources = [as_source(path) for path in of]
+        memory = tmp_path / "memory" / "m.sqlite"
+        return check_sets(sources, processor, max_positions, memory=memory, **options)
+
+    return check_them

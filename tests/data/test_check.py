@@ -1,5 +1,6 @@
 """The check before training: what it counts, what it refuses, what it remembers."""
 
+import base64
 import os
 import sqlite3
 import time
@@ -9,10 +10,12 @@ from unittest.mock import Mock
 import pytest
 from PIL import Image
 
-from glm4v_patched.data import check, decoding
+from glm4v_patched.data import decoding
 from glm4v_patched.data.check import check_file
+from glm4v_patched.data.check_cache import Memory, default_path
 from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.pictures import Stamp
 from glm4v_patched.data.source import Source
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
@@ -41,23 +44,12 @@ def draw(tmp_path):
         Image.new("RGB", (8, 8), colour).save(tmp_path / name)
         return tmp_path / name
 
+    draw_it("a.png")
     return draw_it
 
 
-@pytest.fixture
-def run(tmp_path, processor):
-    """The check, with a memory of this test alone."""
-
-    def check_it(path: Path | Source, max_positions: int = 1024, **options) -> CheckedData:
-        memory = tmp_path / "memory" / "m.sqlite"
-        return check_file(path, processor, max_positions, memory=memory, **options)
-
-    return check_it
-
-
-def test_sizes_are_those_of_the_batches(tmp_path, processor, run, write, draw):
-    draw("a.png")
-    checked = run(write(turns("a.png"), turns(), turns("a.png", "a red circle", rounds=3)))
+def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw):
+    checked = check(write(turns("a.png"), turns(), turns("a.png", "a red circle", rounds=3)))
     batches = [ConversationCollator(processor)([row]) for row in checked.conversations()]
     positions = [batch["input_ids"].shape[1] for batch in batches]
     learned = [int((batch["labels"] != -100).sum()) for batch in batches]
@@ -68,24 +60,24 @@ def test_sizes_are_those_of_the_batches(tmp_path, processor, run, write, draw):
     assert [picture.path for picture in checked.pictures] == [str(tmp_path / "a.png")]
 
 
-def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longer(run, write, draw):
-    draw("a.png")
+def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longer(
+    check, write, draw
+):
     path = write(turns(), turns("a.png", rounds=4))
-    checked = run(path)
+    checked = check(path)
     needed = checked.column("in_table")[1]
-    assert found(run(path, max_positions=needed)) == found(checked)
+    assert found(check(path, max_positions=needed)) == found(checked)
     with pytest.raises(ValueError, match=rf"data\.jsonl:2: takes {needed} .* has {needed - 1} "):
-        run(path, max_positions=needed - 1)
+        check(path, max_positions=needed - 1)
     packed = checked.column("positions")[1]
-    assert run(path, pack_to=packed).pack_to == packed
+    assert check(path, pack_to=packed).pack_to == packed
     with pytest.raises(ValueError, match=rf":2: takes {packed} .* has {packed - 1} \(pack_to\)"):
-        run(path, pack_to=packed - 1)
+        check(path, pack_to=packed - 1)
 
 
 def test_a_template_that_drops_pictures_or_words_is_noticed(
-    processor, run, write, draw, monkeypatch, words
+    processor, check, write, draw, monkeypatch, words
 ):
-    draw("a.png")
     for template in (
         processor.chat_template.replace("* images", "* 0"),
         "{{ '<|user|>' }}{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -93,27 +85,26 @@ def test_a_template_that_drops_pictures_or_words_is_noticed(
     ):
         monkeypatch.setattr(processor, "chat_template", template)
         with words.refused(ValueError, "data.jsonl:1: "):
-            run(write(turns("a.png" if "* 0" in template else None)))
+            check(write(turns("a.png" if "* 0" in template else None)))
 
 
-def test_a_row_with_words_for_a_minute_of_rendering_is_not_rendered(run, write, words):
+def test_a_row_with_words_for_a_minute_of_rendering_is_not_rendered(check, write, words):
     with words.refused(ValueError, "1 of 2", ":1: ", "1,048,576"):
-        run(write(turns(answer="red " * 2**22), turns()))
+        check(write(turns(answer="red " * 2**22), turns()))
 
 
 def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
-    tmp_path, run, write, draw, words, capsys
+    tmp_path, check, write, draw, words, capsys
 ):
     (tmp_path / "bad.png").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.png")
-    draw("a.png")
     pictures = ("bad.png", "pipe.png", "none.png", "x" * 300)
     long = turns(rounds=30)
     path = write(turns(answer=""), turns("a.png"), *map(turns, pictures), long, turns())
     options = {"max_positions": 200}
     with words.refused(ValueError, "6 of 8 rows", "data.jsonl:7: takes"):
-        run(path, **options)
-    checked = run(path, on_bad="skip", **options)
+        check(path, **options)
+    checked = check(path, on_bad="skip", **options)
     assert checked.row_lines == (2, 8) and checked.skipped == 6
     assert checked.counts.rows == len(checked.row_digests) == 2
     assert checked.conversations()[1] == turns()
@@ -122,70 +113,74 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     (tmp_path / "bad.png").unlink()  # the picture of a row that is left out may change
     checked.conversations()
     with words.refused(ValueError, "1 of 1 rows"):
-        run(write(turns(answer="")), on_bad="skip")
+        check(write(turns(answer="")), on_bad="skip")
 
 
 @pytest.fixture
 def decoded(monkeypatch) -> list[str]:
     """Names of the pictures that are decoded."""
-    names = []
-    look = decoding.read_facts_of_all
+    names, look = [], decoding.read_facts_of_all
 
     def noted(new, processes):
         names.extend(Path(path).name for path in new)
         return look(new, processes)
 
-    monkeypatch.setattr(check, "read_facts_of_all", noted)
+    monkeypatch.setattr("glm4v_patched.data.check.read_facts_of_all", noted)
     return names
 
 
 @pytest.fixture
 def any_age(monkeypatch):
     """Pictures of this test are young, and remembered even so."""
-    monkeypatch.setattr(check, "NANOSECONDS_UNTIL_SURE", -HOUR * 10**9)
+    monkeypatch.setattr("glm4v_patched.data.check.NANOSECONDS_UNTIL_SURE", -HOUR * 10**9)
 
 
 def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_knows(
-    run, write, draw, decoded, any_age, monkeypatch
+    check, write, draw, decoded, any_age, monkeypatch
 ):
-    measured = []
-    measure = ConversationCollator.measure
+    measured, measure = [], ConversationCollator.measure
 
     def noted(collator, rows):
         measured.extend(rows)
         return measure(collator, rows)
 
     monkeypatch.setattr(ConversationCollator, "measure", noted)
-    draw("a.png"), draw("b.png")
-    first = run(write(turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
+    monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
+    draw("b.png")
+    first = check(write(turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
     assert decoded == ["a.png", "b.png"] and len(measured) == 3
-    assert found(run(Path(first.path))) == found(first)
+    assert found(check(Path(first.path))) == found(first)
     assert len(decoded) == 2 and len(measured) == 3
-    mended = run(write(turns("a.png"), turns("b.png", "green"), turns("a.png", "red")))
+    mended = check(write(turns("a.png"), turns("b.png", "green"), turns("a.png", "red")))
     assert len(decoded) == 2 and len(measured) == 6
     same = [old == new for old, new in zip(first.row_digests, mended.row_digests, strict=True)]
     assert same == [True, False, False]
 
 
 def test_rows_are_read_again_where_something_changed_on_which_they_depend(
-    tmp_path, processor, run, write, monkeypatch
+    tmp_path, processor, check, write, monkeypatch
 ):
     path = write(turns(), turns(rounds=2))
-    sizes = run(path).column("positions")
+    sizes = check(path).column("positions")
     for old, new in ((b"Which", b"which"), (b"ARROW1", b"")):
         [stored] = (tmp_path / "memory" / "rows").glob("*.arrow")
         stored.write_bytes(stored.read_bytes().replace(old, new))
-        assert [*run(path).conversations()] == [turns(), turns(rounds=2)]
+        assert [*check(path).conversations()] == [turns(), turns(rounds=2)]
     with pytest.raises(ValueError, match="2 of 2 rows cannot be used"):
-        run(Source(str(path), format="alpaca"))
+        check(Source(str(path), format="alpaca"))
+    embedded = turns("data:image/png;base64," + base64.b64encode(png()).decode())
+    [written] = [check(write(embedded)).pictures for _ in range(2)][1]
+    Path(written.path).unlink()  # as if the cache had been cleared
+    assert check(write(embedded)).pictures == (Stamp.of(written.path),)
+    path = write(turns(), turns(rounds=2))
     monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ 'x' }}")
-    assert (run(path).column("positions") == sizes + 1).all()
+    assert (check(path).column("positions") == sizes + 1).all()
 
 
-def test_a_picture_that_changed_is_decoded_again(run, write, draw, decoded, any_age):
+def test_a_picture_that_changed_is_decoded_again(check, write, draw, decoded, any_age):
     picture = draw("a.bmp")
     path = write(turns("a.bmp"))
-    first, before = run(path).row_digests, picture.stat()
+    first, before = check(path).row_digests, picture.stat()
     for change in ("time", "bytes", "renamed"):
         time.sleep(0.02)  # a tick of the file system's clock
         if change == "time":
@@ -197,26 +192,25 @@ def test_a_picture_that_changed_is_decoded_again(run, write, draw, decoded, any_
             os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
             other.rename(picture)
         assert picture.stat().st_size == before.st_size
-        assert (run(path).row_digests == first) == (change == "time")
+        assert (check(path).row_digests == first) == (change == "time")
     assert len(decoded) == 4
 
 
-def test_a_picture_that_may_change_within_a_tick_is_not_remembered(run, write, draw, decoded):
+def test_a_picture_that_may_change_within_a_tick_is_not_remembered(check, write, draw, decoded):
     picture, path = draw("a.png"), write(turns("a.png"))
-    run(path)
+    check(path)
     os.utime(picture, (time.time() - HOUR,) * 2)  # when its entry changed cannot be set
     for _ in range(2):
-        run(path)
+        check(path)
     assert len(decoded) == 3
 
 
 @pytest.mark.parametrize("damage", ["words", "middle", "empty", "value"])
 def test_a_damaged_memory_is_begun_anew(
-    tmp_path, run, write, draw, decoded, any_age, damage, caplog
+    tmp_path, check, write, draw, decoded, any_age, damage, caplog
 ):
-    draw("a.png")
     path = write(turns("a.png"))
-    first = found(run(path))
+    first = found(check(path))
     memory = tmp_path / "memory" / "m.sqlite"
     content, journal = memory.read_bytes(), Path(f"{memory}-journal")
     if damage == "value":  # the letters of a picture's digest: its size and times still fit
@@ -229,7 +223,7 @@ def test_a_damaged_memory_is_begun_anew(
         journal.write_bytes(content if damage == "words" else b"")
     is_deleted = damage in ("words", "middle")
     for often in (2, 2 + is_deleted, 2 + is_deleted):
-        assert found(run(path)) == first and len(decoded) == often
+        assert found(check(path)) == first and len(decoded) == often
         assert not journal.exists()
     assert ("is damaged, deleted" in caplog.text) == is_deleted
 
@@ -241,9 +235,22 @@ def test_where_no_memory_can_be_kept_all_is_checked(tmp_path, processor, write, 
         assert f"{memory} is not used" in caplog.text
 
 
-def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, run, write, draw):
-    draw("a.png")
-    checked = run(write(turns("a.png"), turns(), {"messages": []}), on_bad="skip")
+def test_a_memory_has_all_that_was_put_there(tmp_path):
+    values = {f"key {number}": [number] for number in range(1200)}
+    for memory in (Memory(tmp_path / "m.sqlite"), Memory(tmp_path / "m.sqlite")):
+        memory.put(values)
+        assert memory.get([*values, "another"]) == values
+        memory.close()
+
+
+def test_a_cache_folder_is_ignored_unless_its_path_is_whole(monkeypatch, tmp_path):
+    for given, root in ((tmp_path, tmp_path), ("cache", Path.home() / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(given))
+        assert default_path().parent == root / "glm4v-patched"
+
+
+def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, draw):
+    checked = check(write(turns("a.png"), turns(), {"messages": []}), on_bad="skip")
     checked.write(tmp_path / "data.json")
     read = CheckedData.read(tmp_path / "data.json")
     assert found(read) == found(checked) and (read.counts, read.skipped) == (checked.counts, 1)
@@ -253,9 +260,9 @@ def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, run, write, dr
             CheckedData.read(tmp_path / "data.json")
 
 
-def test_rows_and_pictures_that_changed_since_the_check_are_refused(run, write, draw, words):
+def test_rows_and_pictures_that_changed_since_the_check_are_refused(check, write, draw, words):
     picture, path = draw("a.png"), write(turns("a.png"))
-    checked = run(path)
+    checked = check(path)
     content, before = path.read_bytes(), path.stat()
     path.write_bytes(content.replace(b"red", b"led"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as large and as old
@@ -275,14 +282,14 @@ def test_rows_and_pictures_that_changed_since_the_check_are_refused(run, write, 
         checked.conversations()
 
 
-def test_digests_are_of_words_and_pixels_in_their_order_and_not_of_places(tmp_path, run):
+def test_digests_are_of_words_and_pixels_in_their_order_and_not_of_places(tmp_path, check):
     def digests(folder: str, first: str, second: str) -> tuple[str, ...]:
         (tmp_path / folder).mkdir()
         for name, colour in (("a.png", first), ("b.png", second)):
             (tmp_path / folder / name).write_bytes(png(colour))
         shown = [{"type": "image", "image": name} for name in ("a.png", "b.png")]
         row = [said("user", [*shown, {"type": "text", "text": "red"}]), said("assistant", "red")]
-        return run(write_rows(tmp_path / folder / "data.jsonl", row, turns())).row_digests
+        return check(write_rows(tmp_path / folder / "data.jsonl", row, turns())).row_digests
 
     one, same = digests("one", "red", "blue"), digests("two", "red", "blue")
     assert one == same and len({*one}) == 2
@@ -293,7 +300,6 @@ def test_digests_are_of_words_and_pixels_in_their_order_and_not_of_places(tmp_pa
 def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_for_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = Mock(return_value="")
     monkeypatch.setattr(launching, "_run", run)
     recipe = drawn_recipe(tmp_path, {"engine.zero_stage": 0})

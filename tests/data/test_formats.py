@@ -75,6 +75,10 @@ def test_a_turn_may_be_context_only(folder):
         given = [said("user"), said("assistant", **mark), said("user"), said("assistant", **plain)]
         (messages,) = read(folder, row(*given))
         assert messages[1::2] == [said("assistant", train=False), said("assistant")]
+    shown = {"conversations": [HUMAN | {"value": "x"}, GPT | {"loss": False}] * 2}
+    shown["conversations"][-1] = GPT
+    (messages,) = read(folder, shown)
+    assert messages[1::2] == [said("assistant", "b", train=False), said("assistant", "b")]
 
 
 def test_pictures_of_a_row_go_to_the_places_in_its_words(folder):
@@ -165,7 +169,6 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "role": (row(said("teacher"), ANSWER), '"teacher"'),
     "content null": (row(*turns(None)), "null"),
     "a video": (row(*turns([{"type": "video"}])), "1 of 1"),
-    "parts without a picture": (row(*turns([{"type": "image"}, TEXT])), "0, places"),
     "train of text": (row(said("user"), said("assistant", train="no")), '"no"'),
     "nothing to train": (row(said("user"), said("assistant", train=False)), "1 turns"),
     "train of a user": (row(*turns(train=True)), "user"),
@@ -231,19 +234,35 @@ def test_a_place_of_another_trainer_is_no_word(folder):
             read(folder, row(*turns(mark + "q")))
 
 
-def test_a_file_of_another_kind_is_named(tmp_path, words):
-    for content, named in (
-        (f"\n[\n{GOOD}\n{GOOD}]", ":4: "),
-        (json.dumps(json.loads(GOOD), indent=2), "over several lines"),
-        (GOOD.encode("utf-16-le"), "UTF-16"),
-        (b"\xff\xd8\xff\xe0\x00\x10JFIF", "JPEG"),
-        (f'{{"rows": [\n{GOOD}], "more": [{GOOD}]}}', '"more", "rows"'),
-        (b"PAR1\0\0", "cannot be read"),
-        ("\n \n", "0 conversations"),
+def test_what_no_rows_can_be_read_from_is_named(tmp_path, words):
+    long = '{"data": [' + '{"a": 1}, ' * 9000
+    for name, content, named in (
+        ("no.jsonl", None, "no such file"),
+        ("", None, "a folder without a data set"),
+        ("a.jsonl", f"\n[\n{GOOD}\n{GOOD}]", ":4: "),
+        ("a.jsonl", json.dumps(json.loads(GOOD), indent=2), "over several lines"),
+        ("a.jsonl", GOOD.encode("utf-16-le"), "UTF-16"),
+        ("a.jsonl", b"\xff\xd8\xff\xe0\x00\x10JFIF", "JPEG"),
+        ("a.jsonl", f'{{"rows": [\n{GOOD}], "more": [{GOOD}]}}', '"more", "rows"'),
+        ("a.jsonl", b"PAR1\0\0", "cannot be read"),
+        ("a.jsonl", "\n \n", "0 conversations"),
+        ("a.json", "[]", "0 conversations"),
+        ("a.json", '[\n{"messages": 5},\n\n{]\n\n', "a.json:4: row 2"),
+        ("a.json", '[{"messages": 5}\n', "a.json:2: "),
+        ("a.json", '[{"messages": 5}] 7', "after the end"),
+        ("a.json", "[" * 100_000, "nested"),
+        ("a.json", f"[{GOOD}, NaN, {GOOD}]", "a.json, row 2: "),
+        ("a.json", f"[{GOOD}, [{'9' * 5000}.5, {'9' * 5000}]]", "a.json, row 2: "),
+        ("a.json", '{"data": [{"a": 1}], "data": []}', '"data" stands 2 times'),
+        ("a.json", long + '{"a": 1}]} x', "something stands"),
+        ("a.json", long + "[[", "row 9001"),
+        ("a.json", '{"images": [{"id": 1}], "annotations": [{"image_id": 7}]}', "image_id is 7"),
+        ("a.json", b"PK\x03\x04\0\0", "unzip"),
     ):
-        path = tmp_path / "data.jsonl"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        with words.refused(ValueError, "data.jsonl", named):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with words.refused(ValueError, path.name, named):
             read_conversations(path)
 
 
@@ -264,12 +283,6 @@ def test_a_line_that_never_ends_is_not_read_as_a_whole(tmp_path, monkeypatch):
         found = [(of.line, getattr(of, "text", "")[:12]) for of in read_rows(path)]
         long, short = "has 134,217,", "no JSON (Exp"
         assert found == [(1, ""), (2, short), (3, long), (4, ""), (5, long)]
-
-
-def test_a_file_or_folder_without_rows_is_named(tmp_path, words):
-    for path in (tmp_path / "no.jsonl", tmp_path):
-        with words.refused(ValueError, path.name):
-            read_conversations(path)
 
 
 def test_what_is_wrong_is_told_once_with_all_rows_and_up_to_20_faults(tmp_path, words):
@@ -310,10 +323,10 @@ def test_written_conversations_replace_no_file_unless_told(tmp_path, words):
     assert path.read_text() == GOOD + "\n"
 
 
-@pytest.mark.parametrize("value", [None, {}, True, "2"])
-def test_a_weight_that_is_no_number_is_refused(value):
-    with pytest.raises(ValueError, match="weight is .*; expected a number above 0"):
-        make_sources([{"path": "a.jsonl", "weight": value}], {})
+def test_a_weight_that_is_no_number_is_refused():
+    for value in (None, {}, True, "2"):
+        with pytest.raises(ValueError, match="weight is .*; expected a number above 0"):
+            make_sources([{"path": "a.jsonl", "weight": value}], {})
 
 
 def test_a_first_line_longer_than_what_is_looked_at_is_a_row_whatever_lists_it_has(folder):

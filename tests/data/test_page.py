@@ -20,7 +20,6 @@ ROWS = blocks(PAGE, "json")
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
     return tmp_path
 

@@ -1,6 +1,5 @@
 """Several sets of rows: weights, and rows that are held out for evaluation."""
 
-import hashlib
 import os
 import time
 from collections import Counter
@@ -12,18 +11,9 @@ from torch.utils.data import DataLoader
 
 from glm4v_patched.data import check as checking
 from glm4v_patched.data import stored_rows
-from glm4v_patched.data.check import _is_held_out, check_sets
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.source import Source
 from tests.helpers.data_forms import found, turns, write_rows
-
-
-@pytest.fixture
-def check(tmp_path, processor):
-    def check_them(*sources: Source, **options) -> CheckedData:
-        return check_sets(sources, processor, 1024, memory=tmp_path / "m.sqlite", **options)
-
-    return check_them
 
 
 def row(number: int, name: str = "") -> list[dict]:
@@ -49,6 +39,7 @@ def test_sets_are_read_one_after_the_other(check, write):
     assert [*checked.conversations()] == rows
     assert checked.row_lines == ("a:1", "a:2", "a:3", "b:1", "b:2")
     assert checked.place(4) == f"{b.path}:2"
+    assert check(Source(a.path, weight=2.0), b).place(6) == f"{b.path}:1"
     Path(b.path).write_text('{"messages": []}\n5')
     with pytest.raises(ValueError, match=r"b: 2 of 2 rows cannot(.|\n)*b:1: (.|\n)*b:2: "):
         check(a, b)
@@ -75,11 +66,16 @@ def test_a_weight_that_leaves_no_row_of_a_set_is_refused(check, write, words):
     with words.refused(ValueError, "a: weight 0.02 of 20", "0.05"):
         check(Source(a.path, weight=0.02), write("b", range(20)))
     assert check(Source(a.path, weight=0.05)).counts.rows == 1
+    # Of first rows a weight says nothing, and there are no more than the set is to have.
+    assert check(Source(a.path, weight=0.02), first=4).counts.rows == 4
+    assert check(Source(a.path, max_samples=3), first=4).counts.rows == 3
 
 
 def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(check, write, words):
     numbers = [*range(200)]
-    checked = check(write("a", [*numbers, *numbers[:50]]), evaluate=0.2)
+    source = write("a", [*numbers, *numbers[:50]])
+    Path(source.path).write_text(Path(source.path).read_text() + "5")
+    checked = check(source, evaluate=0.2, on_bad="skip")
     there, held_out = asked(checked), asked(checked.eval)
     assert not there.keys() & held_out.keys()
     assert len(there) + len(held_out) == 200 and 20 <= len(held_out) <= 60
@@ -90,15 +86,9 @@ def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(check, w
     assert not asked(other.eval).keys() & there.keys()
     # A larger share takes more, and leaves none of those.
     assert held_out.keys() < asked(check(write("a", numbers), evaluate=0.4).eval).keys()
+    assert (checked.skipped, checked.eval.skipped) == (1, 0)
     with words.refused(ValueError, "data.eval is 1e-06", "3 rows 0"):
         check(write("a", range(3)), evaluate=1e-6)
-
-
-def test_a_digest_is_on_the_same_side_in_every_process():
-    """Training processes, resumed runs and other machines hold out the same rows."""
-    digests = [hashlib.sha256(bytes([number])).hexdigest() for number in range(40)]
-    assert [n for n, of in enumerate(digests) if _is_held_out(of, 0.1)] == [3, 10, 36]
-    assert _is_held_out("0" * 64, 0.01) and not _is_held_out("f" * 64, 0.99)
 
 
 def test_a_file_may_be_evaluated_on(tmp_path, check, write, capsys, words):
@@ -130,9 +120,11 @@ def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_c
         loader = DataLoader(conversations, batch_size=4, collate_fn=list, **options)
         assert [one for batch in loader for one in batch] == rows
     stored = tmp_path / "out.arrow"
-    stored.write_bytes(stored.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"out\.json does not say which rows .*out\.arrow"):
-        CheckedData.read(tmp_path / "out.json")
+    check(write("b", range(9))).write(tmp_path / "other.json")
+    for content in (stored.read_bytes()[:-100], (tmp_path / "other.arrow").read_bytes()):
+        stored.write_bytes(content)
+        with pytest.raises(ValueError, match=r"out\.json does not say which rows .*out\.arrow"):
+            CheckedData.read(tmp_path / "out.json")
     # Faults of many parts are of their rows.
     lines = Path(source.path).read_text().splitlines()
     Path(source.path).write_text("\n".join([*lines[:7], '{"messages": []}', *lines[8:]]))
@@ -142,7 +134,7 @@ def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_c
 def test_rows_are_kept_for_a_month_after_they_were_last_asked_for_and_those_of_folders_not(
     tmp_path, check, write
 ):
-    kept = tmp_path / "rows"
+    kept = tmp_path / "memory" / "rows"
     a, b = write("a", range(3)), write("b", range(3))
     check(a)
     [mine] = kept.glob("*.arrow")

@@ -16,23 +16,16 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
 from glm4v_patched.data.stream import FAULTS, UNREADABLE, Stream, StreamCollator
 from glm4v_patched.remote.loss import IGNORE_INDEX
-from tests.helpers.data_forms import FORMS, draw
+from tests.helpers.data_forms import draw, make, turns, write_rows
 
 
-def conversation(asked: str, answer: str = "yes", **more) -> dict:
-    user = {"role": "user", "content": asked, **more}
-    return {"messages": [user, {"role": "assistant", "content": answer}]}
-
-
-def written(path, rows) -> Source:
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return Source(str(path))
+def written(path, *rows) -> Source:
+    return Source(str(write_rows(path, *rows)))
 
 
 @pytest.fixture
 def rows(tmp_path) -> Source:
-    return written(tmp_path / "rows.jsonl", [conversation(str(n)) for n in range(20)])
+    return written(tmp_path / "rows.jsonl", *(turns(str(n)) for n in range(20)))
 
 
 def asked(rows) -> list[str | None]:
@@ -57,7 +50,10 @@ def test_processes_share_the_rows_and_draw_for_themselves(rows, tmp_path):
     shares = [taken(Stream([rows], 1, share=(k, 2)), 10) for k in range(2)]
     assert sorted(map(int, sum(shares, []))) == [*range(20)]
     assert [int(n) // 2 for n in shares[0]] != [int(n) // 2 for n in shares[1]]
-    few = written(tmp_path / "few.jsonl", [conversation("0"), "", conversation("1"), "", ""])
+    other = written(tmp_path / "other.jsonl", turns("other"), turns("other"))
+    shares = [taken(Stream([other, rows], 1, share=(k, 2)), 20) for k in range(2)]
+    assert [n == "other" for n in shares[0]] != [n == "other" for n in shares[1]]
+    few = written(tmp_path / "few.jsonl", turns("0"), "", turns("1"), "", "")
     assert [taken(Stream([few], 1, share=(k, 2)), 2) for k in range(2)] == [["0"] * 2, ["1"] * 2]
     assert {*taken(Stream([replace(rows, max_samples=3)], 1, share=(1, 2)), 5)} == {"1"}
 
@@ -75,20 +71,18 @@ def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     which one cannot fetch a picture, none has the other's rows."""
     right = taken(Stream([rows], 1, buffer=6), 40)
     lines = Path(rows.path).read_text().splitlines()
-    wrong = written(tmp_path / "wrong.jsonl", [*lines[:7], "{", conversation("8", 7), *lines[9:]])
+    wrong = written(tmp_path / "wrong.jsonl", *lines[:7], "{", turns("8", 7), *lines[9:])
     found = [*islice(Stream([wrong], 1, buffer=6), 40)]
     assert asked(found) == [None if n in ("7", "8") else n for n in right]
     assert {row.place for row in found if row.fault} == {f"{wrong.path}:{n}" for n in (8, 9)}
 
 
 @pytest.mark.parametrize(("form", "context"), [("save_to_disk", "fork"), ("hf download", "spawn")])
-def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch, form, context):
+def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, form, context):
     """Each process that reads has Arrow and the cache of pictures for itself, and its own rows."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     examples = draw(tmp_path, 6)
-    make, _ = FORMS[form]
     columns = {name: name for name in ("image", "question", "answer")}
-    source = Source(str(make(tmp_path, examples)), columns=columns)
+    source = Source(str(make(form, tmp_path, examples)[0]), columns=columns)
     [*islice(Stream([source], 2), 1)]  # a parent that has read, and has threads
     options = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120}
     loader = DataLoader(Stream([source], 2), 2, collate_fn=list, **options)
@@ -102,7 +96,7 @@ def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, monkeypatch, f
 def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_buffer_has_places(
     rows, tmp_path, monkeypatch
 ):
-    often = replace(written(tmp_path / "often.jsonl", [conversation("often")]), weight=3)
+    often = replace(written(tmp_path / "often.jsonl", turns("often")), weight=3)
     drawn = taken(Stream([often, rows], 1), 400)
     assert 0.7 < drawn.count("often") / 400 < 0.8
     read, plain = [], stream.read_rows
@@ -120,11 +114,11 @@ def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_bu
 def test_a_set_that_cannot_be_read_on_says_so_in_each_row_to_come(tmp_path):
     for content, share, place, told in (
         # Rows are read in the format of the first, also by a process whose own have another.
-        ([{"query": "q", "response": "b"}, conversation("0")], (1, 2), "", "process 2 of 2"),
-        (["[", json.dumps(conversation("0")), ",", "{]"], (0, 1), ":4", "row 2 is no JSON"),
+        ([{"query": "q", "response": "b"}, turns("0")], (1, 2), "", "process 2 of 2"),
+        (["[", json.dumps({"messages": turns("0")}), ",", "{]"], (0, 1), ":4", "row 2 is no JSON"),
         ([], (0, 1), "", "it is empty"),
     ):
-        source = written(tmp_path / "rows", content)
+        source = written(tmp_path / "rows", *content)
         *_, last, again = islice(Stream([source], 1, share=share, buffer=1), 5)
         assert last == again and last.is_last
         assert last.place == source.path + place and told in last.fault
@@ -135,44 +129,47 @@ def collator(processor) -> StreamCollator:
     return StreamCollator(ConversationCollator(processor), 100, 8192)
 
 
-def streamed(rows, tmp_path) -> list:
-    file = written(tmp_path / "given.jsonl", rows)
-    return [*islice(Stream([file], len(rows), buffer=1), len(rows))]
+@pytest.fixture
+def streamed(tmp_path):
+    """Rows as they come to the collator, which may show two pictures, of which one is cut."""
+    image = Image.effect_noise((64, 64), 50).convert("RGB")
+    image.resize((8, 8)).save(tmp_path / "cut.png")
+    image.save(tmp_path / "whole.png")
+    os.truncate(tmp_path / "cut.png", 99)
+
+    def stream_them(*rows) -> list:
+        file = written(tmp_path / "given.jsonl", *rows)
+        return [*islice(Stream([file], len(rows), buffer=1), len(rows))]
+
+    return stream_them
 
 
 def same(batch: dict, other: dict) -> bool:
     return batch.keys() == other.keys() and all(torch.equal(batch[k], other[k]) for k in other)
 
 
-@pytest.fixture
-def pictures(tmp_path):
-    image = Image.effect_noise((64, 64), 50).convert("RGB")
-    image.resize((8, 8)).save(tmp_path / "cut.png")
-    image.save(tmp_path / "whole.png")
-    os.truncate(tmp_path / "cut.png", 99)
-
-
-def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, pictures, tmp_path):
-    rows = streamed([conversation("a", image="whole.png"), conversation("b")], tmp_path)
+def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, streamed):
+    rows = streamed(turns("a", image="whole.png"), turns("b"))
     want = collator.collator([row.messages for row in rows])
-    for longest, is_taken in ((want["input_ids"].shape[1], True), (len(rows) + 1, False)):
-        collator.longest = longest
+    longest = want["input_ids"].shape[1]  # of the row with a picture
+    for limit, is_taken in ((longest, True), (longest - 1, False)):
+        collator.longest = limit
         batch = collator(rows)
         assert (batch.pop(FAULTS) == []) == is_taken and batch.pop(UNREADABLE) == []
         assert same(batch, want) == is_taken
 
 
 def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
-    collator, pictures, tmp_path, monkeypatch
+    collator, streamed, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(decoding, "MOST_PIXELS", 64 * 64 - 1)
     for bad, told in (
-        (conversation("b", image="cut.png"), "cut.png cannot be decoded"),
-        (conversation("b", image="whole.png"), "whole.png is too large"),
-        (conversation("b", answer="x" * 2**20), "characters"),
-        (conversation("b", answer=7), "content is 7; expected text"),
+        (turns("b", image="cut.png"), "cut.png cannot be decoded"),
+        (turns("b", image="whole.png"), "whole.png is too large"),
+        (turns("b", answer="x" * 2**20), "characters"),
+        (turns("b", answer=7), "content is 7; expected text"),
     ):
-        rows = streamed([conversation("a"), bad, conversation("c")], tmp_path)
+        rows = streamed(turns("a"), bad, turns("c"))
         batch = collator(rows)
         [fault] = batch.pop(FAULTS)
         assert fault.startswith(f"{tmp_path}/given.jsonl:2: ") and told in fault
@@ -180,10 +177,8 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
         assert same(batch, collator.collator([rows[0].messages, rows[2].messages]))
 
 
-def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(
-    collator, pictures, tmp_path
-):
-    [bad] = streamed([conversation("b", image="cut.png")], tmp_path)
+def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(collator, streamed):
+    [bad] = streamed(turns("b", image="cut.png"))
     batch = collator([bad, bad._replace(fault="is the last", is_last=True)])
     assert len(batch[FAULTS]) == 1 and batch[UNREADABLE] == [f"{bad.place}: is the last"]
     assert batch["labels"].shape == batch["input_ids"].shape

@@ -10,7 +10,9 @@ import pytest
 from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo import command as demo
 from glm4v_patched.demo.command import run_demo
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.pictures import COLOURS, QUESTIONS, SHAPES, draw_data_set
+from glm4v_patched.engine.gpus import Gpu, Gpus
+from glm4v_patched.models import placement
 from glm4v_patched.models.placement import Placement
 
 
@@ -123,3 +125,26 @@ def test_a_folder_with_other_things_a_held_one_and_a_lost_one_are_refused(
     monkeypatch.setattr(demo, "_run", run)
     start(out)
     assert ran == [out] * 2
+
+
+def test_each_answer_says_what_its_question_asks_for(tmp_path):
+    pairs = {f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES}
+    right = dict(zip(QUESTIONS, ({*COLOURS}, {*SHAPES}, pairs), strict=True))
+    for question, answer in draw_data_set(tmp_path, 30, seed=0, side=56):
+        assert answer["content"] in right[question["content"]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "placed"),
+    [
+        (0, None, Placement(2, on_cpu=True)),
+        (1, "cpu", Placement(2, on_cpu=True)),
+        (1, None, Placement(1)),
+        (4, None, Placement(2)),
+    ],
+)
+def test_two_processes_run_where_there_is_not_one_gpu_alone(monkeypatch, gpus, device, placed):
+    found = Gpus((Gpu("NVIDIA H200", 150_000_000_000, (9, 0)),) * gpus, "none is here")
+    for module in (demo, placement):
+        monkeypatch.setattr(module, "find_gpus", lambda: found)
+    assert demo.place_demo(None, device) == placed

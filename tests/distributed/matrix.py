@@ -3,19 +3,35 @@
 ``python tests/distributed/matrix.py --out docs/benchmarks/matrix.json``, with ``PYTHONPATH=.``,
 runs all that depend on DeepSpeed; ``--strategy fsdp2 ddp`` others; ``--gpus`` on two GPUs with
 NCCL. Rows of other versions in the file stay: tests/noxfile.py fills it pair by pair.
+
+``--rank FOLDER`` is what it starts as each of two processes, with a folder that holds
+``cells.json`` (what to train), ``references.pt`` and ``model``. They train one cell after the
+other. Every rank appends to ``rows.<rank>.jsonl`` before and after a cell; losses and gradients go
+to the folder ``gradients``, if there is one. A cell that raises or hangs ends the processes,
+because what it leaves behind may spoil the next one; new ones are started for the rest.
 """
 
 import argparse
+import faulthandler
+import gc
 import json
+import os
 import sys
 import tempfile
+import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from glm4v_patched.remote import checkpointing
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.strategies import Training, averaged, zero_config
 from tests.helpers.cells import (
     WITHOUT_DEEPSPEED,
     ZERO_STAGES,
@@ -24,15 +40,20 @@ from tests.helpers.cells import (
     known_limit,
     torch_cells,
 )
-from tests.helpers.processes import (
-    WORKERS,
-    gpu_environment,
-    run_ranks,
-    run_with_limit,
-    two_processes,
+from tests.helpers.processes import gpu_environment, run_ranks, run_with_limit, two_processes
+from tests.helpers.start_deepspeed import start_deepspeed
+from tests.helpers.steps import (
+    LEARNING_RATE,
+    autocast,
+    device,
+    largest,
+    rank_batch,
+    select_weights,
+    small_model,
+    trainable,
+    weights_dtype,
 )
-from tests.helpers.steps import small_model
-from tests.helpers.unsharded import reference_name, unsharded_run
+from tests.tables import put_rows, read_rows
 
 # Relative to the step's largest gradient, over three steps. fp32: DeepSpeed's own linear function
 # sums in another order than torch's; measured 3e-6. bf16: one unit is 8e-3; measured 4e-2. What
@@ -41,12 +62,175 @@ from tests.helpers.unsharded import reference_name, unsharded_run
 GRADIENT_LIMIT = {"fp32": 5e-5, "bf16": 8e-2, "bf16_autocast": 8e-2}
 LOSS_LIMIT = {"fp32": 1e-5, "bf16": 2e-3, "bf16_autocast": 2e-3}
 AXES = ("strategy", "weights", "use_reentrant", "precision", "persistence")
+SECONDS_FOR_ONE_CELL = 60
+
+
+def reference_name(cell: Cell) -> str:
+    """Cells that share it have one reference."""
+    masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
+    return f"{cell.weights}-{cell.precision}-{masters}-{cell.images}-{cell.steps}"
+
+
+def unsharded_run(cell: Cell) -> dict:
+    """One process without sharding and without activation checkpoints: losses and gradients of both
+    ranks' batches, averaged, one of each a step.
+
+    bf16 weights under DeepSpeed are updated in fp32 and rounded; elsewhere they are themselves
+    updated.
+    """
+    model = select_weights(small_model(weights_dtype(cell)).to(device()), cell.weights)
+    keeps_masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
+    parameters = trainable(model)
+    masters = [p.detach().float() if keeps_masters else p.detach() for p in parameters]
+    losses, gradients = [], []
+    for step in range(cell.steps):
+        loss = 0
+        for rank in range(2):
+            with autocast(cell):
+                loss = loss + model(**rank_batch(cell, rank, step)).loss / 2
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(
+            {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+        )
+        for parameter, master in zip(parameters, masters, strict=True):
+            if parameter.grad is not None:
+                master.sub_(LEARNING_RATE * parameter.grad.to(master.dtype))
+                parameter.data.copy_(master)
+        model.zero_grad()
+    return {"losses": losses, "gradients": gradients}
+
+
+@contextmanager
+def counted_gathers() -> Iterator[list[str]]:
+    """The all-gathers that DeepSpeed starts inside, one for each group of parameters."""
+    from deepspeed import comm
+
+    calls: list[str] = []
+
+    def counting(name: str):
+        function = getattr(comm, name)
+        return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
+
+    names = ("allgather_fn", "all_gather_into_tensor", "all_gather")
+    with mock.patch.multiple(comm, **{name: counting(name) for name in names}):
+        yield calls
+
+
+def config_of(cell: Cell) -> dict:
+    zero: dict = {}
+    if cell.strategy == "zero3_offload":
+        zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    return zero_config(ZERO_STAGES[cell.strategy], cell.persistence == "0", **zero) | {
+        "bf16": {"enabled": cell.precision == "bf16"},
+        "torch_autocast": {"enabled": cell.precision == "bf16_autocast", "dtype": "bfloat16"},
+    }
+
+
+def start(cell: Cell, folder: Path) -> Training:
+    config = None
+    if cell.strategy in ZERO_STAGES:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        config = config_of(cell)
+        # Kept alive while the model loads: makes from_pretrained shard it under stage 3.
+        hf_config = HfDeepSpeedConfig(config)  # noqa: F841
+    model = GLM4VForCausalLM.from_pretrained(
+        folder / "model", attn_implementation="sdpa", dtype=weights_dtype(cell)
+    )
+    model = select_weights(model, cell.weights)
+    model.config.skip_logits = cell.skip_logits
+    if cell.use_reentrant != "off":
+        told = {"use_reentrant": cell.use_reentrant} if cell.use_reentrant != "unset" else None
+        model.gradient_checkpointing_enable(told)
+    model = model if config else model.to(device())
+    return Training(model, cell.strategy, config, LEARNING_RATE)
+
+
+def with_or_without_cure(cell: Cell) -> AbstractContextManager:
+    if cell.cure:
+        return nullcontext()
+    return mock.patch.object(checkpointing, "frozen_parameters_held", nullcontext)
+
+
+def train(cell: Cell, folder: Path) -> dict:
+    """``losses``, averaged over the ranks, and ``gradients``, one of each a step; how often ZeRO
+    gathered in the last one."""
+    training, rank = start(cell, folder), torch.distributed.get_rank()
+    with_deepspeed = training.engine is not None
+    result: dict = {"losses": [], "gradients": []}
+    for step in range(cell.steps):
+        with counted_gathers() if with_deepspeed else nullcontext() as calls:
+            with autocast(cell):
+                loss = training(**rank_batch(cell, rank, step)).loss
+            training.backward(loss)
+        result["gathers"] = len(calls) if calls is not None else None
+        result["losses"].append(averaged(loss))
+        result["gradients"].append({n: g.float().cpu() for n, g in training.gradients().items()})
+        training.update()
+    training.close()
+    return result
+
+
+def differences(got: dict, want: dict) -> dict[str, float]:
+    """The largest ones over all steps, relative to the loss and to the step's largest gradient. A
+    parameter without a gradient counts as one whose gradient is zero."""
+    loss = max(abs(g - w) / abs(w) for g, w in zip(got["losses"], want["losses"], strict=True))
+    gradient = 0.0
+    for got_step, want_step in zip(got["gradients"], want["gradients"], strict=True):
+        if unknown := want_step.keys() - got_step.keys():
+            raise ValueError(f"no gradient for {sorted(unknown)}")
+        apart = {n: g - want_step[n] if n in want_step else g for n, g in got_step.items()}
+        gradient = max(gradient, largest(apart) / largest(want_step))
+    return {"loss_difference": loss, "gradient_difference": gradient}
+
+
+def train_and_compare(cell: Cell, folder: Path, references: dict, note) -> None:
+    with with_or_without_cure(cell):
+        result = train(cell, folder)
+    if torch.distributed.get_rank() == 0:
+        figures = differences(result, references[reference_name(cell)])
+        note({"done": cell.name, "gathers": result["gathers"]} | figures)
+        if (folder / "gradients").is_dir():
+            torch.save(result, folder / "gradients" / f"{cell.name}.pt")
+
+
+def train_as_rank(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    cells = [Cell(**cell) for cell in json.loads((folder / "cells.json").read_text())]
+    references = torch.load(folder / "references.pt") if rank == 0 else {}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if any(cell.strategy in ZERO_STAGES for cell in cells):
+        start_deepspeed()
+    else:
+        torch.distributed.init_process_group("nccl" if device() == "cuda" else "gloo")
+
+    def note(row: dict) -> None:
+        with open(folder / f"rows.{rank}.jsonl", "a") as rows:
+            rows.write(json.dumps(row) + "\n")
+
+    for cell in cells:
+        note({"started": cell.name})
+        faulthandler.dump_traceback_later(SECONDS_FOR_ONE_CELL, exit=True)
+        try:
+            train_and_compare(cell, folder, references, note)
+        except Exception as error:
+            note({"failed": cell.name, "reason": f"{type(error).__name__}: {error}"})
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        gc.collect()
+        gc.freeze()  # what was imported by now costs half a second in each later collection
+    faulthandler.cancel_dump_traceback_later()
+    torch.distributed.destroy_process_group()
 
 
 def run_cells(cells: list[Cell], folder: Path, on_gpus: bool = False) -> list[dict]:
     """One row a cell, in order: its axes, ``outcome``, ``reason``, the largest differences, and how
     often ZeRO-3 gathered parameters in the last step. Of cells that cannot work for one reason, the
-    first is tried. ``folder`` is scratch space; what it may hold says cell_worker.py."""
+    first is tried. ``folder`` is scratch space; it may hold what is said above."""
     deepspeed = version("deepspeed") if any(c.strategy in ZERO_STAGES for c in cells) else None
     limits = {cell: known_limit(cell, deepspeed) for cell in cells}
     first_of_limit = {limits[cell]: cell for cell in reversed(cells) if limits[cell]}
@@ -73,11 +257,11 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
         (folder / "cells.json").write_text(json.dumps([asdict(cell) for cell in rest]))
         for rows in folder.glob("rows.*.jsonl"):
             rows.unlink()
-        worker, seconds = WORKERS / "cell_worker.py", 100 + 10 * len(rest)
+        rank, seconds = (__file__, "--rank", str(folder)), 100 + 10 * len(rest)
         if on_gpus:
-            ended = run_with_limit(two_processes(worker, str(folder)), seconds, gpu_environment())
+            ended = run_with_limit(two_processes(*rank), seconds, gpu_environment())
         else:
-            ended = run_ranks(str(worker), str(folder), seconds=seconds)
+            ended = run_ranks(*rank, seconds=seconds)
         news = _outcomes(folder, ended)
         if not news:
             raise RuntimeError(f"the worker ended before its first cell\n{ended.output[-4000:]}")
@@ -161,17 +345,15 @@ def main() -> int:
     parser.add_argument("--strategy", nargs="+", choices=[*ZERO_STAGES, *WITHOUT_DEEPSPEED])
     parser.add_argument("--gpus", action="store_true", help="two GPUs and NCCL, not gloo")
     arguments = parser.parse_args()
-    rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-    every = {key(row): row for row in rows}
     for cells in (deepspeed_cells(), torch_cells()):
         if chosen := [c for c in cells if c.strategy in (arguments.strategy or ZERO_STAGES)]:
-            for row in run_installed(chosen, arguments.gpus):
-                every[key(row)] = {name: value for name, value in row.items() if value is not None}
-    lines = [json.dumps(row, separators=(",", ":")) for row in every.values()]
-    arguments.out.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    print(summary([*every.values()]))
-    return 1 if any(row["outcome"] == "failed" for row in every.values()) else 0
+            found = run_installed(chosen, arguments.gpus)
+            rows = [{n: value for n, value in row.items() if value is not None} for row in found]
+            put_rows(arguments.out, rows, key)
+    every = read_rows(arguments.out)
+    print(summary(every))
+    return 1 if any(row["outcome"] == "failed" for row in every) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train_as_rank(Path(sys.argv[2])) if sys.argv[1] == "--rank" else main())

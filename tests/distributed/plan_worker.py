@@ -3,7 +3,7 @@
 glm-4v has no dropout of its own; without it no random number would be drawn while training, and
 states of the generators that were lost would not show. ``--die-writing NAME``: half-way through a
 file whose path ends so the process dies. ``--diverging PLAN ...``: with what BREAKS has for the
-name of the plan's folder; how process N ends is in ``outcome-N.txt`` beside the plan.
+name of the plan's folder, if anything; how process N ends is in ``outcome-N.txt`` beside the plan.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from glm4v_patched.finetune import process, worker
 from glm4v_patched.finetune.divergence import Diverged, DivergenceWatch
 from glm4v_patched.finetune.plan import Plan
+from glm4v_patched.finetune.row_faults import BadRow
 from glm4v_patched.remote.modeling_chatglm import Embedding
 
 options = argparse.ArgumentParser()
@@ -31,6 +32,8 @@ options.add_argument("--die-writing")
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
 build_model, see = worker.build_model, DivergenceWatch.see
 save_model, save = worker.RecipeTrainer.save_model, torch.save
+require_finite_loss = worker.RecipeTrainer._require_finite_loss
+evaluate = worker.RecipeTrainer.evaluate
 
 
 def drop_out(module: torch.nn.Module, _, output: torch.Tensor) -> torch.Tensor:
@@ -68,10 +71,25 @@ def break_and_save(self, *args, **kwargs):
     save_model(self, *args, **kwargs)
 
 
+def break_last_loss(self, folder):
+    """The loss that rank 1 computes once more, with the last update's weights."""
+    loss_of = self.compute_loss
+    if dist.get_rank() == 1:
+        self.compute_loss = lambda *inputs: loss_of(*inputs) * math.nan
+    require_finite_loss(self, folder)
+
+
+def evaluate_and_end(self, *args, **kwargs):
+    """Each process finds another share of right answers."""
+    self.sample.answer = lambda *_: dist.get_rank()
+    raise Diverged(f"exact match {evaluate(self, *args, **kwargs)['eval_exact_match']}")
+
+
 BREAKS = {
     "told": mock.patch.object(DivergenceWatch, "see", see_nan),
     "saved": mock.patch.object(worker.RecipeTrainer, "save_model", break_and_save),
-    "base": nullcontext(),
+    "last": mock.patch.object(worker.RecipeTrainer, "_require_finite_loss", break_last_loss),
+    "evaluated": mock.patch.object(worker.RecipeTrainer, "evaluate", evaluate_and_end),
 }
 
 if __name__ == "__main__":
@@ -84,9 +102,10 @@ if __name__ == "__main__":
         # transformers 4 leaves it there, for the next training.
         os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     for plan in asked.diverging:
-        with BREAKS[plan.parent.name]:
+        with BREAKS.get(plan.parent.name, nullcontext()):
             try:
                 worker.train(Plan.read(plan))
-            except Diverged as error:
+            except (BadRow, Diverged) as error:
+                assert plan.with_name("training.json").exists(), "it leaves before the report"
                 plan.with_name(f"outcome-{os.environ['RANK']}.txt").write_text(str(error))
     process.leave()

@@ -1,4 +1,5 @@
-"""Two processes end together when a training diverges, also when only one of them sees it."""
+"""Two processes end together when a training diverges or meets a row that cannot be used, also when
+only one of them sees it."""
 
 import json
 import math
@@ -22,8 +23,15 @@ def folder(tmp_path_factory) -> Path:
     weights = load_file(broken / "model.safetensors")
     weights[BROKEN][-1, -1] = math.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    changes = {"told": {}, "saved": {"trainer.max_steps": 1}}
+    changes = {"told": {}, "saved": {"trainer.max_steps": 1}, "last": {"trainer.max_steps": 1}}
     changes["base"] = {"model": str(broken), "trained": "lora_lm"}
+    changes["evaluated"] = {"data.eval": 0.2, "trainer.eval_steps": 1}
+    # Process 1 reads every second row, and meets this one in its second batch.
+    lines = Path(recipe.data.train).read_text().splitlines()
+    lines[5] = "no row"
+    rows = folder / "rows.jsonl"
+    rows.write_text("\n".join(lines))
+    changes["row"] = {"data.train": str(rows), "data.check": "first 4", "data.shuffle_buffer": 1}
     mine = [recipe.override({"out": str(folder / name)} | of) for name, of in changes.items()]
     ended = train_in_processes(diverging=[planned(each, processes=2) for each in mine])
     assert ended.status == 0, ended.output[-8000:]
@@ -35,6 +43,9 @@ def folder(tmp_path_factory) -> Path:
     [
         ("told", "NaN or infinite in 3 steps in a row, 2 to 4"),
         ("saved", f"have become NaN or infinite, in 1 tensors: {BROKEN}"),
+        ("last", "the loss of the last batch is NaN or infinite with the weights of step 1"),
+        ("evaluated", "exact match 0.0"),  # that of the first, for all
+        ("row", "rows.jsonl:6: "),
         ("base", f"NaN or infinity before the first step, in 1 tensors: {BROKEN}"),
     ],
 )

@@ -1,27 +1,147 @@
-"""ZeRO-3 gathers weights in place as DeepSpeed copies them, and weights in fp8 as whole ones."""
+"""ZeRO-3 gathers weights in place as DeepSpeed copies them, and weights in fp8 as whole ones.
 
+Two processes train with weights gathered in place, and copied out of a buffer; and in fp8.
+"""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
 
-from tests.helpers.fp8 import build
+from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
+from glm4v_patched.engine.deepspeed import zero3
+from glm4v_patched.engine.deepspeed.config import deepspeed_config
+from glm4v_patched.engine.deepspeed.internals import shard_of
+from glm4v_patched.engine.fp8 import HeldLinear
+from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.engine.prepare import start
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.strategies import averaged, of_both_ranks, save_on_first
+from tests.helpers.fp8 import PLAIN, allow_on_cpu, build
 from tests.helpers.processes import run_two_processes
+from tests.helpers.steps import select_weights, trainable
+from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
 
 pytestmark = pytest.mark.slow
 
+STEPS = 4
+TRAINED = ("all", "lora_both")
+IN_FP8 = [("lora_all", "full"), ("lm", "selective")]  # what is trained, and the policy of layers
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    seed = 2 * seed + torch.distributed.get_rank()
+    ids = torch.tensor([[*grown_image(), *text(9, seed=seed)]])
+    return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1, seed=seed)}
+
+
+def model_with_odd_weights() -> GLM4VForCausalLM:
+    """Biases of 97 numbers, of which two processes hold 49 each."""
+    torch.manual_seed(0)
+    vision = golden_json("config.json")["vision_config"] | {"intermediate_size": 97}
+    config = tiny_config(initializer_range=0.05, vision_config=vision)
+    return GLM4VForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def counted(kind: type):
+    return mock.patch.object(kind, "__init__", autospec=True, side_effect=kind.__init__)
+
+
+def train(trained: str, in_place: bool) -> dict:
+    # A layer is released while a gather that holds it and others is still being waited for.
+    options = EngineOptions(
+        precision="fp32",
+        tower="attention",
+        language="full",
+        stage3_max_live_parameters=20_000,
+        offload=False,
+        compile=False,
+        gather_in_place=in_place,
+        norms_in_place=in_place,
+    )
+    config = deepspeed_config(options, 1, 1, 0.0)
+    config["zero_optimization"]["stage3_prefetch_bucket_size"] = 100_000
+    model = select_weights(model_with_odd_weights(), trained)
+    checkpoint_layers(model, options.tower, options.language)
+    zero3.adapt_zero3(model, options)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.001)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    kinds = zero3._Gather, AllGatherCoalescedHandle, AllGatherHandle
+    losses, norms, gathers_of = [], [], []
+    with ExitStack() as stack:
+        ours, *theirs = [stack.enter_context(counted(kind)) for kind in kinds]
+        for step in range(STEPS):
+            loss = engine(**batch(step)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            norms.append(float(engine.get_global_grad_norm()))
+            gathers_of.append([p.all_gather_coalesced for p in engine.module.parameters()])
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            weights[name] = parameter.detach().clone()
+    found = {
+        "losses": of_both_ranks(losses),
+        "norms": norms,
+        "norms by": engine.optimizer.get_grad_norm_direct.__module__,
+        "weights": weights,
+        "in place": ours.call_count,
+        "by DeepSpeed": sum(count.call_count for count in theirs),
+        "replaced once": gathers_of[0] == gathers_of[-1],
+    }
+    engine.destroy()
+    return found
+
+
+def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
+    """Losses, what each process holds of the layers between two steps, and the types of what is
+    saved. In every step the same batch. Under ZeRO-3 nothing stays gathered, so that all is
+    gathered twice a step."""
+    torch.manual_seed(3)  # adapters
+    inputs = batch(0)
+    inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    live = 0.0 if policy == "full" else 1e9
+    options = replace(PLAIN, zero_stage=stage, trained=trained, tower=policy, language=policy)
+    engine = start(replace(options, stage3_max_live_parameters=live), load, 1, 0.01)
+    found = {"losses": [averaged(engine.step(inputs)) for _ in range(STEPS)]}
+    layers = [module for module in engine.model.modules() if isinstance(module, HeldLinear)]
+    found["held"] = {(shard_of(m.weight).dtype, m.weight_scale.dtype) for m in layers}
+    found["bytes"] = sum(shard_of(m.weight).nbytes for m in layers)
+    if stage == 3:
+        state = engine.engine._zero3_consolidated_16bit_state_dict()
+        found["saved"] = state and {name: tensor.dtype for name, tensor in state.items()}
+    engine.engine.destroy()
+    return found
+
+
+def on_each_rank(folder: Path) -> None:
+    found = {(of, in_place): train(of, in_place) for of in TRAINED for in_place in (True, False)}
+    allow_on_cpu()
+    load = partial(GLM4VForCausalLM.from_pretrained, folder / "model", attn_implementation="sdpa")
+    for trained, policy in IN_FP8:
+        for stage in (2, 3):
+            found[trained, stage] = in_fp8(load, stage, trained, policy)
+    save_on_first(found, folder / "found.pt")
+    torch.distributed.barrier()
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def found(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("gathers")
     build().save_pretrained(folder / "model")
-    run_two_processes("gather_worker.py", str(folder), seconds=300)
-    return folder
+    run_two_processes(on_each_rank, folder, seconds=300)
+    return torch.load(folder / "found.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("trained", ["all", "lora_both"])
-def test_gathers_and_norms_in_place_change_no_number_and_copy_nothing(folder, trained):
-    found = torch.load(folder / "gathers.pt")
+@pytest.mark.parametrize("trained", TRAINED)
+def test_gathers_and_norms_in_place_change_no_number_and_copy_nothing(found, trained):
     in_place, copied = found[trained, True], found[trained, False]
     assert in_place["losses"] == copied["losses"]
     assert in_place["weights"].keys() == copied["weights"].keys()
@@ -35,9 +155,8 @@ def test_gathers_and_norms_in_place_change_no_number_and_copy_nothing(folder, tr
     assert copied["norms by"].startswith("deepspeed.")
 
 
-def test_in_fp8_losses_are_those_of_whole_weights_held_as_bytes_and_saved_in_bf16(folder):
-    found = torch.load(folder / "fp8.pt", weights_only=False)
-    for trained in ("lora_all", "lm"):
+def test_in_fp8_losses_are_those_of_whole_weights_held_as_bytes_and_saved_in_bf16(found):
+    for trained, _ in IN_FP8:
         losses, whole = (found[trained, stage]["losses"] for stage in (3, 2))
         assert losses[0] == pytest.approx(whole[0], rel=1e-5)
         # Updates differ in how they round.

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.cell_worker import differences
-from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, run_cells
-from tests.helpers import unsharded
+from tests.distributed import matrix
+from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, differences, run_cells
 from tests.helpers.cells import (
     PERSISTENCE,
     PRECISIONS,
@@ -45,6 +44,7 @@ PLAIN = [
     Cell("zero1", "all", "off"),
     Cell("fsdp2", "lora_both", "off"),
     Cell("ddp", "all", "off"),
+    Cell("zero3", "lora_both", "off", "bf16", "0"),
     *(
         Cell("zero3", weights, "off", persistence="0")
         for weights in ("all", "lora_both", "frozen_vision", "frozen_language")
@@ -108,18 +108,18 @@ def test_the_cure_gathers_no_more_often(without, trained):
 @pytest.mark.parametrize("breakage", ["another image", "one rank only", "gradients summed"])
 def test_the_limits_refuse_wrong_numbers(breakage, precision, monkeypatch):
     cell = Cell("zero3", "all", precision=precision)
-    want = unsharded.unsharded_run(cell)
-    batch = unsharded.rank_batch
+    want = matrix.unsharded_run(cell)
+    batch = matrix.rank_batch
 
     def with_another_image(cell, rank, step):
         other = batch(cell, rank, step)
         return {n: v.flip(-1) if n == "pixel_values" else v for n, v in other.items()}
 
     if breakage == "another image":
-        monkeypatch.setattr(unsharded, "rank_batch", with_another_image)
+        monkeypatch.setattr(matrix, "rank_batch", with_another_image)
     elif breakage == "one rank only":
-        monkeypatch.setattr(unsharded, "rank_batch", lambda cell, rank, step: batch(cell, 0, step))
-    got = unsharded.unsharded_run(cell)
+        monkeypatch.setattr(matrix, "rank_batch", lambda cell, rank, step: batch(cell, 0, step))
+    got = matrix.unsharded_run(cell)
     if breakage == "gradients summed":
         got["gradients"] = [{n: 2 * g for n, g in step.items()} for step in got["gradients"]]
     found = differences(got, want)

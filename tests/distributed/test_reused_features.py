@@ -1,18 +1,22 @@
-"""Reused features on two real processes: under ZeRO-3 and FSDP2 a step reuses features only if
-both have those of their pictures (PICTURES in feature_worker.py)."""
+"""Reused features on two processes whose batches are unlike: under ZeRO-3 and FSDP2 a step reuses
+features only if both have those of their pictures."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from glm4v_patched.data.feature_cache import digest_weights
+from glm4v_patched.data.feature_cache import TowerFeatures, digest_weights
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.strategies import Training, of_both_ranks, save_on_first, zero_config
 from tests.helpers.processes import run_two_processes
-from tests.helpers.tiny import tiny_model
+from tests.helpers.steps import select_weights
+from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
-# In how many steps of AB AB C- C- AD CD -- -D BA the tower runs, on each rank; without an image it
-# runs for the blank one, but under DDP.
+# The picture of rank 0 and that of rank 1, step by step; "-" is a batch without one.
+PICTURES = ["AB", "AB", "C-", "C-", "AD", "CD", "--", "-D", "BA"]
+# In how many of these steps the tower runs, on each rank; without an image it runs for the blank
+# one, but under DDP.
 ALWAYS = [[1] * 9] * 2
 WITHOUT = {"zero3": ALWAYS, "fsdp2": ALWAYS}
 WITHOUT["ddp"] = [[1, 1, 1, 1, 1, 1, 0, 0, 1], [1, 1, 0, 0, 1, 1, 0, 1, 1]]
@@ -28,27 +32,70 @@ RUNS = {
     ("frozen_vision", "fsdp2", "folder"): FIRST_STEP,
     ("frozen_vision", "ddp", "memory"): [[1, 0, 1, 0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0, 0, 0, 1]],
 }
-EVERY = [*dict.fromkeys((*run[:2], None) for run in RUNS), *RUNS]
+EVERY = [*dict.fromkeys((*run[:2], "") for run in RUNS), *RUNS]
+
+
+def rank_batch(step: int) -> dict[str, torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    picture = PICTURES[step][rank]
+    row = [*text(5, seed=step), *(grown_image() if picture != "-" else [])]
+    row += text(9, seed=10 * step + rank + 1)
+    ids = torch.tensor([row])
+    images = {} if picture == "-" else {"pixel_values": pictures(1, seed=ord(picture))}
+    return {"input_ids": ids, "labels": ids} | images
+
+
+def train(weights: str, strategy: str, keep: str, folder: Path) -> dict:
+    """Both ranks' losses, the gradients, how often the tower ran in every step on each rank, and
+    the digest of the tower's weights."""
+    model = GLM4VForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa")
+    model = select_weights(model, weights)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Made before the model is sharded, as a recipe does; used after it.
+    features = keep and TowerFeatures(model, None if keep == "memory" else folder / keep)
+    tower = next(m for m in model.modules() if type(m).__name__ == "EVA2CLIPModel")
+    runs = []
+    tower.register_forward_hook(lambda module, inputs, output: runs.append(len(output)))
+    training = Training(model, strategy, zero_config())
+    losses, gradients, counts = [], [], []
+    digest = digest_weights(tower)
+    for step in range(len(PICTURES)):
+        inputs = rank_batch(step)
+        output = training(**features.replace_pictures(inputs) if features else inputs)
+        if features:
+            features.keep(output)
+        training.backward(output.loss)
+        gradients.append(training.gradients())
+        losses.append(output.loss.item())
+        counts.append(len(runs))
+        runs.clear()
+        training.update()
+    training.close()
+    losses, counts = zip(*of_both_ranks((losses, counts)), strict=True)
+    return {"losses": losses, "runs": [*counts], "gradients": gradients, "digest": digest}
+
+
+def on_each_rank(folder: Path) -> None:
+    save_on_first({run: train(*run, folder) for run in EVERY}, folder / "found.pt")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("features")
     tiny_model().save_pretrained(folder / "model")
-    runs = [("-".join(map(str, run)), *run) for run in EVERY]
-    (folder / "runs.json").write_text(json.dumps(runs))
-    output = run_two_processes("feature_worker.py", str(folder), seconds=300)
+    output = run_two_processes(on_each_rank, folder, seconds=300)
     assert output.count("kept in the memory of 2 processes") == 2 * 3
     return folder
 
 
-def result(results: Path, *run: str | None) -> dict:
-    return torch.load(results / f"{'-'.join(map(str, run))}.pt")
+@pytest.fixture(scope="module")
+def found(folder) -> dict:
+    return torch.load(folder / "found.pt")
 
 
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
-def test_reuse_changes_no_bit_and_spares_the_tower_of_both_processes(run, results):
-    want, got = result(results, *run[:2], None), result(results, *run)
+def test_reuse_changes_no_bit_and_spares_the_tower_of_both_processes(run, found):
+    want, got = found[(*run[:2], "")], found[run]
     assert got["losses"] == want["losses"]
     for gradients, wanted in zip(got["gradients"], want["gradients"], strict=True):
         assert gradients.keys() == wanted.keys() and len(wanted) > 1
@@ -57,7 +104,7 @@ def test_reuse_changes_no_bit_and_spares_the_tower_of_both_processes(run, result
     assert got["runs"] == RUNS[run]
 
 
-def test_the_weights_have_one_digest_however_they_are_spread(results):
-    digests = {result(results, *run)["digest"] for run in EVERY}
+def test_the_weights_have_one_digest_however_they_are_spread(folder, found):
+    digests = {found[run]["digest"] for run in EVERY}
     assert digests == {digest_weights(tiny_model().transformer.vision)}
-    assert len(list((results / "folder").iterdir())) == 1
+    assert len(list((folder / "folder").iterdir())) == 1

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights
+from accelerate.utils import compute_module_sizes
 from torch import nn
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -30,10 +31,6 @@ def deep_model() -> GLM4VForCausalLM:
     return GLM4VForCausalLM._from_config(deep_config(), attn_implementation="sdpa").eval()
 
 
-def size_of(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in module.state_dict().values())
-
-
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     kinds = model._no_split_modules
     return {name: part for name, part in model.named_modules() if type(part).__name__ in kinds}
@@ -41,9 +38,10 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def split_at(model: nn.Module, share: float, first, second) -> dict:
     """The device map that accelerate finds where the first device has room for a share."""
+    sizes = compute_module_sizes(model)
     # What it keeps free on the first device, to load the largest part into.
-    spare = max(size_of(layer) for layer in layers_of(model).values())
-    room = {0: int(share * size_of(model)) + spare, 1: 2 * size_of(model)}
+    spare = max(sizes[name] for name in layers_of(model))
+    room = {0: int(share * sizes[""]) + spare, 1: 2 * sizes[""]}
     kinds = model._no_split_modules
     found = infer_auto_device_map(model, room, no_split_module_classes=kinds)
     assert set(found.values()) == {0, 1}
@@ -67,9 +65,8 @@ def answer(model: nn.Module, device: str = "cpu"):
 
 
 def gradients(model: nn.Module, inputs: dict, mode: str = "plain") -> dict[str, torch.Tensor]:
-    if MODES[mode] is None:
-        model.gradient_checkpointing_disable()
-    else:
+    model.gradient_checkpointing_disable()
+    if MODES[mode] is not None:
         model.gradient_checkpointing_enable({"use_reentrant": MODES[mode]})
     model.zero_grad()
     loss = model.train()(**inputs).loss

@@ -23,8 +23,10 @@ from glm4v_patched.doctor.findings import Finding, finding, table
 from glm4v_patched.engine import nvidia_driver, ram
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.nvidia_driver import Use, parse_topology
+from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.run_folder import locked
+from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import (
     FIRST_UNTESTED_TRANSFORMERS,
     TESTED_TRANSFORMERS,
@@ -129,6 +131,18 @@ def test_a_fault_of_the_machine_is_told_with_its_cure(
     words(text, temporary=tempfile.gettempdir())
 
 
+def test_room_for_the_published_weights_is_wanted_while_they_are_not_there(
+    sound, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(*SMALL_DISK)
+    monkeypatch.setattr(machine, "hub_cache", lambda: tmp_path)
+    assert "28.0 GB may be needed" in faults()["disk: cache of the Hub"].found
+    there = tmp_path / "models--zai-org--glm-4v-9b" / "snapshots" / "abc"
+    there.mkdir(parents=True)
+    (there / "config.json").touch()
+    assert "disk: cache of the Hub" not in faults()
+
+
 @pytest.mark.parametrize(
     ("name", "found", "verdict"),
     [
@@ -155,7 +169,8 @@ def test_versions_outside_of_the_range_are_told(monkeypatch, name, found, verdic
     assert verdict is None or f"install '{name}" in told[name].cure
     if name == "torch" and found:
         needed = f"torchvision 0.26.0 needs torch==2.11.0, and {found}"
-        assert needed in told["versions together"].found
+        clash = told["versions together"]
+        assert needed in clash.found and clash.verdict == "fails"
 
 
 def test_what_will_fail_comes_last_and_commands_stay_whole():
@@ -320,3 +335,15 @@ def test_memory_that_does_not_suffice_is_told(asked, monkeypatch):
         found = checks(asked)["memory of a step"]
         assert found.verdict == verdict
         assert verdict == "ok" or "lora_lm, qlora" in found.cure
+
+
+def test_on_a_cpu_all_processes_share_the_machine_s_memory():
+    plan = SimpleNamespace(
+        needed=4e9,
+        free=0,
+        placement=Placement(3, on_cpu=True),
+        options=EngineOptions(),
+        batch=SimpleNamespace(row_length=9),
+    )
+    [found] = of_recipe._check_memory(plan, None)
+    assert found.found.startswith("about 12.0 GB of the machine's memory")

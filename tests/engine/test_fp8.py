@@ -8,14 +8,14 @@ from torch import nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm4v_patched.engine import flash_attention_3, fp8
+from glm4v_patched.engine import few_rows, flash_attention_3, fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu, quantise_rows_of_swiglu
 from glm4v_patched.engine.fp8_numbers import product_to_read, quantise_rows
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
-from tests.helpers.fp8 import PLAIN, build, emulated
+from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
 from tests.helpers.tiny import grown_image, pictures, text, tiny_config
 
 # What comes out is rounded to bf16, a relative 0.0017 on random data. Of other operands it
@@ -29,36 +29,6 @@ pytestmark = pytest.mark.newest  # torch's products
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(fp8, "_on_cpu", True)
-
-
-def layer(held: bool, bias: bool = True, into: int = 96, out: int = 64) -> nn.Linear:
-    torch.manual_seed(0)
-    linear = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16)
-    if held:
-        linear.requires_grad_(False)
-        fp8._hold(linear, keeps_transposed=bias)
-    else:
-        linear.__class__ = fp8.Linear
-    return linear
-
-
-def plain(held: bool, **sizes) -> nn.Linear:
-    linear = layer(False, **sizes)
-    linear.__class__ = nn.Linear
-    return linear
-
-
-def passes(linear: nn.Linear, x: torch.Tensor, towards: torch.Tensor) -> list[torch.Tensor]:
-    x = x.detach().requires_grad_()
-    out = linear(x)
-    out.backward(towards)
-    gradients = [x.grad, *(p.grad for p in linear.parameters() if p.requires_grad)]
-    return [out.detach(), *gradients]
-
-
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert found.isfinite().all()
-    return ((found.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
 
 
 def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -80,7 +50,8 @@ def test_a_layer_and_its_gradients_are_those_of_the_emulation(held, bias):
     x = (torch.randn(40, 96) * torch.logspace(-6, 6, 40)[:, None]).bfloat16()
     towards = (torch.randn(40, 64) * torch.logspace(3, -9, 40)[:, None]).bfloat16()
     x[5], towards[6], x[7] = 0, 0, x[7] * 1e37
-    reference = plain(held, bias=bias)
+    reference = layer(False, bias=bias)
+    reference.__class__ = nn.Linear
     linear = layer(held, bias=bias)
     found = passes(linear, x, towards)
     expected = emulated(reference, x, towards, held)
@@ -113,11 +84,9 @@ def test_an_empty_batch_any_strides_and_more_dimensions(held):
     empty = passes(linear, torch.zeros(0, 96).bfloat16(), torch.zeros(0, 64).bfloat16())
     assert empty[0].shape == (0, 64) and empty[1].shape == (0, 96)
     assert all((gradient == 0).all() for gradient in empty[2:])
-    linear.zero_grad()
     x = torch.randn(96, 5, 2).bfloat16().permute(2, 1, 0)  # (2, 5, 96), strided
     towards = torch.randn(64, 5, 2).bfloat16().permute(2, 1, 0)
     found = passes(linear, x, towards)
-    linear.zero_grad()
     flat = passes(linear, x.reshape(10, 96), towards.reshape(10, 64))
     assert found[0].shape == (2, 5, 64)
     for one, other in zip(found, flat, strict=True):
@@ -171,12 +140,19 @@ def test_a_compiler_loses_no_gradient(held, dtype):
     linear = layer(held)
     x, towards = torch.randn(8, 96, dtype=dtype), torch.randn(8, 64, dtype=dtype)
     expected = passes(linear, x, towards)
-    linear.zero_grad()
     linear.forward = torch.compile(linear.forward, backend="aot_eager")
     found = passes(linear, x, towards)
     assert all(one.any() for one in found)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype and apart(one, other.double()) < NEAR
+
+
+@each_kind
+def test_what_comes_in_is_cast_as_autocast_does(held):
+    linear, x = layer(held), torch.randn(4, 96)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = linear(x), linear(x.bfloat16())
+    assert found.dtype is torch.bfloat16 and torch.equal(found, wanted)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -252,16 +228,6 @@ def test_a_models_gradients_are_near_those_of_bf16(trained):
     assert 1e-4 < abs(found_loss - loss) / loss < 0.01 and 0.01 < far(found, gradients) < 0.2
 
 
-@pytest.mark.parametrize("trained", ["lora_all", "full"])
-@pytest.mark.parametrize("policy", ["selective", "full", "every 2"])
-def test_every_policy_gives_the_same_gradients(trained, policy):
-    options = replace(PLAIN, trained=trained)
-    loss, gradients, _ = step(options)
-    again, found, _ = step(replace(options, tower=policy, language=policy))
-    assert torch.equal(loss, again) and gradients.keys() == found.keys()
-    assert all(torch.equal(gradients[name], found[name]) for name in gradients)
-
-
 class Counted(TorchDispatchMode):
     products = 0
 
@@ -270,13 +236,20 @@ class Counted(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize(("policy", "again"), [("linear", 0), ("selective", 8), ("full", 12)])
-def test_policies_keep_products_in_fp8_as_others(policy, again):
-    model = prepare_model(replace(PLAIN, tower=policy, language=policy), build)
-    loss = model(**batch()).loss
-    with Counted() as counted:
-        loss.backward()
-    assert counted.products == 12 + again
+@pytest.mark.parametrize("trained", ["lora_all", "full"])
+def test_policies_give_the_same_gradients_and_keep_products_in_fp8_as_others(trained):
+    found = {}
+    for policy in ("none", "linear", "selective", "every 2", "full"):
+        options = replace(PLAIN, trained=trained, tower=policy, language=policy)
+        with Counted() as counted:
+            loss, gradients, _ = step(options)
+        found[policy] = loss, gradients, counted.products
+    plain_loss, plain, products = found["none"]
+    for loss, gradients, _ in found.values():
+        assert torch.equal(loss, plain_loss) and gradients.keys() == plain.keys()
+        assert all(torch.equal(gradients[name], plain[name]) for name in gradients)
+    again = {policy: counted - products for policy, (_, _, counted) in found.items()}
+    assert again == {"none": 0, "linear": 0, "selective": 8, "every 2": 6, "full": 12}
 
 
 def test_both_layouts_give_the_same_gradients():
@@ -293,10 +266,10 @@ def test_both_layouts_give_the_same_gradients():
 
 
 def test_what_fp8_needs_is_told_before_a_model_is_built(monkeypatch, words):
-    config, odd = tiny_config(), tiny_config(ffn_hidden_size=100)
+    config, odd = tiny_config(), tiny_config(ffn_hidden_size=104)
     fp8.require_fp8(PLAIN, config)
     fp8.require_fp8(replace(PLAIN, fp8=False), odd)
-    with words.refused(ValueError, "ffn_hidden_size 100", "16"):
+    with words.refused(ValueError, "ffn_hidden_size 104", "16"):
         fp8.require_fp8(PLAIN, odd)
     monkeypatch.setattr(fp8, "_on_cpu", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -362,6 +335,17 @@ def test_products_of_few_rows_are_those_of_many(rows, has_bias):
     exact = exact if bias is None else exact + bias
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), exact, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("columns", "width"), [(4608, 4096), (27392, 4096), (4096, 13696), (64, 128)]
+)
+def test_the_parts_of_a_product_fill_the_gpu_and_none_is_empty(columns, width):
+    parts = few_rows.parts_for(columns, width, processors=132)
+    size, blocks = few_rows.blocks_a_part(width, parts), width // few_rows.WIDTH
+    assert (parts - 1) * size < blocks <= parts * size
+    at_once = 2 * 132 // (columns // few_rows.COLUMNS)
+    assert parts == min(max(at_once, 1), blocks)
 
 
 def test_swiglu_is_quantised_as_it_is_computed():

@@ -11,6 +11,7 @@ from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
+from tests.helpers.fp8 import apart, layer, passes
 
 pytestmark = pytest.mark.gpu
 
@@ -34,48 +35,19 @@ BF16 = 0.01
 each_kind = pytest.mark.parametrize("held", [False, True], ids=["trained", "held"])
 
 
-def layer(kind: str, held: bool) -> nn.Linear:
-    into, out = KINDS[kind]
-    torch.manual_seed(0)
-    linear = nn.Linear(into, out, device="cuda", dtype=torch.bfloat16)
-    nn.init.normal_(linear.weight, std=0.02)
-    if held:
-        linear.requires_grad_(False)
-        fp8._hold(linear, keeps_transposed="tower" in kind)
-    else:
-        linear.__class__ = fp8.Linear
-    return linear
-
-
-def passes(linear, x, towards) -> list[torch.Tensor]:
-    x = x.detach().requires_grad_()
-    out = linear(x)
-    out.backward(towards)
-    found = [out, x.grad]
-    if linear.weight.requires_grad:
-        found += [linear.weight.grad, linear.bias.grad]
-        linear.zero_grad()
-    return found
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    assert found.isfinite().all()
-    return ((found.double() - exact).norm() / exact.norm()).item()
-
-
 @each_kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_and_gradients_are_near_those_of_fp64(kind, held):
     into, out = KINDS[kind]
-    linear = layer(kind, held)
-    weight = layer(kind, False).weight.detach().double()
+    linear = layer(held, into, out, device="cuda")
+    weight = layer(False, into, out, device="cuda").weight.detach().double()
     x = torch.randn(2, 500, into, device="cuda", dtype=torch.bfloat16)
     towards = torch.randn(2, 500, out, device="cuda", dtype=torch.bfloat16)
     found = passes(linear, x, towards)
     wide, back = x.double(), towards.double()
     exact = [wide @ weight.t() + linear.bias.double(), back @ weight]
     exact += [back.flatten(0, 1).t() @ wide.flatten(0, 1), back.sum((0, 1))]
-    of = [error(one, other) for one, other in zip(found, exact, strict=False)]
+    of = [apart(one, other) for one, other in zip(found, exact, strict=False)]
     print(kind, *(f"{one:.4f}" for one in of))
     assert 0.01 < of[0] < QUANTISED and 0.01 < of[1] < QUANTISED
     assert all(one < BF16 for one in of[2:])
@@ -110,7 +82,7 @@ def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
         gradients[in_fp8] = found | {"x": x.grad}
     assert gradients[True].keys() == gradients[False].keys()
     for name, exact in gradients[False].items():
-        assert 0.001 < error(gradients[True][name], exact.double()) < 0.2, name
+        assert 0.001 < apart(gradients[True][name], exact.double()) < 0.2, name
 
 
 @pytest.mark.parametrize(("rows", "channels"), [(0, 96), (3, 96), (500, 15360)])

@@ -1,6 +1,7 @@
 """What the engine finds: GPUs, memory, and the environment of its processes; without torch."""
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,15 @@ import torch
 
 from glm4v_patched.data.decoding import read_facts_of_all
 from glm4v_patched.engine import gpus
-from glm4v_patched.engine.environment import ROOT, python_module, training_environment
+from glm4v_patched.engine.environment import (
+    ROOT,
+    python_module,
+    torch_launcher,
+    training_environment,
+)
+from glm4v_patched.engine.folders import fault_of_folder
 from glm4v_patched.engine.gpus import Gpu, Gpus, find_gpus, free_on_gpus
+from glm4v_patched.engine.nvidia_driver import cuda_of_driver
 from glm4v_patched.engine.ram import free_ram
 
 
@@ -56,6 +64,18 @@ def test_what_the_reader_sets_stays(monkeypatch):
     assert (found["CUDA_VISIBLE_DEVICES"], found["DS_ACCELERATOR"]) == ("", "cpu")
 
 
+def test_two_trainings_can_run_side_by_side():
+    assert "localhost:0" in torch_launcher(2)  # a free port
+
+
+@pytest.mark.parametrize("missing", [os.W_OK, os.X_OK])
+def test_a_folder_is_made_only_where_one_may_write_and_enter(missing, tmp_path, monkeypatch):
+    assert fault_of_folder(str(tmp_path / "new" / "one")) is None
+    # Root may do all.
+    monkeypatch.setattr(os, "access", lambda place, asked: not asked & missing)
+    assert f"{tmp_path} may not be written" in fault_of_folder(str(tmp_path / "new" / "one"))
+
+
 class Driver:
     """Stands for NVIDIA's: the functions that are called, with C's conventions."""
 
@@ -72,8 +92,8 @@ class Driver:
         match function, arguments:
             case (("cuInit" | "cuCtxPushCurrent_v2" | "cuCtxPopCurrent_v2"), (_,)):
                 pass
-            case "cuDeviceGetCount", (number,):
-                number._obj.value = len(self.names)
+            case (("cuDriverGetVersion" | "cuDeviceGetCount"), (number,)):
+                number._obj.value = 12080 if "Version" in function else len(self.names)
             case "cuDeviceGet", (device, index):
                 if index >= len(self.names):
                     return 101
@@ -136,6 +156,16 @@ def test_why_there_is_no_gpu_is_said(has_driver, monkeypatch):
     has_driver(Driver(["NVIDIA H200"], fails="cuDeviceTotalMem_v2"))
     with pytest.raises(RuntimeError, match="error 999 about GPU 0"):
         find_gpus()
+
+
+def test_the_newest_cuda_that_the_driver_runs(has_driver):
+    for driver, found in (
+        (None, None),
+        (Driver([], fails="cuDriverGetVersion"), None),
+        (Driver([]), (12, 8)),
+    ):
+        has_driver(driver)
+        assert cuda_of_driver() == found
 
 
 def test_the_driver_counts_and_names_as_torch_does():

@@ -171,6 +171,20 @@ def test_layers_are_compiled_where_that_pays(steps, free, trained, compiled):
         assert chosen(replace(options, compile=said), free, steps).compile == said
 
 
+@pytest.mark.parametrize(
+    ("free", "options", "offloaded"),
+    [
+        (60, {}, True),
+        (288, {}, False),  # it fits
+        (0, {}, False),  # no GPU
+        (60, {"optimizer": "adamw_8bit"}, False),  # which runs on GPUs alone
+        (60, {"zero_stage": 0}, False),
+    ],
+)
+def test_the_optimizer_is_offloaded_where_it_can_and_has_to_be(free, options, offloaded):
+    assert chosen(asked(offload="auto", **options), free).offload is offloaded
+
+
 def test_free_memory_is_the_least_of_all_processes(monkeypatch):
     """Else they would choose unlike policies, and wait for each other in unlike collectives."""
     mine, other, tensor = 50 * GIB, 30 * GIB, torch.tensor

@@ -14,7 +14,7 @@ from glm4v_patched.engine import prepare, trainable
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
-from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
+from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions, LoraOptions
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
 from glm4v_patched.engine.trainable import continue_adapters, select_weights
 from glm4v_patched.finetune.worker import OPTIMIZERS
@@ -120,6 +120,9 @@ def test_what_is_trained():
         assert any("encoder" in name for name in learned)
         assert any("vision" in name for name in learned) == (trained in ("full", "lora_all"))
         assert all("lora_" in name for name in learned) == trained.startswith("lora")
+    for given, alpha in ((LoraOptions(rank=3), 6), (LoraOptions(rank=3, alpha=5), 5)):
+        config = select_weights(tiny_model(), "lora_lm", given).peft_config["default"]
+        assert (config.r, config.lora_alpha) == (3, alpha)
     for trained in ("all", "tower+towr", "tower+tower"):
         with pytest.raises(ValueError, match=re.escape(f"{trained!r}; expected one of full, lm")):
             select_weights(tiny_model(), trained)
@@ -147,6 +150,11 @@ def test_what_deepspeed_is_given():
     # ZeRO-3 saves and loads fp32 weights by its groups, which a continued run must not change.
     for changes in ({}, {"tower": "selective", "language": "selective", "compile": True}):
         assert zero_of(**changes)["sub_group_size"] == 5e8
+    # A layer that is compiled, or of which a part is kept, is gathered at once and as a whole.
+    kept = "stage3_param_persistence_threshold"
+    assert kept not in zero_of()
+    for changes in ({"compile": True}, {"tower": "selective"}, {"language": "linear"}):
+        assert zero_of(**changes)[kept] == 0
     for name, value in ZERO_PLUS_PLUS.items():
         asked = recipe({f"engine.{name}": value}).engine_options()
         zero = zero_of(**{name: getattr(asked, name)})

@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from glm4v_patched.engine import fp8
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import settings_of, starting_point
+from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here
 
@@ -21,17 +23,23 @@ HERE = Placement(1, on_cpu=True)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Recipe:
-    """Adapters of four steps, and the checkpoint of the second."""
+    """Adapters of four steps, two epochs of two, and the checkpoint of the first."""
     changes = {
-        "trainer.max_steps": 4,
-        "trainer.save_steps": 2,
+        "trainer.max_steps": None,
+        "trainer.num_train_epochs": 2.0,
+        "trainer.gradient_accumulation_steps": 5,
+        "trainer.save_strategy": "epoch",
         "trainer.learning_rate": 1e-2,
+        "trainer.weight_decay": 0.1,
         "trained": "lora_lm",
         "lora.rank": 4,
         "engine.zero_stage": 0,
     }
     recipe = drawn_recipe(tmp_path_factory.mktemp("continuing"), changes)
+    Path(recipe.out).mkdir()
+    begin(Path(recipe.out), [])
     train_here(recipe)
+    close_record(Path(recipe.out), adapters=True)
     return recipe
 
 
@@ -52,8 +60,41 @@ def not_run(monkeypatch):
     monkeypatch.setattr(launching, "_run", lambda command, _: "")
 
 
+def history(folder: str | Path) -> list[dict]:
+    return json.loads(Path(folder, "training.json").read_text())["history"]
+
+
+def test_epochs_are_trained_with_what_was_asked_for(trained):
+    assert [entry["step"] for entry in history(trained.out)] == [1, 2, 3, 4]
+    arguments = torch.load(Path(trained.out, "training_args.bin"), weights_only=False)
+    assert (arguments.weight_decay, arguments.max_steps) == (0.1, 4)
+    assert arguments.lr_scheduler_type == "cosine"
+    assert [path.name for path in Path(trained.out).glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, not_run):
+    out = Path(mine.out)
+    same = trained.override({"out": mine.out})
+    longer = same.override({"trainer.num_train_epochs": 3.0})
+    shutil.copytree(trained.out, out)
+    with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
+        launch(same, HERE, resume=True)
+    launch(longer, HERE, resume=True)
+    assert Plan.read(out / "plan.json").checkpoint == out / "checkpoint-2"
+    report = train_here(longer, out / "checkpoint-2")
+    assert [entry["step"] for entry in report["history"]] == [*range(1, 7)]
+    assert report["history"][:2] == history(trained.out)[:2]
+    with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 there, 2\.0 now"):
+        starting_point(same, 1, True, base_of(same))
+    shutil.rmtree(out)
+    shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
+    with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
+        launch(longer, HERE, resume=True)
+
+
 def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
-    changed = stopped.override({"trainer.save_steps": 1, "trainer.logging_steps": 2})
+    asked = {"save_strategy": None, "save_steps": 1, "logging_steps": 2}
+    changed = stopped.override({f"trainer.{name}": value for name, value in asked.items()})
     launch(changed, HERE, resume=True, dry_run=True)
     told = f"training continues from {Path(stopped.out, 'checkpoint-2')}, after step 2"
     assert told in capsys.readouterr().out
@@ -66,11 +107,14 @@ def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
 def test_folders_may_move_between_start_and_continuation_and_what_is_learned_may_not():
     settings = settings_of(recipe({"trainer.save_steps": 4}), 2)
     free = {"data.train": "e", "model": "n", "out": "p", "trainer.save_steps": 5}
-    free |= {"max_nonfinite_steps": 9, "trainer.dataloader_num_workers": 2}
+    free |= {"max_nonfinite_steps": 9, "trainer.dataloader_num_workers": 2, "engine.tower": "none"}
     # Epochs decide nothing where there is a number of steps.
     assert settings_of(recipe(free | {"trainer.num_train_epochs": 7.0}), 2) == settings
-    for changes in ({"trainer.learning_rate": 2.0}, {"data.pack_to": 100}):
-        assert len(settings_of(recipe(changes), 2).items() ^ settings.items()) == 2
+    fixed = {"trainer.learning_rate": 2.0, "trainer.seed": 1, "data.pack_to": 100, "lora.rank": 4}
+    fixed |= {"trainer.per_device_train_batch_size": 2, "trained": "lm"}
+    fixed |= {"engine.zero_stage": 2, "engine.precision": "fp32"}
+    for name, value in fixed.items():
+        assert len(settings_of(recipe({name: value}), 2).items() ^ settings.items()) == 2, name
     assert len(settings_of(recipe(), 1).items() ^ settings.items()) == 2
     # One that is newer than a checkpoint has the default of its field.
     defaults = Recipe.defaults()
@@ -83,7 +127,7 @@ def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path, monkeypatc
         "model": trained.out,
         "out": str(tmp_path / "out"),
         "trainer.max_steps": 1,
-        "trainer.save_steps": None,
+        "trainer.save_strategy": None,
         "trainer.warmup_steps": 1,  # so that this one step has the rate 0
     }
     train_here(trained.override(changes))
@@ -129,3 +173,27 @@ def test_changed_rows_and_pictures_are_said_and_can_be_accepted(stopped, capfd, 
     said = capfd.readouterr().out
     assert "20 there, 21 now; 1 (line" in said
     assert "may come a second time and others not at all" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["lora_all", "lm"])
+def test_a_stopped_run_in_fp8_goes_on_to_the_bit_and_saves_bf16(tmp_path, monkeypatch, trained):
+    monkeypatch.setattr(fp8, "_on_cpu", True)
+    asked = {"engine": {"fp8": True, "zero_stage": 0}, "trained": trained, "lora.rank": 4}
+    asked |= {"trainer.max_steps": 4, "trainer.learning_rate": 1e-2, "trainer.save_steps": 2}
+    whole = drawn_recipe(tmp_path, asked)
+    plain = whole.override({"engine.fp8": False, "out": str(tmp_path / "plain")})
+    stopped = whole.override({"out": str(tmp_path / "stopped")})
+    history = train_here(whole)["history"]
+    assert history[-1]["loss"] < history[0]["loss"] and train_here(plain)["history"] != history
+    shutil.copytree(whole.out, stopped.out)
+    assert train_here(stopped, Path(stopped.out, "checkpoint-2"))["history"][-2:] == history[-2:]
+    saved, of_bf16, again = (
+        load_file(next(Path(run.out).glob("*.safetensors"))) for run in (whole, plain, stopped)
+    )
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert {name: t.shape for name, t in saved.items()} == {n: t.shape for n, t in of_bf16.items()}
+    assert all(torch.equal(again[name], saved[name]) for name in saved)
+    if trained == "lm":  # the frozen tower is what it was
+        tower = [name for name in saved if ".vision." in name]
+        assert tower and all(torch.equal(saved[name], of_bf16[name]) for name in tower)

@@ -44,21 +44,29 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "save_steps", "limit", "most"),
-    [(10, None, None, 0), (10, 3, None, 3), (10, 5, 1, 1), (1000, 10, 2, 3), (1000, 10, None, 99)],
+    ("asked", "counted", "most"),
+    [
+        ({"max_steps": 10}, None, 0),
+        ({"max_steps": 10, "save_steps": 3}, None, 3),
+        ({"max_steps": 10, "save_steps": 5, "save_total_limit": 1}, None, 1),
+        ({"max_steps": 1000, "save_steps": 10, "save_total_limit": 2}, None, 3),
+        ({"max_steps": 1000, "save_steps": 10}, None, 99),
+        ({"num_train_epochs": 4.5, "save_strategy": "epoch"}, None, 4),
+        ({"num_train_epochs": 4.5, "save_strategy": "epoch", "save_total_limit": 1}, None, 2),
+        ({"num_train_epochs": 4.5, "save_steps": 10}, None, 1),
+        ({"num_train_epochs": 4.5, "save_steps": 10}, 41, 4),
+    ],
 )
-def test_an_old_checkpoint_goes_when_a_new_one_is_complete(max_steps, save_steps, limit, most):
-    asked = recipe({"trainer.max_steps": max_steps, "trainer.save_steps": save_steps})
-    assert checkpoints_at_once(asked.override({"trainer.save_total_limit": limit}).trainer) == most
+def test_an_old_checkpoint_goes_when_a_new_one_is_complete(asked, counted, most):
+    """``counted``: the steps, once all rows have been seen."""
+    changes = {f"trainer.{name}": value for name, value in ({"max_steps": None} | asked).items()}
+    assert checkpoints_at_once(recipe(changes).trainer, counted) == most
 
 
-def test_checkpoints_of_epochs_are_counted_too():
-    epochs = {"trainer.max_steps": None, "trainer.num_train_epochs": 4.5}
-    asked = recipe(epochs | {"trainer.save_strategy": "epoch"})
-    assert checkpoints_at_once(asked.trainer) == 4
-    assert checkpoints_at_once(asked.override({"trainer.save_total_limit": 1}).trainer) == 2
-    asked = recipe(epochs | {"trainer.save_steps": 10}).trainer
-    assert checkpoints_at_once(asked) == 1 and checkpoints_at_once(asked, 41) == 4
+def test_a_stream_that_ends_at_a_bad_row_has_room_for_its_checkpoint(tmp_path):
+    asked = recipe({"data.stream": True, "out": str(tmp_path)})
+    assert needed_space(asked, ChatGLMConfig()).number == 1
+    assert needed_space(asked.override({"data.on_bad": "skip"}), ChatGLMConfig()).number == 0
 
 
 CHECKPOINT_OF_LM = {

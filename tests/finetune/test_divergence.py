@@ -27,9 +27,9 @@ OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.5}])
 class Run:
     """Steps of a watch without a Trainer."""
 
-    def __init__(self, limit: int, max_steps: int = 100, logs: bool = True):
+    def __init__(self, limit: int, max_steps: int = 100, logs: bool = True, done: int = 0):
         self.watch = DivergenceWatch(limit)
-        self.state = TrainerState(global_step=0, max_steps=max_steps)
+        self.state = TrainerState(global_step=done, max_steps=max_steps)
         self.logs = logs
         self.args = SimpleNamespace(device=torch.device("cpu"))
         self.watch.on_train_begin(self.args, self.state, None, nn.Linear(1, 1))
@@ -74,10 +74,11 @@ def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_t
     assert run.watch.verdict is None
     run.step(1.0)
     assert "in step 1 (learning rate" in run.watch.verdict
-    run = Run(limit=5, max_steps=2, logs=False)  # shorter than the limit
-    run.step(NAN)
-    run.step(NAN)
-    assert "in 2 steps in a row, 1 to 2" in run.watch.verdict
+    for done in (0, 30):  # what is left of the run is shorter than the limit
+        run = Run(limit=5, max_steps=done + 2, logs=False, done=done)
+        run.step(NAN)
+        run.step(NAN)
+        assert f"in 2 steps in a row, {done + 1} to {done + 2}" in run.watch.verdict
 
 
 def test_a_bad_loss_is_left_out_of_the_sum_given_back_to_the_log_and_not_saved(caplog):

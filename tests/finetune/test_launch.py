@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from glm4v_patched.finetune import launch as launching
+from glm4v_patched.finetune import process, worker
 from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.run_folder import RECORD
 from glm4v_patched.models.placement import Placement
 
@@ -151,6 +153,35 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
     foreign.unlink()
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
         launch(mine, HERE, overwrite=True)
+
+
+@pytest.mark.parametrize(("visible", "taken"), [("", "0"), ("3,1", "3")])
+def test_one_process_without_zero_has_the_first_gpu_that_is_visible(
+    mine, monkeypatch, visible, taken
+):
+    """The Trainer would take all of them."""
+    given = []
+    monkeypatch.setattr(launching, "_run", lambda command, each: given.extend(each) or "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    path = Path(mine.out, "plan.json")
+    launching._train(SimpleNamespace(recipe=mine, placement=Placement(1), path=path))
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in given] == [taken]
+
+
+def test_a_worker_that_was_killed_is_told_with_its_cure_and_other_errors_are_raised(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(Plan, "read", lambda path: path)
+    killed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
+    monkeypatch.setattr(worker, "train", Mock(side_effect=killed))
+    assert process.run(Path("plan.json")) == 1
+    assert "lower trainer.dataloader_num_workers" in capsys.readouterr().err
+    for other in ("DataLoader worker (pid 5) exited", "the store was killed"):
+        monkeypatch.setattr(worker, "train", Mock(side_effect=RuntimeError(other)))
+        with pytest.raises(RuntimeError, match=other.replace("(", r"\(").replace(")", r"\)")):
+            process.run(Path("plan.json"))
 
 
 PARENT = """

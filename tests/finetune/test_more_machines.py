@@ -3,8 +3,8 @@ disk. Here they are threads with a store between them; tests/distributed has rea
 
 import json
 import sys
-import threading
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,19 +25,18 @@ OPTIONS |= {"overwrite": False, "accept_changed_data": False}
 def world(tmp_path, monkeypatch):
     """Three processes, of which the first prepares a folder, or fails; what each ended with, and
     what was trained."""
-    store, ended, trained = HashStore(), {}, []
-    out = tmp_path / "out"
+    store, trained, out = HashStore(), [], tmp_path / "out"
     asked = recipe({"out": str(out)})
 
-    def run(rank: int) -> None:
+    def run(rank: int):
         try:
-            ended[rank] = machines._run(Namespace(**OPTIONS), Process(rank, 3, 1))
+            return machines._run(Namespace(**OPTIONS), Process(rank, 3, 1))
         except SystemExit as end:
-            ended[rank] = end.code
+            return end.code
         except Exception as error:
-            ended[rank] = error
+            return error
 
-    def start(fault: Exception | None = None) -> tuple[dict, list]:
+    def start(fault: Exception | None = None) -> tuple[list, list]:
         @contextmanager
         def prepared(*_, **__):
             if fault is not None:
@@ -49,12 +48,8 @@ def world(tmp_path, monkeypatch):
             yield SimpleNamespace(path=out / "plan.json", recipe=asked, placement=place), None
 
         monkeypatch.setattr(machines, "prepared", prepared)
-        threads = [threading.Thread(target=run, args=(k,), name=f"rank {k}") for k in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return ended, trained
+        with ThreadPoolExecutor(3) as threads:
+            return [*threads.map(run, range(3))], trained
 
     monkeypatch.setattr(machines, "_join_store", lambda: store)
     monkeypatch.setattr(machines, "_read", lambda options, process: asked)
@@ -66,26 +61,33 @@ def world(tmp_path, monkeypatch):
 
 def test_all_begin_when_the_first_has_prepared_with_its_plan(world, capsys):
     ended, trained = world()
-    assert ended == {0: 0, 1: 0, 2: 0} and [path.name for path in trained] == ["plan.json"] * 3
+    assert ended == [0, 0, 0] and [path.name for path in trained] == ["plan.json"] * 3
     assert capsys.readouterr().out.count("saved ") == 1
+
+
+def test_a_run_that_came_to_nothing_is_told_by_the_first_process_alone(world, monkeypatch, capsys):
+    def run(plan: Path) -> int:
+        plan.with_name("training.json").write_text('{"error": "training diverged: in step 7"}')
+        return 1
+
+    monkeypatch.setattr(machines, "run", run)
+    ended, _ = world()
+    assert ended == [1, 1, 1]
+    assert capsys.readouterr().err.count("training diverged: in step 7") == 1
 
 
 def test_none_begins_where_the_first_finds_a_fault(world, capsys):
     ended, trained = world(ValueError("the data cannot be used"))
-    assert str(ended[0]) == "the data cannot be used" and (ended[1], ended[2]) == (1, 1)
+    assert str(ended[0]) == "the data cannot be used" and ended[1:] == [1, 1]
     assert trained == [] and capsys.readouterr().err.count("process 0 says why") == 2
 
 
 def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
-    real = machines._text
-
-    def text(file: Path) -> str | None:
-        return real(file) if threading.current_thread().name == "rank 0" else None
-
-    monkeypatch.setattr(machines, "_text", text)
+    seen = iter(["what the first has written", None, "another file"])
+    monkeypatch.setattr(machines, "_text", lambda file: next(seen))
     ended, trained = world()
     assert "out has to be on a disk that all machines see" in str(ended[0])
-    assert (ended[1], ended[2]) == (1, 1) and trained == []
+    assert ended[1:] == [1, 1] and trained == []
 
 
 def test_without_a_launcher_it_is_told_how_to_start_and_faults_by_the_first_process(
@@ -112,3 +114,6 @@ def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):
     # DeepSpeed's launcher adds this to every process's arguments.
     options = machines._parse(["r.yaml", "--local_rank=1", "engine.compile=true"])
     assert options.overrides == ["engine.compile=true"]
+    for given in (["--overwrite", "--resume"], ["--overwriting"], ["--resume", "--resume-from=c"]):
+        with pytest.raises(SystemExit):
+            machines._parse(["r.yaml", *given])

@@ -1,18 +1,26 @@
-"""Parts of the model with learning rates of their own; LoRA in peft's words."""
+"""The model that a recipe makes: its parts with their learning rates, adapters and their card."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 from glm4v_patched.engine.options import PARTS, LoraOptions, part_of
 from glm4v_patched.engine.trainable import select_weights
+from glm4v_patched.finetune.adapter_card import CARD, write_card
 from glm4v_patched.finetune.plan import BEFORE, settings_of
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.worker import RecipeTrainer
+from glm4v_patched.models.base import Base
 from glm4v_patched.models.check_weights import COMPUTED
-from tests.helpers.recipes import recipe, train_here
+from tests.helpers.local_hub import LocalHub
+from tests.helpers.recipes import built, recipe, train_here
 from tests.helpers.tiny import tiny_model
 
 
@@ -45,7 +53,9 @@ def test_every_weight_belongs_to_the_part_that_its_name_says():
 
 
 def test_each_part_learns_at_its_own_rate_and_those_not_asked_for_do_not(short):
-    moved = steps_of_parts(short.override({"trained": "adapter+language_model"}))
+    both = short.override({"trained": ["language_model", "adapter"]})
+    assert both == short.override({"trained": "adapter+language_model"})
+    moved = steps_of_parts(both)
     assert {part for part, step in moved.items() if step} == {"adapter", "language_model"}
     rates = {"tower": 1e-5, "adapter": 1e-9, "language_model": 1e-3}
     moved = steps_of_parts(short.override({"trained": "full", "trainer.learning_rate": rates}))
@@ -76,3 +86,79 @@ def test_alpha_is_twice_the_rank_and_adapters_of_before_keep_their_eight(short):
     assert model.peft_config["default"].lora_alpha == 64
     assert settings_of(recipe({"trained": "lora_lm"}), 1)["lora.alpha"] == 16
     assert BEFORE["lora.alpha"] == 8
+
+
+def scores_of(card: ModelCard) -> dict[str, float]:
+    return {result.metric_type: result.metric_value for result in card.data.eval_results}
+
+
+def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path):
+    changes = {"lora.rank": 2, "lora.alpha": 8, "data.eval": 0.2, "data.eval_answers": 2}
+    changes |= {"trainer.max_steps": 2, "trainer.eval_steps": 1, "trainer.run_name": str(tmp_path)}
+    trained = mine.override(changes)
+    report = train_here(trained)
+    card = ModelCard.load(Path(trained.out, CARD))
+    assert card.data.library_name == "peft" and card.data.base_model is None
+    first, last = report["evaluations"]
+    assert scores_of(card) == {"loss": last["eval_loss"], "exact_match": last["eval_exact_match"]}
+    assert re.search(r"on 1\d rows, for 2 steps", card.content)
+    for told in ("lora_lm", "rank: 2", "learning_rate: 0.001", "PeftModel.from_pretrained"):
+        assert told in card.content, card.content
+    for nothing in ("More Information Needed", str(Path(trained.model).parent), str(tmp_path)):
+        assert nothing not in card.content
+    # Where the best weights were saved, their scores.
+    write_card(trained, Base(trained.model), report | {"best_step": first["step"]}, 16)
+    best = scores_of(ModelCard.load(Path(trained.out, CARD)))
+    assert best["loss"] == first["eval_loss"] != last["eval_loss"]
+    # A base of the Hub is named with its commit.
+    write_card(trained, Base("zai-org/glm-4v-9b", "0" * 40), report | {"evaluations": []}, 16)
+    card = ModelCard.load(Path(trained.out, CARD))
+    assert card.data.base_model == "zai-org/glm-4v-9b" and card.data.eval_results is None
+    assert f'from_pretrained("zai-org/glm-4v-9b", revision="{"0" * 40}"' in card.content
+    assert "They were not evaluated." in card.content
+
+
+@pytest.fixture
+def made(model_folder):
+    """The tiny model as a recipe makes it."""
+    return lambda **changes: built(recipe({"model": str(model_folder)} | changes))
+
+
+@pytest.mark.parametrize("stage, held", [(0, torch.float32), (3, torch.bfloat16)])
+def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, held, made):
+    for trained in ("lm", "lora_lm"):
+        model = made(**{"trained": trained, "engine.zero_stage": stage})
+        dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
+        assert dtypes == {(True, held), (False, torch.bfloat16)}
+
+
+def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_empty(made, tmp_path):
+    model = made(**{"trained": "lora_lm", "engine.zero_stage": 0})
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = RecipeTrainer(model, recipe(), args=arguments, data_collator=list)
+    inner = model.get_base_model()
+    assert inner.config.skip_logits and inner.transformer.config.skip_logits
+    groups = trainer.create_optimizer().param_groups
+    assert [len(group["params"]) for group in groups] == [4]  # A and B of two layers
+    stops, inner.config.eos_token_id = inner.config.eos_token_id, 5  # as the Trainer does
+    trainer.save_model()
+    assert inner.config.skip_logits and inner.config.eos_token_id == stops
+    assert (tmp_path / "adapter_config.json").exists() and not (tmp_path / "config.json").exists()
+
+
+def test_a_model_comes_from_the_hub_at_its_revision(model_folder, tmp_path, monkeypatch):
+    name = "our-org/glm-4v-tiny"
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        files = {path.name: path.read_bytes() for path in model_folder.iterdir()}
+        repository = hub.add_repository(name, files)
+        repository.refs["v1"] = repository.head
+        newer = json.loads(files["config.json"]) | {"rope_ratio": 7}
+        repository.add_commit({"config.json": json.dumps(newer).encode()})
+        asked = recipe({"model": name, "engine.precision": "fp32"})
+        assert built(asked).config.rope_ratio == 7
+        model = built(asked.override({"revision": "v1", "trained": "lora_lm"}))
+    assert model.config.rope_ratio == 1
+    adapter = model.peft_config["default"]
+    assert (adapter.base_model_name_or_path, adapter.revision) == (name, "v1")

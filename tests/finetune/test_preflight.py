@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
-from glm4v_patched.finetune.preflight import check
+from glm4v_patched.finetune.preflight import check, examine
 from glm4v_patched.finetune.recipe import fields
 from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.recipe_trainer import installed_fields
-from glm4v_patched.models.placement import Placement, place
 from tests.helpers.recipes import LEAST
 
 
@@ -25,28 +24,6 @@ def told(asked: Path, *overrides: str, **options) -> list[str]:
     except RecipeError as error:
         return [line.split(": ", 1)[1] for line in str(error).split("\n")]
     return []
-
-
-@pytest.mark.parametrize(
-    ("number", "asked", "expected"),
-    [
-        (8, (None, "cuda", 3), Placement(8)),
-        (8, (None, "cuda", 0), Placement(1)),
-        (8, (None, "cpu"), Placement(1, on_cpu=True)),
-        (0, (None, "cuda", 3), "there is no GPU: none here; .*--device cpu"),
-        (2, (4, "cuda", 3), "4 processes on 2 GPUs: .* expected --processes 2 or fewer, or --dev"),
-        (8, (2, "cuda", 0), "engine.zero_stage 0 on 2 processes: .*; expected --processes 1, or"),
-    ],
-)
-def test_each_process_has_a_gpu_and_the_cpu_is_taken_only_where_it_is_asked_for(
-    has_gpus, number, asked, expected
-):
-    has_gpus(number, "none here")
-    if isinstance(expected, Placement):
-        assert place(*asked) == expected
-    else:
-        with pytest.raises(ValueError, match=expected):
-            place(*asked)
 
 
 def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, words):
@@ -130,6 +107,23 @@ def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
         (out / name).touch()
     [line] = told(asked, f"out={out}")
     assert "out is " in line and "holds pictures (a.png, b.JPG and 1 more), among which" in line
+
+
+def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus):
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(LEAST | {"engine": {"fp8": True}}))
+    old = "capability 8.9 or newer (Ada, Hopper), and NVIDIA H200 has 8"
+    for capabilities, device, processes, told in (
+        ([(8, 9), (9, 0)], "cuda", None, None),
+        ([(8, 9), (8, 0)], "cuda", None, old),
+        ([(8, 9), (8, 0)], "cuda", 1, None),  # the second takes no part
+        ([], "cuda", None, None),  # of which another fault tells
+        ([], "cpu", None, "engine.fp8 is true, which runs on a GPU, and --device is cpu"),
+    ):
+        has_gpus(len(capabilities), capabilities=capabilities)
+        _, _, error = examine(file, (), processes, device)
+        faults = [line for line in str(error).split("\n") if "fp8" in line]
+        assert len(faults) == (told is not None) and (not told or told in faults[0])
 
 
 ANYTHING = (st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=6)) | (

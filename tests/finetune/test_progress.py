@@ -91,16 +91,27 @@ def test_a_plot_has_both_losses_the_checkpoints_the_best_step_and_bad_ones(tmp_p
     lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
     assert lines["evaluation"] == [1000, 2000] and len(lines["training"]) >= 1999
     assert lines["checkpoint"] == [500, 1000] and lines["best evaluation: step 1000"] == [1000] * 2
-    assert "NaN or infinite" in axes.get_title()
+    bad = [list(line.get_xdata()) for line in axes.lines if line.get_gid() == "not finite"]
+    assert bad == [[2000, 2000]] and "NaN or infinite" in axes.get_title()
+
+
+def test_the_plot_is_drawn_twice_a_minute_and_at_the_end(monkeypatch, tmp_path):
+    steps, drawn = Steps(monkeypatch, tmp_path), []
+    monkeypatch.setattr(progress, "plot_loss", lambda *asked: drawn.append(steps.now))
+    steps.progress = progress.LossPlot()
+    for steps.now in (100, 110, 129, 131, 132):
+        steps.log()
+    steps.call("on_train_end")
+    assert drawn == [100, 131, 132]
 
 
 def test_the_end_of_a_run_without_evaluation_has_its_last_loss(tmp_path, mine):
     report = {"steps": {"done": 1, "asked": 1}, "measured": {"samples_per_s": None}}
-    report["history"] = [{"step": 1, "loss": 2.5}]
+    report |= {"history": [{"step": 1, "loss": 2.5}], "left_out": 3}
     (tmp_path / "training.json").write_text(json.dumps(report))
     rows = tmp_path / "held out.jsonl"
     rows.touch()
     told = describe_end(mine.override({"out": str(tmp_path), "data.eval": str(rows)}), False)
-    end = r"ended +after all 1 steps\nsaved +.* of step 1: loss 2.5 at"
+    end = r"ended +after all 1 steps; 3 rows could not be used\nsaved +.* of step 1: loss 2.5 at"
     assert re.search(end, told)
     assert told.endswith(f"evaluate {tmp_path} --data '{rows}' --out evaluation")

@@ -2,30 +2,19 @@
 
 import dataclasses
 import itertools
-import json
 import math
-import shutil
 import typing
-from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 from accelerate.data_loader import BatchSamplerShard
 from pydantic import TypeAdapter
 from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
 
-from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.other_names import refusal
-from glm4v_patched.finetune.plan import Plan, starting_point
-from glm4v_patched.finetune.recipe import Recipe, RecipeError, fields
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe import RecipeError, fields
 from glm4v_patched.finetune.recipe_trainer import TrainerFields, installed_fields
-from glm4v_patched.finetune.run_folder import begin, close_record
-from glm4v_patched.models.placement import Placement
-from tests.helpers.recipes import drawn_recipe, recipe, train_here
+from tests.helpers.recipes import recipe
 
 
 def trainer(**changes):
@@ -75,6 +64,12 @@ def test_warm_up_is_in_steps_or_a_share_of_them():
         assert trainer(warmup_steps=asked).warmup(100) == found
 
 
+def test_evaluation_has_batches_of_its_own_or_those_of_training():
+    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 7}
+    assert trainer(**sizes).eval_batch_size == 7
+    assert trainer(per_device_train_batch_size=4).eval_batch_size == 4
+
+
 def test_no_entry_of_the_loss_history_spans_a_checkpoint():
     best = {"trainer.save_strategy": "best", "trainer.eval_strategy": "epoch", "data.eval": 0.1}
     for asked, steps, every in (
@@ -101,50 +96,3 @@ def test_every_number_has_its_range():
 
 def is_number(annotation) -> bool:
     return annotation in (int, float) or any(map(is_number, typing.get_args(annotation)))
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Recipe:
-    """Two epochs of five steps, with a checkpoint after the first."""
-    changes = {"max_steps": None, "num_train_epochs": 2.0, "gradient_accumulation_steps": 2}
-    changes |= {"save_strategy": "epoch", "logging_steps": 1, "weight_decay": 0.1}
-    changes = {f"trainer.{name}": value for name, value in changes.items()}
-    changes |= {"trained": "lora_lm", "engine.zero_stage": 0}
-    recipe = drawn_recipe(tmp_path_factory.mktemp("fields"), changes)
-    Path(recipe.out).mkdir()
-    begin(Path(recipe.out), [])
-    train_here(recipe)
-    close_record(Path(recipe.out), adapters=True)
-    return recipe
-
-
-def history(out: str | Path) -> list[dict]:
-    return json.loads(Path(out, "training.json").read_text())["history"]
-
-
-def test_epochs_are_trained_with_what_was_asked_for(drawn):
-    assert len(history(drawn.out)) == 10
-    arguments = torch.load(Path(drawn.out, "training_args.bin"), weights_only=False)
-    assert (arguments.weight_decay, arguments.max_steps) == (0.1, 10)
-    assert arguments.lr_scheduler_type == "cosine"
-    assert [path.name for path in Path(drawn.out).glob("checkpoint-*")] == ["checkpoint-5"]
-
-
-def test_a_finished_run_is_made_longer_from_its_last_checkpoint(drawn, mine, monkeypatch):
-    out = Path(shutil.copytree(drawn.out, mine.out))
-    monkeypatch.setattr(launching, "_run", lambda command, _: "")
-    resume = partial(launch, placement=Placement(1, on_cpu=True), resume=True)
-    with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
-        resume(mine)
-    longer = mine.override({"trainer.num_train_epochs": 3.0})
-    resume(longer)
-    assert Plan.read(out / "plan.json").checkpoint == out / "checkpoint-5"
-    report = train_here(longer, out / "checkpoint-5")
-    assert [entry["step"] for entry in report["history"]] == [*range(1, 16)]
-    assert report["history"][:5] == history(drawn.out)[:5]
-    with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 there, 2\.0 now"):
-        starting_point(mine, 1, True, base_of(mine))
-    shutil.rmtree(out)
-    shutil.copytree(drawn.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
-    with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
-        resume(longer)

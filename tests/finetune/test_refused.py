@@ -1,12 +1,16 @@
 """What a recipe may not say is refused with its field, before anything is read or started."""
 
+import re
 import shlex
 
 import pytest
 
 from glm4v_patched.finetune import preflight
+from glm4v_patched.finetune.other_names import MEANT, NOT_NEEDED, NOT_SET, OTHER_VALUES
 from glm4v_patched.finetune.preflight import check
+from glm4v_patched.finetune.recipe import check_values, fields
 from glm4v_patched.finetune.recipe_file import RecipeError
+from tests.helpers.recipes import LEAST
 
 # What is laid over a recipe that can be run, a recipe a line. All faults come in one answer; rules
 # between fields are tried where nothing else is wrong with these.
@@ -48,6 +52,10 @@ trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5
 trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5 trainer.eval_steps=2
 trainer.metric_for_best_model=exact_match data.eval_answers=0
 trainer.dataloader_prefetch_factor=2 trainer.dataloader_num_workers=0
+'data.check="first 0"' trainer.max_steps=5
+'data.check="first 5"' data.stream=false
+data.stream=true trainer.max_steps= trainer.save_strategy=epoch data.eval=e
+data.check=none data.pack_to=100 data.eval=0.5
 data.train=[] data.eval=[]
 trainer.output_dir=o trainer.bf16= trainer.fsdp_config= trainer.ddp_backend=nccl
 learning_rat=1 steps=1 no.thing=1 trainer.weight_decai=0.1
@@ -69,6 +77,33 @@ def test_each_is_refused_with_what_was_found_and_what_is_expected(asked, words, 
     words("\n".join(told))
 
 
+def test_what_can_go_together_is_not_refused(asked):
+    given = ["trained=lora_all", "lora.use_dora=true", "engine.zero_stage=2"]
+    assert check(asked, given, None, "cpu")[0].lora.use_dora
+
+
 def test_a_logger_that_is_not_installed_is_told_with_its_cure(asked):
     with pytest.raises(RecipeError, match="report_to clearml needs clearml: .*install clearml"):
         check(asked, ["trainer.report_to=[clearml]"], None, "cpu")
+
+
+def told(**values) -> str:
+    return "\n".join(fault.text for fault in check_values(LEAST | values).faults)
+
+
+def test_each_cure_is_a_key_that_a_recipe_takes_or_says_why_none_is_needed():
+    known = dict(fields())
+    for name, meant in MEANT.items():
+        assert told(**{name: 1}) == f"{name} is not a field of a recipe; did you mean {meant}?"
+        key = re.match(r"[a-z_.]+|--", meant).group()
+        assert key == "--" or key in known, meant  # -- of the command line
+    for name, why in (NOT_NEEDED | NOT_SET).items():
+        assert told(**{name: 1}).endswith(f"it is not needed: {why}")
+        assert {*re.findall(r"\b(?:data|engine|lora|trainer)\.[a-z_]+", why)} <= {*known}
+
+
+def test_a_value_of_another_program_is_answered_with_ours():
+    for name, values in OTHER_VALUES.items():
+        for value, meant in values.items():
+            assert told(**{name: value}).endswith(f"; did you mean {meant}?")
+            assert all(f"{name} is" not in told(**{name: w}) for w in meant.split(" or "))

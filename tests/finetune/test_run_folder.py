@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.finetune import run_folder
 from glm4v_patched.finetune.run_folder import (
     LOCK,
     RECORD,
@@ -19,6 +18,7 @@ from glm4v_patched.finetune.run_folder import (
     close_record,
     fault_of_lock,
     locked,
+    read_record,
     require_usable,
 )
 
@@ -97,6 +97,14 @@ def test_a_damaged_record_says_nothing(tmp_path):
             usable(out, overwrite=True)
 
 
+def test_what_peft_writes_is_a_run_s_only_where_adapters_are_trained(tmp_path):
+    out = begun_run(tmp_path / "out", "README.md", "model.safetensors")
+    close_record(out, adapters=False)
+    assert read_record(out) == {"model.safetensors"}
+    close_record(out, adapters=True)
+    assert read_record(out) == {"model.safetensors", "README.md"}
+
+
 def test_links_in_a_folder_go_and_what_they_lead_to_stays(tmp_path):
     elsewhere = files(tmp_path / "elsewhere", "model.safetensors")
     out = begun_run(tmp_path / "out", "config.json")
@@ -129,19 +137,6 @@ def test_a_second_run_is_refused_naming_the_first_until_that_was_killed(tmp_path
     assert not (out / LOCK).exists()
 
 
-def test_a_lock_that_no_run_wrote_or_that_is_a_link_is_left_as_it_is(tmp_path):
-    out, linked, hard = (files(tmp_path / name) for name in ("out", "linked", "hard"))
-    theirs = files(tmp_path / "theirs", LOCK)
-    files(out, LOCK)
-    (linked / LOCK).symlink_to(out / LOCK)
-    (hard / LOCK).hardlink_to(out / LOCK)
-    before = contents(tmp_path)
-    for folder in (out, linked, hard, theirs):
-        with pytest.raises(ValueError, match=LOCK), locked(folder):
-            pass
-    assert contents(tmp_path) == before
-
-
 def test_of_many_at_once_one_holds_a_folder(tmp_path):
     out, inside, most = tmp_path / "out", [], set()
 
@@ -165,9 +160,3 @@ def test_places_that_cannot_be_a_folder_are_named(tmp_path, words):
         with words.refused(ValueError, str(tmp_path / name.split("/")[0])), locked(out):
             pass
     assert {path.name for path in tmp_path.iterdir()} == {"file", "dangling"}
-
-
-def test_every_file_of_code_beside_a_model_is_known():
-    remote = Path(run_folder.__file__).parents[1] / "remote"
-    names = {p.name for p in remote.glob("*.py")} - {"__init__.py"}
-    assert names <= {*run_folder.CODE}

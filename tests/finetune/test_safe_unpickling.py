@@ -47,6 +47,8 @@ def test_what_deepspeed_writes_is_loaded_as_it_was(engine, file):
     engine.save(written, file)
     with loading_safely():
         loaded = engine.load(file, map_location="cpu")
+        elsewhere = engine.load(file, map_location="meta")
+    assert elsewhere["state"][0]["exp_avg"].is_meta
     assert TorchCheckpointEngine.load is load
     assert torch.equal(loaded["state"][0]["exp_avg"], torch.arange(3.0))
     assert loaded["stage"] is ZeroStageEnum.weights and loaded["at"] == written["at"]

@@ -97,12 +97,12 @@ def test_a_file_of_that_name_comes_first_and_one_that_may_be_meant_is_named(
     monkeypatch, tmp_path, words
 ):
     monkeypatch.chdir(tmp_path)
-    for name in ("my/recipe.yaml", "run/recipe.json", "lora_1x80gb/model.safetensors"):
-        Path(name).parent.mkdir()
+    for name in ("my/r.yaml", "my/recipe.yaml", "run/recipe.json", "lora_1x80gb/model.safetensors"):
+        Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
     Path("lm_2x141gb").touch()
     assert find_recipe(Path("lm_2x141gb")) == Path("lm_2x141gb")
     assert find_recipe(Path("lora_1x80gb")) == FOLDER / "lora_1x80gb.yaml"
-    for typed in ("my/recpie.yaml", "run", "my"):
+    for typed in ("my/recpie.yaml", "my/r", "run", "my"):
         with words.refused(RecipeError, typed):
             find_recipe(Path(typed))

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import check_data, make_plan, starting_point
 from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_file import RecipeError
 from glm4v_patched.finetune.recipe_model import base_of
-from glm4v_patched.finetune.row_faults import BadRow
+from glm4v_patched.finetune.row_faults import BadRow, RowFaults
 from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
@@ -52,6 +51,8 @@ def test_a_continued_stream_ends_in_the_same_bits_with_any_number_of_readers(
     whole = train_here(asked)["history"]
     assert re.search(r"^step 1/6 loss", capfd.readouterr().out, re.M), "without an epoch"
     weights = load_file(Path(asked.out, "adapter_model.safetensors"))
+    other = {"trainer.data_seed": 5, "trainer.max_steps": 1, "out": str(tmp_path / "other")}
+    assert train_here(asked.override(other))["history"][0]["loss"] != whole[0]["loss"]
     stopped = asked.override(
         {"out": str(tmp_path / "stopped"), "trainer.dataloader_num_workers": 2}
     )
@@ -96,21 +97,16 @@ def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked, 
     assert "a stream, of which were looked at 4 rows" in told and "epoch" not in told
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"data.check": "first 0"}, "data.check"),
-        ({"data.check": "first 5", "data.stream": False}, "data.stream"),
-        ({"data.stream": True, "trainer.max_steps": None}, "trainer.max_steps"),
-        ({"data.check": "none", "data.pack_to": 100}, "data.pack_to"),
-        ({"data.check": "none", "data.eval": 0.5}, "data.eval"),
-        ({"data.stream": True, "data.eval": "e"}, "eval_steps"),
-        ({"data.stream": True, "trainer.save_strategy": "epoch"}, "save_steps"),
-    ],
-)
-def test_what_a_stream_cannot_be_asked_for_is_refused(changes, named):
-    with pytest.raises(RecipeError, match=named):
-        recipe(changes)
+def test_of_many_rows_that_are_left_out_twenty_are_told(capsys):
+    faults = RowFaults(ends=False)
+    for last in (15, 50):
+        faults.see([f"row {number}" for number in range(last)], [])
+    assert capsys.readouterr().out.count("left out: row") == 20 and len(faults.found) == 50
+
+
+def test_so_many_rows_are_looked_at_as_the_recipe_says_and_some_for_their_length():
+    for check, first in ((None, 1000), ("first 7", 7), ("none", 20)):
+        assert recipe({"data.stream": True, "data.check": check}).data.first == first
 
 
 @pytest.mark.slow

@@ -1,20 +1,101 @@
-"""What is told before the first step, and of values that are allowed and most likely mistakes."""
+"""A run is decided once: what is printed before its first step is what every process does. Values
+that are allowed and most likely mistakes are named."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.engine.memory_plan import Batch
-from glm4v_patched.engine.options import EngineOptions
-from glm4v_patched.finetune import disk
-from glm4v_patched.finetune.plan import Plan, check_data
+from glm4v_patched.engine.memory_plan import GIB, OUTSIDE_TORCH, Batch
+from glm4v_patched.finetune import launch as launching
+from glm4v_patched.finetune import plan as planning
+from glm4v_patched.finetune import summary, worker
+from glm4v_patched.finetune.plan import Plan, check_data, make_plan
 from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.summary import find_doubts, show_sample
-from glm4v_patched.models.base import Base
+from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.summary import (
+    describe_memory,
+    describe_policies,
+    find_doubts,
+    show_sample,
+)
 from glm4v_patched.models.placement import Placement
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import recipe
+from tests.helpers.recipes import planned, recipe
+
+
+def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
+    recipe = mine.override({"out": str(tmp_path), "lora.targets": ["dense"]})
+    for placement in (Placement(1, on_cpu=True), Placement(4, local_processes=2, on_cpu=True)):
+        plan = make_plan(recipe, placement, check_data(recipe), base_of(recipe))
+        plan = replace(plan, checkpoint=tmp_path / "checkpoint-4", changes=("rows: others",))
+        plan.write()
+        assert Plan.read(plan.path) == plan
+    assert json.loads(plan.path.read_text())["options"]["lora"]["targets"] == ["dense"]
+
+
+def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monkeypatch):
+    """Of the real size, on GPUs of which others use some."""
+    recipe = mine.override({"engine.language": "auto"})
+    checked = check_data(recipe)
+    real = ChatGLMConfig()
+    monkeypatch.setattr(planning, "config_of", lambda base: real)
+    batch = Batch(rows=4, row_length=2114, processes=1)
+    monkeypatch.setattr(planning, "batch_of", lambda *_: batch)
+    found = []
+    for free in (140 * GIB, 75 * GIB):
+        monkeypatch.setattr(planning, "free_on_gpus", lambda number, free=free: [free] * number)
+        plan = make_plan(recipe, Placement(1), checked, base_of(recipe))
+        assert plan.free == free >= plan.needed
+        found.append(plan.options.language)
+    assert found[0] != found[1]
+    monkeypatch.setattr(planning, "free_on_gpus", lambda number: [140 * GIB, 75 * GIB][:number])
+    of_two_machines = make_plan(recipe, Placement(2, local_processes=1), checked, base_of(recipe))
+    assert of_two_machines.free == 140 * GIB  # the second GPU is of no process here
+    limited = recipe.override({"engine.memory_limit": 75.0})
+    assert make_plan(limited, Placement(1), checked, base_of(recipe)).free < 80 * GIB
+    # What is outside of torch is not free.
+    assert "may not suffice" not in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH))
+    assert "may not suffice" in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH + GIB))
+
+
+def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):
+    """The summary, --dry-run and doctor, and the engine of the process that trains."""
+    mine.write(tmp_path / "recipe.json")
+    command = [str(tmp_path / "recipe.json"), "--device", "cpu"]
+    monkeypatch.setattr(launching, "_run", lambda command, _: "")
+    monkeypatch.setattr("glm4v_patched.finetune.ending.describe_end", lambda *_: "")
+    told = []
+    for run in (["train", *command, "--dry-run"], ["doctor", *command], ["train", *command]):
+        main(run)
+        told.append(" ".join(capsys.readouterr().out.split()))
+    plan = Plan.read(Path(mine.out, "plan.json"))
+    assert all(describe_policies(plan) in text for text in told)
+    prepare = Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(worker, "prepare_model", prepare)
+    with pytest.raises(ZeroDivisionError):
+        worker.train(plan)
+    assert prepare.call_args.args[0] == plan.options
+
+
+def test_a_process_that_finds_a_plan_untrue_stops_with_both_numbers(mine, monkeypatch, words):
+    plan = Plan.read(planned(mine))
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "3")
+        with words.refused(ValueError, "1 processes", "3 take part"):
+            plan.require_true()
+    other = replace(plan, files=plan.files | {"model.safetensors": "another"})
+    with pytest.raises(ValueError, match=r"model\.safetensors: another planned, [0-9a-f]+ here"):
+        other.require_true()
+    monkeypatch.setattr(planning, "free_memory", lambda limit: 40 * GIB)
+    replace(plan, free=41 * GIB).require_true()
+    with words.refused(RuntimeError, "78.0 GiB", "40.0 GiB"):
+        replace(plan, free=78 * GIB).require_true()
 
 
 @pytest.fixture
@@ -30,25 +111,6 @@ def train(asked: Recipe, *options: str) -> int:
     file = Path(asked.out).parent / "recipe.json"
     asked.write(file)
     return main(["train", str(file), "--device", "cpu", *options])
-
-
-def planned(asked: Recipe, rows=64, steps=100) -> Plan:
-    """A run of two processes that is decided, of a model that need not be there."""
-    return Plan(
-        recipe=asked,
-        base=Base("m"),
-        files={},
-        data="",
-        placement=Placement(2),
-        options=EngineOptions(),
-        batch=Batch(rows=1, row_length=9, processes=2),
-        rows=rows,
-        steps=steps,
-        steps_an_epoch=asked.trainer.steps_in_epoch(rows, 2),
-        free=80e9,
-        needed=0,
-        space=disk.Space(0, 0, 0, total=1, free=1),
-    )
 
 
 def test_a_dry_run_says_all_and_writes_nothing(saving, capsys):
@@ -93,8 +155,12 @@ SANE = {
 }
 
 
-def doubts(changes, **sizes) -> list[str]:
-    return list(find_doubts(planned(recipe(SANE | changes), **sizes)))
+def doubts(changes, rows=64, steps=100) -> list[str]:
+    """Of a run of two processes."""
+    asked = recipe(SANE | changes)
+    batch = 2 * 4 * asked.trainer.gradient_accumulation_steps
+    plan = SimpleNamespace(recipe=asked, rows=rows, steps=steps, effective_batch=batch)
+    return list(find_doubts(plan))
 
 
 def test_what_is_most_likely_a_mistake_is_told_with_its_numbers(words):
@@ -117,3 +183,9 @@ def test_nothing_is_said_of_what_people_do():
     ):
         assert doubts(changes) == []
     assert doubts({"trainer.max_steps": 1}, rows=16, steps=1) == []
+
+
+def test_the_optimizer_s_memory_is_that_of_the_processes_on_this_machine(monkeypatch):
+    monkeypatch.setattr(summary, "offloaded", lambda config, options: 40e9)
+    plan = SimpleNamespace(options=None, placement=Placement(4, local_processes=1))
+    assert summary._describe_offloaded(plan, None).startswith("10.0 GB of the machine's memory")

@@ -50,9 +50,9 @@ class Collator:
         return dict(batch)
 
 
-def load() -> torch.nn.Module:
-    options = {"trust_remote_code": True, "dtype": torch.float32}
-    return AutoModelForCausalLM.from_pretrained("model", **options).train()
+def load(name: str = "model", dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
+    options |= {"trust_remote_code": True, "dtype": dtype}
+    return AutoModelForCausalLM.from_pretrained(name, **options).train()
 
 
 def read_rows() -> list[dict]:
@@ -70,12 +70,12 @@ def endless(loader: DataLoader):
 
 
 def train(steps: int, model, optimizer, loader, backward, clip) -> list[float]:
-    """The loop of who has no trainer; the losses."""
+    """The loop of who has no trainer; the losses. ``clip`` takes weights and the highest norm."""
     losses = []
     for _, batch in zip(range(steps), endless(loader), strict=False):
         loss = model(**batch).loss
         backward(loss)
-        clip()
+        clip(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -121,12 +121,7 @@ def with_adapters(steps: int, rate: float) -> None:
 
     def adapted():
         alone = "WORLD_SIZE" not in os.environ and torch.cuda.is_available()
-        model = AutoModelForCausalLM.from_pretrained(
-            "published",
-            trust_remote_code=True,
-            dtype=torch.bfloat16,
-            device_map="auto" if alone else None,
-        )
+        model = load("published", torch.bfloat16, device_map="auto" if alone else None)
         model.enable_input_require_grads()
         return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
 
@@ -142,9 +137,7 @@ def with_accelerate(steps: int, rate: float) -> None:
     loader = batches(accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    def clip() -> None:
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-
+    clip = accelerator.clip_grad_norm_
     losses = train(steps, model, optimizer, loader, accelerator.backward, clip)
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
@@ -197,8 +190,8 @@ def with_fabric(steps: int, rate: float) -> None:
     model = load()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=rate))
 
-    def clip() -> None:
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    def clip(_, norm: float) -> None:
+        fabric.clip_gradients(model, optimizer, max_norm=norm)
 
     loader = fabric.setup_dataloaders(batches(2))
     losses = train(steps, model, optimizer, loader, fabric.backward, clip)
@@ -219,9 +212,7 @@ def with_ray(steps: int, rate: float) -> None:
         model = prepare_model(load())
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
-        def clip() -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
+        clip = torch.nn.utils.clip_grad_norm_
         losses = train(steps, model, optimizer, batches(2), torch.Tensor.backward, clip)
         if torch.distributed.get_rank() == 0:
             model.module.save_pretrained("out")

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import mean
 
@@ -147,10 +148,10 @@ def with_other_pictures(pairs: list[tuple]) -> list[tuple]:
 
 
 def put_data(folder: Path, conversations: Conversations) -> None:
-    """``rows.json``, ``messages.jsonl`` for axolotl, and in ``data`` a folder for each job of TRL,
-    NAME.json for LLaMA-Factory and NAME.jsonl for ms-swift."""
-    rows, pairs = rows_of(conversations), pairs_of(conversations)
-    (folder / "data").mkdir()
+    """``rows.json``, ``messages.jsonl`` for axolotl, and in ``data`` a folder for each trainer of
+    TRL, NAME.json for LLaMA-Factory and NAME.jsonl for ms-swift."""
+    rows, pairs, data = rows_of(conversations), pairs_of(conversations), folder / "data"
+    data.mkdir()
     (folder / "rows.json").write_text(json.dumps(rows))
     messages = []
     for row in rows:
@@ -158,9 +159,9 @@ def put_data(folder: Path, conversations: Conversations) -> None:
         asked, answer = said("user", parts), said("assistant", row["answer"])
         messages.append({"messages": [asked, answer]})
     write_lines(folder / "messages.jsonl", messages)
-    put_sets_of_trl(folder / "data", rows, pairs)
     (folder / "pictures").symlink_to(Path("data", "sft"))  # of docs/frameworks.md
-    put_sets_with_places(folder / "data", conversations, pairs)
+    put_sets_of_trl(data, rows, pairs)
+    put_sets_with_places(data, rows, pairs)
 
 
 def said(role: str, content: object) -> dict:
@@ -175,55 +176,53 @@ def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
     def ended(answer: str) -> list[dict]:
         return [said("assistant", answer + END)]
 
-    def asked(question: str, picture: str) -> dict:
-        return {"prompt": [said("user", question)], "images": [picture]}
+    def asked(question: str, picture: str, **answer: object) -> dict:
+        return {"prompt": [said("user", question)], "images": [picture], **answer}
 
+    triples = [(row["question"], row["image"], row["answer"]) for row in rows]
     # Texts, as TRL's RewardTrainer knows no pictures and asks tokenizers for conversations one by
     # one, of which this one makes batches. A good answer names colour and shape.
     question = "<|user|>\nWhat do you see?<|assistant|>\n"
-    triples = [(row["question"], row["image"], row["answer"]) for row in rows]
     sets = {
-        ("sft", "sft_lora"): [asked(q, p) | {"completion": ended(a)} for q, p, a in triples],
-        ("grpo", "grpo_vllm", "rloo"): [asked(q, p) | {"answer": a} for q, p, a in triples],
+        "sft": [asked(q, p, completion=ended(a)) for q, p, a in triples],
+        "grpo": [asked(q, p, answer=a) for q, p, a in triples],
+        "rloo": [asked(q, p, answer=a) for q, p, a in triples],
         # Its trainer knows one picture a row, and that by another name.
-        ("online_dpo",): [
+        "online_dpo": [
             {"prompt": [said("user", q)], "image": p, "answer": a} for q, p, a in triples
         ],
-        ("dpo", "dpo_lora"): [
-            asked(q, p) | {"chosen": ended(a), "rejected": ended(b)} for q, p, a, b in pairs
-        ],
-        ("kto",): [
-            asked(q, p) | {"completion": ended(answer), "label": answer == right}
+        "dpo": [asked(q, p, chosen=ended(a), rejected=ended(b)) for q, p, a, b in pairs],
+        "kto": [
+            asked(q, p, completion=ended(answer), label=answer == right)
             for q, p, right, wrong in pairs
             for answer in (right, wrong)
         ],
-        ("reward", "reward_lora"): [
+        "reward": [
             {"chosen": f"{question}a {colour} {shape}{END}", "rejected": f"{question}{part}{END}"}
             for colour, shape in product(COLOURS, SHAPES)
             for part in (colour, shape)
         ],
     }
     kinds = {"images": datasets.List(datasets.Image()), "image": datasets.Image()}
-    for jobs, of_jobs in sets.items():
-        made = datasets.Dataset.from_list(of_jobs)
-        for column in kinds.keys() & of_jobs[0].keys():
+    for name, of_set in sets.items():
+        made = datasets.Dataset.from_list(of_set)
+        for column in kinds.keys() & of_set[0].keys():
             made = made.cast_column(column, kinds[column])
-        for job in jobs:
-            (data / job).mkdir()
-            made.to_parquet(data / job / "train.parquet")
+        (data / name).mkdir()
+        made.to_parquet(data / name / "train.parquet")
 
 
-def put_sets_with_places(data: Path, conversations: Conversations, pairs: list[tuple]) -> None:
+def put_sets_with_places(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
     """``<image>`` in a message is the place of a picture."""
 
-    def asked(question: str, picture: str, *answer: str) -> dict:
+    def asked(question: str, picture: str, *answer: str, **more: object) -> dict:
         messages = [said("user", f"<image>{question}"), *(said("assistant", a) for a in answer)]
-        return {"messages": messages, "images": [picture]}
+        return {"messages": messages, "images": [picture], **more}
 
-    pictures = [asked(q["content"], q["image"], a["content"]) for q, a in conversations]
+    pictures = [asked(row["question"], row["image"], row["answer"]) for row in rows]
     texts = [
         {"messages": [said("user", f"What is on page {page}?"), answer], "images": []}
-        for page, (_, answer) in enumerate(conversations)
+        for page, (_, answer) in enumerate(row["messages"] for row in pictures)
     ]
     sets = {
         "pictures": pictures,
@@ -232,32 +231,28 @@ def put_sets_with_places(data: Path, conversations: Conversations, pairs: list[t
             for one, other in zip(pictures, pictures[7:] + pictures[:7], strict=True)
         ],
         "mixed": [row for two in zip(pictures, texts, strict=True) for row in two],
-        "reward": [
-            asked(q["content"], q["image"]) | {"solution": a["content"]} for q, a in conversations
-        ],
+        "reward": [asked(row["question"], row["image"], solution=row["answer"]) for row in rows],
         "kto": [
-            asked(q, picture, answer) | {"label": answer == right}
-            for q, picture, right, wrong in pairs
+            asked(q, p, answer, label=answer == right)
+            for q, p, right, wrong in pairs
             for answer in (right, wrong)
         ],
-        "pairs": [
-            asked(q, p, right) | {"rejected_response": wrong} for q, p, right, wrong in pairs
-        ],
+        "pairs": [asked(q, p, right, rejected_response=wrong) for q, p, right, wrong in pairs],
     }
-    for name, rows in sets.items():
-        write_lines(data / f"{name}.jsonl", rows)
+    for name, of_set in sets.items():
+        write_lines(data / f"{name}.jsonl", of_set)
     sets["pairs"] = [
-        asked(q, p) | {"chosen": said("assistant", right), "rejected": said("assistant", wrong)}
+        asked(q, p, chosen=said("assistant", right), rejected=said("assistant", wrong))
         for q, p, right, wrong in pairs
     ]
     tags = {f"{role}_tag": role for role in ("role", "content", "user", "assistant")}
     described = {}
-    for name, rows in sets.items():
-        columns = {c: c for c in ("messages", "images", "chosen", "rejected") if c in rows[0]}
+    for name, of_set in sets.items():
+        columns = {c: c for c in ("messages", "images", "chosen", "rejected") if c in of_set[0]}
         columns |= {"kto_tag": "label"} if name == "kto" else {}
         described[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "tags": tags}
         described[name] |= {"columns": columns, "ranking": name == "pairs"}
-        (data / f"{name}.json").write_text(json.dumps(rows))
+        (data / f"{name}.json").write_text(json.dumps(of_set))
     (data / "dataset_info.json").write_text(json.dumps(described))
 
 
@@ -297,11 +292,6 @@ def history(folder: Path, name: str) -> list[float]:
     return [float(entry[name]) for entry in logged if name in entry]
 
 
-# What a job has to reach: at least, or for the ones below, at most.
-MARKS = {"last rewards": 0.8, "right": 0.9, "first reward": 0.3, "swapped": 0.1}
-AT_MOST = ("first reward", "swapped", "last loss")
-
-
 def measure(
     kind: str, folder: Path, saved: str, conversations: Conversations, done: Row, logged: str
 ) -> None:
@@ -312,17 +302,17 @@ def measure(
         kind: "answers"; "preferences" (of pairs); "scores" (of pairs of texts); or "reward":
             answers, and the reward that training logged as ``logged``, which rises.
     """
-    marks = MARKS
+    # Of drawn answers some stay wrong: the same for any picture, or right for the swapped one.
+    right, swapped = (0.8, 0.2) if kind == "reward" else (0.9, 0.1)
     if kind == "reward":
         values = history(folder, logged or "reward")
         done.reward = values[0], sum(values[-5:]) / 5
-        check_shares({"first reward": done.reward[0], "last rewards": done.reward[1]}, marks)
-        # Of drawn answers some stay wrong: the same for any picture, or right for the swapped one.
-        marks |= {"right": 0.8, "swapped": 0.2}
+        require("first reward", done.reward[0], at_most=0.3)
+        require("last rewards", done.reward[1], at_least=0.8)
     else:
         values = history(folder, "loss")
         done.loss = values[0], values[-1]
-        check_shares({"last loss": values[-1]}, {"last loss": 0.6 * values[0]})
+        require("last loss", values[-1], at_most=0.6 * values[0])
     if kind in ("answers", "reward"):
         done.right, done.swapped = judged(folder, saved, conversations)
     elif kind == "preferences":
@@ -332,14 +322,12 @@ def measure(
         pairs = [("What do you see?", None, "a red circle", part) for part in ("red", "circle")]
         [done.right] = preferences(folder, saved, pairs)
     done.reloaded = True
-    check_shares({"right": done.right, "swapped": done.swapped}, marks)
+    require("right", done.right, at_least=right)
+    if done.swapped is not None:
+        require("swapped", done.swapped, at_most=swapped)
 
 
-def check_shares(found: dict[str, float | None], marks: dict[str, float]) -> None:
-    for name, value in found.items():
-        if value is None:
-            continue
-        mark, at_most = marks[name], name in AT_MOST
-        if not (value <= mark if at_most else value >= mark):
-            told = f"at {'most' if at_most else 'least'} {mark:.2f}"
-            raise Missed(f"trains, and misses a mark of its test: {name} {value:.2f}, not {told}")
+def require(name: str, value: float, at_least: float = -inf, at_most: float = inf) -> None:
+    if not at_least <= value <= at_most:
+        told = f"at most {at_most:.2f}" if at_most < inf else f"at least {at_least:.2f}"
+        raise Missed(f"trains, and misses a mark of its test: {name} {value:.2f}, not {told}")

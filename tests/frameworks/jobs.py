@@ -3,29 +3,20 @@
 Each makes a row of the table in docs/frameworks.md (results_table.py), by test_jobs.py.
 """
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.frameworks.drawn_task import RUN
-from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
 
 HERE = Path(__file__).parent
 PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
 # What ends with an adapter, and has no command of its own to merge it.
 MERGE = (*RUN, "-m", "glm4v_patched", "merge", "adapter", "--out", "merged", "--no-check")
-DEEPSPEED = {
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "zero_allow_untested_optimizer": True,
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-    | NOTHING_STAYS_GATHERED,
-}
-ZERO3 = {"deepspeed.json": json.dumps(DEEPSPEED)}
+# What users write for their frameworks, by the name that it has for them.
+FILES = {path.name: path.read_text() for path in (HERE / "files").iterdir() if path.is_file()}
+ZERO3 = {"deepspeed.json": FILES["deepspeed.json"]}
 
 
 @dataclass(frozen=True)
@@ -160,32 +151,6 @@ TRL = [
 
 
 # Trainers that take any model.
-TWO_ON_A_CPU = """
-compute_environment: LOCAL_MACHINE
-num_machines: 1
-num_processes: 2
-machine_rank: 0
-mixed_precision: 'no'
-use_cpu: true
-main_process_port: 0
-"""
-ACCELERATE_FILES = {
-    "DDP": "distributed_type: MULTI_CPU\n",
-    "FSDP2": """distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_cpu_ram_efficient_loading: false
-""",
-    "DeepSpeed": """distributed_type: DEEPSPEED
-deepspeed_config:
-  zero_stage: 3
-  zero3_init_flag: false
-  zero3_save_16bit_model: true
-  gradient_accumulation_steps: 1
-""",
-}
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--config_file")
 BY_TORCHRUN = "torchrun --nproc_per_node 2 train.py"
 
@@ -206,9 +171,9 @@ ANY_TRAINER = [
             *("accelerate", "accelerate", "accelerate", name),
             "accelerate launch --config_file accelerate.yaml train.py",
             start=(*ACCELERATE, "accelerate.yaml"),
-            files={"accelerate.yaml": TWO_ON_A_CPU + text},
+            files={"accelerate.yaml": FILES[f"accelerate_{name.lower()}.yaml"]},
         )
-        for name, text in ACCELERATE_FILES.items()
+        for name in ("DDP", "FSDP2", "DeepSpeed")
     ),
     trainer("lightning", "Lightning", "lightning", "Trainer, DDP", "Trainer"),
     trainer("fabric", "Lightning", "lightning", "Fabric, DDP", "Fabric"),
@@ -240,33 +205,11 @@ ON_GPUS = [
 
 
 # axolotl, OpenRLHF
-AXOLOTL = """
-base_model: model
-trust_remote_code: true
-processor_type: AutoProcessor
-datasets:
-  - {path: messages.jsonl, ds_type: json, type: chat_template, field_messages: messages}
-chat_template: tokenizer_default
-skip_prepare_dataset: true
-remove_unused_columns: false
-sample_packing: false
-sequence_len: 4096
-gradient_accumulation_steps: 1
-max_steps: 60
-lr_scheduler: constant
-optimizer: adamw_torch
-bf16: false
-tf32: false
-output_dir: out
-logging_steps: 1
-save_steps: 60
-"""
-AXOLOTL_LORA = "adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_modules: all-linear\n"
 ITS_PIN = "its pin on transformers 5.16.1 is ignored"
 
 
 def axolotl(name: str, more: str, batch: int, rate: float, *options: str, **further) -> Job:
-    text = f"{AXOLOTL}micro_batch_size: {batch}\nlearning_rate: {rate}\n{more}"
+    text = f"{FILES['axolotl.yaml']}micro_batch_size: {batch}\nlearning_rate: {rate}\n{more}"
     words = ("axolotl", "train", "axolotl.yaml", *options)
     further = {"files": {"axolotl.yaml": text, **ZERO3}, "note": ITS_PIN} | further
     return Job("axolotl", name, "axolotl", (*RUN, *words), " ".join(words), **further)
@@ -280,7 +223,7 @@ OTHERS = [
         note="by DDP alone it puts the model on GPU 0 and 1; its pin on transformers is ignored",
     ),
     axolotl(
-        *("SFT, LoRA", AXOLOTL_LORA, 24, 1e-2),
+        *("SFT, LoRA", FILES["axolotl_lora.yaml"], 24, 1e-2),
         then=(*RUN, "axolotl", "merge-lora", "axolotl.yaml", "--lora-model-dir", "out"),
         out="out/merged",
         note=f"merged by axolotl merge-lora; {ITS_PIN}",
@@ -310,15 +253,6 @@ GRPO = (
     "--rlhf_type grpo --external_plugins reward.py --reward_funcs right --num_generations 32 "
     f"--max_completion_length 8 --temperature 1.0 --beta 0 --use_vllm false {FULL}"
 )
-REWARD = """
-from swift.rewards import ORM, orms
-
-class Right(ORM):
-    def __call__(self, completions, solution, **kwargs):
-        return [float(text.strip() == right) for text, right in zip(completions, solution)]
-
-orms["right"] = Right
-"""
 
 
 def swift(name: str, words: str, data: str = "pictures", **more) -> Job:
@@ -349,7 +283,7 @@ def swift(name: str, words: str, data: str = "pictures", **more) -> Job:
         more |= {"then": (*then, "--output_dir", "merged"), "out": "merged"}
         more["note"] = "merged by swift export --merge_lora true"
     command = (*RUN, "swift", *words.split(), *options)
-    more = {"files": {"reward.py": REWARD}, "out": saved} | more
+    more = {"files": {"reward.py": FILES["reward.py"]}, "out": saved} | more
     return Job("ms-swift", name, "ms-swift", command, f"swift {words}", **more)
 
 
@@ -373,7 +307,6 @@ FACTORY_FULL = f"finetuning_type=full {PARTS}"
 FACTORY_PAIRS = f"{FACTORY_FULL} stage=dpo"
 FACTORY_KTO = f"{FACTORY_FULL} stage=kto pref_beta=0.3"
 BY_ZERO3 = "deepspeed=deepspeed.json"
-RECIPE = (HERE / "llamafactory_train.yaml").read_text()
 
 
 def factory(name: str, words: str, data: str = "pictures", **more) -> Job:
@@ -393,7 +326,7 @@ def factory(name: str, words: str, data: str = "pictures", **more) -> Job:
     }
     options = [f"{option}={value}" for option, value in common.items()]
     reads = f"llamafactory-cli train recipe.yaml {words}".strip()
-    more = {"files": {"recipe.yaml": RECIPE, **ZERO3}} | more
+    more = {"files": {"recipe.yaml": FILES["llamafactory_train.yaml"], **ZERO3}} | more
     if FACTORY_LORA in words:
         adapter = ("--model_name_or_path", "model", "--adapter_name_or_path", "out")
         export = ("--template", "glm4", "--trust_remote_code", "true", "--export_dir", "merged")
@@ -434,8 +367,8 @@ FACTORY = [
     factory(
         "two GPUs: sft, LoRA, ZeRO-3, published repository",
         f"{FACTORY_LORA} {BY_ZERO3}",
-        **{"model": "published", "rate": 1e-2, "gpus": True} | TWO,
+        **{"model": "published", "rate": 1e-2, "gpus": 2} | TWO,
     ),
-    factory("two GPUs: sft, all weights, ZeRO-3", f"{FACTORY_FULL} {BY_ZERO3}", gpus=True, **TWO),
+    factory("two GPUs: sft, all weights, ZeRO-3", f"{FACTORY_FULL} {BY_ZERO3}", gpus=2, **TWO),
 ]
 JOBS = [*ON_GPUS, *ANY_TRAINER, *OTHERS, *TRL, *SWIFT, *FACTORY]

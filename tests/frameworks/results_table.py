@@ -5,7 +5,6 @@ the file to write to, in the place of that of the same system, version and job.
 ``python -m tests.frameworks.results_table`` prints the table; ``--page`` writes it into the page.
 """
 
-import json
 import os
 import re
 import sys
@@ -17,15 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.atomic import write_atomically
-from tests.every_version import installed
+from tests.tables import installed, markdown, on_page, put_rows, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "benchmarks" / "frameworks.json"
 PAGE = ROOT / "docs" / "frameworks.md"
-VARIABLE = "FRAMEWORKS_RECORD"
-BEGIN, END = "<!-- rows of frameworks.json -->", "<!-- end of the rows of frameworks.json -->"
-HEADS = ("system", "job", "outcome", "loss", "right / swapped", "reloaded", "with", "date")
+HEADS = ["system", "job", "outcome", "loss", "right / swapped", "reloaded", "with", "date"]
 
 
 class Missed(AssertionError):
@@ -56,10 +52,6 @@ class Row:
     date: str = ""
     note: str = ""
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.system, self.version, self.job
-
     def as_json(self) -> dict:
         fields = asdict(self) | {"seconds": round(self.seconds)}
         for name in ("loss", "reward"):
@@ -84,7 +76,7 @@ def job(system: str, name: str, command: str, package: str) -> Iterator[Row]:
         kind = "" if isinstance(error, Missed) else f"{type(error).__name__}: "
         row.outcome = f"{kind}{lines[-1] if lines else ''}"[:300]
     row.seconds, row.date = time.monotonic() - started, time.strftime("%Y-%m-%d", time.gmtime())
-    if path := os.environ.get(VARIABLE):
+    if path := os.environ.get("FRAMEWORKS_RECORD"):
         # An error may name a folder of the machine.
         row.outcome = re.sub(r"(?<!\w)/(?:[\w.-]+/)+", "", row.outcome)
         merge([row], Path(path))
@@ -93,41 +85,35 @@ def job(system: str, name: str, command: str, package: str) -> Iterator[Row]:
 
 
 def read(path: Path = RESULTS) -> list[Row]:
-    text = path.read_text() if path.exists() else ""
-    return [Row(**fields) for fields in json.loads(text or "[]")]
+    return [Row(**fields) for fields in read_rows(path)]
 
 
 def merge(rows: list[Row], path: Path) -> None:
     """Put rows in the places of those with the same key, and new ones behind their system's."""
-    known = {row.key: row for row in [*read(path), *rows]}
-    order = list(dict.fromkeys(row.system for row in known.values()))
-    every = sorted(known.values(), key=lambda row: order.index(row.system))
-    lines = [json.dumps(row.as_json(), ensure_ascii=False) for row in every]
-    write_atomically(path, "[\n" + ",\n".join(lines) + "\n]\n")
+    systems = list(dict.fromkeys(row.system for row in [*read(path), *rows]))
+    put_rows(
+        path,
+        [row.as_json() for row in rows],
+        key=lambda row: (row["system"], row["version"], row["job"]),
+        order=lambda row: systems.index(row["system"]),
+    )
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
-    for row in rows:
-        measured = _arrow(row.loss) if row.reward is None else f"reward {_arrow(row.reward)}"
-        cells = (
+    lines = [
+        [
             f"{row.system} {row.version}",
             f"{row.job}: `{row.command}`",
             row.outcome + (f"; {row.note}" if row.note else ""),
-            measured,
+            _arrow(row.loss) if row.reward is None else f"reward {_arrow(row.reward)}",
             "" if row.right is None else f"{row.right:.2f} / {_number(row.swapped)}",
             {None: "", True: "yes", False: "no"}[row.reloaded],
             f"transformers {row.transformers}",
             row.date,
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def on_page(page: str, rows: list[Row]) -> str:
-    """The text of the page, with the table between its two marks."""
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    return f"{before}{BEGIN}\n{table(rows)}\n{END}{after}"
+        ]
+        for row in rows
+    ]
+    return markdown(HEADS, lines)
 
 
 def _arrow(pair: tuple[float, float] | None) -> str:
@@ -143,4 +129,4 @@ def _number(value: float | None) -> str:
 if __name__ == "__main__":
     print(table(read()))
     if "--page" in sys.argv[1:]:
-        PAGE.write_text(on_page(PAGE.read_text(), read()))
+        PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read())))

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,58 +25,49 @@ def models(tmp_path_factory) -> drawn_task.Models:
 
 def missing(wanted: Job) -> str:
     module = {"ms-swift": "swift"}.get(wanted.package, wanted.package)
-    if importlib.util.find_spec(module) is None:
-        return f"{wanted.package} is not installed"
+    for package in filter(None, (module, wanted.beside)):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
     if wanted.deepspeed not in ("", version("deepspeed")):
         return f"needs deepspeed {wanted.deepspeed}, found {version('deepspeed')}"
-    if wanted.beside and importlib.util.find_spec(wanted.beside) is None:
-        return f"{wanted.beside} is not installed"
     if (found := torch.cuda.device_count()) < wanted.gpus:
         return f"needs {wanted.gpus} GPUs on one machine, found {found}"
     return ""
 
 
-def perform(wanted: Job, models: drawn_task.Models, folder: Path) -> None:
+MARKS = [
+    pytest.mark.skipif(
+        "FRAMEWORKS_RECORD" not in os.environ,
+        reason="takes minutes and packages of its own: nox -f tests/noxfile.py -t table",
+    ),
+    pytest.mark.gpu,
+    pytest.mark.two_gpu,
+]
+
+
+@pytest.mark.parametrize(
+    "wanted", [pytest.param(one, marks=MARKS[one.gpus], id=str(one)) for one in JOBS]
+)
+def test_a_job_learns_from_pictures(wanted, models, tmp_path):
     if why := missing(wanted):
         pytest.skip(why)
-    (folder / "model").symlink_to(models(wanted.model))
-    (folder / "published").symlink_to(models("published"))
-    drawn_task.put_data(folder, models.conversations)
+    (tmp_path / "model").symlink_to(models(wanted.model))
+    (tmp_path / "published").symlink_to(models("published"))
+    drawn_task.put_data(tmp_path, models.conversations)
     for name, text in wanted.files.items():
-        (folder / name).write_text(text)
+        (tmp_path / name).write_text(text)
     environment = gpu_environment() if wanted.gpus else cpu_environment()
     environment |= wanted.environment
     with job(wanted.system, wanted.name, wanted.reads, wanted.package) as done:
         done.note = wanted.note
+        ended = drawn_task.run(tmp_path, *wanted.command, environment=environment)
         if wanted.fails:
-            ended = drawn_task.run(folder, *wanted.command, environment=environment)
             found = re.search(wanted.fails, ended.output)
             assert ended.status and found, ended.output[-6000:]
             done.outcome = found[0][:300]
             return
-        drawn_task.succeed(folder, *wanted.command, environment=environment)
+        assert ended.status == 0, ended.output[-6000:]
         if wanted.then:
-            drawn_task.succeed(folder, *wanted.then, environment=environment)
+            drawn_task.succeed(tmp_path, *wanted.then, environment=environment)
         seen = models.conversations
-        drawn_task.measure(wanted.measure, folder, wanted.out, seen, done, wanted.logged)
-
-
-@pytest.mark.skipif(
-    "FRAMEWORKS_RECORD" not in os.environ,
-    reason="takes minutes and packages of its own: nox -f tests/noxfile.py -t table",
-)
-@pytest.mark.parametrize("wanted", [one for one in JOBS if not one.gpus], ids=str)
-def test_a_job_learns_from_pictures(wanted, models, tmp_path):
-    perform(wanted, models, tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("wanted", [one for one in JOBS if one.gpus == 1], ids=str)
-def test_a_job_on_a_gpu_learns_from_pictures(wanted, models, tmp_path):
-    perform(wanted, models, tmp_path)
-
-
-@pytest.mark.two_gpu
-@pytest.mark.parametrize("wanted", [one for one in JOBS if one.gpus == 2], ids=str)
-def test_a_job_on_two_gpus_learns_from_pictures(wanted, models, tmp_path):
-    perform(wanted, models, tmp_path)
+        drawn_task.measure(wanted.measure, tmp_path, wanted.out, seen, done, wanted.logged)

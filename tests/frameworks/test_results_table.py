@@ -3,12 +3,15 @@
 import pytest
 
 from tests.frameworks.jobs import JOBS
-from tests.frameworks.results_table import BEGIN, END, PAGE, RESULTS, Row, job, merge, on_page, read
+from tests.frameworks.results_table import PAGE, RESULTS, Row, job, merge, read, table
+from tests.tables import on_page
 
 
 def test_the_page_has_the_rows_of_the_file_which_are_those_of_jobs():
     page, rows = PAGE.read_text(), read(RESULTS)
-    assert page == on_page(page, rows), "python -m tests.frameworks.results_table --page"
+    assert page == on_page(page, RESULTS, table(rows)), (
+        "python -m tests.frameworks.results_table --page"
+    )
     jobs = [(one.system, one.name) for one in JOBS]
     assert len({*jobs}) == len(jobs)
     assert {(row.system, row.job) for row in rows if row.system != "peft"} <= {*jobs}
@@ -30,4 +33,4 @@ def test_a_job_that_fails_is_told_and_its_row_replaces_the_older_one(tmp_path, m
     else:
         assert row.right is None
         assert row.outcome.endswith("no weights in place.bin | none")
-        assert r"place.bin \| none" in on_page(BEGIN + END, [row])
+        assert r"place.bin \| none" in table([row])

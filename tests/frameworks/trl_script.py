@@ -1,9 +1,9 @@
 """A user's script with TRL's trainers: ``trl_script.py JOB STEPS LEARNING_RATE SEED``.
 
 Nothing in it knows of glm4v_patched. In the current folder it finds ``model``, which has its code
-beside it, and ``data/JOB``, a data set with pictures; it leaves ``out``, the whole model that was
-trained, or, for ``dpo_lora``, which several processes train under DeepSpeed's ZeRO-3 by
-``deepspeed.json``, ``adapter``.
+beside it, and ``data/JOB``, a data set with pictures, named without ``_lora`` and ``_vllm``. It
+leaves ``out``, the whole model that was trained, or, for ``dpo_lora``, which several processes
+train under DeepSpeed's ZeRO-3 by ``deepspeed.json``, ``adapter``.
 """
 
 import sys
@@ -79,7 +79,9 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
     set_seed(seed)
     common = COMMON | {"max_steps": steps, "learning_rate": learning_rate, "seed": seed}
     processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
-    given = {"processing_class": processor, "train_dataset": load_dataset(f"data/{job}")["train"]}
+    kind_of_job = job.removesuffix("_lora").removesuffix("_vllm")
+    rows = load_dataset(f"data/{kind_of_job}")["train"]
+    given = {"processing_class": processor, "train_dataset": rows}
     kind, lora = AutoModelForCausalLM, {"task_type": "CAUSAL_LM"}
     labels: dict[str, int] = {}
     if job.startswith("reward"):
@@ -96,8 +98,7 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
     if job == "online_dpo":
         trainer = online_dpo(model, common, given)
     else:
-        name = job.removesuffix("_lora").removesuffix("_vllm")
-        name = "Reward" if name == "reward" else name.upper()
+        name = "Reward" if kind_of_job == "reward" else kind_of_job.upper()
         config = getattr(trl, f"{name}Config")(**common | OPTIONS[name])
         reward = [right_answers] if OPTIONS[name] is ONLINE else []
         trainer = getattr(trl, f"{name}Trainer")(model, *reward, args=config, **given)

@@ -1,4 +1,4 @@
-"""Products in fp8 on a CPU, written plainly, and a model whose sizes they take."""
+"""Layers that multiply in fp8, their products written plainly; a model whose sizes they take."""
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,35 @@ def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
     vision = golden_json("config.json")["vision_config"] | {"scaling_factor": 1}
     config = tiny_config(initializer_range=0.05, vision_config=vision)
     return GLM4VForCausalLM._from_config(config, attn_implementation="sdpa").to(dtype)
+
+
+def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where) -> nn.Linear:
+    """One that quantises its bf16 weight where it is used, or holds it quantised; the same weight
+    for the same sizes."""
+    torch.manual_seed(0)
+    linear = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16, **where)
+    if held:
+        linear.requires_grad_(False)
+        fp8._hold(linear, keeps_transposed=bias)
+    else:
+        linear.__class__ = fp8.Linear
+    return linear
+
+
+def passes(linear: nn.Module, x: Tensor, towards: Tensor) -> list[Tensor]:
+    """Its output, and the gradients of its input and of what of it is trained."""
+    x = x.detach().clone().requires_grad_()
+    out = linear(x)
+    out.backward(towards)
+    gradients = [x.grad, *(p.grad for p in linear.parameters() if p.requires_grad)]
+    linear.zero_grad()
+    return [out.detach(), *gradients]
+
+
+def apart(found: Tensor, exact: Tensor) -> float:
+    """Their relative distance."""
+    assert found.isfinite().all()
+    return ((found.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
 
 
 def rounded(x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """A Hugging Face Hub on loopback: what real clients, 0.36 and 2.4, ask to load, build, verify and
 publish.
 
-``python tests/helpers/local_hub.py our-org`` serves one to try things on, until Ctrl-C. It is a
-server, and no stand-in for ``HfApi``, because processes and transformers ask it, too. Large files
-travel as git LFS: uploads through hf_xet need ``HF_HUB_DISABLE_XET=1``.
+``python tests/helpers/local_hub.py`` serves one to try things on, until Ctrl-C. It is a server, and
+no stand-in for ``HfApi``, because processes and transformers ask it, too. Large files travel as git
+LFS: uploads through hf_xet need ``HF_HUB_DISABLE_XET=1``.
 """
 
 import base64
@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,31 +21,19 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import huggingface_hub.constants
 import huggingface_hub.file_download
 
-
-@dataclass(frozen=True)
-class Sparse:
-    """A file of which only size, hash and the first bytes exist."""
-
-    size: int
-    sha256: str
-    head: bytes = b""
+Answer = dict | list | bytes
 
 
 @dataclass(frozen=True)
 class File:
     """A file in a tree: its content, and whether git holds that or a pointer to LFS."""
 
-    content: bytes | Sparse
+    content: bytes
     lfs: bool = False
 
     @property
-    def size(self) -> int:
-        return self.content.size if isinstance(self.content, Sparse) else len(self.content)
-
-    @property
     def sha256(self) -> str:
-        sparse = isinstance(self.content, Sparse)
-        return self.content.sha256 if sparse else hashlib.sha256(self.content).hexdigest()
+        return hashlib.sha256(self.content).hexdigest()
 
     @property
     def oid(self) -> str:
@@ -54,17 +41,22 @@ class File:
         blob = self.content
         if self.lfs:
             version = "version https://git-lfs.github.com/spec/v1"
-            blob = f"{version}\noid sha256:{self.sha256}\nsize {self.size}\n".encode()
+            blob = f"{version}\noid sha256:{self.sha256}\nsize {len(blob)}\n".encode()
         return hashlib.sha1(b"blob %d\0" % len(blob) + blob).hexdigest()
 
-    def part(self, start: int, end: int) -> bytes:
-        held = self.content.head if isinstance(self.content, Sparse) else self.content
-        assert end <= len(held), f"bytes {start}-{end} were read of a file that has none"
-        return held[start:end]
+    def entry(self, path: str) -> dict:
+        """What the Hub tells of it."""
+        size = len(self.content)
+        told = {"type": "file", "path": path, "oid": self.oid, "size": size}
+        told |= {"rfilename": path, "blobId": self.oid}
+        if self.lfs:
+            lfs = {"oid": self.sha256, "sha256": self.sha256, "size": size, "pointerSize": 130}
+            told["lfs"] = lfs
+        return told
 
 
-def is_lfs(path: str, size: int) -> bool:
-    return path.endswith((".safetensors", ".bin", ".model")) or size > 10**7
+def is_lfs(path: str) -> bool:
+    return path.endswith((".safetensors", ".bin", ".model"))
 
 
 @dataclass
@@ -74,7 +66,7 @@ class Repository:
     private: bool = False
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
-    objects: dict[str, bytes | Sparse] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.add_commit({".gitattributes": b""})
@@ -91,14 +83,13 @@ class Repository:
     def tags(self) -> dict[str, str]:
         return {name: oid for name, oid in self.refs.items() if name != "main"}
 
-    def add_commit(self, changes: dict[str, bytes | Sparse | File | None]) -> str:
+    def add_commit(self, changes: dict[str, bytes | None]) -> str:
         """Commit to main; ``None`` deletes a file."""
         files = dict(self.files) if self.refs else {}
         for path, content in changes.items():
-            if not isinstance(content, File | None):
-                content = File(content, is_lfs(path, File(content).size))
-            files[path] = content
-        files = {path: file for path, file in files.items() if file}
+            files.pop(path, None)
+            if content is not None:
+                files[path] = File(content, is_lfs(path))
         self.objects |= {file.sha256: file.content for file in files.values() if file.lfs}
         # The number keeps two commits of the same files apart, as the date does in git.
         text = repr([len(self.commits), *((path, file.oid) for path, file in files.items())])
@@ -120,14 +111,20 @@ class Request:
 
 @dataclass
 class Fault:
-    """What happens to requests that match; :meth:`LocalHub.fail` says what its fields do."""
+    """What happens to requests that match: ``times`` of them, after ``after`` that pass.
 
-    method: str
+    ``status`` answers with that, ``answer`` with that instead of what was asked for (200 without a
+    ``status``); ``cut_request`` closes the connection after so many bytes of the body;
+    ``cut_response`` does what was asked and closes after so many bytes of the answer, 0 for not
+    even its status; ``call`` runs before the request is handled as usual.
+    """
+
+    method: str  # or "*"
     pattern: str
     times: int = 1
     after: int = 0
     status: int | None = None
-    answer: dict | list | None = None
+    answer: Answer | None = None
     message: str = "the local Hub was told to fail"
     headers: dict[str, str] = field(default_factory=dict)
     cut_request: int | None = None
@@ -136,16 +133,15 @@ class Fault:
 
 
 class LocalHub:
-    """The state: repositories, the request log and the faults to come."""
+    """The state: repositories, the request log and the faults to come. Its token may do all."""
 
-    def __init__(self, organisations: tuple[str, ...] = ("our-org",)):
+    def __init__(self) -> None:
         self.token = "hf_localhubsecret" + "0" * 20
-        self.organisations = organisations
         self.repositories: dict[str, Repository] = {}
         self.requests: list[Request] = []
         self.errors: list[BaseException] = []
         self.faults: list[Fault] = []
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
 
     def __enter__(self) -> "LocalHub":
         self._server = _Server(("127.0.0.1", 0), type("", (_Handler,), {"hub": self}))
@@ -173,7 +169,7 @@ class LocalHub:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
 
     def add_repository(
-        self, name: str, files: dict[str, bytes | Sparse] | None = None, private: bool = False
+        self, name: str, files: dict[str, bytes] | None = None, private: bool = False
     ) -> Repository:
         repository = self.repositories[name] = Repository(private)
         if files:
@@ -181,14 +177,6 @@ class LocalHub:
         return repository
 
     def fail(self, method: str, pattern: str, **fault) -> None:
-        """Answer requests that match with a fault (fields of ``Fault``), ``times`` of them.
-
-        ``after`` lets so many pass first; ``method`` may be ``*``. ``status`` answers with that,
-        ``answer`` with that instead of what was asked for (200 without a ``status``);
-        ``cut_request`` closes the connection after so many bytes of the body; ``cut_response`` does
-        what was asked and closes after so many bytes of the answer, 0 for not even its status;
-        ``call`` runs before the request is handled as usual.
-        """
         self.faults.append(Fault(method, pattern, **fault))
 
     def asked(self, method: str, part: str = "") -> list[Request]:
@@ -223,31 +211,14 @@ class Refusal(Exception):
         self.status, self.headers = status, {"X-Error-Message": message, "X-Error-Code": code}
 
 
-ROUTES: list[tuple[str, re.Pattern, str]] = []
-
-
-def route(method: str, template: str):
-    parts = {"repo": r"[^/]+/[^/]+?", "rev": "[^/]+", "path": ".*", "oid": "[0-9a-f]{64}"}
-    pattern = re.sub(r"{(\w+)}", lambda m: f"(?P<{m[1]}>{parts[m[1]]})", template)
-
-    def register(function):
-        ROUTES.append((method, re.compile(pattern), function.__name__))
-        return function
-
-    return register
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *where) -> None:
-        """A client that closes before it has read an answer resets the wait for its next request;
-        all else is kept in ``LocalHub.errors``."""
+        """Clients go away, and faults cut them off; all else is kept in ``LocalHub.errors``."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Routes to methods; each takes the parts of its path and returns JSON, or replies itself."""
-
     hub: LocalHub
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two writes: 40 ms a request otherwise
@@ -257,42 +228,34 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.log = Request(self.command, self.path)
-        self.hub.requests.append(self.log)
-        self.fault = self.hub.next_fault(self.command, self.path)
+        fault = Fault(self.command, self.path, status=404)
+        # Once a day a client asks for a list of its own, whatever it is used for.
+        if self.path != "/api/agent-harnesses":
+            self.hub.requests.append(self.log)
+            fault = self.hub.next_fault(self.command, self.path)
+        self.fault = fault
+        fault.call()
+        self.body = self._read_body()
+        self.status, self.own_headers = fault.status or 200, dict(fault.headers)
+        answer: Answer | None = fault.answer
         try:
-            self.fault.call()
-            self.body = self._read_body()
-            if self.fault.status or self.fault.answer is not None:
-                answer, told = self.fault.answer, {"error": self.fault.message}
-                answer = told if answer is None else answer
-                self._reply(self.fault.status or 200, answer, self.fault.headers)
-            else:
-                self._handle()
+            if fault.status and answer is None:
+                answer = {"error": fault.message}
+            elif answer is None:
+                answer = self._handle()
         except Refusal as refusal:
-            self._reply(refusal.status, {"error": str(refusal)}, refusal.headers)
-        except (TimeoutError, ConnectionError):
-            self.close_connection = True  # the client went away, or a fault cut it off
+            self.status, self.own_headers = refusal.status, refusal.headers
+            answer = {"error": str(refusal)}
         except Exception as error:  # a mistake of this server, or of the test: shown at its end
             self.hub.errors.append(error)
-            self._reply(500, {"error": repr(error)})
+            self.status, answer = 500, {"error": repr(error)}
+        self._reply(answer)
 
     do_HEAD = do_POST = do_PUT = do_GET
-
-    def _handle(self) -> None:
-        self.token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
-        method = "GET" if self.command == "HEAD" else self.command
-        for wanted, pattern, name in ROUTES:
-            if wanted == method and (match := pattern.fullmatch(urlsplit(self.path).path)):
-                parts = {key: unquote(value) for key, value in match.groupdict("main").items()}
-                with self.hub.lock:
-                    answer = getattr(self, name)(**parts)
-                return None if answer is None else self._reply(200, answer)
-        raise Refusal(404, f"no such route: {self.command} {self.path}")
 
     def _read_body(self) -> bytes:
         limit = self.fault.cut_request
         size = int(self.headers.get("Content-Length") or 0)
-        assert not self.headers.get("Transfer-Encoding"), "a body in chunks"
         body = self.rfile.read(size if limit is None else min(size, limit))
         self.log.received += len(body)
         if len(body) < size or limit is not None:
@@ -300,15 +263,15 @@ class _Handler(BaseHTTPRequestHandler):
             raise ConnectionAbortedError("the body ended early")
         return body
 
-    def _reply(self, status: int, answer: dict | list | bytes, headers: dict | None = None) -> None:
+    def _reply(self, answer: Answer) -> None:
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         kind = "application/octet-stream" if isinstance(answer, bytes) else "application/json"
-        headers = {"Content-Type": kind, "Content-Length": str(len(data))} | (headers or {})
         limit = self.fault.cut_response
         if limit != 0:
-            self.log.status = status
-            self.send_response(status)
-            for key, value in headers.items():
+            self.log.status = self.status
+            self.send_response(self.status)
+            told = {"Content-Type": kind, "Content-Length": str(len(data))} | self.own_headers
+            for key, value in told.items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -320,163 +283,140 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _repository(self, name: str, write: bool = False) -> Repository:
         """One that the token may read, or write; the Hub's refusals otherwise."""
-        if self.token not in (None, self.hub.token):
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token not in ("", self.hub.token) or (write and not token):
             raise Refusal(401, "Invalid credentials in Authorization header")
-        mine = self.token and name.split("/")[0] in self.hub.organisations
         found = self.hub.repositories.get(name)
-        if found is None or (found.private and not mine):
+        if found is None or (found.private and not token):
             # The Hub does not say to others whether a repository exists.
-            raise Refusal(404 if self.token else 401, "Repository not found", "RepoNotFound")
-        if write and not mine:
-            raise Refusal(403, f"You don't have the required permissions for {name}")
+            raise Refusal(404 if token else 401, "Repository not found", "RepoNotFound")
         return found
 
-    def _at(self, repo: str, rev: str) -> tuple[str, dict[str, File]]:
-        repository = self._repository(repo)
-        oid = repository.refs.get(rev, rev)
+    def _handle(self) -> Answer:
+        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        method = "GET" if self.command == "HEAD" else self.command
+        if parts == ["api", "validate-yaml"]:
+            return {"errors": [], "warnings": []}
+        if parts == ["api", "repos", "create"]:
+            asked = json.loads(self.body)
+            name = f"{asked['organization']}/{asked['name']}"
+            assert name not in self.hub.repositories, f"{name} is there already"
+            self.hub.add_repository(name, private=asked.get("visibility") == "private")
+            return {"url": f"{self.hub.endpoint}/{name}", "name": name}
+        name, rest = "/".join(parts[:2]), parts[2:]
+        if name == "api/models":
+            name, rest = "/".join(parts[2:4]), parts[4:]
+        name = name.removesuffix(".git")
+        if method == "GET" or rest[0] in ("paths-info", "lfs-files"):
+            return self._read(method, name, rest, self._repository(name))
+        if method == "PUT":  # to a signed address, without the token
+            return self._write(method, name, rest, self.hub.repositories[name])
+        return self._write(method, name, rest, self._repository(name, write=True))
+
+    def _read(self, method: str, name: str, rest: list[str], repository: Repository) -> Answer:
+        match method, rest:
+            case "GET", [] | ["revision", _]:
+                oid, files = self._at(repository, rest[1] if rest else "main")
+                siblings = [file.entry(path) for path, file in sorted(files.items())]
+                told = {"id": name, "sha": oid, "private": repository.private, "tags": []}
+                return told | {"siblings": siblings}
+            case "GET", ["tree", revision, *folder]:
+                _, files = self._at(repository, revision)
+                under = "/".join(folder)
+                found = [path for path in sorted(files) if path.startswith(under)]
+                if not found:
+                    raise Refusal(404, f"{under} does not exist on {revision}", "EntryNotFound")
+                return [files[path].entry(path) for path in found]
+            case "GET", ["resolve", revision, *path]:
+                return self._resolve(*self._at(repository, revision), "/".join(path))
+            case "POST", ["paths-info", revision]:
+                _, files = self._at(repository, revision)
+                asked = [path for path in parse_qs(self.body.decode())["paths"] if path in files]
+                # The Hub names xet's hash in the tree too; that would send downloads to xet.
+                xet = {"xetHash": "0" * 64}
+                return [files[p].entry(p) | (xet if files[p].lfs else {}) for p in asked]
+            case "POST", ["lfs-files", "duplicate"]:
+                asked = json.loads(self.body)
+                target = self._repository(asked["target"]["name"], write=True)
+                hashes = [wanted["sha256"] for wanted in asked["files"]]
+                target.objects |= {digest: repository.objects[digest] for digest in hashes}
+                return {"success": [], "failed": []}
+        raise Refusal(404, f"no such route: {self.command} {self.path}")
+
+    def _write(self, method: str, name: str, rest: list[str], repository: Repository) -> Answer:
+        match method, rest:
+            case "POST", ["preupload", revision]:
+                _, files = self._at(repository, revision)
+                paths = [file["path"] for file in json.loads(self.body)["files"]]
+                return {"files": [self._preupload(path, files.get(path)) for path in paths]}
+            case "POST", ["info", "lfs", "objects", "batch"]:
+                objects = json.loads(self.body)["objects"]
+                for wanted in objects:
+                    if wanted["oid"] not in repository.objects:
+                        url = f"{self.hub.endpoint}/{name}/lfs/{wanted['oid']}"
+                        signed = f"{url}?X-Amz-Signature=presigned"
+                        wanted["actions"] = {"upload": {"href": signed}}
+                return {"transfer": "basic", "objects": objects}
+            case "PUT", ["lfs", oid]:
+                if hashlib.sha256(self.body).hexdigest() != oid:
+                    raise Refusal(400, f"these {len(self.body)} bytes are not {oid}")
+                repository.objects[oid] = self.body
+                return {}
+            case "POST", ["commit", "main"]:
+                oid = self._commit(repository)
+                url = f"{self.hub.endpoint}/{name}/commit/{oid}"
+                return {"success": True, "commitOid": oid, "commitUrl": url}
+            case "POST", ["tag", revision]:
+                tag = json.loads(self.body)["tag"]
+                if tag in repository.refs:
+                    raise Refusal(409, f"{tag} already exists")
+                repository.refs[tag], _ = self._at(repository, revision)
+                return {}
+        raise Refusal(404, f"no such route: {self.command} {self.path}")
+
+    def _at(self, repository: Repository, revision: str) -> tuple[str, dict[str, File]]:
+        oid = repository.refs.get(revision, revision)
         if oid not in repository.commits:
-            raise Refusal(404, f"Invalid rev id: {rev}", "RevisionNotFound")
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return oid, repository.commits[oid]
 
-    # Reading
-
-    def _entry(self, path: str, file: File) -> dict:
-        entry = {"type": "file", "path": path, "oid": file.oid, "size": file.size}
-        entry |= {"rfilename": path, "blobId": file.oid}
-        if file.lfs:
-            entry["lfs"] = {"oid": file.sha256, "sha256": file.sha256, "size": file.size}
-            entry["lfs"]["pointerSize"] = 130
-        return entry
-
-    @route("GET", "/api/models/{repo}(?:/revision/{rev})?")
-    def info(self, repo, rev):
-        oid, files = self._at(repo, rev)
-        siblings = [self._entry(*item) for item in sorted(files.items())]
-        private = self._repository(repo).private
-        return {"id": repo, "sha": oid, "private": private, "tags": [], "siblings": siblings}
-
-    @route("GET", "/api/models/{repo}/tree/{rev}/?{path}")
-    def tree(self, repo, rev, path):
-        _, files = self._at(repo, rev)
-        found = [self._entry(*item) for item in sorted(files.items()) if item[0].startswith(path)]
-        if not found:
-            raise Refusal(404, f"{path} does not exist on {rev}", "EntryNotFound")
-        return found
-
-    @route("POST", "/api/models/{repo}/paths-info/{rev}")
-    def paths_info(self, repo, rev):
-        _, files = self._at(repo, rev)
-        # The Hub names xet's hash in the tree too; here that would send downloads to xet.
-        xet = {"xetHash": "0" * 64}
-        asked = [path for path in parse_qs(self.body.decode())["paths"] if path in files]
-        return [self._entry(path, files[path]) | (xet if files[path].lfs else {}) for path in asked]
-
-    @route("GET", "/{repo}/resolve/{rev}/{path}")
-    def resolve(self, repo, rev, path):
-        oid, files = self._at(repo, rev)
+    def _resolve(self, commit: str, files: dict[str, File], path: str) -> bytes:
         if path not in files:
             raise Refusal(404, f"Entry not found: {path}", "EntryNotFound")
-        file, start, status = files[path], 0, 200
-        headers = {"X-Repo-Commit": oid, "ETag": f'"{file.oid}"', "Accept-Ranges": "bytes"}
+        file, size = files[path], len(files[path].content)
+        self.own_headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
         if file.lfs:
-            headers |= {"X-Linked-Size": str(file.size), "X-Linked-Etag": f'"{file.sha256}"'}
-        if self.command == "HEAD":
-            return self._reply(200, b"", headers | {"Content-Length": str(file.size)})
-        end = file.size
+            self.own_headers |= {"X-Linked-Size": str(size), "X-Linked-Etag": f'"{file.sha256}"'}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, end = int(asked[1]), min(int(asked[2] or end) + 1, end)
-            headers["Content-Range"], status = f"bytes {start}-{end - 1}/{file.size}", 206
-        return self._reply(status, file.part(start, end), headers)
+            start, end = int(asked[1]), min(int(asked[2] or size) + 1, size)
+            self.status, self.own_headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{size}"
+            return file.content[start:end]
+        return file.content
 
-    # Writing
+    def _preupload(self, path: str, there: File | None) -> dict:
+        answer = {"path": path, "uploadMode": "lfs" if is_lfs(path) else "regular"}
+        answer["oid"] = there and (there.sha256 if there.lfs else there.oid)
+        return answer | {"shouldIgnore": False}
 
-    @route("POST", "/api/repos/create")
-    def create_repository(self):
-        asked = json.loads(self.body)
-        owner = asked.get("organization")
-        if self.token != self.hub.token:
-            raise Refusal(401, "Invalid username or password.")
-        if owner not in self.hub.organisations:
-            raise Refusal(403, f'You don\'t have the rights to create a model under "{owner}"')
-        name = f"{owner}/{asked['name']}"
-        assert name not in self.hub.repositories, f"{name} is there already"
-        self.hub.add_repository(name, private=asked.get("visibility") == "private")
-        return {"url": f"{self.hub.endpoint}/{name}", "name": name}
-
-    @route("POST", "/api/validate-yaml")
-    def validate_yaml(self):
-        return {"errors": [], "warnings": []}
-
-    @route("POST", "/api/models/{repo}/preupload/{rev}")
-    def preupload(self, repo, rev):
-        self._repository(repo, write=True)
-        _, files = self._at(repo, rev)
-        answers = []
-        for asked in json.loads(self.body)["files"]:
-            path, there = asked["path"], files.get(asked["path"])
-            mode = "lfs" if is_lfs(path, asked["size"]) else "regular"
-            answer = {"path": path, "uploadMode": mode}
-            answer["oid"] = there and (there.sha256 if there.lfs else there.oid)
-            answers.append(answer | {"shouldIgnore": False})
-        return {"files": answers}
-
-    @route("POST", "/{repo}.git/info/lfs/objects/batch")
-    def lfs_batch(self, repo):
-        repository = self._repository(repo, write=True)
-        objects = json.loads(self.body)["objects"]
-        for wanted in objects:
-            if wanted["oid"] not in repository.objects:
-                url = f"{self.hub.endpoint}/lfs/{repo}/{wanted['oid']}?X-Amz-Signature=presigned"
-                wanted["actions"] = {"upload": {"href": url}}
-        return {"transfer": "basic", "objects": objects}
-
-    @route("PUT", "/lfs/{repo}/{oid}")
-    def lfs_upload(self, repo, oid):
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            raise Refusal(400, f"these {len(self.body)} bytes are not {oid}")
-        self.hub.repositories[repo].objects[oid] = self.body
-        return {}
-
-    @route("POST", "/api/models/{repo}/lfs-files/duplicate")
-    def lfs_duplicate(self, repo):
-        asked = json.loads(self.body)
-        target = self._repository(asked["target"]["name"], write=True)
-        hashes = [wanted["sha256"] for wanted in asked["files"]]
-        target.objects |= {digest: self._repository(repo).objects[digest] for digest in hashes}
-        return {"success": [], "failed": []}
-
-    @route("POST", "/api/models/{repo}/commit/{rev}")
-    def commit(self, repo, rev):
-        repository = self._repository(repo, write=True)
-        assert rev == "main", rev
+    def _commit(self, repository: Repository) -> str:
         header, *lines = [json.loads(line) for line in self.body.splitlines()]
         if header["value"].get("parentCommit", repository.head) != repository.head:
             raise Refusal(412, "A commit has happened since. Please refresh and try again.")
-        changes: dict[str, File | None] = {}
+        changes: dict[str, bytes | None] = {}
         for line in lines:
             value = line["value"]
-            if line["key"] == "file":
-                content = File(base64.b64decode(value["content"]))
-            elif line["key"] == "lfsFile":
-                content = File(repository.objects[value["oid"]], lfs=True)
-            else:
-                content = {"deletedFile": None}[line["key"]]
-            changes[value["path"]] = content
-        oid = repository.add_commit(changes)
-        url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
-        return {"success": True, "commitOid": oid, "commitUrl": url}
-
-    @route("POST", "/api/models/{repo}/tag/{rev}")
-    def create_tag(self, repo, rev):
-        tag, refs = json.loads(self.body)["tag"], self._repository(repo, write=True).refs
-        if tag in refs:
-            raise Refusal(409, f"{tag} already exists")
-        refs[tag] = self._at(repo, rev)[0]
-        return {}
+            match line["key"]:
+                case "file":
+                    changes[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    changes[value["path"]] = repository.objects[value["oid"]]
+                case "deletedFile":
+                    changes[value["path"]] = None
+        return repository.add_commit(changes)
 
 
 if __name__ == "__main__":
-    with LocalHub(tuple(sys.argv[1:]) or ("our-org",)) as served, suppress(KeyboardInterrupt):
+    with LocalHub() as served, suppress(KeyboardInterrupt):
         for variable, value in served.environment.items():
             print(f"export {variable}={value}", flush=True)
         threading.Event().wait()

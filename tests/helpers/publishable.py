@@ -1,26 +1,20 @@
-"""Sources to build from, tiny and of the real size; and builds, changed and compared."""
+"""A source to build from; and builds, changed and compared."""
 
 import hashlib
 import json
 import re
-import struct
-from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 import glm4v_patched
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS
 from hub_upload import files
 from hub_upload.layout import INDEX, MANIFEST, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
 from hub_upload.verify import FAILED, Target, check_files
 from tests.helpers.legacy_repository import write_legacy_repository
-from tests.helpers.local_hub import File, LocalHub, Sparse
+from tests.helpers.local_hub import File, LocalHub
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "our-org/glm-4v-9b-trainable"
@@ -113,48 +107,11 @@ def sign(folder: Path, *more: str, version: str = "9.9.9") -> None:
     edit(folder / MANIFEST, agree)
 
 
-def real_files() -> tuple[dict[str, bytes], dict[str, Sparse]]:
-    """Small files of a repository of the real size, and its shards without their content."""
-    with torch.device("meta"):
-        state = GLM4VForCausalLM(ChatGLMConfig()).state_dict()
-    names, shards, where, total, num_shards = list(state), {}, {}, 0, 15
-    each = -(-len(names) // num_shards)
-    for number in range(num_shards):
-        shard = f"model-{number + 1:05d}-of-{num_shards:05d}.safetensors"
-        header, at = {"__metadata__": {"format": "pt"}}, 0
-        for name in names[number * each : (number + 1) * each]:
-            shape = list(state[name].shape)
-            end = at + 2 * torch.Size(shape).numel()
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
-            where[name], at = shard, end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        head = struct.pack("<Q", len(text)) + text
-        shards[shard] = Sparse(len(head) + at, f"{number:064x}", head + bytes(100_001))
-        total += at
-    config = ChatGLMConfig().to_dict() | {"architectures": ["ChatGLMModel"]}
-    config = {k: v for k, v in config.items() if k not in ("auto_map", "dtype", "torch_dtype")}
-    added = {str(151329 + i): {"content": t, "special": True} for i, t in enumerate(SPECIAL_TOKENS)}
-    tokenizer = {"added_tokens_decoder": added, "image_size": 1120}
-    files = {
-        "config.json": config | {"torch_dtype": "bfloat16"},
-        "tokenizer_config.json": tokenizer | {"tokenizer_class": "ChatGLM4Tokenizer"},
-        INDEX: {"metadata": {"total_size": total}, "weight_map": where},
-    }
-    # As many ranks as the real vocabulary has, of tokens of one to three bytes.
-    tokens = [bytes([a]) for a in range(256)]
-    tokens += [bytes([a, b]) for a in range(256) for b in range(256)]
-    tokens += [bytes([a, b, c]) for a in range(97, 123) for b in range(256) for c in range(256)]
-    rows = (b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens[:151329]))
-    small = {name: json.dumps(values).encode() for name, values in files.items()}
-    return small | {"tokenizer.model": b"".join(rows)}, shards
-
-
 def is_whole(files: dict[str, File], folder: Path) -> bool:
     """Whether all of a build, and nothing else, is in a commit, wherever its weights are from."""
     stored = {name: file.content for name, file in files.items() if name != ".gitattributes"}
     listed = json.loads((folder / MANIFEST).read_text())["files"]
-    hashes = {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()}
+    hashes = {n: {"size": len(f.content), "sha256": f.sha256} for n, f in files.items()}
     same = all(stored.get(name) == content for name, content in as_files(folder).items())
     return same and {*stored} == {*listed, MANIFEST} and listed.items() <= hashes.items()
 

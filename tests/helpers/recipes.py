@@ -5,15 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from datasets import Dataset
 from torch import nn
 
 from glm4v_patched.data.rows import write_conversations
-from glm4v_patched.data.stored_rows import FEATURES
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
-from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.models.base import pin
@@ -95,27 +92,9 @@ def train_in_processes(
     return run_ranks(*worker, seconds=200 + 100 * len(worker))
 
 
-def decided(asked: Recipe, free: float = 0, config: ChatGLMConfig | None = None) -> EngineOptions:
-    """What the engine would decide for rows of the real size and two processes."""
-    batch = Batch(
-        rows=asked.trainer.per_device_train_batch_size,
-        row_length=2114,
-        images_per_row=1,
-        processes=2,
-    )
-    steps = asked.trainer.max_steps or 1
-    return decide(config or ChatGLMConfig(), asked.engine_options(), batch, free, steps)
-
-
 def built(asked: Recipe) -> nn.Module:
     """The recipe's model, ready to be trained on a CPU."""
     from glm4v_patched.finetune.worker import build_model
 
-    return build_model(decided(asked), base_of(asked))
-
-
-def stored(*rows: dict) -> Dataset:
-    """Rows as they are stored, in memory; of what is not given, nothing."""
-    none = {"messages": "[]", "pictures": [], "digest": bytes(32), "fault": None}
-    numbers = {name: 0 for name in FEATURES if name not in none}
-    return Dataset.from_list([numbers | none | row for row in rows], features=FEATURES)
+    batch = Batch(rows=1, row_length=2114, processes=2)
+    return build_model(decide(ChatGLMConfig(), asked.engine_options(), batch, 0), base_of(asked))

@@ -30,6 +30,7 @@ def adapters(tmp_path_factory) -> Path:
     folder = write_files(tmp_path_factory.mktemp("adapters")).adapters
     (folder / "README.md").write_text(CARD)
     (folder / "training_args.bin").write_bytes(b"pickled")
+    damaged(folder, auto_mapping={"base_model_class": "A", "parent_library": "b"})
     return folder
 
 
@@ -50,6 +51,7 @@ def test_adapters_are_built_and_verified(adapters, build, run, tmp_path):
     assert {path.name for path in out.iterdir()} == names
     config = json.loads((out / ADAPTER_CONFIG).read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == (BASE_ID, COMMIT)
+    assert config["auto_mapping"] is None  # peft imports what it names
     card = ModelCard.load(out / "README.md")
     assert card.data.base_model == BASE_ID and f"`ADAPTERS` is `{NAME}`" in card.text
     assert f'from_pretrained("{BASE_ID}", revision="{COMMIT}"' in card.text

@@ -140,6 +140,15 @@ def test_what_is_no_build_of_ours_is_refused_and_left(name, original, make, tmp_
     assert as_files(tmp_path / "out") == before
 
 
+def test_the_source_itself_is_never_written_to(changed, tmp_path):
+    (tmp_path / "link").symlink_to(changed)
+    before = as_files(changed)
+    for source, out in ((changed, tmp_path / "link"), (tmp_path / "link", changed)):
+        with pytest.raises(ValueError, match="--out is the source itself"):
+            build(read_source(str(source)), out, NAME)
+    assert as_files(changed) == before
+
+
 @pytest.mark.parametrize("step", ["copy", "rename"])
 def test_a_failed_build_leaves_what_was_there(step, original, make, tmp_path, monkeypatch):
     make(original)

@@ -14,9 +14,7 @@ from tests.helpers.publishable import (
     TAG,
     UPSTREAM,
     as_files,
-    is_published,
     python_of_card,
-    real_files,
     shards_of,
 )
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
@@ -60,29 +58,6 @@ def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, m
     report = json.loads(output[output.index('{\n  "target"') :])
     assert status == 0 and report["passed"] and len(report["checks"]) > 8
     assert report["revision"] == hub.repositories[NAME].head
-
-
-@pytest.mark.slow
-def test_the_real_size_needs_no_byte_of_its_weights(hub, run, in_process, tmp_path):
-    """28 GB are built, verified, and published by a copy on the Hub."""
-    small, shards = real_files()
-    commit = hub.add_repository(UPSTREAM, small | shards).head
-    out = tmp_path / "out"
-    run("build", "--weights", f"{UPSTREAM}@{commit}", "--out", out, "--name", NAME)
-    assert shards_of(out) == [] and sum(weight.size for weight in shards.values()) > 27e9
-    status, output = run("publish", out, "--repo", NAME, "--push")
-    assert status == 0 and "copy 15 (27.8 GB)" in output and is_published(hub, out)
-    assert not any(name in request.path for name in shards for request in hub.requests)
-    sent = sum(request.received for request in hub.requests)
-    assert 13.5e6 < sent < 14.5e6, sent
-
-    for where, weights, by in (
-        (out, "left for a server-side copy", "13,906,320,896 parameters, compared with the i"),
-        (NAME, "sha256 compared", "13,906,320,896 parameters, compared with the files of weights"),
-    ):
-        status, output = run("verify", where)
-        assert status == 0 and weights in output and by in output, output
-        assert "2 + 2 layers of width 64 with random weights" in output
 
 
 def test_a_server_without_xet_names_the_variable(hub, run, built, monkeypatch):

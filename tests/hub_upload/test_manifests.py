@@ -46,6 +46,14 @@ def damages(draw, sound: dict) -> bytes:
     return json.dumps(values).encode()
 
 
+@pytest.mark.parametrize("size", ["5", 5.0, True, -1])
+def test_a_size_is_a_whole_number(size, built):
+    manifest = json.loads((built / MANIFEST).read_text())
+    manifest["files"]["LICENSE"]["size"] = size
+    with pytest.raises(ValueError, match=r"files\.LICENSE\.size"):
+        read_manifest(json.dumps(manifest).encode())
+
+
 @pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_everybody_refuses_a_manifest_that_is_damaged(number, copy):
     """verify, publish and build. What passes lists the same files, from the same place; of weights,

@@ -132,6 +132,14 @@ def test_a_source_with_other_weights_of_the_same_size_is_not_copied(hub, publish
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/create")
 
 
+def test_a_server_that_lists_no_sizes_is_no_hub(hub, publish, copy):
+    answer = {"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}
+    hub.fail("GET", "/api/models/", times=9, answer=answer)
+    status, output = publish(copy, "--push")
+    assert status == 1 and "not that of a Hub (it lacks a commit, or its files)" in output
+    assert not writes(hub)
+
+
 def test_foreign_content_is_refused_unless_told(hub, publish, copy, of_this_clone):
     control = "a\x1b[2J\u202etxt\nTagged v9"
     theirs = {"README.md": b"mine", "their.bin": b"theirs", control: b"theirs"}
@@ -228,7 +236,7 @@ def test_a_tag_is_at_our_commit_or_told(hub, publish, copy):
     assert repository.tags == {TAG: ours} and repository.head != ours
 
 
-def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy, monkeypatch):
+def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy):
     """Neither where they changed before, nor while they are sent to a server that trusts."""
     content = (copy / SHARD).read_bytes()
     (copy / SHARD).write_bytes(content[:-1] + b"x")
@@ -236,11 +244,7 @@ def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy
     assert status == 1 and SHARD in output and "has sha256" in output and not hub.asked("PUT")
     (copy / SHARD).write_bytes(content)
 
-    def upload(handler, repo, oid):
-        handler.hub.repositories[repo].objects[oid] = handler.body
-        return {}
-
-    monkeypatch.setattr(local_hub._Handler, "lfs_upload", upload)
+    hub.fail("PUT", "/lfs/", answer={}, times=9)
     other = b"x" * len(content)
     hub.fail("POST", "/objects/batch", call=lambda: (copy / SHARD).write_bytes(other))
     status, output = publish(copy, "--push")

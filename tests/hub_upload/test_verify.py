@@ -14,13 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from glm4v_patched import __version__
 from hub_upload import verify as verifying
-from hub_upload.files import read_folder
+from hub_upload.build import build, read_source
+from hub_upload.files import is_small, read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS
 from hub_upload.publish import read_build
 from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Check, Report, verify
 from tests.helpers.publishable import (
     NAME,
+    UPSTREAM,
     amended,
     as_files,
     edit,
@@ -72,6 +74,13 @@ def test_a_target_that_is_nothing_is_said_so(run, built, hub):
     }.items():
         status, output = run("verify", *arguments)
         assert status == 1 and told in output and str(arguments[0]) in output
+
+
+def test_a_client_that_is_too_old_is_told_with_the_cure(run, built, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.__version__", "1.32.9")
+    status, output = run("verify", built)
+    assert status == 1 and "huggingface_hub 1.32.9 is older than 1.33" in output
+    assert "pip install -U huggingface_hub" in output
 
 
 # Defects and payloads
@@ -269,6 +278,24 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
     read = [r.path for r in hub.requests if "/resolve/" in r.path]
     assert read and all(f"/resolve/{head}/" in path for path in read)
+
+
+def test_a_build_whose_weights_are_left_on_the_hub_is_compared_by_its_index(
+    hub, original, in_process, tmp_path
+):
+    head = hub.add_repository(UPSTREAM, as_files(original)).head
+    build(read_source(f"{UPSTREAM}@{head}"), tmp_path / "out", NAME)
+    report = verify(str(tmp_path / "out"))
+    told = {check.name: check.detail for check in report.checks if check.status == PASSED}
+    assert [*told] == STAGES, report.as_table()
+    assert f"left for a server-side copy from {UPSTREAM}@{head}" in told["weights"]
+    assert "compared with the index" in told["parameters"]
+    assert "with random weights" in told["loads"]
+
+
+def test_a_tokenizer_of_the_real_size_is_read_and_no_weights_are():
+    assert is_small("tokenizer.json", 20_000_000)
+    assert not is_small("model.safetensors", 1) and not is_small("notes.json", 200_000_000)
 
 
 def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(built, hub):

@@ -387,3 +387,14 @@ def test_a_row_that_leaves_no_room_is_named(files, answerer, words):
     require_room(answerer.processor, taken + 9, questions[2:3], new=9)
     with words.refused(ValueError, "line 3"):
         require_room(answerer.processor, taken + 8, questions[2:3], new=9)
+
+
+def test_all_rows_whose_pictures_are_missing_are_told_at_once(files, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    names = ["a.png", "b.png", "a.png"]
+    rows.write_text("".join(f'{{"image": "{n}", "question": "x", "answer": "y"}}\n' for n in names))
+    options = ["--columns", "{image: image, question: question, answer: answer}"]
+    options += ["--device", "cpu", "--out", str(tmp_path / "out.jsonl")]
+    assert main(["answer", str(files.model), "--data", str(rows), *options]) == 1
+    told = capsys.readouterr().err
+    assert "3 of 3 rows" in told and "a.png does not exist" in told and "b.png does" in told

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -278,3 +279,22 @@ def test_the_page_answers_and_no_other_host_reaches_it(page, answerer, adapted, 
     with pytest.raises(Exception, match="write a question"):
         page_client.predict({"text": "  ", "files": []}, api_name="/ask")
     page_client.close()
+
+
+@pytest.mark.parametrize("command", [["chat"], ["chat", "--web"], ["serve"]], ids=" ".join)
+def test_a_wrong_option_is_told_before_the_model_is_looked_for(command, capsys):
+    assert main([*command, "nowhere", "--device", "cpu", "--temperature", "0"]) == 1
+    assert "--temperature is 0.0" in capsys.readouterr().err
+
+
+def test_uploads_of_another_user_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    left = tmp_path / f"{web.UPLOADS}of_another"
+    left.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
+        with web.folder_of_uploads():
+            assert left.exists()
+    with web.folder_of_uploads():
+        assert not left.exists()

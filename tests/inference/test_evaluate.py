@@ -261,3 +261,38 @@ def test_a_character_is_drawn_in_the_font_that_has_it_or_as_its_code_point(tmp_p
     fonts = Fonts()
     fonts.draw_lines([(" !~…é", BLACK)], 200, 1)
     assert fonts.missing == {"é"}
+
+
+class Counted(str):
+    """A reference that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other):
+        return not self == other
+
+
+def test_one_rare_answer_does_not_have_every_row_looked_at_for_every_row():
+    names = [f"{row}.png" for row in range(300)]
+    rows = [question(n, Counted("no" if n == 0 else "yes"), name) for n, name in enumerate(names)]
+    assert len(swap_pictures(rows, {name: name for name in names})) == len(rows)
+    assert Counted.compared < 20 * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyboardInterrupt(), "stopped"), (RuntimeError("peft is missing\ninstall it"), "install it")],
+    ids=["Ctrl-C", "refused"],
+)
+def test_what_ends_it_before_a_question_is_told_as_it_is(files, error, told, monkeypatch, capsys):
+    def end(*_, **__):
+        raise error
+
+    monkeypatch.setattr("glm4v_patched.inference.evaluate.read_questions", end)
+    assert evaluate(files, files.data) > 0
+    assert capsys.readouterr().err.strip().endswith(told)

@@ -547,3 +547,16 @@ def test_ctrl_c_ends_it_while_it_answers(server):
     assert "Traceback" not in server.log.read_text()
     for each in silent:
         each.close()
+
+
+def test_a_long_text_that_stops_an_answer_is_compared_with_what_is_there_alone():
+    class Stop(str):
+        slices = 0
+
+        def __getitem__(self, key):
+            self.slices += 1
+            return str.__getitem__(self, key)
+
+    stop = Stop("x" * 1000)
+    row([], stop=[stop]).on_finalized_text("now")
+    assert stop.slices <= len("now")

@@ -1,5 +1,6 @@
 """The plug-in for axolotl: rows as a recipe of ours has them, and nothing learned but answers."""
 
+import copy
 import importlib
 import importlib.util
 import pickle
@@ -30,6 +31,7 @@ def test_every_row_ends_with_an_end_that_is_seen(monkeypatch):
 
     tokenizer = SimpleNamespace(eos_token_id=9)
     ended = module.EndedRows(SimpleNamespace(apply_chat_template=encode, tokenizer=tokenizer))
+    assert copy.copy(ended).tokenizer is tokenizer  # as a started process has it
     batch = ended.apply_chat_template([[], []], processor_kwargs={"padding": True})
     assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [9, 9, 8, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]

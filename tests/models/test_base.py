@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import huggingface_hub
@@ -64,33 +66,44 @@ def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
     assert digest_of(b"0" * 30_000) != digest_of(b"0" * 30_001)
 
 
+def test_a_limit_of_time_ends_and_puts_the_clock_back():
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        with pytest.raises(TimeoutError), base_of_models.time_limit(0.05):
+            time.sleep(10)
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
     model(tmp_path / "snapshots" / "c0ffee")
 
-    def hub(**answers):
+    asked = []
+
+    def answer(of_config, of_adapters=None):
         def download(repository, name, revision):
             asked.append((repository, name, revision))
-            if isinstance(answer := answers[name[:6]], Exception):
-                raise answer
+            if said := of_config if name == "config.json" else of_adapters:
+                raise said
             return str(tmp_path / "snapshots" / "c0ffee" / name)
 
-        asked = []
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-        return asked
 
-    asked = hub(config=None, adapte=LocalEntryNotFoundError("offline"))
+    answer(None, LocalEntryNotFoundError("offline"))
     pinned = pin(Base("org/name", "main"))
     assert pinned == Base("org/name", "c0ffee")
     names = [("config.json", "main"), ("adapter_config.json", "c0ffee")]
     assert asked == [("org/name", *name) for name in names]
     assert identify(pinned) == {"model on the Hub": "org/name at c0ffee"}
     assert pin(Base(str(tmp_path))) == Base(str(tmp_path))
-    hub(config=None, adapte=None)
-    with pytest.raises(ValueError, match="org/name of the Hub holds adapters; .*hf download"):
-        pin(Base("org/name"))
-    hub(config=EntryNotFoundError("no such file"))
-    with pytest.raises(ValueError, match="org/name is no folder here, and cannot be had"):
-        pin(Base("org/name"))
+    for given, told in (
+        (None, "org/name of the Hub holds adapters; .*hf download"),
+        (EntryNotFoundError("no such file"), "org/name is no folder here, and cannot be had"),
+    ):
+        answer(given)
+        with pytest.raises(ValueError, match=told):
+            pin(Base("org/name"))
 
 
 def test_adapters_bring_their_own_processor_or_have_the_models(files, tmp_path):
@@ -119,14 +132,22 @@ def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, 
     found = Gpus((Gpu("a GPU", 80, (9, 0)),) * gpus, "" if gpus else "none is here")
     monkeypatch.setattr(placement, "find_gpus", lambda: found)
     if isinstance(placed, Placement):
-        assert place(**asked) == placed
+        assert place(**asked) == placed and placed.share == 1
         return
     with pytest.raises(NoPlace) as refused:
         place(**asked)
     assert refused.value.field == placed
+    assert Placement(8, local_processes=2).share == 1 / 4
 
 
 def test_an_id_of_the_hub_has_its_form():
     assert fault_of_model(f"our-org/{'a' * 88}") is None
-    for odd in (f"our-org/{'a' * 97}", "our-org", "our--org/a", "a/b/c", "our-org/a.git"):
+    for odd in (
+        f"our-org/{'a' * 97}",
+        "our-org",
+        "our--org/a",
+        "a/b/c",
+        "our-org/a.git",
+        "our-org/ä",
+    ):
         assert "there is no such folder" in fault_of_model(odd)

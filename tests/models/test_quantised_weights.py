@@ -29,6 +29,7 @@ def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, 
     monkeypatch.setattr(fp8, "_on_cpu", True)
     base = find_source(str(getattr(files, kind)), weights="fp8")
     held, plain = load(base, "cpu", "fp8"), load(base, "cpu")
+    assert not any(weight.requires_grad for weight in plain.model.parameters())
     held_layers = set()
     for name, module in plain.model.named_modules():
         if isinstance(module, Linear):
@@ -123,12 +124,6 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
     assert named in capsys.readouterr().err
 
 
-def test_fp8_needs_a_gpu_that_has_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="fp8 runs on a GPU"):
-        loading.hold(partial(pytest.fail, "the model was built"), "cuda", "fp8")
-
-
 def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
     assert kept_cache("auto", None, otherwise="static") == "static"
     assert kept_cache("auto", "fp8", otherwise="graph") == "graph"
@@ -139,7 +134,10 @@ def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
         kept_cache("graph", "compressed-tensors", otherwise="graph")
 
 
-def test_a_missing_package_is_named(files, monkeypatch):
+def test_a_missing_package_or_gpu_is_named(files, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="fp8 runs on a GPU"):
+        loading.hold(partial(pytest.fail, "the model was built"), "cuda", "fp8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="^--weights 4bit needs .*bitsandbytes"):
         find_source(str(files.model), weights="4bit")

@@ -1,6 +1,6 @@
-"""glm-4v's forward pass in plain loops, for tests: slow, and sharing no code with the model.
+"""glm-4v's forward pass, for tests: one row at a time, and sharing no code with the model.
 
-Written from ARCHITECTURE.md alone. Takes rows in the three-id form, one at a time, unpadded.
+Written from ARCHITECTURE.md alone. Takes rows in the three-id form, unpadded.
 """
 
 import math
@@ -34,8 +34,7 @@ def forward_row(weights: dict, config: dict, ids: list[int], images: list) -> to
 
 def decoder_layer(weights, prefix, config, x, positions) -> torch.Tensor:
     heads, groups = config["num_attention_heads"], config["multi_query_group_num"]
-    channels, eps = config["kv_channels"], config["layernorm_epsilon"]
-    base = 10000.0 * config["rope_ratio"]
+    eps, base = config["layernorm_epsilon"], 10000.0 * config["rope_ratio"]
 
     def weight(name):
         return weights[prefix + name]
@@ -43,21 +42,16 @@ def decoder_layer(weights, prefix, config, x, positions) -> torch.Tensor:
     normed = rms_norm(x, weight("input_layernorm.weight"), eps)
     fused = normed @ weight("self_attention.query_key_value.weight").T
     fused = fused + weight("self_attention.query_key_value.bias")
-
-    def head(number):  # counted over queries, then keys, then values
-        return fused[:, number * channels : (number + 1) * channels]
-
+    of_heads = fused.split(config["kv_channels"], dim=1)  # queries, then keys, then values
     outputs = []
     for h in range(heads):
         group = h // (heads // groups)
-        query, key = (rotate(head(i), positions, base) for i in (h, heads + group))
-        outputs.append(attention(query, key, head(heads + groups + group), causal=True))
+        query, key = (rotate(of_heads[i], positions, base) for i in (h, heads + group))
+        outputs.append(attention(query, key, of_heads[heads + groups + group], causal=True))
     x = x + torch.cat(outputs, dim=1) @ weight("self_attention.dense.weight").T
     normed = rms_norm(x, weight("post_attention_layernorm.weight"), eps)
-    gate_and_up = normed @ weight("mlp.dense_h_to_4h.weight").T
-    inner = gate_and_up.shape[1] // 2
-    activated = F.silu(gate_and_up[:, :inner]) * gate_and_up[:, inner:]
-    return x + activated @ weight("mlp.dense_4h_to_h.weight").T
+    gate, up = (normed @ weight("mlp.dense_h_to_4h.weight").T).chunk(2, dim=1)
+    return x + (F.silu(gate) * up) @ weight("mlp.dense_4h_to_h.weight").T
 
 
 def rotate(x, positions, base) -> torch.Tensor:
@@ -86,26 +80,22 @@ def rms_norm(x, weight, eps) -> torch.Tensor:
 def encode_image(weights, vision, image) -> torch.Tensor:
     """``(tokens + 2, width)`` with the learned begin and end vectors."""
     weights = {k.removeprefix("transformer.vision."): v for k, v in weights.items()}
-    patch, width, heads = vision["patch_size"], vision["hidden_size"], vision["num_heads"]
-    side = vision["image_size"] // patch
+    width, heads, eps = vision["hidden_size"], vision["num_heads"], vision["layer_norm_eps"]
+
+    def of(name):
+        return weights[f"{name}.weight"], weights.get(f"{name}.bias")
 
     def linear(name, x):
-        bias = weights.get(f"{name}.bias")
-        return F.linear(x, weights[f"{name}.weight"], bias)
+        return F.linear(x, *of(name))
 
     def layer_norm(name, x, eps):
-        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return F.layer_norm(x, x.shape[-1:], *of(name), eps)
 
-    kernel = weights["patch_embedding.proj.weight"].flatten(1)
-    tokens = [weights["patch_embedding.cls_embedding"][0]]
-    for top in range(0, side * patch, patch):
-        for left in range(0, side * patch, patch):
-            pixels = image[:, top : top + patch, left : left + patch].flatten()
-            tokens.append(kernel @ pixels + weights["patch_embedding.proj.bias"])
-    x = torch.stack(tokens) + weights["patch_embedding.position_embedding.weight"]
+    grid = F.conv2d(image, *of("patch_embedding.proj"), stride=vision["patch_size"])
+    tokens = [weights["patch_embedding.cls_embedding"], grid.flatten(1).T]
+    x = torch.cat(tokens) + weights["patch_embedding.position_embedding.weight"]
     for i in range(vision["num_hidden_layers"]):
-        layer, eps = f"transformer.layers.{i}.", vision["layer_norm_eps"]
+        layer = f"transformer.layers.{i}."
         fused = linear(layer + "attention.query_key_value", x).split(width, dim=1)
         of_heads = zip(*(part.chunk(heads, dim=1) for part in fused), strict=True)
         attended = torch.cat([attention(*qkv, causal=False) for qkv in of_heads], dim=1)
@@ -113,17 +103,9 @@ def encode_image(weights, vision, image) -> torch.Tensor:
         x = x + layer_norm(layer + "input_layernorm", attended, eps)
         hidden = linear(layer + "mlp.fc2", F.gelu(linear(layer + "mlp.fc1", x)))
         x = x + layer_norm(layer + "post_attention_layernorm", hidden, eps)
-    patches, features = x[1:], [weights["boi"][0, 0]]
-    for top in range(0, side - 1, 2):
-        for left in range(0, side - 1, 2):
-            at = [top * side + left, top * side + left + 1]
-            at += [index + side for index in at]
-            # conv.weight is (out, in, 2, 2); the four patches are its 2 x 2, row by row.
-            conv = torch.einsum("oip,pi->o", weights["conv.weight"].flatten(2), patches[at])
-            x = linear("linear_proj.linear_proj", conv + weights["conv.bias"])
-            x = F.gelu(layer_norm("linear_proj.norm1", x, 1e-5))
-            gate = F.silu(linear("linear_proj.gate_proj", x))
-            inner = gate * linear("linear_proj.dense_h_to_4h", x)
-            features.append(linear("linear_proj.dense_4h_to_h", inner))
-    features.append(weights["eoi"][0, 0])
-    return torch.stack(features) / vision["scaling_factor"]
+    patches = x[1:].T.reshape(width, *grid.shape[1:])
+    x = linear("linear_proj.linear_proj", F.conv2d(patches, *of("conv"), stride=2).flatten(1).T)
+    x = F.gelu(layer_norm("linear_proj.norm1", x, 1e-5))
+    gate = F.silu(linear("linear_proj.gate_proj", x))
+    image = linear("linear_proj.dense_4h_to_h", gate * linear("linear_proj.dense_h_to_4h", x))
+    return torch.cat((weights["boi"][0], image, weights["eoi"][0])) / vision["scaling_factor"]

@@ -1,4 +1,4 @@
-"""The model equals a plain-loop reference on configurations that the golden data does not have."""
+"""The model equals a plain reference on configurations that the golden data does not have."""
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.helpers.tiny import (
     golden_case,
     golden_json,
     golden_weights,
+    pictures,
     text,
     tiny_config,
 )
@@ -62,14 +63,6 @@ def random_model(changes: dict) -> GLM4VForCausalLM:
     return model
 
 
-def sample(model) -> tuple[list[int], torch.Tensor]:
-    """A row with an image at its start, two adjacent ones, and text between and after."""
-    image, side = [BOI, PAD, EOI], model.config.vision.image_size
-    row = [*image, *text(5, seed=1), *image, *image, *text(6, seed=2)]
-    generator = torch.Generator().manual_seed(3)
-    return row, torch.randn(3, 3, side, side, generator=generator, dtype=torch.float64)
-
-
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).abs().max() / want.abs().max()).item()
 
@@ -85,8 +78,8 @@ def test_reference_gives_the_golden_logits_and_features():
         inputs, want, _ = golden_case(f"{case}.fp32")
         images = inputs.get("images", torch.zeros(len(inputs["input_ids"]), 0))
         for row, ids in enumerate(inputs["input_ids"].tolist()):
-            pictures = [images[row]] if "images" in inputs else []
-            got = forward_row(weights, config, ids, pictures)
+            of_row = [images[row]] if "images" in inputs else []
+            got = forward_row(weights, config, ids, of_row)
             assert (got - want["logits"][row]).abs().max() <= 4e-5
 
 
@@ -95,7 +88,10 @@ def test_reference_gives_the_golden_logits_and_features():
 def test_logits_and_gradients_equal_the_reference(name, implementation):
     model = random_model(CONFIGURATIONS[name]).train()
     model.set_attn_implementation(implementation)
-    row, pixels = sample(model)
+    # A row with an image at its start, two adjacent ones, and text between and after.
+    image, side = [BOI, PAD, EOI], model.config.vision.image_size
+    row = [*image, *text(5, seed=1), *image, *image, *text(6, seed=2)]
+    pixels = pictures(3, seed=3, side=side).double()
     labels = torch.tensor([[-100] * (len(row) - 5) + row[-5:]])
     output = model(input_ids=torch.tensor([row]), labels=labels, pixel_values=pixels)
     output.loss.backward()

@@ -20,6 +20,7 @@ from tests.helpers.tiny import (
     grown_inputs,
     tiny_model,
 )
+from tests.remote.rows import GREEDY
 
 CASES = [name.rsplit(".", 2)[0] for name in golden_json("index.json")["cases"] if ".fp32." in name]
 FORWARD = [name for name in CASES if name.startswith(("text", "image"))]
@@ -57,11 +58,6 @@ def model_inputs(inputs: dict, form: str) -> dict:
     return grown_inputs(inputs) if form == "grown" else inputs
 
 
-def valid_positions(inputs: dict, like: torch.Tensor) -> torch.Tensor:
-    mask = inputs.get("attention_mask_expanded", inputs.get("attention_mask"))
-    return torch.ones(like.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
-
-
 def forms_of(cases: list[str]) -> list:
     forms = [(case, "three ids") for case in cases]
     forms += [(case, "grown") for case in cases if "image" in case]
@@ -80,7 +76,9 @@ def bf16_units(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def compare_outputs(output, inputs: dict, want: dict, difference) -> dict[str, float]:
     """Logits and hidden states at valid positions, and the cache."""
-    valid = valid_positions(inputs, output.logits)
+    every = torch.ones(output.logits.shape[:2])
+    mask = inputs.get("attention_mask_expanded", inputs.get("attention_mask", every))
+    valid = mask.bool()
     found = {"logits": difference(output.logits[valid], want["logits"][valid])}
     for i, state in enumerate(output.hidden_states):
         found[f"hidden.{i}"] = difference(state[valid], want[f"hidden.{i}"][valid])
@@ -149,24 +147,6 @@ def test_fp32_loss_and_gradients(case, form, implementation, training):
     )
 
 
-def vision_stages(model, images: torch.Tensor) -> dict[str, torch.Tensor]:
-    vision = model.transformer.vision
-    stages = {}
-    parts = {"patch_embedding": vision.patch_embedding, "conv": vision.conv}
-    parts |= {"adapter": vision.linear_proj}
-    parts |= {f"layer.{i}": layer for i, layer in enumerate(vision.transformer.layers)}
-
-    def keep(name):
-        return lambda module, args, output: stages.__setitem__(name, output)
-
-    handles = [part.register_forward_hook(keep(name)) for name, part in parts.items()]
-    with torch.no_grad():
-        stages["features"] = encoded(model, images)
-    for handle in handles:
-        handle.remove()
-    return stages
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "implementation"),
     [
@@ -177,7 +157,19 @@ def vision_stages(model, images: torch.Tensor) -> dict[str, torch.Tensor]:
 )
 def test_vision_stages(kind, dtype, implementation):
     inputs, want, _ = golden_case(f"vision.{kind}")
-    got = vision_stages(model_for(dtype, implementation), inputs["images"].to(dtype))
+    model, got = model_for(dtype, implementation), {}
+    vision = model.transformer.vision
+    parts = {"patch_embedding": vision.patch_embedding, "conv": vision.conv}
+    parts |= {"adapter": vision.linear_proj}
+    parts |= {f"layer.{i}": layer for i, layer in enumerate(vision.transformer.layers)}
+    handles = [
+        part.register_forward_hook(lambda *call, name=name: got.update({name: call[2]}))
+        for name, part in parts.items()
+    ]
+    with torch.no_grad():
+        got["features"] = encoded(model, inputs["images"].to(dtype))
+    for handle in handles:
+        handle.remove()
     assert got.keys() == want.keys()
     difference = largest_difference if kind == "fp32" else bf16_units
     found = {name: difference(got[name], want[name]) for name in want}
@@ -192,10 +184,7 @@ def test_generated_tokens_are_the_same(case, form, dtype):
     inputs = model_inputs(inputs, form)
     output = model_for(dtype).generate(
         **inputs,
-        max_new_tokens=8,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=500,
+        **GREEDY | {"max_new_tokens": 8},
         output_logits=True,
         return_dict_in_generate=True,
     )

@@ -15,6 +15,7 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
+from glm4v_patched.patch.config_json import read_object
 from glm4v_patched.patch.repository import Repository
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
@@ -167,6 +168,16 @@ def test_a_method_taken_before_is_an_error_and_never_half_ours(auto_class, publi
     assert is_of_the_repository(load_as_before(published, **TRUSTED))
 
 
+@pytest.mark.parametrize(
+    ("content", "fault"), [("[]", "holds a list"), ("{", "cannot be read"), ("null", "NoneType")]
+)
+def test_a_config_that_is_no_json_object_is_named(content, fault, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json .*{fault}"):
+        read_object(tmp_path / "config.json")
+    assert not Repository(tmp_path, {}).holds_glm4v()
+
+
 @pytest.fixture
 def hub(monkeypatch):
     with LocalHub() as hub:
@@ -191,6 +202,19 @@ def test_a_model_in_the_cache_is_not_asked_for_again(hub, tmp_path):
     assert requests() == without
 
 
+def test_an_image_processor_is_that_of_its_revision(hub, published, tmp_path):
+    """Where a repository has no file of it, by the config."""
+    config = json.loads((published / "config.json").read_text())
+    repository = hub.add_repository("our-org/model", {"config.json": json.dumps(config).encode()})
+    repository.refs["v1"] = repository.head
+    config["vision_config"] |= {"image_size": 112, "num_positions": 65}
+    repository.add_commit({"config.json": json.dumps(config).encode()})
+    glm4v_patched.apply()
+    for revision, side in (("v1", 56), ("main", 112)):
+        where = {"revision": revision, "cache_dir": tmp_path / "cache"}
+        assert load("AutoImageProcessor", "our-org/model", **where).size["height"] == side
+
+
 def test_what_a_repository_of_the_hub_is(hub, published, tmp_path):
     """A private one for whoever may read it; an adapter at a revision that its base has not; none
     where the Hub cannot be reached, which is asked once."""
@@ -203,10 +227,12 @@ def test_what_a_repository_of_the_hub_is(hub, published, tmp_path):
         assert Repository("our-org/private", place).holds_glm4v()
     base = hub.add_repository("our-org/base", config)
     named = json.dumps({"base_model_name_or_path": "our-org/base"}).encode()
-    adapter = hub.add_repository("our-org/adapter", {"adapter_config.json": named})
+    places = {"adapter_config.json": named, "text/adapter_config.json": named}
+    adapter = hub.add_repository("our-org/adapter", places)
     adapter.refs["v2"] = adapter.head
     assert "v2" not in base.refs
-    assert Repository("our-org/adapter", where | {"revision": "v2"}).holds_glm4v()
+    for place in ({}, {"subfolder": "text"}):
+        assert Repository("our-org/adapter", where | {"revision": "v2"} | place).holds_glm4v()
     hub.requests.clear()
     hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
     assert not Repository("our-org/unknown", where).holds_glm4v()
@@ -228,13 +254,13 @@ def test_a_hub_that_never_answers_is_named_or_the_cache_is_taken(
     glm4v_patched.apply()
     # It accepts whoever comes, and says nothing.
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
-        silent = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        redirect_client(silent, monkeypatch)
+        host = f"127.0.0.1:{listening.getsockname()[1]}"
+        redirect_client(f"http://me:secret@{host}", monkeypatch)
         for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor"):
             begun = time.monotonic()
             with pytest.raises(TimeoutError) as refused:
                 load(name, "our-org/model", **where)
-            assert f"{silent} did not answer within 0.2 s" in str(refused.value)
+            assert f"http://{host} did not answer within 0.2 s" in str(refused.value)
             assert "our-org/model is not in the cache" in str(refused.value)
             assert time.monotonic() - begun < 10
         assert is_ours(load("AutoConfig", "our-org/cached", **where))

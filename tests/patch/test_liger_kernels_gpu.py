@@ -7,6 +7,7 @@ import torch
 
 import glm4v_patched
 from glm4v_patched.remote.modeling_chatglm import MLP, RMSNorm
+from tests.helpers.fp8 import passes
 from tests.helpers.tiny import tiny_config
 
 pytestmark = [
@@ -33,12 +34,8 @@ def modules() -> dict[str, torch.nn.Module]:
 
 def run(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Output, gradient of the input, gradients of the weights; fp64 on the CPU."""
-    x = x.detach().clone().requires_grad_()
-    module.zero_grad()
-    output = module(x)
-    output.backward(torch.linspace(-1, 1, output.numel(), device=x.device).view_as(output).to(x))
-    gradients = [parameter.grad for parameter in module.parameters()]
-    return [part.detach().double().cpu() for part in (output, x.grad, *gradients)]
+    towards = torch.linspace(-1, 1, x.numel(), device=x.device).view_as(x).to(x)
+    return [part.double().cpu() for part in passes(module, x, towards)]
 
 
 def difference(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:

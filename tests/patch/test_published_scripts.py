@@ -28,7 +28,11 @@ from transformers import (
 )
 
 import glm4v_patched
-from tests.helpers.legacy_repository import NUM_RANKS, remote_code_under, write_legacy_repository
+from tests.helpers.legacy_repository import (
+    LEGACY_SPECIAL_TOKENS,
+    NUM_RANKS,
+    write_legacy_repository,
+)
 from tests.helpers.tiny import BOI, DATA, EOI, PAD, golden_case
 
 QUESTION = "What is in this picture?"
@@ -48,23 +52,29 @@ def published(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def legacy_tokenizer(published, tmp_path_factory):
-    with remote_code_under(tmp_path_factory.mktemp("modules")):
-        yield AutoTokenizer.from_pretrained(published, trust_remote_code=True)
-
-
 @pytest.fixture(autouse=True)
-def applied(legacy_tokenizer):
+def applied():
     torch.manual_seed(0)  # for adapters' first weights, dropout and what is sampled
     with glm4v_patched.applied():
         yield
 
 
-def legacy_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The published tokenizer's, whose padding no transformers of today can call."""
-    pieces = [tokenizer._encode_message(message) for message in messages]
-    return tokenizer.get_prefix_tokens() + [token for piece in pieces for token in piece]
+def published_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """As the published tokenizer lays out a chat; of text itself, tests/remote has its ids."""
+
+    def special(*tokens: str) -> list[int]:
+        return [NUM_RANKS + LEGACY_SPECIAL_TOKENS.index(token) for token in tokens]
+
+    def plain(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    ids = special("[gMASK]", "<sop>")
+    for message in messages:
+        ids += special(f"<|{message['role']}|>") + plain("\n")
+        if message.get("image") is not None:
+            ids += special("<|begin_of_image|>", "<|endoftext|>", "<|end_of_image|>")
+        ids += plain(message["content"])
+    return ids
 
 
 def user(content: str, **rest) -> dict:
@@ -116,8 +126,8 @@ CHATS = {
 }
 
 
-def test_chats_have_the_published_ids_and_pictures_and_an_answer(published, legacy_tokenizer):
-    speaks, drawn = legacy_tokenizer.convert_tokens_to_ids("<|assistant|>"), {}
+def test_chats_have_the_published_ids_and_pictures_and_an_answer(published):
+    drawn = {}
     for name, (of_tokenizer, (auto, of_model), messages, options, streamed) in CHATS.items():
         tokenizer = AutoTokenizer.from_pretrained(published, trust_remote_code=True, **of_tokenizer)
         model = auto.from_pretrained(
@@ -145,12 +155,13 @@ def test_chats_have_the_published_ids_and_pictures_and_an_answer(published, lega
         assert answer.strip(), name
         if messages is not LATER:
             assert torch.equal(inputs.pop("images")[0], PIXELS["out.image_size_56"]), name
-        ids = [*legacy_ids(legacy_tokenizer, messages), speaks]
+        speaks = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        ids = [*published_ids(tokenizer, messages), speaks]
         wanted = {"input_ids": ids, "attention_mask": [1] * len(ids)}
         wanted["position_ids"] = [*range(len(ids))]
         assert {value.dtype for value in inputs.values()} == {torch.int64}
         assert {n: value[0].tolist() for n, value in inputs.items()} == wanted, name
-    assert legacy_ids(legacy_tokenizer, ASKED)[4:7] == [BOI, PAD, EOI]
+    assert published_ids(tokenizer, ASKED)[4:7] == [BOI, PAD, EOI]
     assert 1 < drawn["model card"].shape[1] < 50  # it ended
     assert torch.equal(drawn["model card"], drawn["VLMEvalKit"])
 
@@ -185,7 +196,7 @@ def rows_to_train(tokenizer, conversations) -> list[dict]:
     return rows
 
 
-def test_the_vision_finetuning_script(published, legacy_tokenizer, tmp_path):
+def test_the_vision_finetuning_script(published, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(
         published, padding_side="left", trust_remote_code=True
     )
@@ -203,8 +214,8 @@ def test_the_vision_finetuning_script(published, legacy_tokenizer, tmp_path):
     ]
     rows = rows_to_train(tokenizer, conversations)
     assert torch.equal(torch.tensor(rows[0]["images"]), PIXELS["out.image_size_56"])
-    end = legacy_tokenizer.convert_tokens_to_ids("<|user|>")
-    wanted = [[*legacy_ids(legacy_tokenizer, messages), end] for messages in conversations]
+    end = tokenizer.convert_tokens_to_ids("<|user|>")
+    wanted = [[*published_ids(tokenizer, messages), end] for messages in conversations]
     assert [row["input_ids"] for row in rows] == wanted
 
     model.gradient_checkpointing_enable()

@@ -113,6 +113,12 @@ def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     assert applied(quick) == [[{}, []]]
 
 
+def test_what_launchers_put_before_the_script_is_the_scripts(quick):
+    (quick / "script.py").write_text("import sys; print(*sys.argv)")
+    done = run(*RUN, "--local_rank=3", "--rms-norm", "script.py", "--lr", "1")
+    assert done.stdout.split() == ["script.py", "--local_rank=3", "--lr", "1"], done.stderr
+
+
 @pytest.mark.parametrize(
     "source",
     [

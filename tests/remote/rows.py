@@ -1,22 +1,31 @@
-"""Rows of all sorts, their labels and gradients, and tokens drawn after them."""
+"""Rows and chats of all sorts, their gradients, and tokens drawn after them."""
 
 import torch
+from PIL import Image
 
-from tests.helpers.tiny import grown_image, padded, pictures, text
+from tests.helpers.tiny import BOI, grown_image, padded, pictures, text
 
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
+IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
+DRAWN = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
+GREEDY = DRAWN | {"do_sample": False}
 
 
-def rows_with(image: list[int]) -> list[list[int]]:
-    """Rows of unlike lengths: no image, one inside, two adjacent, at the start, at the end, all."""
-    return [
-        text(9, seed=1),
-        [*text(4, seed=2), *image, *text(6, seed=3)],
-        [*text(2, seed=4), *image, *image, *text(3, seed=5)],
-        [*image, *text(5, seed=6)],
-        [*text(7, seed=7), *image],
-        [*image, *text(1, seed=8), *image, *text(4, seed=9), *image, *text(2, seed=10)],
-    ]
+def user(content, **rest) -> list[dict]:
+    return [{"role": "user", "content": content, **rest}]
+
+
+def picture(color="red", size=(30, 20)) -> Image.Image:
+    return Image.new("RGB", size, color)
+
+
+def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
+    """Unlike numbers of images and, if there are two rows, unlike padding."""
+    rows = [
+        [*image, *text(4, seed=3), *image, *text(2, seed=4)],
+        [*text(6, seed=1), *image, *text(9, seed=2)],
+    ][:num_rows]
+    number = sum(row.count(BOI) for row in rows)
+    return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
 
 
 def two_rows(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
@@ -25,12 +34,6 @@ def two_rows(image: list[int] | None = None, side: str = "left") -> dict[str, to
     inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], side)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     return inputs | {"pixel_values": pictures(1) if image else None, "labels": labels}
-
-
-def labels_for(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A label at every real position but the first, which is predicted from nothing of its row."""
-    mask = batch["attention_mask"]
-    return batch["input_ids"].masked_fill((mask == 0) | (mask.cumsum(dim=1) == 1), -100)
 
 
 def gradients(model, **inputs) -> dict[str, torch.Tensor]:
@@ -42,10 +45,10 @@ def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     return found | {"loss": loss.detach()}
 
 
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol=0.0) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
-        assert torch.equal(got[name], value), name
+        assert (got[name] - value).abs().max() <= atol, name
 
 
 def new_tokens(model, batch: dict, **options) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig
 
 from glm4v_patched.remote import configuration_chatglm
 from glm4v_patched.remote.configuration_chatglm import (
@@ -54,6 +54,11 @@ def test_names_that_others_look_for_are_there_and_the_file_is_as_it_was(tmp_path
     foreign = {"AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration", "Other": "a.b"}
     changed = tiny_config(image_token_id=499, num_key_value_heads=4, auto_map=foreign)
     assert changed.auto_map == AUTO_MAP
+    # The published config's class has our name; weights without code say where our model's is.
+    where = {"AutoConfig": "org/repo--configuration_chatglm.ChatGLMConfig"}
+    assert tiny_config(auto_map=where).auto_map == AUTO_MAP
+    where["AutoModel"] = "org/repo--modeling_chatglm.GLM4VForCausalLM"
+    assert tiny_config(auto_map=where).auto_map == AUTO_MAP | where
     changed = saved(changed, tmp_path)
     assert changed["image_token_id"] == 499 and changed["multi_query_group_num"] == 4
 
@@ -82,7 +87,7 @@ def test_fields_that_are_not_computed_are_refused(case, words):
 
 
 def test_transformers_older_than_tested_is_refused_and_newer_warned_of_once(monkeypatch, warned):
-    for version in (OLDEST_TRANSFORMERS, "5.24.9"):
+    for version in (OLDEST_TRANSFORMERS, "5.24.0rc1", "5.24.9"):
         check_transformers(version)
     assert not warned.records
     for _ in range(2):
@@ -111,6 +116,7 @@ def test_configs_of_other_classes_with_the_same_fields_become_ours():
     assert ChatGLMConfig.of(ours) is ours
     theirs = Foreign(**golden_json("config.json"))
     theirs.dtype = torch.float16
+    theirs.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     theirs._attn_implementation, theirs._commit_hash = "flex_attention", "0123abc"
     config = ChatGLMConfig.of(theirs)
     assert type(config) is ChatGLMConfig and config._commit_hash == "0123abc"
@@ -119,6 +125,7 @@ def test_configs_of_other_classes_with_the_same_fields_become_ours():
             assert getattr(config, name) == getattr(ours, name), name
     assert config.dtype == torch.float16 and config._attn_implementation == "flex_attention"
     assert config.auto_map == AUTO_MAP
+    assert config.quantization_config is theirs.quantization_config
     assert not set(ChatGLMConfig.attribute_map) & vars(config).keys()
     theirs = Foreign(**golden_json("config.json") | {"vision_config": None})
     with pytest.raises(ValueError, match="Foreign has model_type .*: give the config of a glm-4v"):

@@ -29,26 +29,31 @@ from tests.helpers.tiny import (
     tiny_model,
 )
 from tests.remote.rows import GREEDY, new_tokens
-from tests.remote.rows import rows_with as rows_of_all_sorts
 
 # fp32, cached against one pass. Measured 8.5e-6; positions that continue from the cache's length,
 # not from the image's three, must fail.
 ATOL = 2e-5
 
 
-def rows_with(image: list[int]) -> list[list[int]]:
-    """With 0, 1, 2 and 1 images."""
-    return rows_of_all_sorts(image)[:4]
+def four_rows(image: list[int]) -> list[list[int]]:
+    """Of unlike lengths: no image, one inside, two adjacent, one at the start."""
+    return [
+        text(9, seed=1),
+        [*text(4, seed=2), *image, *text(6, seed=3)],
+        [*text(2, seed=4), *image, *image, *text(3, seed=5)],
+        [*image, *text(5, seed=6)],
+    ]
 
 
 def batch_with(image: list[int]) -> dict[str, torch.Tensor]:
-    return padded(rows_with(image), "left") | {"pixel_values": pictures(4)}
+    return padded(four_rows(image), "left") | {"pixel_values": pictures(4)}
 
 
 @torch.no_grad()
-def recomputed_tokens(model, row: list[int], images: torch.Tensor, number: int = 8) -> list[int]:
+def recomputed_tokens(model, row: list[int], images: torch.Tensor) -> list[int]:
     """Greedy decoding by a full forward pass a token, without a cache or generate."""
     row, images = list(row), images if len(images) else None
+    number = GREEDY["max_new_tokens"]
     for _ in range(number):
         logits = model(input_ids=torch.tensor([row]), pixel_values=images, use_cache=False).logits
         logits[..., model._image_ids()] = -torch.inf  # which generate does not draw
@@ -58,23 +63,24 @@ def recomputed_tokens(model, row: list[int], images: torch.Tensor, number: int =
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache):
-    rows, batch = rows_with(image), batch_with(image)
+    rows, batch = four_rows(image), batch_with(image)
     want = [recomputed_tokens(model, *pair) for pair in zip(rows, images_of(rows), strict=True)]
-    assert new_tokens(model, batch, use_cache=use_cache).tolist() == want
     assert len({tuple(tokens) for tokens in want}) == len(rows)
     # With positions by a mask that takes the placeholder for padding, as transformers' suite does.
     mask = (batch["input_ids"] != PAD).long()
-    batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    assert new_tokens(model, batch, use_cache=use_cache).tolist() == want
-    beams = {"num_beams": 3, "num_return_sequences": 2}
-    for answers in (beams, {"do_sample": True, "top_k": 1, "num_return_sequences": 2}):
-        got = new_tokens(model, batch_with(image), use_cache=use_cache, **answers)
-        alone = {"input_ids": torch.tensor(rows[1:2]), "pixel_values": pictures(4)[:1]}
-        assert torch.equal(got[2:4], new_tokens(model, alone, use_cache=use_cache, **answers))
+    by_mask = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    alone = {"input_ids": torch.tensor(rows[1:2]), "pixel_values": pictures(4)[:1]}
+    several = {"num_beams": 3}, {"do_sample": True, "top_k": 1}
+    for given in (batch, batch | by_mask):
+        assert new_tokens(model, given, use_cache=use_cache).tolist() == want
+        for kind in several:
+            options = {"use_cache": use_cache, "num_return_sequences": 2} | kind
+            got = new_tokens(model, given, **options)[2:4]
+            assert torch.equal(got, new_tokens(model, alone, **options))
 
 
 def test_another_number_of_images_than_there_are_places_is_refused(model):
-    row = {"input_ids": torch.tensor([rows_with(three_id_image())[2]]), "pixel_values": pictures(3)}
+    row = {"input_ids": torch.tensor([four_rows(three_id_image())[2]]), "pixel_values": pictures(3)}
     for num_beams in (1, 2):
         with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
             new_tokens(model, row, num_beams=num_beams)
@@ -108,19 +114,16 @@ class Draws(LogitsProcessor):
         return scores
 
 
-# Prompt lookup of transformers 4.57 wants an id to stop at.
-ASSISTED = {"eos_token_id": 498}
-
-
 @pytest.mark.parametrize("assistant", ["other", "lookup"])
 @pytest.mark.parametrize("drawn", [[BOI, 7, EOI], [7, EOI, BOI, 8, BOI]], ids=str)
 def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, drawn):
     """Image ids, too, where that is allowed: among drawn ids they are text."""
-    row = [*rows_with(grown_image())[1], 7, 8, 7, 8, 7]
+    row = [*four_rows(grown_image())[1], 7, 8, 7, 8, 7]
     batch = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
     draws = {"logits_processor": LogitsProcessorList([Draws(len(row), drawn)])}
     draws["suppress_tokens"] = []
-    options = {"prompt_lookup_num_tokens": 3} | ASSISTED
+    # Prompt lookup of transformers 4.57 wants an id to stop at.
+    options = {"prompt_lookup_num_tokens": 3, "eos_token_id": 498}
     if assistant != "lookup":
         other = tiny_model()
         # Several rounds, of which the later ones find drawn ids in what they are given.
@@ -163,9 +166,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "chosen"), CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("given", ["none", "new"])
+@pytest.mark.parametrize("brings_images", [False, True])
 @torch.no_grad()
-def test_generate_goes_on_from_a_cache_that_was_changed(model, image, change, chosen, given):
+def test_generate_goes_on_from_a_cache_that_was_changed(
+    model, image, change, chosen, brings_images
+):
     begin = [*text(2, seed=3), *image, *text(3, seed=4), *image, *text(2, seed=5)]
     ids = torch.tensor([begin, [*image, *text(len(begin) - len(image), seed=6)]])
     of_rows = [pictures(2, seed=1), pictures(1, seed=2)]
@@ -174,43 +179,38 @@ def test_generate_goes_on_from_a_cache_that_was_changed(model, image, change, ch
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, pixel_values=torch.cat(of_rows), use_cache=True, **named_cache(cache))
     change(cache)
-    cache = copy.deepcopy(cache)
-    new = pictures(len(chosen), seed=3)
-    if given == "none":  # what follows the cache is text then
-        after, images = text(2, seed=7), None
-        every = torch.cat([of_rows[i] for i in chosen])
-    else:
-        after = [*text(2, seed=7), *image, *text(2, seed=8)]
-        every = torch.cat([torch.cat([of_rows[i], new[n : n + 1]]) for n, i in enumerate(chosen)])
-        images = new
-    whole = torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)
-    options = {"max_new_tokens": 4, "do_sample": False}
-    want = model.generate(whole, pixel_values=every, **options)
-    found = model.generate(whole, pixel_values=images, **options, **named_cache(cache))
-    assert torch.equal(found, want)
+    after = [*text(2, seed=7), *image, *text(2, seed=8)] if brings_images else text(2, seed=7)
+    new = pictures(len(chosen) if brings_images else 0, seed=3)
+    every = [torch.cat((of_rows[i], new[n : n + 1])) for n, i in enumerate(chosen)]
+    whole = {"input_ids": torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)}
+    want = new_tokens(model, whole | {"pixel_values": torch.cat(every)})
+    given = {"pixel_values": new, **named_cache(copy.deepcopy(cache))}
+    assert torch.equal(new_tokens(model, whole | given), want)
 
 
 @pytest.mark.parametrize(
-    ("options", "given"),
-    [({"num_beams": 2}, "all"), ({"num_return_sequences": 2, "do_sample": True}, "new")],
+    ("options", "first_given"),
+    [({"num_beams": 2}, 0), ({"num_return_sequences": 2, "do_sample": True}, 1)],
     ids=str,
 )
 @torch.no_grad()
-def test_several_answers_go_on_from_a_repeated_cache(model, options, given):
-    """Of a row that ends with a picture and one without, where another one follows at once."""
+def test_several_answers_go_on_from_a_repeated_cache(model, options, first_given):
+    """Of a row that ends with a picture and one without, where another one follows at once. All
+    pictures are given, or those that are not in the cache."""
     first = torch.tensor([[*text(3, seed=1), *grown_image()], text(9, seed=2)])
     second = torch.tensor([[*grown_image(), *text(3, seed=9)]] * 2)
-    cache, every = DynamicCache(config=model.config), pictures(3)
-    model(first, pixel_values=every[:1], use_cache=True, **named_cache(cache))
+    cache, images = DynamicCache(config=model.config), pictures(3)
+    model(first, pixel_values=images[:1], use_cache=True, **named_cache(cache))
     cache.batch_repeat_interleave(2)
-    whole = torch.cat([first, second], dim=1)
-    torch.manual_seed(0)
-    want = model.generate(whole, pixel_values=every, max_new_tokens=5, **options)
-    torch.manual_seed(0)
-    images = every if given == "all" else every[1:]
-    options = options | named_cache(cache)
-    found = model.generate(whole, pixel_values=images, max_new_tokens=5, **options)
-    assert torch.equal(found, want)
+    answers = []
+    for given in (
+        {"pixel_values": images},
+        {"pixel_values": images[first_given:], **named_cache(cache)},
+    ):
+        torch.manual_seed(0)
+        whole = {"input_ids": torch.cat([first, second], dim=1), **given}
+        answers.append(new_tokens(model, whole, **options))
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize(
@@ -227,16 +227,11 @@ def test_an_answer_ends_at_the_last_position(model, image, options):
         assert out.shape[1] - ids.shape[1] == number
 
 
-# Image ids are not drawn unless an empty list allows them
-
+IMAGE_IDS = {BOI, EOI, FILL}
 MODES = {
     "greedy": {"do_sample": False},
     "sampled from the best": {"do_sample": True, "top_k": 1},
-    "sampled beams, static cache": {
-        "do_sample": True,
-        "num_beams": 3,
-        "cache_implementation": "static",
-    },
+    "sampled beams, static cache": {"num_beams": 3, "cache_implementation": "static"},
     "a framework's own config": {
         "generation_config": GenerationConfig(do_sample=True, max_new_tokens=6, eos_token_id=None)
     },
@@ -244,37 +239,28 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def drawing_image_ids():
-    """A model that wants nothing but image ids: what it draws."""
+def wants_image_ids():
+    """A model that wants nothing but image ids."""
     model = tiny_model(image_token_id=FILL)
-
-    def favour(module, inputs, logits):
-        return logits.index_add(
-            -1, torch.tensor([*IMAGE_IDS]), logits.new_full((*logits.shape[:-1], 3), 100)
-        )
-
-    model.transformer.output_layer.register_forward_hook(favour)
-
-    def drawn(**options) -> set[int]:
-        given = {"pixel_values": pictures(1), "pad_token_id": 500, **options}
-        if "generation_config" not in options:
-            given |= {"max_new_tokens": 6, "eos_token_id": None}
-        torch.manual_seed(0)
-        return set(model.generate(row(grown_image()), **given)[0, -6:].tolist())
-
-    return drawn
+    favoured = torch.zeros(512).index_fill(0, torch.tensor([*IMAGE_IDS]), 100)
+    model.transformer.output_layer.register_forward_hook(lambda *call: call[2] + favoured)
+    return model
 
 
-IMAGE_IDS = {BOI, EOI, FILL}
-OTHER = SuppressTokensLogitsProcessor([3])  # of generate's own class
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(mode, drawing_image_ids):
-    options = MODES[mode] | {"logits_processor": LogitsProcessorList([OTHER])}
-    assert not drawing_image_ids(**options) & IMAGE_IDS
-    assert not drawing_image_ids(**options, suppress_tokens=[4]) & IMAGE_IDS
-    assert drawing_image_ids(**options, suppress_tokens=[]) <= IMAGE_IDS
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(("suppressed", "are_drawn"), [(None, False), ([4], False), ([], True)])
+def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
+    wants_image_ids, options, suppressed, are_drawn
+):
+    torch.manual_seed(0)
+    ids = row(grown_image())
+    options = options if "generation_config" in options else {**GREEDY, "do_sample": True} | options
+    options = options | ({} if suppressed is None else {"suppress_tokens": suppressed})
+    # Beside one of generate's own class.
+    others = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
+    given = {"pixel_values": pictures(1), "logits_processor": others, "pad_token_id": PAD}
+    answer = wants_image_ids.generate(ids, **given | options)[0, ids.shape[1] :].tolist()
+    assert {token in IMAGE_IDS for token in answer} == {are_drawn}
 
 
 def test_continuous_batching_is_refused(model):

@@ -8,6 +8,7 @@ from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed.zero3 import limit_run_ahead, norm_in_place
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import padded, pictures, text, three_id_image, tiny_config
+from tests.remote.rows import assert_close, gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,7 @@ SIDE = 168
 RTOL = {torch.float32: 1e-4, torch.bfloat16: 8e-2}
 
 
-def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict]:
+def run(implementation: str, dtype: torch.dtype, side: str) -> dict[str, torch.Tensor]:
     """Loss and gradients of rows with two, one and no image, with checkpointing.
 
     The rows are padded on one side or, for "packed", joined.
@@ -43,9 +44,8 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict
         inputs = padded(rows, side)
     inputs = {name: value.cuda() for name, value in inputs.items()}
     labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)
-    loss = model(**inputs, labels=labels, pixel_values=pictures(3, side=SIDE).cuda()).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+    found = gradients(model, **inputs, labels=labels, pixel_values=pictures(3, side=SIDE).cuda())
+    return {name: value.float() for name, value in found.items()}
 
 
 @pytest.mark.parametrize("side", ["left", "right", "packed"])
@@ -62,20 +62,13 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> tuple[float, dict
 def test_implementations_agree_with_sdpa_of_padded_rows(implementation, dtype, side):
     if implementation == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("flash-attn is not installed: pip install flash-attn")
-    padded_side = "left" if side == "packed" else side
-    assert_equal(run(implementation, dtype, side), run("sdpa", dtype, padded_side), dtype)
-
-
-def assert_equal(got: tuple[float, dict], wanted: tuple[float, dict], dtype: torch.dtype) -> None:
-    (loss, gradients), (want_loss, want) = got, wanted
-    assert loss == pytest.approx(want_loss, rel=RTOL[dtype])
-    largest = max(gradient.abs().max() for gradient in want.values())
-    for name, gradient in want.items():
-        assert (gradients[name] - gradient).abs().max() <= RTOL[dtype] * largest, name
+    got, want = run(implementation, dtype, side), run("sdpa", dtype, side.replace("packed", "left"))
+    assert got.pop("loss").item() == pytest.approx(want.pop("loss").item(), rel=RTOL[dtype])
+    assert_close(got, want, RTOL[dtype] * max(value.abs().max() for value in want.values()))
 
 
 def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
-    def gradients(layers_ahead: int) -> dict:
+    def trained(layers_ahead: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = GLM4VForCausalLM(tiny_config()).to("cuda", torch.bfloat16).train()
         checkpoint_layers(model, "attention", "attention")
@@ -84,12 +77,10 @@ def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
         ids = torch.tensor([[5, *three_id_image(), *text(20, 1)]], device="cuda")
         pixels = pictures(1).to("cuda", torch.bfloat16)
         for _ in range(3):
-            model.zero_grad()
-            model(input_ids=ids, labels=ids, pixel_values=pixels).loss.backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
+            found = gradients(model, input_ids=ids, labels=ids, pixel_values=pixels)
+        return found
 
-    alone, waiting = gradients(0), gradients(1)
-    assert all(torch.equal(alone[name], waiting[name]) for name in alone)
+    assert_close(trained(layers_ahead=1), trained(layers_ahead=0))
 
 
 def test_norms_of_many_gradients_are_exact_without_a_copy():

@@ -16,7 +16,6 @@ from tests.helpers.tiny import (
     text,
     three_id_image,
 )
-from tests.remote.rows import assert_equal, gradients, labels_for, rows_with
 
 FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
@@ -27,41 +26,20 @@ def grow(rows, image_format=FORMAT, **given) -> GrownRows:
     return grow_rows(GivenRows(ids, **given), image_format, int((ids == BOI).sum()))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_three_id_rows_equal_grown_rows_bitwise_with_gradients(model, side):
-    # On the right, rows with as many images each: inner filling comes on the left.
-    rows = slice(3, 5) if side == "right" else slice(None)
-    forms = [padded(rows_with(image)[rows], side) for image in (three_id_image(), grown_image())]
-    images = pictures(int((forms[0]["input_ids"] == BOI).sum()))
-    valid = forms[1]["attention_mask"].bool()
-    with torch.no_grad():
-        three, grown = (model(**batch, pixel_values=images).logits for batch in forms)
-    assert torch.equal(three[valid], grown[valid])
-    got, want = (
-        gradients(model, **batch, pixel_values=images, labels=labels_for(batch)) for batch in forms
-    )
-    assert_equal(got, want)
-
-
 def test_rows_that_grow_unlike_need_no_mask():
     rows = [[*text(2, seed=1), *three_id_image()], text(5, seed=2)]
     grown = grow(rows, past_length=20)
     assert grown.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
 
 
-def positions(rows, **inputs) -> list[list[int]]:
-    return grow(rows, **inputs).position_ids.tolist()
-
-
 def test_an_image_costs_three_positions(image):
     row = [*text(2), *image, *image, *text(2)]
-    want = [[0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 9]]
-    assert positions([row]) == want
-    assert positions([row], position_ids=torch.arange(len(row))[None]) == want
-    assert positions([row], attention_mask=torch.ones(1, len(row))) == want
+    want = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 9]])
+    given = [{}, {"position_ids": torch.arange(len(row))[None]}]
+    for inputs in (*given, {"attention_mask": torch.ones(1, len(row))}):
+        assert torch.equal(grow(row, **inputs).position_ids, want)
     if FILL in image:  # those that are shared already stay
-        offset = torch.tensor(want) + 20
-        assert positions([row], position_ids=offset) == offset.tolist()
+        assert torch.equal(grow(row, position_ids=want + 20).position_ids, want + 20)
     one = FORMAT._replace(num_image_tokens=1)
     assert grow([5, BOI, PAD, EOI, 6], one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
     # The last position of the table is taken.
@@ -95,10 +73,6 @@ def restarting_inside(place: int) -> dict[str, torch.Tensor]:
     return {"input_ids": WITH_IMAGE, **IMAGE, "position_ids": places}
 
 
-def labelled(wrong: int, name: str = "labels", **more) -> dict[str, torch.Tensor]:
-    return {"input_ids": IDS, name: torch.tensor([[1, 2, 3, wrong, 5, 6]]), **more}
-
-
 WRONG = {
     "an image cut in two rows": (ids_of([1, BOI, FILL], [FILL, EOI, 1]), "1 begin-of", "0 pairs"),
     "an image of three": (ids_of([1, BOI, *[FILL] * 3, EOI], **IMAGE), "3 ids", "takes 1", "or 4"),
@@ -109,6 +83,7 @@ WRONG = {
         "from 5 to 8",
     ),
     "positions of more rows": (ids_of([1, 2], position_ids=torch.zeros(3, 2)), "(3, 2)", "(1, 2)"),
+    "labels of one row": (ids_of([1, 2], [3, 4], labels=IDS[:, :2]), "(1, 2)", "(2, 2)"),
     "an id of no vocabulary": (ids_of([1, 512, 2]), "id 512", "512"),
     "no ids": (masked(), "(1, 0)"),
     "a mask to be added": (masked(float("-inf"), 0.0, 0.0, 0.0), "-inf"),
@@ -120,7 +95,10 @@ WRONG = {
         ids_of([*text(3), *three_id_image()], text(6), position_ids=torch.arange(6)[None], **IMAGE),
         "up to 9",
     ),
-    "a label below 0": (labelled(-1, skip_logits=True), "holds -1"),
+    "a label below 0": (
+        ids_of([1, 2], labels=torch.tensor([[1, -1]])),
+        "holds -1",
+    ),
     "no position left": (ids_of([*grown_image(), *text(126)], **IMAGE), "position 128", "127"),
 }
 
@@ -130,6 +108,12 @@ def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, case,
     inputs, *named = WRONG[case]
     with words.refused(ValueError, *named):
         model(**inputs)
+
+
+def test_prompts_that_are_padded_on_the_right_are_refused(model):
+    batch = padded([text(9), text(4), text(7)], "right")
+    with pytest.raises(ValueError, match=r"rows \[1, 2\] of 3 end in padding.*padding_side=\"left"):
+        model.generate(**batch)
 
 
 def test_rows_that_do_not_fit_the_cache_are_refused_with_both_numbers(model):

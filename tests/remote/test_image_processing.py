@@ -3,11 +3,12 @@
 import base64
 import io
 import os
+import socket
 import struct
 import zlib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Thread, Timer
 
 import numpy as np
 import pytest
@@ -123,11 +124,14 @@ def test_every_way_of_giving_a_picture_turns_it_upright(
 def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
     image_processor, pixels, picture, mode
 ):
+    of_settings = ChatGLMImageProcessor(size=56, do_convert_rgb=False)
     image = picture.convert("RGBA" if mode in ("PA", "LA") else "RGB").convert(mode)
     assert torch.equal(pixels(image), pixels(image.convert("RGB")))
     if mode != "RGB":
-        with pytest.raises(ValueError, match=f"mode '{mode}' with . channels, the model takes 3"):
-            image_processor(image, do_convert_rgb=False)
+        told = f"mode '{mode}' with . channels, the model takes 3"
+        for convert in (of_settings, partial(image_processor, do_convert_rgb=False)):
+            with pytest.raises(ValueError, match=told):
+                convert(image)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
@@ -214,6 +218,12 @@ def test_files_that_cannot_be_read_are_named(
     ]:
         with pytest.raises(ValueError, match=f"image 0 of 1: .*{named}"):
             image_processor(given)
+    monkeypatch.setattr(image_processing_chatglm, "SECONDS_TO_ANSWER", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        Timer(10, silent.close).start()
+        with pytest.raises(ValueError, match="cannot be fetched: .*timed out"):
+            image_processor(f"http://127.0.0.1:{silent.getsockname()[1]}/a.png")
+    monkeypatch.undo()
     # An answer without end is not read to its end.
     monkeypatch.setattr(image_processing_chatglm, "MOST_BYTES_FETCHED", 100)
     for length, told in ((101, "has more than 100 bytes, which is no"), (100, "cannot be read")):

@@ -71,12 +71,14 @@ def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, ima
 
 def test_two_caches_are_refused(model):
     caches = {name: DynamicCache(config=model.config) for name in (CACHE, OLD_CACHE)}
+    ids = torch.tensor([text(4)])
     with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE}"):
-        model(input_ids=torch.tensor([text(4)]), **caches)
+        model(input_ids=ids, **caches)
+    twice = dict.fromkeys(caches, caches[CACHE])
+    assert model(input_ids=ids, **twice)[CACHE] is caches[CACHE]
     if CACHE != "cache":  # else generate takes both
-        given = {OLD_CACHE: DynamicCache(config=model.config)}
         with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is"):
-            model.generate(torch.tensor([text(4)]), **given, **GREEDY)
+            model.generate(ids, **{OLD_CACHE: caches[OLD_CACHE]}, **GREEDY)
 
 
 def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch):

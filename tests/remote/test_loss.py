@@ -6,11 +6,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 
 from glm4v_patched.remote.loss import computes_loss, supervised_positions
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
-from tests.remote.rows import gradients
+from tests.remote.rows import assert_close, gradients
 
 # fp32. The chunked path sums chunks where the other sums all at once: measured 4.8e-7 for losses of
 # 7 (one unit in the last place), 5e-7 for gradients. A chunk left out must fail.
@@ -30,17 +31,11 @@ def batch(image=None) -> dict[str, torch.Tensor]:
 NUM_SUPERVISED = supervised_positions(batch()["labels"])[1].numel()
 
 
-def assert_close(got: dict, want: dict) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert (got[name] - value).abs().max() <= ATOL, name
-
-
 @pytest.mark.parametrize("chunk_size", [3, 1024])
 def test_loss_without_logits_equals_loss_with_logits(chunk_size, image):
     model = tiny_model(loss_chunk_size=chunk_size).train()
     want, got = (gradients(model, **batch(image), skip_logits=skip) for skip in (False, True))
-    assert_close(got, want)
+    assert_close(got, want, ATOL)
     if chunk_size == 1024:
         assert torch.equal(got["loss"], want["loss"])
 
@@ -106,6 +101,8 @@ def test_the_loss_of_a_bf16_model_is_computed_in_fp32(skip_logits):
     rows, targets = supervised_positions(batch()["labels"])
     want = F.cross_entropy(logits[rows].float(), targets)
     assert loss.item() == pytest.approx(want.item(), abs=1e-6)
+    of_32_bits = batch() | {"labels": batch()["labels"].int()}
+    assert torch.equal(model(**of_32_bits, skip_logits=skip_logits).loss, loss)
 
 
 def test_the_output_layer_is_a_plain_linear_to_whoever_asks_for_its_class():
@@ -119,7 +116,8 @@ def test_the_output_layer_is_a_plain_linear_to_whoever_asks_for_its_class():
     hidden = torch.randn(1, 2, model.config.hidden_size)
     for other in (layer, pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(hidden), F.linear(hidden, layer.weight))
-    # As where peft wraps it.
+    # Behind a hook of accelerate's, and as peft wraps it.
+    assert computes_loss(add_hook_to_module(copied, ModelHook()))
     config = LoraConfig(target_modules=["query_key_value"], modules_to_save=["output_layer"])
     model, ids = get_peft_model(model, config), torch.tensor([text(9)])
     skipped, plain = (model(ids, labels=ids, skip_logits=skip) for skip in (True, False))
@@ -168,7 +166,7 @@ def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, skip_lo
     inputs, columns = cut(whole, way)
     assert inputs["labels"].shape[1] < whole["labels"].shape[1]
     want = gradients(model, **whole)
-    assert_close(gradients(model, **inputs, skip_logits=skip_logits), want)
+    assert_close(gradients(model, **inputs, skip_logits=skip_logits), want, ATOL)
     every = model(**whole)
     assert (model(**inputs).logits - of_columns(every.logits, columns)).abs().max() <= ATOL
     # Whole labels count everywhere, whatever logits are returned.
@@ -177,13 +175,8 @@ def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, skip_lo
     assert torch.equal(got.logits, of_columns(every.logits, columns))
     more = model(**whole, logits_to_keep=whole["labels"].shape[1] + 1)
     assert torch.equal(more.loss, every.loss) and torch.equal(more.logits, every.logits)
-
-
-def test_the_published_name_for_the_last_logit(model):
-    inputs = two_images(grown_image()) | {"labels": None}
-    last = model(**inputs, return_last_logit=True).logits
-    assert last.shape == (2, 1, 512)
-    assert (last - model(**inputs).logits[:, -1:]).abs().max() <= ATOL
+    last = model(**whole | {"labels": None}, return_last_logit=True).logits  # as published
+    assert last.shape[1] == 1 and (last - every.logits[:, -1:]).abs().max() <= ATOL
 
 
 def test_three_id_rows_may_keep_the_text_behind_their_images_and_no_more(model):
@@ -200,6 +193,7 @@ def test_three_id_rows_may_keep_the_text_behind_their_images_and_no_more(model):
 
 SHORT = torch.arange(9) < 3
 REFUSED = {
+    "labels without rows": (torch.ones(15, dtype=torch.long), 3, "(15,)", "(2, 15)"),
     "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 positions", "ps 15"),
     "below 0": (None, -3, "-3"),
     "a short mask": (two_images(grown_image())["labels"][:, :3], SHORT, "9 positions"),

@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache
 
+from glm4v_patched.remote.keywords import CACHE
 from glm4v_patched.remote.loss import computes_loss
 from glm4v_patched.remote.modeling_chatglm import ChatGLMModel, GLM4VForCausalLM
 from glm4v_patched.remote.sharding import must_run_on_every_process
@@ -25,22 +26,20 @@ from tests.remote.rows import two_rows
 ATOL = 1e-5
 
 
-def test_training_and_evaluation_compute_the_same_and_training_keeps_no_cache(image):
-    model = tiny_model()
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        evaluated = model(**two_rows(image), past_key_values=cache)
-        trained = model.train()(**two_rows(image))
-    assert torch.equal(trained.loss, evaluated.loss)
-    assert torch.equal(trained.logits, evaluated.logits)
-    assert evaluated.past_key_values is cache and trained.past_key_values is None
+def test_evaluation_fills_a_cache_and_training_one_that_is_asked_for(model):
+    """What they compute: tests/parity, in both."""
+    inputs, cache = two_rows(), DynamicCache(config=model.config)
+    evaluated = model(**inputs, past_key_values=cache)
+    assert evaluated.past_key_values is cache
     assert cache.get_seq_length() == evaluated.logits.shape[1]
-    assert model(**two_rows(image), use_cache=True).past_key_values is not None
+    model = tiny_model().train()
+    assert model(**inputs).past_key_values is None
+    assert model(**inputs, use_cache=True).past_key_values is not None
 
 
 @torch.no_grad()
-def test_tuples_hold_what_the_named_output_holds(model):
-    inputs = two_rows(three_id_image()) | {"output_hidden_states": True}
+def test_tuples_hold_what_the_named_output_holds():
+    inputs, model = two_rows(three_id_image()), tiny_model(output_hidden_states=True)
     named = model(**inputs)
     loss, logits, cache, states, images = model(**inputs, return_dict=False)
     assert torch.equal(loss, named.loss) and torch.equal(logits, named.logits)
@@ -135,8 +134,20 @@ def test_new_weights_are_normal_biases_zero_and_norms_one(cls):
             assert value.mean().abs() < 0.1, name
 
 
-def test_text_batches_do_not_run_the_tower_in_a_single_process():
+@pytest.fixture
+def processes():
+    """``processes(number)`` makes this process one of a group; torch's fake group sends nothing."""
+
+    def join(number: int) -> None:
+        torch.distributed.init_process_group("fake", FakeStore(), rank=0, world_size=number)
+
+    yield join
+    torch.distributed.destroy_process_group()
+
+
+def test_text_batches_do_not_run_the_tower_in_a_single_process(processes):
     model = tiny_model().train()
+    processes(1)
     inputs = padded([text(4), text(6)], "left")
     model(**inputs, labels=inputs["input_ids"]).loss.backward()
     vision = model.transformer.vision
@@ -167,23 +178,11 @@ def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
     output.loss.backward()
     for name, parameter in model.transformer.vision.named_parameters():
         assert parameter.grad is not None and (parameter.grad == 0).all(), name
-
-
-@torch.no_grad()
-def test_no_blank_image_follows_a_cache(others_wait):
-    """All processes that draw together have begun with an image, or with a blank one."""
-    model, runs = tiny_model(), []
+    # All processes that draw together have begun with an image, or with a blank one.
+    runs, cache = [], model.eval()(**inputs, use_cache=True)[CACHE]
     model.transformer.vision.register_forward_pre_hook(lambda *call: runs.append(call))
-    cache = model(input_ids=torch.tensor([text(4)]), use_cache=True).past_key_values
-    model(input_ids=torch.tensor([text(2)]), past_key_values=cache)
-    assert len(runs) == 1
-
-
-def test_a_keyword_that_it_does_not_know_is_refused(model):
-    for called in (model, model.transformer):
-        for name in ("atention_mask", "token_type_ids"):
-            with pytest.raises(ValueError, match=f"forward was given {name}, which .* it takes in"):
-                called(input_ids=torch.tensor([text(4)]), **{name: torch.ones(1, 4)})
+    model(torch.tensor([text(2)] * 2), past_key_values=cache)
+    assert not runs
 
 
 @torch.no_grad()
@@ -192,26 +191,22 @@ def test_what_frameworks_pass_on_is_taken():
     model = tiny_model(image_token_id=FILL)
     ids = torch.tensor([[*text(2), *grown_image(), *text(3)]])
     length = ids.shape[1]
-    ends = torch.tensor([0, length], dtype=torch.int32)
     given = {"input_ids": ids, "pixel_values": pictures(1)}
     types = (ids == FILL).int()
-    got = model(
-        **given,
-        cu_seq_lens_q=ends,
-        cu_seq_lens_k=ends,
-        max_length_q=length,
-        max_length_k=length,
-        seq_idx=torch.zeros(1, length, dtype=torch.int32),
-        cache_position=torch.arange(length),
-        token_type_ids=types,
-        output_attentions=False,
-        num_items_in_batch=None,
-        prompt_length=None,
-    )
+    ends = torch.tensor([0, length], dtype=torch.int32)
+    passed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
+    passed |= dict.fromkeys(("max_length_q", "max_length_k"), length)
+    passed |= dict.fromkeys(("num_items_in_batch", "prompt_length"))
+    passed |= {"seq_idx": torch.zeros(1, length, dtype=torch.int32), "output_attentions": False}
+    passed |= {"cache_position": torch.arange(length), "token_type_ids": types}
+    got = model(**given, **passed)
     assert torch.equal(got.logits, model(**given).logits)
-    for others in (1 - types, types[:, :-1]):
-        with pytest.raises(ValueError, match="forward was given token_type_ids, which"):
-            model(**given, token_type_ids=others)
+    wrong = {"atention_mask": torch.ones(1, length)}
+    for others in (wrong, {"token_type_ids": 1 - types}, {"token_type_ids": types[:, :-1]}):
+        for called in (model, model.transformer):
+            told = f"forward was given {[*others][0]}, which .* it takes in"
+            with pytest.raises(ValueError, match=told):
+                called(**given, **others)
 
 
 def test_hidden_states_of_rows_that_grow_are_refused_in_training_and_named_once_else(caplog):
@@ -242,17 +237,6 @@ def test_set_attn_implementation_reaches_both_towers():
 
 SPLIT = {"transformer.vision": 0, "transformer.encoder": 1, "transformer.embedding": 0}
 ON_ONE = {"transformer.vision": torch.device("cuda:0"), "encoder": "cuda:0", "a": 0}
-
-
-@pytest.fixture
-def processes():
-    """``processes(number)`` makes this process one of a group; torch's fake group sends nothing."""
-
-    def join(number: int) -> None:
-        torch.distributed.init_process_group("fake", FakeStore(), rank=0, world_size=number)
-
-    yield join
-    torch.distributed.destroy_process_group()
 
 
 def split_model(device_map=SPLIT):

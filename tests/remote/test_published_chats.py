@@ -73,7 +73,7 @@ ROWS = st.lists(WORDS | st.sampled_from([*SPECIAL]), max_size=24)
 OF_RANKS = ranks()
 
 
-def expected(ids, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
+def decoded(ids, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
     """By the description above, from the bytes of the ranks."""
     kept = [token for token in ids if not (skip_special_tokens and token in SPECIAL)]
     pieces = []
@@ -89,8 +89,8 @@ def expected(ids, skip_special_tokens: bool, spaces_between_special_tokens: bool
 @settings(max_examples=300, deadline=None)
 def test_every_way_to_decode_is_that_of_slow_tokenizers(processor, ids, skip, spaces):
     switches = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
-    want, tokenizer = expected(ids, **switches), processor.tokenizer
+    want, tokenizer = decoded(ids, **switches), processor.tokenizer
     assert tokenizer.decode(ids, **switches) == want
     assert tokenizer.batch_decode([ids, []], **switches) == [want, ""]
     for token in ids[:3]:
-        assert tokenizer.decode(token, **switches) == expected([token], **switches)
+        assert tokenizer.decode(token, **switches) == decoded([token], **switches)

@@ -14,25 +14,20 @@ ENTRIES = ["modeling_chatglm.py", "processing_chatglm.py"]
 # torch, transformers, and what transformers itself requires.
 ALLOWED = {"torch", "transformers", "numpy", "tokenizers", "packaging"}
 STANDARD = set(sys.stdlib_module_names)
-# What transformers does without: the loader asks for a package unless it is imported under this.
-OPTIONAL = {"is_vision_available()": "PIL"}
-
-
-def is_import(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def imports(path: Path) -> list[ast.stmt]:
-    """All imports but the optional ones where they belong."""
+    """All but PIL's, which transformers' loader asks for unless it is imported where there is."""
     tree = ast.parse(path.read_text())
-    optional = [
+    guarded = [
         node
         for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and ast.unparse(branch.test) in OPTIONAL
-        for node in filter(is_import, branch.body)
-        if {name.name.split(".")[0] for name in node.names} == {OPTIONAL[ast.unparse(branch.test)]}
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "is_vision_available()"
+        for node in branch.body
     ]
-    return [node for node in filter(is_import, ast.walk(tree)) if node not in optional]
+    assert {name.name.split(".")[0] for node in guarded for name in node.names} <= {"PIL"}
+    kinds = (ast.Import, ast.ImportFrom)
+    return [n for n in ast.walk(tree) if isinstance(n, kinds) and n not in guarded]
 
 
 def siblings(path: Path) -> set[str]:

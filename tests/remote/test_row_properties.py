@@ -180,39 +180,33 @@ def test_rows_in_pieces_on_a_cache_are_rows_in_one_pass(rows, data):
         got, at = [output.logits[:, -1:]], 0
         while at < len(continuation):
             change = data.draw(st.sampled_from(["", "order", "select", "repeat", "crop", "anew"]))
-            by_hand = {}
-            if change in ("order", "select"):
-                size = len(now) if change == "order" else data.draw(st.integers(1, len(now)))
-                chosen = [data.draw(st.integers(0, len(now) - 1)) for _ in range(size)]
-                if change == "order":
-                    cache.reorder_cache(torch.tensor(chosen))
-                else:
-                    cache.batch_select_indices(torch.tensor(chosen))
+            chosen, places = list(range(len(now))), st.integers(0, len(now) - 1)
+            if change == "order":
+                chosen = data.draw(st.lists(places, min_size=len(now), max_size=len(now)))
+                cache.reorder_cache(torch.tensor(chosen))
+            elif change == "select":
+                chosen = data.draw(st.lists(places, min_size=1, max_size=len(now)))
+                cache.batch_select_indices(torch.tensor(chosen))
             elif change == "repeat" and len(now) < 5:
+                chosen = [number for number in chosen for _ in range(2)]
                 cache.batch_repeat_interleave(2)
-                chosen = [number for number in range(len(now)) for _ in range(2)]
-            else:
-                chosen = list(range(len(now)))
+            elif change == "crop" and at:
+                cache.crop(-1)
+                at, mask, got = at - 1, mask[:, :-1], [torch.cat(got, dim=1)[:, :-1]]
+            elif change == "anew":
+                layers, cache = cache.layers, DynamicCache()
+                for number, layer in enumerate(layers):
+                    cache.update(layer.keys, layer.values, number)
             now = [now[number] for number in chosen]
             mask, got = mask[chosen], [logits[chosen] for logits in got]
-            if change == "anew":
-                other = DynamicCache()
-                for number, layer in enumerate(cache.layers):
-                    other.update(layer.keys, layer.values, number)
-                cache = other
-            if change == "crop" and at:
-                cache.crop(-1)
-                at, mask = at - 1, mask[:, :-1]
-                last = got.pop()
-                got += [last[:, :-1]] if last.shape[1] > 1 else []
             piece = continuation[at : at + data.draw(st.integers(1, 3))]
             ids = torch.tensor([piece] * len(now))
             mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
             inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
             if change in ("crop", "anew"):
                 first = torch.tensor([[following[row] + at] for row in now])
-                by_hand["position_ids"] = first + torch.arange(len(piece))
-            got.append(MODEL(**inputs, **by_hand).logits)
+                inputs["position_ids"] = first + torch.arange(len(piece))
+            got.append(MODEL(**inputs).logits)
             at += len(piece)
     want = alone([[*row, *continuation] for row in rows])
     for number, row in enumerate(now):

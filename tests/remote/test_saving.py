@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -22,7 +21,7 @@ from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
-from tests.remote.chats import picture, user
+from tests.remote.rows import picture, user
 from tests.remote.test_remote_rules import closure
 
 REMOTE = Path(sys.modules[GLM4VForCausalLM.__module__].__file__).parent
@@ -68,16 +67,13 @@ def assert_is_ours(folder: Path) -> None:
         assert (folder / name).read_bytes() == (REMOTE / name).read_bytes(), name
 
 
-PUBLISHED_CLASS = "modeling_chatglm.ChatGLMForConditionalGeneration"
 PUBLISHED = {
     "architectures": ["ChatGLMModel"],
-    "auto_map": {
-        "AutoConfig": "configuration_chatglm.ChatGLMConfig",
-        "AutoModel": PUBLISHED_CLASS,
-        "AutoModelForCausalLM": PUBLISHED_CLASS,
-        "AutoModelForSeq2SeqLM": PUBLISHED_CLASS,
-        "AutoModelForSequenceClassification": "modeling_chatglm.ChatGLMForSequenceClassification",
-    },
+    "auto_map": AUTO_MAP
+    | dict.fromkeys(
+        ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"),
+        "modeling_chatglm.ChatGLMForConditionalGeneration",
+    ),
 }
 
 
@@ -87,8 +83,6 @@ def test_saving_loading_and_saving_again_writes_the_same_bytes(dtype, tmp_path):
     model = tiny_model(dtype)
     model.save_pretrained(first)
     assert_is_ours(first)
-    shapes = {n: [*w.shape] for n, w in load_file(first / "model.safetensors").items()}
-    assert shapes == json.loads(golden_bytes("param_shapes.json"))
     loaded, report = GLM4VForCausalLM.from_pretrained(first, dtype=dtype, output_loading_info=True)
     assert not any(report[kind] for kind in KINDS_OF_KEYS)
     loaded.save_pretrained(second)
@@ -182,10 +176,12 @@ import json, sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
 import torch, transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 inputs = load_file("inputs.safetensors")
-logits, told = {}, {}
+want = inputs.pop("logits")
+with open("rows.json") as file:
+    rows = json.load(file)
 
 def load(auto, folder, **options):
     part = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True, **options)
@@ -193,106 +189,74 @@ def load(auto, folder, **options):
     return part
 
 for folder in "model", "published":
+    for attention in "eager", "sdpa":
+        model = load("AutoModel", folder, attn_implementation=attention)
+        assert model.config._attn_implementation == attention
     for auto in "AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM":
-        for attention in "eager", "sdpa", None:
-            options = {} if attention is None else {"attn_implementation": attention}
-            model = load(auto, folder, **options).eval()
-            assert model.config._attn_implementation == (attention or "sdpa"), (auto, attention)
+        model = load(auto, folder).eval()
+        assert model.config._attn_implementation == "sdpa", auto
         with torch.no_grad():
-            logits[f"{folder} {auto}"] = model(**inputs).logits.float().contiguous()
+            assert torch.equal(model(**inputs).logits, want), (folder, auto)
     model.save_pretrained(folder + "-again")
 assert type(load("AutoConfig", "model")).__name__ == "ChatGLMConfig"
 
 messages = [{"role": "user", "content": "say <|user|>", "image": Image.new("RGB", (30, 20))}]
 
-def ask(name, part):
+def asked(auto, folder, kind=None):
+    part = load(auto, folder)
     row = part.apply_chat_template(messages, tokenize=True, return_dict=True)
     (images,) = {"images", "pixel_values"} & {*row}
-    told[name] = [type(part).__name__, images, list(row[images].shape), row["input_ids"][0]]
+    told = [type(part).__name__, images, list(row[images].shape), row["input_ids"][0]]
+    assert told == rows[kind or auto], (folder, told)
+    return part
 
-tokenizer, processor = load("AutoTokenizer", "processor"), load("AutoProcessor", "processor")
-ask("tokenizer", tokenizer)
-ask("processor", processor)
-tokenizer.save_pretrained("tokenizer-again")
-processor.save_pretrained("processor-again")
-ask("tokenizer again", load("AutoTokenizer", "tokenizer-again"))
-ask("processor again", load("AutoProcessor", "processor-again"))
-ask("trained", load("AutoProcessor", "trained"))
+for auto in "AutoTokenizer", "AutoProcessor":
+    asked(auto, "processor").save_pretrained(auto)
+    asked(auto, auto)
+asked("AutoProcessor", "trained")
 # Here the tokenizer's code has come without the processor's.
 load("AutoTokenizer", "trained-copy").save_pretrained("alone")
-ask("alone", load("AutoProcessor", "alone"))
+asked("AutoProcessor", "alone", "AutoTokenizer")
 try:
     transformers.AutoImageProcessor.from_pretrained
 except ImportError as error:  # where torchvision is missing
-    told["image processor"] = str(error)
+    assert "AutoImageProcessor" in str(error)
 else:
-    told["image processor"] = load("AutoImageProcessor", "processor").size["height"]
-save_file(logits, "logits.safetensors")
-with open("told.json", "w") as file:
-    json.dump(told, file)
+    assert load("AutoImageProcessor", "processor").size["height"] == 56
 """
 
 
-@pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory, small_backend) -> SimpleNamespace:
-    """The folders, a processor as it was saved, and what the process found."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    save_file(inputs(), folder / "inputs.safetensors")
-    tiny_model().save_pretrained(folder / "model")
-    write_checkpoint(folder / "published")
-    configured(folder / "published", **PUBLISHED)
+def test_what_is_saved_works_and_is_saved_again_where_there_is_only_its_folder(
+    tmp_path, small_backend
+):
+    model = tiny_model()
+    save_file(inputs() | {"logits": logits(model)}, tmp_path / "inputs.safetensors")
+    model.save_pretrained(tmp_path / "model")
+    published = write_checkpoint(tmp_path / "published")
+    configured(published, **PUBLISHED)
     for name in CODE:
-        shutil.copy(REMOTE / name, folder / "published")
+        shutil.copy(REMOTE / name, published)
     tokenizer = ChatGLM4Tokenizer(tokenizer_object=small_backend, image_size=56)
     processor = ChatGLMProcessor(ChatGLMImageProcessor(size=56), tokenizer)
-    processor.save_pretrained(folder / "processor")
+    processor.save_pretrained(tmp_path / "processor")
+    chat, shape = user("say <|user|>", image=picture()), [1, 3, 56, 56]
+    rows = {}
+    for auto, part, images in (
+        ("AutoTokenizer", tokenizer, "images"),
+        ("AutoProcessor", processor, "pixel_values"),
+    ):
+        (row,) = part.apply_chat_template(chat, tokenize=True)
+        rows[auto] = [type(part).__name__, images, shape, row]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
     # As a trainer on texts saves a tokenizer that came with a processor.
-    loaded = ChatGLMProcessor.from_pretrained(folder / "processor")
-    loaded.tokenizer.save_pretrained(folder / "trained")
-    shutil.copytree(folder / "trained", folder / "trained-copy")
-    run_without_package(SCRIPT, folder)
-    return SimpleNamespace(
-        folder=folder,
-        processor=processor,
-        logits=load_file(folder / "logits.safetensors"),
-        told=json.loads((folder / "told.json").read_text()),
-    )
-
-
-def test_every_auto_class_loads_the_model_with_its_logits(elsewhere):
-    assert len(elsewhere.logits) == 6
-    want = logits(tiny_model())
-    for name, got in elsewhere.logits.items():
-        assert torch.equal(got, want), name
-
-
-def test_what_was_loaded_there_is_saved_whole(elsewhere):
-    saved, again = elsewhere.folder / "model", elsewhere.folder / "model-again"
+    trained = tmp_path / "trained"
+    ChatGLMProcessor.from_pretrained(tmp_path / "processor").tokenizer.save_pretrained(trained)
+    assert not (trained / "preprocessor_config.json").exists()
+    shutil.copytree(trained, tmp_path / "trained-copy")
+    run_without_package(SCRIPT, tmp_path)
+    saved, again = tmp_path / "model", tmp_path / "model-again"
     assert_is_ours(again)
-    assert_is_ours(elsewhere.folder / "published-again")
+    assert_is_ours(tmp_path / "published-again")
     for path in saved.iterdir():
         if path.is_file() and path.name != "generation_config.json":
             assert (again / path.name).read_bytes() == path.read_bytes(), path.name
-
-
-def test_tokenizers_and_processors_make_the_same_rows_there(elsewhere):
-    processor, chat = elsewhere.processor, user("say <|user|>", image=picture())
-    kind = "ChatGLM4Tokenizer", "ChatGLMProcessor"
-    short, grown = (
-        part.apply_chat_template(chat, tokenize=True) for part in (processor.tokenizer, processor)
-    )
-    shape = [1, 3, 56, 56]
-    of_tokenizer = [kind[0], "images", shape, *short]
-    of_processor = [kind[1], "pixel_values", shape, *grown]
-    told = dict(elsewhere.told)
-    assert not (elsewhere.folder / "trained" / "preprocessor_config.json").exists()
-    image_processor = told.pop("image processor")
-    assert told == {
-        "tokenizer": of_tokenizer,
-        "tokenizer again": of_tokenizer,
-        "processor": of_processor,
-        "processor again": of_processor,
-        "trained": of_processor,
-        "alone": of_tokenizer,
-    }
-    assert image_processor == 56 or "AutoImageProcessor" in image_processor

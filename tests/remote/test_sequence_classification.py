@@ -65,11 +65,6 @@ def test_the_last_token_of_every_row_is_read(model, image, side):
         assert (score - model.score(hidden[0, -1])).abs().max() <= ATOL
 
 
-def test_a_mask_that_says_no_row_s_end_is_refused():
-    with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
-        tiny_classifier()(torch.tensor([text(6)]), attention_mask=torch.ones(1, 1, 6, 6))
-
-
 @torch.no_grad()
 def test_rows_are_given_without_a_mask_or_by_place_in_the_published_code(image):
     """Without a mask a row ends before its padding; the padding id may stand in a text, too."""
@@ -78,6 +73,8 @@ def test_rows_are_given_without_a_mask_or_by_place_in_the_published_code(image):
     want = model(**given).logits
     for by_place in [(images,), (list(images), (mask.cumsum(1) - 1).clamp(min=0), mask)]:
         assert (model(ids, *by_place).logits - want).abs().max() <= ATOL
+    cache = model(ids[:1, :4], use_cache=True).past_key_values
+    assert (model(ids[:1, 4:], past_key_values=cache).logits - want[:1]).abs().max() <= ATOL
     model.config.pad_token_id = None
     assert (model(**given).logits - want).abs().max() <= ATOL
     assert model(torch.tensor([text(6)])).logits.shape == (1, 3)
@@ -86,6 +83,8 @@ def test_rows_are_given_without_a_mask_or_by_place_in_the_published_code(image):
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])  # packed
     with pytest.raises(ValueError, match="restart within 1 rows.*give a row for every sample"):
         model(input_ids=torch.tensor([text(6)]), position_ids=positions)
+    with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
+        model(torch.tensor([text(6)]), attention_mask=torch.ones(1, 1, 6, 6))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from glm4v_patched.remote.tokenization_chatglm import (
     ChatGLM4Tokenizer,
     convert_ranks,
 )
-from tests.remote.chats import IMAGE, picture, user
+from tests.remote.rows import IMAGE, picture, user
 
 
 def chat_ids(tokenizer, conversation, **kwargs):
@@ -176,6 +176,7 @@ def test_truncation_keeps_either_side_and_cuts_no_picture(tokenizer):
             tokenizer.apply_chat_template(message, max_length=length, return_dict=True, **options)
     out = tokenizer.apply_chat_template(message, max_length=7, return_dict=True, **options)
     assert out["input_ids"] == [whole[:7]] and len(out["images"]) == 1
+    assert chat_ids(tokenizer, message, max_length=4, truncation="do_not_truncate") == whole
     tokenizer.truncation_side = "left"
     assert chat_ids(tokenizer, message, max_length=4, **options) == whole[-4:]
 
@@ -272,23 +273,22 @@ def special_ids(tokenizer, ids) -> list[int]:
 
 @pytest.mark.parametrize("token", SPECIAL_TOKENS)
 def test_no_string_of_the_user_becomes_special(tokenizer, token):
-    def conversation(evil):
-        return [
+    def tool(x: int):
+        """Placeholder."""
+
+    def ids_with(evil: str) -> list[int]:
+        tool.__doc__ = f"Do {evil}.\n\nArgs:\n    x: {evil}\n"
+        conversation = [
             {"role": "system", "content": "", "tools": [{"name": evil, evil: {"k": [evil]}}]},
             {"role": "user", "content": f"a{evil}b {evil}", "metadata": f"x{evil}"},
             {"role": "assistant", "content": [{"type": "text", "text": evil}], "metadata": evil},
             {"role": "user", "content": "c", "image": evil},
         ]
+        tools = [tool, {"name": evil, "description": evil}]
+        return chat_ids(tokenizer, conversation, add_generation_prompt=True, tools=tools)
 
-    def tool(x: int):
-        """Placeholder."""
-
-    tool.__doc__ = f"Do {token}.\n\nArgs:\n    x: {token}\n"
-    options = {"tools": [tool, {"name": token, "description": token}]}
-    ids = chat_ids(tokenizer, conversation(token), add_generation_prompt=True, **options)
-    options = {"tools": [{"name": "evil"}]}
-    harmless = chat_ids(tokenizer, conversation("evil"), add_generation_prompt=True, **options)
-    assert special_ids(tokenizer, ids) == special_ids(tokenizer, harmless)
+    ids = ids_with(token)
+    assert special_ids(tokenizer, ids) == special_ids(tokenizer, ids_with("evil"))
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert f"a{token}b {token}" in text and text.count(token) >= 10
     # Nor do its parts join.
@@ -312,6 +312,8 @@ def test_user_text_is_safe_in_any_template(tokenizer):
     message = user("x", metadata=Evil())
     ids = chat_ids(tokenizer, message, chat_template=template, evil="<sop>")
     assert special_ids(tokenizer, ids) == []
+    ids = chat_ids(tokenizer, user("x"), chat_template="{{ n }}", n=np.int64(3))
+    assert tokenizer.decode(ids) == "3"
 
 
 def test_text_comes_back_unchanged(tokenizer):
@@ -322,6 +324,8 @@ def test_text_comes_back_unchanged(tokenizer):
         ids = chat_ids(tokenizer, user(text))
         assert len(special_ids(tokenizer, ids)) == 3
         assert tokenizer.decode(ids, skip_special_tokens=True) == "\n" + text
+    tokenizer.clean_up_tokenization_spaces = True
+    assert tokenizer.decode(tokenizer.encode("a , b", add_special_tokens=False)) == "a, b"
 
 
 def test_chats_leave_the_tokenizer_as_it_is(tokenizer):

@@ -12,8 +12,8 @@ from transformers.utils import logging
 from glm4v_patched.remote.attention import eager_attention
 from glm4v_patched.remote.keywords import EMBEDS_ARE_CUT
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
-from tests.remote.rows import two_rows
+from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
+from tests.remote.rows import DRAWN, GREEDY, new_tokens, prompts, two_rows
 
 # fp32, the same sums in another order. Measured 3.4e-6 on this CPU.
 ATOL = 2e-5
@@ -23,10 +23,6 @@ SINCE_5 = Version(transformers.__version__).major >= 5
 @pytest.fixture(scope="module")
 def eager_model() -> GLM4VForCausalLM:
     return tiny_model(attn_implementation="eager")
-
-
-def drawing(number: int) -> dict:
-    return {"max_new_tokens": number, "do_sample": False, "eos_token_id": None}
 
 
 @torch.no_grad()
@@ -73,6 +69,9 @@ def test_image_features_have_the_type_of_this_transformers_and_forward_takes_the
         got = asked.get_image_features(pixel_values=pictures(2))
         assert torch.equal(got.pooler_output if SINCE_5 else got, want)
         assert torch.equal(asked.get_image_features(pictures(2), return_dict=False)[1], want)
+        shown = asked.get_image_features(pictures(2), output_hidden_states=True, return_dict=True)
+        assert len(shown.hidden_states) == 1 + model.config.vision.num_hidden_layers
+        assert torch.equal(shown.hidden_states[-1], shown.last_hidden_state)
     inputs = two_rows()
     features = model.get_image_features(inputs["pixel_values"])
     got = model(**inputs | {"pixel_values": None}, image_features=features)
@@ -89,7 +88,7 @@ def test_generate_continues_a_cache_with_embeddings(model, image):
     first = torch.tensor([[*text(3, seed=1), *image, *text(4, seed=2)]])
     more, cache = torch.tensor([text(3, seed=5)]), DynamicCache(config=model.config)
     whole = torch.cat((first, more), dim=1)
-    want = model.generate(whole, pixel_values=pictures(1), **drawing(4))[0, -4:].tolist()
+    want = new_tokens(model, {"input_ids": whole, "pixel_values": pictures(1)})
     model(first, pixel_values=pictures(1), past_key_values=cache)
     embeds, held = model.get_input_embeddings()(more), cache.get_seq_length()
     if not EMBEDS_ARE_CUT:
@@ -98,7 +97,7 @@ def test_generate_continues_a_cache_with_embeddings(model, image):
             prepare(first[:, :0], past_key_values=cache, inputs_embeds=embeds)
     unread = embeds.new_zeros(1, held, embeds.shape[-1])
     given = {"inputs_embeds": torch.cat((unread, embeds), dim=1), "past_key_values": cache}
-    assert model.generate(**given, **drawing(4))[0].tolist() == want
+    assert torch.equal(model.generate(**given, **GREEDY), want)
 
 
 def test_the_softmax_of_eager_attention_is_in_fp32_forward_and_backward():
@@ -114,44 +113,28 @@ def test_the_softmax_of_eager_attention_is_in_fp32_forward_and_backward():
     assert torch.equal(queries[0].grad, queries[1].grad)
 
 
-STEPS = 6
-FIXED = {"max_new_tokens": STEPS, "eos_token_id": None, "pad_token_id": 500}
-GREEDY = FIXED | {"do_sample": False}
+STEPS = DRAWN["max_new_tokens"]
 MODES = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
     "sampled beams": {"do_sample": True, "num_beams": 3, "top_k": 20},
 }
-FORMS = pytest.mark.parametrize(
-    "image", [None, three_id_image(), grown_image()], ids=["text", "three ids", "grown"]
-)
 
 
-def batch_of(image: list[int] | None) -> dict[str, torch.Tensor]:
-    """Two rows with unlike padding, of which the second has two images."""
-    image = [] if image is None else image
-    rows = [
-        [*text(6, seed=1), *image, *text(3, seed=2)],
-        [*image, *text(4, seed=3), *image, *text(2, seed=4)],
-    ]
-    batch = padded(rows, "left")
-    return batch | {"pixel_values": pictures(3)} if image else batch
-
-
-def generated(eager_model, batch: dict, mode: str, **options):
+def generated(model, batch: dict, mode: str, **options):
     torch.manual_seed(0)
-    return eager_model.generate(
-        **batch, **FIXED, **MODES[mode], return_dict_in_generate=True, **options
-    )
+    return model.generate(**batch, **DRAWN, **MODES[mode], return_dict_in_generate=True, **options)
 
 
-@FORMS
+@pytest.mark.parametrize(
+    "image", [[], three_id_image(), grown_image()], ids=["text", "three ids", "grown"]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_has_its_outputs_and_draws_the_same_with_another_cache_and_without(
     eager_model, image, mode
 ):
-    batch, config = batch_of(image), eager_model.config
+    batch, config = prompts(image), eager_model.config
     names = ("scores", "logits", "attentions", "hidden_states")
     lengths, layer = [], eager_model.transformer.output_layer
     hook = layer.register_forward_hook(lambda _, given, made: lengths.append(made.shape[1]))
@@ -159,11 +142,14 @@ def test_every_mode_has_its_outputs_and_draws_the_same_with_another_cache_and_wi
     hook.remove()
     assert lengths == [1] * STEPS  # the last logits alone
     before, cache = eager_model(**batch).logits.shape[1], StaticCache(config, 40)
-    for given in ({"past_key_values": cache}, {"use_cache": False}):
+    static = {"past_key_values": cache, "output_attentions": True}
+    for given in (static, {"use_cache": False}):
         got = generated(eager_model, batch, mode, output_logits=True, **given)
         assert torch.equal(got.sequences, output.sequences)
         for one, other in zip(got.logits, output.logits, strict=True):
             assert (one - other).abs().max() <= ATOL
+        if given is static:  # with nothing at the places that are empty
+            assert {w.shape[-1] for of_step in got.attentions for w in of_step} == {40}
     assert got.past_key_values is None and int(cache.get_seq_length()) == before + STEPS - 1
     options = MODES[mode]
     rows = 2 * options.get("num_beams", options.get("num_return_sequences", 1))
@@ -178,13 +164,13 @@ def test_every_mode_has_its_outputs_and_draws_the_same_with_another_cache_and_wi
         assert tuple(layer.keys.shape) == tuple(layer.values.shape) == wanted
 
 
-@pytest.mark.parametrize("image", [None, grown_image()], ids=["text", "grown"])
+@pytest.mark.parametrize("image", [[], grown_image()], ids=["text", "grown"])
 @pytest.mark.parametrize(
     "options", [{"cache_implementation": "static"}, {"num_beams": 2, "num_return_sequences": 2}]
 )
 def test_embeddings_generate_as_their_ids(eager_model, image, options):
-    batch, options = batch_of(image), GREEDY | options
-    want = eager_model.generate(**batch, **options)[:, -STEPS:]
+    batch, options = prompts(image), GREEDY | options
+    want = new_tokens(eager_model, batch, **options)
     ids = batch.pop("input_ids")
     embedded = batch | {"inputs_embeds": eager_model.get_input_embeddings()(ids).detach()}
     got = eager_model.generate(**embedded, **options)

@@ -27,6 +27,7 @@ from packaging.version import Version  # noqa: E402
 HERE = Path(__file__).parent
 SUITES = ("model", "image_processor", "processor", "tokenizer")
 PACKAGE = "transformers_tests"  # not "tests", which is ours
+CODE = "src/transformers/__init__.py"
 
 # What the shared suites import and the sdist lacks.
 STAND_INS = {
@@ -51,11 +52,10 @@ class Results:
         has_failed = self.of_test.get(name, {}).get("outcome") == "failed"
         if has_failed or (report.when != "call" and report.outcome == "passed"):
             return
-        reason = ""
-        if report.outcome == "failed":
-            reason = str(getattr(report.longrepr, "reprcrash", report.longrepr))
-        elif report.outcome == "skipped":
-            reason = str(report.longrepr[2])
+        reason = report.longrepr or ""
+        if report.outcome == "skipped":
+            reason = report.longrepr[2]
+        reason = str(getattr(reason, "reprcrash", reason))
         self.of_test[name] = {"outcome": report.outcome, "reason": reason[:500]}
 
 
@@ -79,9 +79,7 @@ def unpack(sdist: Path, folder: Path, checkout: Path | None) -> None:
             (folder / name).write_text(text)
     for file in (folder / PACKAGE).rglob("*.py"):  # they call their package "tests"
         text = file.read_text(encoding="utf-8")
-        renamed = re.sub(
-            r"^(\s*(?:from|import) )tests\b", rf"\1{PACKAGE}", text, flags=re.MULTILINE
-        )
+        renamed = re.sub(r"(?m)^(\s*(?:from|import) )tests\b", rf"\1{PACKAGE}", text)
         file.write_text(renamed, encoding="utf-8")
 
 
@@ -89,17 +87,15 @@ def nearest_checkout(folder: Path) -> tuple[Path, str]:
     """Of ``folder`` and what is in it the checkout whose version is nearest to the installed one,
     and that version. Raises ``SystemExit`` if none is of the same major version."""
     installed, found = Version(transformers.__version__), {}
-    for each in (folder, *folder.iterdir()):
-        file = each / "src" / "transformers" / "__init__.py"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        said = re.search(r'^__version__ = "(.+)"', text, re.MULTILINE)
-        if said and (each / "tests" / "generation").is_dir():
-            found[Version(said[1])] = each
-    near = [version for version in found if version.major == installed.major]
-    if not near:
+    for file in [*folder.glob(CODE), *folder.glob(f"*/{CODE}")]:
+        version = Version(re.search('(?m)^__version__ = "(.+)"', file.read_text())[1])
+        root = file.parents[2]
+        if version.major == installed.major and (root / "tests" / "generation").is_dir():
+            found[abs(version.minor - installed.minor), version] = root
+    if not found:
         raise SystemExit(f"{folder} holds no checkout of transformers {installed.major}: give one")
-    version = min(near, key=lambda of: abs(of.minor - installed.minor))
-    return found[version], str(version)
+    nearest = min(found)
+    return found[nearest], str(nearest[1])
 
 
 def main() -> None:

@@ -263,7 +263,9 @@ class Row(Words):
             text, self.is_stopped = text[: min(found)], True
         ready = text.rstrip()
         if not (stream_end or self.is_stopped):
-            begun = (each[:size] for each in self.stop for size in range(1, len(each)))
+            # A stop may be long, and what is held is short.
+            most = len(text) + 1
+            begun = (e[:size] for e in self.stop for size in range(1, min(len(e), most)))
             longest = max((len(each) for each in begun if text.endswith(each)), default=0)
             ready = ready[: len(text) - longest].rstrip()
         self.held = text[len(ready) :]

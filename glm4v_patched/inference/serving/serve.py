@@ -28,7 +28,7 @@ LOCAL_NAME = "localhost"
 
 def serve(options: Namespace) -> None:
     """Serve until the process is told to end."""
-    limits = _limits(options)
+    limits, generation = _limits(options), Generation.of(options)
     adapters = dict(options.adapter)
     if len(adapters) < len(options.adapter):
         raise ValueError(
@@ -43,7 +43,6 @@ def serve(options: Namespace) -> None:
     listener = listen(options.host, options.port)
     base = find_source(options.model, options.revision, options.weights)
     others = find_adapters(base, name, adapters, options.weights)
-    generation = Generation.of(options)
     names = [name, *others]
     if program:
         address = options.host, options.port
