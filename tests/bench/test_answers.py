@@ -1,7 +1,7 @@
 """``glm4v-patched bench --answers``: from files to a file of answers."""
 
 import json
-from contextlib import nullcontext
+import threading
 
 import pytest
 
@@ -18,10 +18,14 @@ def test_a_row_has_what_the_second_start_of_answer_printed(tmp_path, monkeypatch
         started.append(command)
         first = len(started) + 0.5
         (folder / "printed.txt").write_text(describe_speed(64, first + 14, first))
+        (folder / "answers.jsonl").write_text("the first answers")
+        for _ in range(3):
+            assert asked_of_gpu.acquire(timeout=30)
         return ""
 
-    shares = [0.2, 0.4, 0.0]  # the last may be of the time after the last answer
-    monkeypatch.setattr(answers, "_sampled", lambda out: nullcontext(shares))
+    asked_of_gpu = threading.Semaphore(0)
+    share = lambda: asked_of_gpu.release() or 0.3  # noqa: E731
+    monkeypatch.setattr(answers, "share_in_use", share)
     monkeypatch.setattr(answers, "write_files", lambda *_: "")
     monkeypatch.setattr(answers, "run", run)
     out = tmp_path / "rows.json"
