@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from glm4v_patched.bench import breakdown
+from glm4v_patched.bench import breakdown, worker
 from glm4v_patched.bench.breakdown import time_by_kind
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
@@ -67,7 +67,7 @@ def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now["allocated"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
-    monkeypatch.setattr(breakdown, "_held", lambda model: 2 * GIB)
+    monkeypatch.setattr(nn.ModuleDict, "buffers", lambda model: [tensor(2)])
     parts = breakdown.memory_parts(trainer, {})
     assert parts["gradients"] == 3 + 5  # made in a step, and kept from one to the next
     assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
@@ -90,6 +90,13 @@ def test_idle_is_when_nothing_but_communication_runs():
         "idle": 2.0 + 1.5,
         "step": 7.0,
     }
+
+
+def test_steps_to_warm_up_are_not_timed_and_their_losses_are_kept(monkeypatch):
+    monkeypatch.setattr(worker, "timer", iter([0, 100, 100, 101, 101, 103]).__next__)
+    losses = iter(torch.tensor([3.0, 2.0, 1.0]))
+    trainer = SimpleNamespace(step=lambda batch: next(losses))
+    assert worker._train(trainer, {}, warm_up=1, steps=2) == ([1, 2], [3, 2, 1])
 
 
 def test_steps_in_which_nothing_is_learned_are_no_measurement():

@@ -5,11 +5,13 @@ import json
 import re
 import resource
 import shlex
+from itertools import product
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from glm4v_patched.bench import charts
 from glm4v_patched.bench.charts import PARTS, UNKNOWN, draw_pictures, memory_figure, speed_figure
 from glm4v_patched.bench.table import (
     BEGIN,
@@ -19,10 +21,10 @@ from glm4v_patched.bench.table import (
     insert,
     markdown_table,
     read_rows,
+    sort_rows,
 )
 from glm4v_patched.bench.training import command_of, settings_asked
 from glm4v_patched.cli import _parser, main
-from glm4v_patched.engine.options import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -31,8 +33,6 @@ MEASURED = [row for file in FILES for row in read_rows(file)]
 TRIED = read_rows(BENCHMARKS / "tried_h200_x2.json")
 POLICIES, STEP = "policies of tower, language model", "step, s (fastest-slowest)"
 SPEED = "samples/s/GPU"
-# These contradict each other, and that is found last: should another check be gone, nothing runs.
-NOTHING_RUNS = ["bench", "--zero-stage", "0", "--gpus", "2"]
 OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.0 GiB."
 
 
@@ -68,15 +68,6 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == before and sorted(tmp_path.iterdir()) == [link, path]
-
-
-def test_a_file_that_holds_no_rows_is_refused_before_anything_runs(tmp_path, refused):
-    path = tmp_path / "rows.json"
-    entries = (b'[{"gpus": 2, "settings": {}}]', b'[{"workload": "lora_lm"}]', b'["workload"]')
-    for text in (b"", b"{}", b"\xff\xfe", *entries, b'[{"workload": "answers", "batch": 8}]'):
-        path.write_bytes(text)
-        refused([*NOTHING_RUNS, "--out", path], str(path))
-        assert path.read_bytes() == text
 
 
 @pytest.mark.parametrize(
@@ -138,6 +129,9 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
     for _ in range(2):
         assert main(["bench", "--rows", *map(str, files), "--into", str(path)]) == 0
         assert path.read_text() == f"before\n{BEGIN}\n\n{markdown_table(rows)}\n{END}\nafter\n"
+    others = {"workload": "answers", "batch": 8, "picture": "9x9", "rows": 64, "new_tokens": 4}
+    with pytest.raises(ValueError, match="rows of several kinds"):
+        markdown_table([*rows, others])
     for text in (f"{END}\n{BEGIN}\n", f"{BEGIN}{BEGIN}{END}"):
         path.write_text(text)
         with pytest.raises(ValueError, match=f"{text.count(BEGIN)} lines .* {text.count(END)}"):
@@ -152,26 +146,10 @@ def test_a_rows_command_asks_for_its_settings():
         assert row["settings"].items() <= vars(asked).items(), row["command"]
         again = shlex.split(command_of(asked, row["gpus"], on_cpu=False))[1:]
         assert settings_asked(_parser().parse_args(again)) == [asked]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--into", "README.md"], "--into"),
-        (["--rows", str(FILES[0]), "--out", "new.json"], "--rows"),
-        (["--rows", "none.json"], "none.json"),
-        (["--out", "none/rows.json"], "none"),
-        (["--pictures", "file"], "file"),
-        (["--liger"], "liger needs not_there"),
-        ([], "zero_stage 0 on 2 processes"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else " ".join(value[:1]),
-)
-def test_options_that_cannot_work_are_refused(tmp_path, refused, monkeypatch, arguments, named):
-    monkeypatch.setitem(PACKAGES, "liger", ["not_there"])
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    refused([*NOTHING_RUNS, *arguments], named)
+    # Of each, the original's code is measured after ours.
+    both = _parser().parse_args(["bench", "--trained", "lm", "full", "--against", "original"])
+    order = [(each.trained, each.against) for each in settings_asked(both)]
+    assert order == [*product(("lm", "full"), (None, "original"))]
 
 
 def test_a_bar_is_parted_as_far_as_the_parts_of_the_peak_are_known():
@@ -183,17 +161,14 @@ def test_a_bar_is_parted_as_far_as_the_parts_of_the_peak_are_known():
         make_row("full", peak_allocated_gib=None, peak_reserved_gib=None),
     ]
     figure = memory_figure(rows)
-    parts = {
-        each.get_label(): [bar.get_width() for bar in each] for each in figure.axes[0].containers
-    }
+    [axes] = figure.axes
+    parts = {each.get_label(): [bar.get_width() for bar in each] for each in axes.containers}
     assert {name: sizes[0] for name, sizes in parts.items() if name in known} == known
     assert [parts[name][1] for name in ("weights", "rest", UNKNOWN)] == [4, 1, 5]
-    lefts = [each[0].get_x() for each in figure.axes[0].containers]
-    assert lefts == [0, 4, 7, 9, 10.5, 11.5, 12]
-    (reserved,) = [line for line in figure.axes[0].lines if line.get_label() == "reserved"]
-    assert list(reserved.get_xdata())[:2] == [14.0, 12.0]
+    assert [each[0].get_x() for each in axes.containers] == [0, 4, 7, 9, 10.5, 11.5, 12]
+    assert list(axes.lines[0].get_xdata())[:2] == [14.0, 12.0]
     # A row without figures says why, where its bar would be.
-    notes = [text.get_text().strip() for text in figure.axes[0].texts]
+    notes = [text.get_text().strip() for text in axes.texts]
     assert notes == ["", "", "out of memory", "not measured"]
     # A bar is named by what sets its row apart; the rest is the title.
     names = [label.get_text() for label in speed_figure(rows).axes[0].get_yticklabels()]
@@ -201,14 +176,16 @@ def test_a_bar_is_parted_as_far_as_the_parts_of_the_peak_are_known():
     assert figure.get_suptitle().startswith("micro-batch, ids of text: 1, 512; method: ZeRO-3\n")
 
 
-def test_pictures_are_drawn_of_what_was_measured(tmp_path):
+def test_pictures_are_drawn_of_what_was_measured(tmp_path, monkeypatch):
     folder = tmp_path / "new" / "folder"
     assert draw_pictures([fail(make_row())], folder) == []
     of_cpu = make_row(peak_allocated_gib=None, device="cpu")
     assert [path.name for path in draw_pictures([of_cpu], folder)] == ["speed.png"]
-    rows = [*MEASURED, *TRIED]  # of any age
-    before = copy.deepcopy(rows)
+    rows = [*TRIED, *MEASURED]  # of any age
+    before, numbered, draw = copy.deepcopy(rows), [], charts.speed_figure
+    monkeypatch.setattr(charts, "speed_figure", lambda rows: numbered.append(rows) or draw(rows))
     drawn = draw_pictures(rows, folder)
+    assert numbered == [sort_rows(rows)] != [rows]  # as in the table
     assert [path.name for path in drawn] == ["memory.png", "speed.png"] and rows == before
     for path in drawn:
         with Image.open(path) as picture:

@@ -1,18 +1,24 @@
 """The published code (its stand-in) and ours on the same rows: where they agree, who is wrong."""
 
+import io
 import json
 import re
 import shutil
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.compare import command, environment
-from glm4v_patched.compare.verdicts import Computed, judge, table
+from glm4v_patched.compare import command, environment, worker
+from glm4v_patched.compare.inputs import write_rows
+from glm4v_patched.compare.verdicts import Computed, Line, judge, table
+from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.engine.gpus import Gpus
+from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.tiny import NUM_IMAGE_TOKENS, tiny_model
 
@@ -37,19 +43,16 @@ def original(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compared(original, tmp_path_factory) -> tuple[int, list[dict], str]:
+def compared(original) -> tuple[int, list[dict], str]:
     """Status, lines, and what was said beside them; with secrets around."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "check_python", lambda python: "a transformers")
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "a secret")
-        output = tmp_path_factory.mktemp("output")
-        with (output / "out").open("w") as out, (output / "err").open("w") as err:
-            patch.setattr(sys, "stdout", out)
-            patch.setattr(sys, "stderr", err)
-            options = ["--run-code", "--python", sys.executable, "--precision", "fp32"]
+        options = ["--run-code", "--python", sys.executable, "--precision", "fp32"]
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
             status = main(["compare", str(original), "--device", "cpu", "--json", *options])
-    return status, json.loads((output / "out").read_text()), (output / "err").read_text()
+    return status, json.loads(out.getvalue()), err.getvalue()
 
 
 def test_both_compute_the_same_and_where_the_original_is_wrong_it_is_said(compared):
@@ -80,6 +83,37 @@ def test_the_original_s_process_has_no_token_and_what_runs_is_said(compared, ori
     for file in original.glob("*.py"):
         assert re.search(rf"{file.name} \([\d,]+ bytes, sha256 [0-9a-f]{{16}}\)", compared[2])
     assert re.search(r"about [\d.]+ MB \([\d.]+ kB of weights\).*are free", compared[2])
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status"),
+    [("same", 0), ("the original is wrong", 0), ("DIFFERENT", 1), ("OURS IS WRONG", 1)],
+)
+def test_the_status_is_1_where_ours_differs(original, monkeypatch, verdict, status):
+    monkeypatch.setattr(command, "check_python", lambda python: "a transformers")
+    lines = [Line("text", "loss", "1", "2", verdict)]
+    monkeypatch.setattr(command, "compare", lambda *_: lines)
+    asked = ["compare", str(original), "--device", "cpu", "--run-code", "--python", "python"]
+    assert main(asked) == status
+
+
+def test_prompts_end_where_the_assistant_answers_and_memory_that_is_full_ends_all(
+    original, tmp_path
+):
+    write_rows(tmp_path, original)
+    collator = ConversationCollator(ChatGLMProcessor.from_pretrained(original))
+    rows = load_file(tmp_path / "rows.safetensors")
+    for case in ("prompt text", "prompt picture"):
+        assert rows[f"{case}/input_ids"][0, -1] == collator.assistant_id
+
+    def fail(error: Exception):
+        raise error
+
+    told: dict = {}
+    worker.attempt(told, "loss", fail, ValueError("no"))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        worker.attempt(told, "logits", fail, torch.cuda.OutOfMemoryError())
+    assert told == {"loss": {"error": "ValueError: no"}}
 
 
 def refused(capsys, *arguments) -> str:
@@ -129,15 +163,21 @@ def test_memory_that_does_not_suffice_is_told_before_code_runs(original, monkeyp
 
 
 def test_an_environment_is_made_once(tmp_path, monkeypatch):
-    python, ran = tmp_path / "new" / "bin" / "python", []
+    python, ran, status = tmp_path / "new" / "bin" / "python", [], 2
 
     def run(command, check):
         ran.append(command)
+        if status:
+            return type("Done", (), {"returncode": status})
         python.parent.mkdir(parents=True, exist_ok=True)
         python.touch()
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(environment.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match="failed with status 2"):
+        environment.make_environment(tmp_path / "new")
+    ran.clear()
+    status = 0
     for _ in range(2):
         assert environment.make_environment(tmp_path / "new") == python and len(ran) == 2
     with pytest.raises(ValueError, match="not empty, and no environment"):
@@ -163,7 +203,7 @@ def test_what_is_no_original_is_refused(original, tmp_path, capsys):
 def computed(**changes: float) -> Computed:
     """A model without a fault; changes are added to one of its numbers."""
     told, tensors = {}, {}
-    losses = {"text": 2.0, "picture": 1.0, "other picture": 3.0, "batch": 2.0, "swapped": 2.5}
+    losses = {"text": 2.0, "picture": 1.0, "other picture": 3.0, "batch": 2.5, "swapped": 3.0}
     for case, loss in losses.items():
         told[case] = {"loss": loss + changes.get(f"loss {case}", 0.0)}
         rows = 2 if case in ("batch", "swapped") else 1
@@ -176,7 +216,7 @@ def computed(**changes: float) -> Computed:
     return Computed(told, tensors)
 
 
-LEARNED = {"text": 3, "picture": 4, "other picture": 4, "batch": 8, "swapped": 8}
+LEARNED = {"text": 3, "picture": 2, "other picture": 6, "batch": 8, "swapped": 8}
 
 
 def verdicts(original: Computed, ours: Computed) -> set[tuple[str, str, str]]:

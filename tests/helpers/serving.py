@@ -8,6 +8,7 @@ import json
 from PIL import Image
 
 QUESTION = "What is it?"
+CHAT = "/v1/chat/completions"
 
 
 def png(size=(80, 60), colour="orange", mode="RGB") -> bytes:
@@ -26,7 +27,9 @@ def about(*urls: str, text: str = QUESTION) -> list[dict]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-async def call(app, body: object = None, method: str = "POST", **headers: str) -> tuple[int, dict]:
+async def call(
+    app, body: object = None, method: str = "POST", path: str = CHAT, **headers: str
+) -> tuple[int, dict]:
     """What an ASGI application answers, as status and JSON; the body comes in two parts.
 
     Args:
@@ -49,7 +52,7 @@ async def call(app, body: object = None, method: str = "POST", **headers: str) -
     scope = {
         "type": "http",
         "method": method,
-        "path": "/v1/chat/completions",
+        "path": path,
         "query_string": b"",
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()],
     }

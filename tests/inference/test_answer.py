@@ -1,7 +1,9 @@
 """``glm4v-patched answer``: a line a row, continued where it was stopped, never replaced."""
 
 import json
+import os
 import shutil
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from glm4v_patched.data.rows import Source
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import questions
 from glm4v_patched.inference.answer import Request, answer_file
-from glm4v_patched.inference.answer_worker import Answer, Answerer, Words, require_room
+from glm4v_patched.inference.answer_worker import Answer, Answerer, require_room
 from glm4v_patched.inference.decoding import static_cache
 from glm4v_patched.inference.questions import Generation, Question, read_questions
 from glm4v_patched.inference.serving import serve
@@ -71,6 +73,9 @@ def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answe
         last = row["messages"][-1]
         assert line.get("reference") == (last["content"] if last["role"] == "assistant" else None)
     assert read_questions(files.data)[0].prompt[-1]["role"] == "user"
+    called = {"role": "assistant", "metadata": "search", "content": "shapes"}
+    asked = {"role": "user", "content": "a"}
+    assert questions.question_of(1, [asked, called]).reference == "search\nshapes"
     # A finished file is left as it is.
     before = answered.read_bytes(), answered.stat().st_mtime_ns
     assert len(answer_file(request(files), answered)) == 6
@@ -117,28 +122,20 @@ def test_which_cache_is_taken(files, tmp_path):
     assert static_cache.chosen("auto", "cuda", 1, Base(str(config.parent))) == "dynamic"
 
 
-def test_words_come_as_they_are_answered_from_a_static_cache(answerer):
-    loaded = answerer.model, answerer.processor
-    assert Answerer(loaded, Generation(num_beams=2), "static").caches is None
-    said: list[str] = []
-    fresh = Answerer(loaded, answerer.generation, "static")
-    words = Words(fresh.processor.tokenizer, said.append)
-    [answer] = fresh.answer([[{"role": "user", "content": "Which shapes?"}]], streamer=words)
-    assert "".join(said).strip() == answer.text and len(said) > 1
-
-
-def test_batches_and_seeds_draw_other_tokens(answerer):
-    loaded, prompt = (answerer.model, answerer.processor), {"role": "user", "content": "Which?"}
-
-    def drawn(number: int, **generation) -> list[Answer]:
+def test_each_batch_and_each_seed_draws_its_own_tokens(files):
+    def drawn(**generation) -> list[str]:
         asked = Generation(top_k=50, max_new_tokens=NEW, **generation)
-        return Answerer(loaded, asked).answer([[prompt]], number)
+        rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in (1, 2)]
+        given = request(files, generation=asked, batch_size=1)
+        return [answer.text for _, answer in module.answers(given, Base(given.model), rows)]
 
-    assert drawn(1) == drawn(1) != drawn(2) and drawn(1) != drawn(1, seed=3)
+    [first, second] = drawn()
+    assert [first, second] == drawn() and len({first, second, *drawn(seed=3)}) == 4
 
 
 def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer, monkeypatch):
     loaded = model, _ = answerer.model, answerer.processor
+    assert Answerer(loaded, Generation(num_beams=2), "static").caches is None
     for said, ends in ((None, model.config.eos_token_id), ([7, 8], [7, 8]), (7, [7])):
         monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=said))
         ending = Answerer(loaded, Generation())
@@ -154,15 +151,28 @@ def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_picture_that_has_gone_since_ends_with_its_row_after_the_answers_before(
-    files, tmp_path, processes
+    files, tmp_path, monkeypatch, processes
 ):
     shutil.copytree(files.data.parent, tmp_path / "files")
     data = tmp_path / "files" / files.data.name
     asked = request(files, data=data, processes=processes, batch_size=1)
     rows = read_questions(Source(str(data)))
     Path(rows[3].prompt[0]["image"]).unlink()
+    groups, steps, chosen = [], [], static_cache.chosen
+
+    class Started(subprocess.Popen):
+        def __init__(self, *given, **options):
+            super().__init__(*given, **options)
+            groups.append((os.getsid(self.pid), self.pid))
+
+    monkeypatch.setattr(module, "Popen", Started)
+    noted = lambda *given: steps.append(given[2]) or chosen(*given)  # noqa: E731
+    monkeypatch.setattr(static_cache, "chosen", noted)
     given = module.answers(asked, find_source(asked.model), rows)
     assert [next(given)[0].row for _ in range(3)] == [1, 2, 3]
+    assert steps == [6 * NEW // processes]  # of each process, in all of its batches
+    assert len(groups) == {1: 0, 2: 2}[processes]
+    assert all(group == number for group, number in groups)  # Ctrl-C is this process's to answer
     with pytest.raises(RuntimeError, match=r"rows \[4\]: "):
         next(given)
 
@@ -234,6 +244,11 @@ def test_answers_of_something_else_are_not_continued(files, referenced, begun, o
     ):
         with pytest.raises(ValueError, match=f"(?s)belong to something else.*{named}"):
             answer_file(request(files, **changes), out)
+    there = json.loads(out.with_name(SETTINGS).read_text())
+    there["options"]["of_old"] = 1
+    out.with_name(SETTINGS).write_text(json.dumps(there))
+    with pytest.raises(ValueError, match="options.of_old: 1 there, nothing now"):
+        answer_file(request(files), out)
     assert out.read_bytes() == before
 
 
@@ -339,44 +354,30 @@ def test_a_run_that_stops_says_how_to_go_on(files, referenced, answered, out, mo
     assert main(answering) == 0 and out.read_text() == answered.read_text()
 
 
-@pytest.fixture
-def mistaken(files, tmp_path, monkeypatch) -> Path:
-    (tmp_path / "model").symlink_to(files.model)
-    shutil.copytree(files.adapters, tmp_path / "adapters")
-    config = tmp_path / "adapters" / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(files.model), "/was/there/once"))
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
-    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    rows = {"rows": [user, assistant], "faulty": [user, assistant | {"img": "a"}]}
-    for name, messages in (rows | {"broken": [user | {"image": "broken.png"}]}).items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize(
+    "arguments",
+    ["--weights 4bit", "--top-p 2.0", "--revision main", "--format llama", "--image-folder none"],
+)
+def test_a_mistake_is_told_and_nothing_is_written(files, out, refused, monkeypatch, arguments):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return tmp_path
+    asked = ["answer", files.model, "--data", files.data, "--device", "cpu", "--out", out]
+    named = "has no revisions" if "revision" in arguments else arguments.replace(" 2.0", " is 2.0")
+    refused([*asked, *arguments.split()], named)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["adapters"], "/was/there/once"),
-        (["model", "--data", "faulty.jsonl"], 'faulty.jsonl:1: message 2 of 2: the key "img"'),
-        (["model", "--weights", "4bit"], "--weights 4bit needs a GPU"),
-        (["model", "--top-p", "2"], "--top-p is 2.0"),
-        (["model", "--revision", "main"], "has no revisions"),
-        (["model", "--format", "llama"], "--format llama"),
-    ],
+    ("key", "named"), [("image", "rows.jsonl:1: the image "), ("img", 'the key "img"')]
 )
-def test_a_mistake_is_told_and_nothing_is_written(mistaken, refused, arguments, named):
-    arguments = arguments if "--data" in arguments else [*arguments, "--data", "rows.jsonl"]
-    refused(["answer", *arguments, "--device", "cpu", "--out", "out.jsonl"], named)
-    assert not (mistaken / "out.jsonl").exists()
-
-
-def test_a_picture_that_cannot_be_read_is_named(mistaken, capsys):
-    command = ["answer", "model", "--data", "broken.jsonl", "--device", "cpu"]
-    assert main([*command, "--out", "out.jsonl"]) == 1
-    assert "broken.jsonl:1: the image " in capsys.readouterr().err
-    assert not (mistaken / "out.jsonl").exists()
+def test_a_row_that_cannot_be_asked_is_named(files, out, capsys, key, named):
+    data, picture = out.with_name("rows.jsonl"), out.with_name("broken.png")
+    picture.write_bytes(b"\x89PNG")
+    asked = {"role": "user", "content": "a", key: str(picture)}
+    data.write_text(json.dumps({"messages": [asked], "source": "here"}) + "\n")
+    command = ["answer", str(files.model), "--data", str(data), "--ignore", "source"]
+    assert main([*command, "--device", "cpu", "--out", str(out)]) == 1
+    assert named in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_a_row_that_leaves_no_room_is_named(files, answerer, words):

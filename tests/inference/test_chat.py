@@ -16,7 +16,7 @@ from PIL import Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference import web
-from glm4v_patched.inference.answer_worker import Answer
+from glm4v_patched.inference.answer_worker import Answer, Answerer
 from glm4v_patched.inference.chat import Chat
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
@@ -39,6 +39,7 @@ def asked(answerer, monkeypatch) -> list:
     prompts: list = []
 
     def answer(given, number, streamer):
+        assert number == len(prompts)  # each turn draws its own tokens
         prompts.append(given[0])
         streamer.on_finalized_text(f" {len(prompts)}\x1b[31m", stream_end=True)
         return [Answer(str(len(prompts)), "stop")]
@@ -60,8 +61,9 @@ def pictures(prompt: list[dict]) -> list[int]:
 
 
 def test_turns_are_kept_until_reset_and_pictures_belong_to_one(answerer, asked, cat):
-    typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/reset\nHello\n"
-    told = talk(answerer, f"{typed}/exit\nnever asked\n", images=[cat], system="Be brief.")
+    typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/image {cat}\n"
+    typed += "/reset\nHello\n/exit\nnever asked\n"
+    told = talk(answerer, typed, images=[cat], system="Be brief.")
     # What a terminal would obey is shown.
     assert told == "".join(f"{number}\\x1b[31m\n" for number in (1, 2, 3, 4))
     roles = [message["role"] for message in asked[2]]
@@ -72,17 +74,25 @@ def test_turns_are_kept_until_reset_and_pictures_belong_to_one(answerer, asked, 
     assert asked[3] == [system, {"role": "user", "content": "Hello"}]
 
 
-def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(answerer, cat, tmp_path):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(
+    answerer, cat, tmp_path, monkeypatch, cache
+):
     Image.new("RGB", (56, 56), "blue").save(tmp_path / "blue.png")
-    output, images = io.StringIO(), [cat, str(tmp_path / "blue.png")]
-    conversation = Chat(answerer, 1024, images=images, output=output)
+    said: list[str] = []
+    loaded = answerer.model, answerer.processor
+    streaming = Answerer(loaded, answerer.generation, cache)
+    conversation = Chat(streaming, 1024, images=[cat, str(tmp_path / "blue.png")])
+    monkeypatch.setattr(conversation, "_say", said.append)
     conversation.ask("Which colours?")
     prompt = conversation.messages[:-1]
     [answer] = answerer.answer([prompt])
     assert conversation.messages[-1] == {"role": "assistant", "content": answer.text}
     # The tokenizer leaves white space before the answer away, and so does the stream.
-    told = output.getvalue().removesuffix(" (cut at --max-new-tokens 6)\n")
-    assert told.strip() == answer.text and len(answerer.encode([prompt])["pixel_values"]) == 2
+    *told, cut = said
+    assert "".join(told).strip() == answer.text and len(told) > 1
+    assert cut == " (cut at --max-new-tokens 6)\n"
+    assert len(answerer.encode([prompt])["pixel_values"]) == 2
 
 
 def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):
@@ -117,13 +127,6 @@ def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
     options = ["--image", cat, "--device", "cpu", "--max-new-tokens", "4"]
     assert main(["chat", str(files.adapters), *options]) == 0
     assert capsys.readouterr().out.count("cut at --max-new-tokens 4") == 2
-
-
-def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.png").write_text("no picture")
-    for name in ("none.png", "text.png"):
-        refused(["chat", files.model, "--device", "cpu", "--image", name], name)
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +191,13 @@ def test_a_picture_of_any_kind_is_shown_as_browsers_show_it(tmp_path, kind):
         assert image.convert("RGB").getpixel((9, 9))[0] > 240
 
 
-def test_a_mistake_with_the_page_is_told(files, monkeypatch, refused):
+def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.png").write_text("no picture")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for arguments, named in (
+        (["--image", "none.png"], "none.png"),
+        (["--image", "text.png"], "text.png"),
         (["--web"], "chat --web needs gradio and uvicorn: "),
         (["other"], "a second model (other)"),
         (["--port", "1"], "--port (1)"),
@@ -203,10 +210,12 @@ def test_a_mistake_with_the_page_is_told(files, monkeypatch, refused):
 HOLD = """
 import os, sys, tempfile, time
 from glm4v_patched.inference.web import folder_of_uploads
+before = tempfile.gettempdir()
 with folder_of_uploads() as folder:
     tempfile.NamedTemporaryFile(delete=False)
     print(folder, len(os.listdir(folder)), flush=True)
     time.sleep(60 if len(sys.argv) < 2 else 0)
+assert tempfile.gettempdir() == before
 """
 
 
@@ -227,7 +236,7 @@ def test_uploads_are_gone_at_every_ending(tmp_path):
     killed.kill()
     killed.wait(30)
     assert left.exists()
-    start("once")[0].wait(30)
+    assert start("once")[0].wait(30) == 0
     assert not left.exists() and other.exists()
     runs.terminate()
     assert runs.wait(30) == 128 + signal.SIGTERM and not os.listdir(tmp_path)

@@ -184,6 +184,21 @@ def test_a_row_that_has_ended_needs_no_room(model, two_late):
         model.generate(**batch, **GREEDY, **NEVER, **cache(), custom_generate=draw_ahead)
 
 
+def test_a_callers_function_is_called_as_often_as_by_transformers_loop(model, two_late):
+    """It may count, and so no token is drawn before it is known that one is wanted."""
+    calls: list[list] = []
+
+    def allowed(row: int, ids: torch.Tensor) -> range:
+        calls[-1].append((row, ids.tolist()))
+        return range(500)
+
+    for more in ({}, {"custom_generate": draw_ahead}):
+        calls.append([])
+        given = GREEDY | ENDS | {"prefix_allowed_tokens_fn": allowed} | more
+        model.generate(**batch_of(three_id_image()), **given)
+    assert calls[0] == calls[1]
+
+
 def refused(model, error: type[Exception], told: str, **given) -> None:
     asked = GREEDY | {"return_dict_in_generate": True} | given
     with pytest.raises(error, match=told):
@@ -198,6 +213,7 @@ def test_what_only_transformers_loop_does_is_refused_and_so_are_other_models(mod
         ({"streamer": Put()}, r"a streamer \(give it as tokens_to\)"),
         ({"output_scores": True, "output_logits": True}, "output_scores, output_logits"),
         ({"use_cache": False}, "use_cache=False"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
     ):
         told = f"given .*{told}.*leave out custom_generate"
         refused(model, ValueError, told, **batch, **options)
@@ -334,7 +350,8 @@ def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeyp
     assert first.tolist() == [0] and recorded.tolist() == [2] and len(replayed) == 2
     step(ids=torch.tensor([3]), cache=object())
     step(ids=torch.tensor([3, 4]), cache=cache)
-    assert len(seen) == 4 and len(replayed) == 2
+    step(ids=torch.tensor([3, 4], dtype=torch.int32), cache=cache)
+    assert len(seen) == 5 and len(replayed) == 2
 
 
 @pytest.mark.gpu

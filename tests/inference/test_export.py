@@ -134,6 +134,10 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     method = {"quantization_config": {"quant_method": "awq", "bits": 4}}
     config.write_text(json.dumps(json.loads(config.read_text()) | method))
     assert "was saved quantised already, by awq" in told(tmp_path / "quantised", learned)
+    needed: list[float] = []
+    monkeypatch.setattr(module, "require_space", lambda size, out: needed.append(size))
     monkeypatch.setattr(module, "free_ram", lambda: 1e6)
     words(told(files.model, learned))
+    told(files.adapters, learned)  # which are merged first
+    assert needed[1] - needed[0] == (files.model / "model.safetensors").stat().st_size
     assert not (tmp_path / "out").exists()

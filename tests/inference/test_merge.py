@@ -176,11 +176,26 @@ def test_what_is_more_than_lora_is_refused_by_name(files, tmp_path, words):
         merge(str(folder), tmp_path / "merged")
 
 
+def test_a_model_of_the_hub_that_lacks_a_weight_is_named_with_it(files, tmp_path, monkeypatch):
+    """A folder is looked through before."""
+    model = Path(shutil.copytree(files.model, tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    del weights[f"transformer.{FIRST}.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    of_hub = module.Base(str(model), adapters=files.adapters)
+    monkeypatch.setattr(module, "find_source", lambda *_: of_hub)
+    with pytest.raises(ValueError, match=rf"lacks 1 of \d+ weights .*{FIRST}"):
+        merge("our-org/adapters", tmp_path / "merged", check=False)
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_mistake_is_told_and_nothing_is_replaced(files, tmp_path, monkeypatch, refused):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").touch()
     refused(["merge", files.adapters, "--out", tmp_path / "there"], "there is there")
     refused(["merge", files.model, "--out", tmp_path / "out"], "holds no adapters")
+    of_hub = ["merge", files.adapters, "--revision", "main", "--out", tmp_path / "out"]
+    refused(of_hub, "revision is 'main'")
     refused(["merge", files.adapters, "--out", files.model / "out"], "lies in the model's folder")
     size = (files.model / "model.safetensors").stat().st_size
     free = shutil._ntuple_diskusage(9, 9, size - 1)

@@ -1,5 +1,6 @@
 """``glm4v-patched serve``: OpenAI's own client against it, over loopback."""
 
+import asyncio
 import io
 import json
 import re
@@ -17,17 +18,23 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
+import uvicorn
 from PIL import Image
 
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import answer_queue
 from glm4v_patched.inference.serving.answer_queue import Ask, Ended, Penalties, Row
-from glm4v_patched.inference.serving.limits import ApiError
+from glm4v_patched.inference.serving.app import make_app
+from glm4v_patched.inference.serving.connections import run_server
+from glm4v_patched.inference.serving.limits import ApiError, Limits
 from glm4v_patched.inference.serving.requests import ChatRequest, Wanted, model_called, read_request
+from glm4v_patched.inference.serving.serve import with_adapters
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load
 from tests.helpers.answering import write_adapters
 from tests.helpers.processes import serving
-from tests.helpers.serving import QUESTION, about, data_url, png
+from tests.helpers.serving import QUESTION, about, call, data_url, png
 
 KEY = "secret"
 NEW = 6
@@ -116,6 +123,7 @@ def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answere
     assert (text_of(reply), reply.choices[0].finish_reason) == (alone.text, "length")
     length = answerer.encode([[message]])["input_ids"].shape[1]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (length, NEW)
+    assert reply.usage.total_tokens == length + NEW
     assert text_of(server.ask(about(data_url(contents[0])))) != alone.text
     # As programs do it, with all keys of the message that they got.
     said = reply.choices[0].message.model_dump() | {"annotations": [], "tool_calls": []}
@@ -208,10 +216,13 @@ def test_what_clients_send_is_taken_where_it_asks_for_nothing():
         # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
         {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
         {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
+        {"top_k": 0, "top_p": 1},
+        {"top_k": -1},
         {"messages": [{"role": "developer", "content": "a"}, shown, said, NEXT]},
     ):
         wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
         assert wanted.model == "m" and ("messages" in given or wanted.prompt == WORDS)
+        assert wanted.generation == Generation()
     roles = [message["role"] for message in wanted.prompt]
     assert roles == ["system", "user", "assistant", "user"] and wanted.pictures == 1
     # A name that is served goes before that of any glm-4v.
@@ -277,6 +288,16 @@ def test_adapters_are_served_by_name_beside_their_model(server, endless, adapter
         assert text_of(server.ask(PICTURE, model=name)) == said[name]
 
 
+def test_adapters_that_are_served_stay_on_beside_others(adapters, load_answerer):
+    base, other = (find_source(str(folder)) for folder in adapters.values())
+    loaded = load(base, "cpu")
+    model, using = with_adapters(loaded.model, base, {"two.b": other})
+    both = Answerer(loaded._replace(model=model), Generation(max_new_tokens=NEW))
+    for name, folder in adapters.items():
+        with using(name):
+            assert both.answer([WORDS]) == load_answerer(folder).answer([WORDS])
+
+
 def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
     """With pictures and without, for models by name, whole and streamed."""
 
@@ -297,10 +318,10 @@ def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
 
 
 def langchain(url: str) -> str:
-    models = pytest.importorskip("langchain_openai")
     from langchain_core.messages import HumanMessage
+    from langchain_openai import ChatOpenAI
 
-    model = models.ChatOpenAI(model="tiny", base_url=url, api_key=KEY)
+    model = ChatOpenAI(model="tiny", base_url=url, api_key=KEY)
     asked = [HumanMessage(content=PICTURE[0]["content"])]
     told = model.invoke(asked).content
     assert "".join(chunk.content for chunk in model.stream(asked)) == told
@@ -308,37 +329,37 @@ def langchain(url: str) -> str:
 
 
 def litellm(url: str) -> str:
-    client = pytest.importorskip("litellm")
-    asked = {"model": "openai/tiny", "messages": PICTURE}
-    reply = client.completion(**asked, api_base=url, api_key=KEY)
+    from litellm import completion
+
+    reply = completion(model="openai/tiny", messages=PICTURE, api_base=url, api_key=KEY)
     return reply.choices[0].message.content
 
 
 def llama_index(url: str) -> str:
-    models = pytest.importorskip("llama_index.llms.openai_like")
     from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+    from llama_index.llms.openai_like import OpenAILike
 
     how = {"is_chat_model": True, "temperature": 0}
-    model = models.OpenAILike(model="tiny", api_base=url, api_key=KEY, **how)
+    model = OpenAILike(model="tiny", api_base=url, api_key=KEY, **how)
     shown = [ImageBlock(image=png(), image_mimetype="image/png"), TextBlock(text=QUESTION)]
     return model.chat([ChatMessage(role="user", blocks=shown)]).message.content
 
 
 def evalscope(url: str) -> str:
-    models = pytest.importorskip("evalscope.api.model")
     from evalscope.api.messages import ChatMessageUser, ContentImage, ContentText
+    from evalscope.api.model import GenerateConfig, get_model
 
-    where = {"eval_type": "openai_api", "base_url": url, "api_key": KEY}
-    model = models.get_model(model="tiny", config=models.GenerateConfig(temperature=0), **where)
+    how = {"eval_type": "openai_api", "config": GenerateConfig(temperature=0)}
+    model = get_model(model="tiny", base_url=url, api_key=KEY, **how)
     shown = [ContentImage(image=data_url(png())), ContentText(text=QUESTION)]
     return model.generate([ChatMessageUser(content=shown)]).completion
 
 
 def lmms_eval(url: str) -> str:
-    models = pytest.importorskip("lmms_eval.models.chat.openai")
     from lmms_eval.api.instance import Instance
+    from lmms_eval.models.chat.openai import OpenAICompatible
 
-    model = models.OpenAICompatible(model_version="tiny", base_url=url, api_key=KEY)
+    model = OpenAICompatible(model_version="tiny", base_url=url, api_key=KEY)
     model.task_dict = {"task": {"test": [Image.open(io.BytesIO(png()))]}}
 
     def messages_of(picture) -> list[dict]:
@@ -347,13 +368,13 @@ def lmms_eval(url: str) -> str:
 
     given = ("", messages_of, {"max_new_tokens": 6, "temperature": 0}, 0, "task", "test")
     about_task = {"task": "task", "doc_id": 0, "repeats": 1}
-    asked = Instance("generate_until", given, 0, metadata=about_task)
-    [reply] = model.generate_until([asked])
+    [reply] = model.generate_until([Instance("generate_until", given, 0, metadata=about_task)])
     return reply.text if hasattr(reply, "text") else reply
 
 
 @pytest.mark.parametrize("client", [langchain, litellm, llama_index, evalscope, lmms_eval])
 def test_a_client_is_answered_as_openais(client: Callable[[str], str], server):
+    pytest.importorskip("langchain_openai" if client is langchain else client.__name__)
     assert client(server.url) == text_of(server.ask(PICTURE))
 
 
@@ -407,24 +428,61 @@ def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
         assert isinstance(events[-1], Ended) and events[-1].reason == "length"
 
 
-def test_a_request_that_fails_or_is_long_takes_no_other_with_it(answerer, monkeypatch):
+def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):
     def fail(batch):
-        if 60 < batch["attention_mask"].sum(-1).max() < 900:
+        if batch["attention_mask"].sum(-1).max() > 60:
             raise RuntimeError("no memory")
 
     told: dict[object, list] = {}
-    texts = {2: "x" * 60, 5: "word " * 3000, 6: "x" * 990}
+    texts = {2: "x" * 60, 5: "word " * 3000}
     prompts = {n: [{"role": "user", "content": text}] for n, text in texts.items()}
     prompts[4] = [{"role": "user", "image": png()[:-30], "content": "a"}]
-    asks = [asking(told, 1, max_tokens=900), asking(told, 3, max_tokens=2)]
-    # The last one and the first together would take more positions than the model has.
-    asks += [asking(told, n, prompt=prompt, max_tokens=900) for n, prompt in prompts.items()]
+    asks = [asking(told, n, max_tokens=n) for n in (1, 3)]
+    asks += [asking(told, n, prompt=prompt, max_tokens=9) for n, prompt in prompts.items()]
     batches_of(answerer, monkeypatch, asks, fail)
     errors = {n: events[-1] for n, events in told.items() if isinstance(events[-1], ApiError)}
     found = {n: (error.status, error.param) for n, error in errors.items()}
     assert found == {2: (500, None), 4: (400, "messages"), 5: (400, "messages")}
-    assert (told[1][-1][:2], told[3][-1][:2]) == (("length", 900), ("length", 2))
-    assert told[6][-1].reason == "length" and 0 < told[6][-1].tokens < 34
+    assert (told[1][-1][:2], told[3][-1][:2]) == (("length", 1), ("length", 3))
+
+
+def test_a_request_with_less_room_than_another_is_answered_apart(answerer, monkeypatch):
+    """All rows of a batch are as long as its longest answer, for which it has no positions."""
+    told: dict[object, list] = {}
+    long = [{"role": "user", "content": "x" * 990}]
+    asks = [asking(told, "short", max_tokens=60), asking(told, "long", prompt=long, max_tokens=60)]
+    assert batches_of(answerer, monkeypatch, asks) == [1, 1]
+    assert told["short"][-1][:2] == ("length", 60)
+    assert told["long"][-1].reason == "length" and 0 < told["long"][-1].tokens < 34
+
+
+def test_who_waits_when_the_server_is_stopped_is_told_so_and_its_health(answerer):
+    told: dict[object, list] = {}
+    queue = answer_queue.AnswerQueue(answerer, 1024)
+    app = make_app(queue, ["m"], Generation(), Limits(api_key=KEY), print)
+
+    def health() -> int:
+        """Which needs no key."""
+        return asyncio.run(call(app, method="GET", path="/health"))[0]
+
+    assert health() == 200
+    with queue._changed:
+        queue._waiting.append(asking(told, "waits"))
+        queue.stop()
+    queue.join()
+    queue.submit(asking(told, "late"))
+    assert [error.status for [error] in told.values()] == [503, 503]
+    assert health() == 503
+
+
+def test_a_server_that_was_started_under_nohup_stays(monkeypatch):
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run_server(print, None, print)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def row(said: list, tokenizer=None, stop=(), most=9, **options) -> Row:

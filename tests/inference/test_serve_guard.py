@@ -20,6 +20,7 @@ from tests.helpers.serving import about, call, data_url, png
 
 PICTURE = data_url(png())
 FETCHED = png() + bytes(1000)
+INVALID = "invalid_request_error"
 
 
 async def echo(scope, receive, send) -> None:
@@ -90,6 +91,7 @@ def test_a_key_is_taken_as_http_has_it_and_a_websocket_is_closed():
 def test_a_body_that_is_too_large_or_no_json_is_refused(body, limits, status, told):
     got, answered = ask(body, Limits(**limits))
     assert got == status and told in answered["error"]["message"]
+    assert answered["error"]["type"] == ("rate_limit_error" if got == 429 else INVALID)
 
 
 def test_what_is_just_small_enough_is_taken():
@@ -234,6 +236,7 @@ def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limi
         {"type": "image", "image": url},
         {"type": "input_image", "image_url": url},
         {"type": "video_url", "video_url": {"url": url}},
+        {"type": "input_file", "file_url": url},
     ):
         status, body = ask({"messages": [{"role": "user", "content": [part]}]}, Limits(**limits))
         assert (status, body["error"]["code"]) == (400, code)

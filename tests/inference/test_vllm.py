@@ -7,9 +7,13 @@ import pkgutil
 import sys
 import tomllib
 from argparse import Namespace
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from inspect import Parameter, Signature
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +22,12 @@ from safetensors.torch import save_file
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference import vllm_plugin
+from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import serve, vllm
 from glm4v_patched.inference.serving.guard import Guard
 from glm4v_patched.inference.serving.limits import VARIABLE
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
+from glm4v_patched.models.base import Base
 from glm4v_patched.remote.image_checks import ImageFormat
 from glm4v_patched.remote.image_layout import GivenRows, grow_rows
 from glm4v_patched.terminal_text import own_command, pip_install
@@ -57,13 +63,15 @@ def start(*arguments: object) -> None:
 LANGUAGE = "transformer.encoder.layers.0"
 
 
-def option(command: list[str], name: str) -> str:
-    return command[command.index(name) + 1]
-
-
 def options(command: list[str], name: str) -> list[str]:
+    """What stands behind one of them."""
     after = command[command.index(name) + 1 :]
-    return after[: next(n for n, each in enumerate([*after, "--"]) if each.startswith("--"))]
+    return [*takewhile(lambda each: not each.startswith("--"), after)]
+
+
+def option(command: list[str], name: str) -> str:
+    [value] = options(command, name)
+    return value
 
 
 def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path):
@@ -81,50 +89,55 @@ def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path)
     assert (module, name) == (Guard.__module__, "Guard")
     # Not in the command, which other users of the machine see.
     assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
+    of_hub = Base("our-org/model", "c0ffee")
+    command = vllm.vllm_command(program, of_hub, "m", {}, ("localhost", 1), Generation())
+    assert option(command, "--revision") == "c0ffee"
     limits = json.loads(environment[VARIABLE])
     assert limits["max_body_bytes"] == 3_000_000 and limits["most_at_once"] is None
 
 
-def write_adapters(folder: Path, model: Path, name: str, rank: int, **more) -> None:
+def write_adapters(folder: Path, model: Path, rank: int, name: str = LANGUAGE, **more) -> None:
     LoraConfig(r=rank, base_model_name_or_path=str(model), **more).save_pretrained(folder)
     weights = {f"base_model.model.{name}.lora_A.weight": torch.ones(1)}
     save_file(weights, folder / "adapter_model.safetensors")
 
 
-def test_adapters_are_served_beside_their_model(files, executed, tmp_path, refused):
+def test_adapters_are_served_beside_their_model_in_the_next_rank_that_vllm_takes(
+    files, executed, tmp_path
+):
     folder, other = tmp_path / "adapters", tmp_path / "other"
-    write_adapters(folder, files.model, LANGUAGE, 4)
-    write_adapters(other, files.model, LANGUAGE, 9)
+    write_adapters(folder, files.model, 8)
+    write_adapters(other, files.model, 9)
     start(str(folder), "--served-model-name", "mine", "--temperature", "2")
     by_name = ["--adapter", f"b={other}", "--adapter", f"glm-4v={folder}"]
     start(str(files.model), *by_name)
-    [(_, mine, _), (_, both, _)] = executed
+    write_adapters(other, files.model, 512)
+    start(str(other))
+    mine, both, largest = (command for _, command, _ in executed)
     assert mine[2] == str(files.model) and "--enable-lora" in mine
     assert option(mine, "--lora-modules") == f"mine={folder}"
-    assert option(mine, "--max-lora-rank") == "8"  # vLLM takes no 4
+    assert option(mine, "--max-lora-rank") == "8"
     assert json.loads(option(mine, "--override-generation-config"))["temperature"] == 2
     assert options(both, "--lora-modules") == [f"b={other}", f"glm-4v={folder}"]
     assert option(both, "--max-lora-rank") == "16" and option(both, "--max-loras") == "2"
     assert options(both, "--served-model-name") == [str(files.model), "glm-4v-9b"]
-    write_adapters(folder, files.model, "transformer.vision.layers.0", 4)
-    refused(["serve", folder], "1 of the adapters' weights", program=own_command())
+    assert option(largest, "--max-lora-rank") == "512"
 
 
-def test_the_rank_is_the_next_that_vllm_takes_and_others_are_refused(
-    files, executed, tmp_path, refused
+@pytest.mark.parametrize(
+    ("named", "rank", "more"),
+    [
+        ("rank 513", 513, {}),
+        ("alpha_pattern", 4, {"alpha_pattern": {"dense": 2}}),
+        ("rank_pattern", 4, {"rank_pattern": {"dense": 2}}),
+        ("1 of the adapters' weights", 4, {"name": "transformer.vision.layers.0"}),
+    ],
+)
+def test_adapters_that_vllm_does_not_compute_are_refused(
+    files, executed, tmp_path, refused, named, rank, more
 ):
-    folder = tmp_path / "adapters"
-    for rank, taken in ((8, 8), (9, 16), (512, 512)):
-        write_adapters(folder, files.model, LANGUAGE, rank)
-        start(str(folder))
-        assert option(executed.pop()[1], "--max-lora-rank") == str(taken)
-    for rank, more, named in (
-        (513, {}, "rank 513"),
-        (4, {"alpha_pattern": {"dense": 2}}, "alpha_pattern"),
-        (4, {"rank_pattern": {"dense": 2}}, "rank_pattern"),
-    ):
-        write_adapters(folder, files.model, LANGUAGE, rank, **more)
-        refused(["serve", folder], named, program=own_command())
+    write_adapters(tmp_path / "adapters", files.model, rank, **more)
+    refused(["serve", tmp_path / "adapters"], named, program=own_command())
     assert not executed
 
 
@@ -155,54 +168,37 @@ def test_the_engine_is_vllm_where_it_can_do_what_is_asked_for(executed, monkeypa
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
-class FakeModel:
-    hf_to_vllm_mapper = None
-
-    def forward(
-        self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs
-    ): ...
-
-    def get_mrope_input_positions(self, input_tokens, mm_features): ...
-
-    def compute_logits(self, hidden_states): ...
+def taking(parameters: str) -> Callable:
+    """Something that is called with these."""
+    function: Any = lambda **given: None  # noqa: E731
+    named = [Parameter(each, Parameter.KEYWORD_ONLY) for each in parameters.split()]
+    function.__signature__ = Signature(named)
+    return function
 
 
-class FakeVllm:
-    """The modules of a vLLM that has what the plug-in wants."""
+class FakeVllm(dict[str, Any]):
+    """The modules of a vLLM that has what the plug-in wants, by their names."""
 
     def __init__(self) -> None:
+        super().__init__(vllm=SimpleNamespace(__version__=vllm_plugin.NEWEST))
+        for module, path, wanted in vllm_plugin._NAMES:
+            holder = self.setdefault(module, SimpleNamespace())
+            *owners, name = path.split(".")
+            for owner in owners:
+                holder = vars(holder).setdefault(owner, SimpleNamespace())
+            setattr(holder, name, taking(wanted or ""))
         self.registered: dict[str, str] = {}
         self.hooks: dict[str, object] = {}
-        registry = SimpleNamespace(register_model=self.registered.__setitem__)
-        self.vllm = SimpleNamespace(__version__=vllm_plugin.NEWEST, ModelRegistry=registry)
-        self.config = SimpleNamespace(MODELS_CONFIG_MAP=self.hooks)
-        self.glm4v = SimpleNamespace(
-            GLM4VForCausalLM=FakeModel,
-            GLM4VProcessingInfo=SimpleNamespace(
-                get_supported_mm_limits=lambda self: {}, get_num_image_tokens=lambda self: 4
-            ),
-            GLM4VMultiModalProcessor=SimpleNamespace(
-                _apply_hf_processor_tokens_only=lambda self, prompt_tokens: prompt_tokens
-            ),
-            GLM4VDummyInputsBuilder=object,
-        )
-        processors = SimpleNamespace(register_processor=lambda processor, info, dummy_inputs: None)
-        self.multimodal = SimpleNamespace(MULTIMODAL_REGISTRY=processors)
-        mapper = SimpleNamespace(_map_name=lambda self, key: key)
-        self.modules = {
-            "vllm": self.vllm,
-            "vllm.model_executor.models.config": self.config,
-            "vllm.transformers_utils.config": SimpleNamespace(uses_mrope=lambda config: True),
-            "vllm.model_executor.models.glm4v": self.glm4v,
-            "vllm.model_executor.models.utils": SimpleNamespace(WeightsMapper=mapper),
-            "vllm.multimodal": self.multimodal,
-        }
+        self.config = self["vllm.model_executor.models.config"]
+        self.config.MODELS_CONFIG_MAP = self.hooks
+        self.vllm = self["vllm"]
+        self.vllm.ModelRegistry = SimpleNamespace(register_model=self.registered.__setitem__)
 
 
 @pytest.fixture
 def fake(monkeypatch) -> FakeVllm:
     fake = FakeVllm()
-    for name, module in fake.modules.items():
+    for name, module in fake.items():
         monkeypatch.setitem(sys.modules, name, module)
     return fake
 
@@ -269,8 +265,9 @@ def test_a_vllm_that_has_moved_serves_other_models_and_no_glm4v(fake, logged, wo
 def test_names_that_have_moved_are_all_said_with_version_and_cure(fake, words):
     register()
     vllm_plugin.check_vllm()
-    del fake.glm4v.GLM4VProcessingInfo, fake.multimodal.MULTIMODAL_REGISTRY
-    fake.glm4v.GLM4VForCausalLM = type("Moved", (FakeModel,), {"compute_logits": lambda grid: 0})
+    glm4v = fake["vllm.model_executor.models.glm4v"]
+    glm4v.GLM4VForCausalLM.compute_logits = taking("grid")
+    del glm4v.GLM4VProcessingInfo, fake["vllm.multimodal"].MULTIMODAL_REGISTRY
     moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes (grid)", vllm_plugin.NEWEST)
     with words.refused(RuntimeError, *moved, pip=pip_install()):
         vllm_plugin.check_vllm()
@@ -290,11 +287,11 @@ def test_an_older_vllm_is_refused_and_a_newer_one_that_fits_taken_with_a_word(fa
 
 def test_vllm_will_ask_the_model_for_positions(fake):
     register()
-    for kept in (None, {"a": 1}):
+    for kept in (None, {"a": 1}, {"rope_type": "own"}):
         model = settings(rope_parameters=kept)
         SharedPositions.verify_and_update_model_config(model)
-        wanted = {"rope_type": "default", "mrope_section": [32, 0, 0]}
-        assert model.hf_config.rope_parameters == (kept or {}) | wanted
+        wanted = {"rope_type": "default"} | (kept or {}) | {"mrope_section": [32, 0, 0]}
+        assert model.hf_config.rope_parameters == wanted
     model.uses_mrope = False
     with pytest.raises(RuntimeError, match="uses_mrope stays False"):
         SharedPositions.verify_and_update_model_config(model)
