@@ -24,6 +24,7 @@ from glm4v_patched.cli import main as run
 from glm4v_patched.engine.trainable import build_random
 from glm4v_patched.inference.export import FORMATS, require_compressor
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 
@@ -44,17 +45,9 @@ class Task:
 
 MID = SIZES["mid"]
 CONFIG = ChatGLMConfig()  # the published sizes
-REAL = {
-    name: getattr(CONFIG, name)
-    for name in (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads"),
-        *("multi_query_group_num", "padded_vocab_size", "seq_length"),
-    )
-}
-REAL_TOWER = {
-    name: getattr(CONFIG.vision, name)
-    for name in ("num_hidden_layers", "hidden_size", "num_heads", "intermediate_size")
-}
+OF_A_SIZE = [*MID.language, "padded_vocab_size", "seq_length"]
+REAL = {name: getattr(CONFIG, name) for name in OF_A_SIZE}
+REAL_TOWER = {name: getattr(CONFIG.vision, name) for name in MID.tower}
 TASKS = {
     "real": Task(CONFIG.vision.image_size, 32, 1, 0, 1, 0.0, "bf16", 32, REAL, REAL_TOWER),
     "mid": Task(MID.side, 20_000, 500, 2_000, 64, 3e-4, "bf16", 256, MID.language, MID.tower),
@@ -77,14 +70,15 @@ def train(folder: Path, task: Task, device: str) -> None:
                 processor = build_processor(words, task.side)
                 config = tiny_config(processor.tokenizer, task.side, task.language, task.tower)
                 torch.manual_seed(0)
-                # In fp32 on the CPU where it learns, so that its weights are the same anywhere.
-                with torch.device("cpu" if task.steps else device):
-                    model = build_random(
-                        config, dtype=torch.float32 if task.steps else torch.bfloat16
-                    )
-                if task.precision == "bf16":
-                    model = model.bfloat16()
-                save(model, processor, folder / ("initial" if task.steps else "trained"))
+                if task.steps:
+                    model = GLM4VForCausalLM(config)
+                    if task.precision == "bf16":
+                        model = model.bfloat16()
+                    save(model, processor, folder / "initial")
+                else:  # too large to be made on a CPU, or in fp32
+                    with torch.device(device):
+                        model = build_random(config, dtype=torch.bfloat16)
+                    save(model, processor, folder / "trained")
     if not task.steps:
         return
     recipe = {

@@ -208,7 +208,9 @@ ON_GPUS = [
 ITS_PIN = "its pin on transformers 5.16.1 is ignored"
 
 
-def axolotl(name: str, more: str, batch: int, rate: float, *options: str, **further) -> Job:
+def axolotl(
+    name: str, more: str, *, batch: int, rate: float, options: tuple[str, ...] = (), **further
+) -> Job:
     text = f"{FILES['axolotl.yaml']}micro_batch_size: {batch}\nlearning_rate: {rate}\n{more}"
     words = ("axolotl", "train", "axolotl.yaml", *options)
     further = {"files": {"axolotl.yaml": text, **ZERO3}, "note": ITS_PIN} | further
@@ -216,14 +218,20 @@ def axolotl(name: str, more: str, batch: int, rate: float, *options: str, **furt
 
 
 OTHERS = [
-    axolotl("SFT", "", 24, 2e-3),
+    axolotl("SFT", "", batch=24, rate=2e-3),
     axolotl(
-        *("SFT, two processes, ZeRO-3", "deepspeed: deepspeed.json\n", 12, 2e-3),
-        *("--launcher", "torchrun", "--", "--nproc_per_node", "2"),
+        "SFT, two processes, ZeRO-3",
+        "deepspeed: deepspeed.json\n",
+        batch=12,
+        rate=2e-3,
+        options=("--launcher", "torchrun", "--", "--nproc_per_node", "2"),
         note="by DDP alone it puts the model on GPU 0 and 1; its pin on transformers is ignored",
     ),
     axolotl(
-        *("SFT, LoRA", FILES["axolotl_lora.yaml"], 24, 1e-2),
+        "SFT, LoRA",
+        FILES["axolotl_lora.yaml"],
+        batch=24,
+        rate=1e-2,
         then=(*RUN, "axolotl", "merge-lora", "axolotl.yaml", "--lora-model-dir", "out"),
         out="out/merged",
         note=f"merged by axolotl merge-lora; {ITS_PIN}",

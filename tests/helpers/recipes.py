@@ -85,11 +85,11 @@ def train_in_processes(
     die_writing: str = "",
 ) -> Ended:
     """Train one after the other on two processes, for which the plans were made. See
-    plan_worker.py."""
+    plan_worker.py. What hangs has failed, two minutes a plan after the two of the start."""
     worker = [str(WORKERS / "plan_worker.py"), *map(str, plans), "--with-dropout"]
     worker += [*map(str, with_dropout), "--diverging", *map(str, diverging)]
     worker += ["--die-writing", die_writing] if die_writing else []
-    return run_ranks(*worker, seconds=200 + 100 * len(worker))
+    return run_ranks(*worker, seconds=120 * (1 + len([*plans, *with_dropout, *diverging])))
 
 
 def built(asked: Recipe) -> nn.Module:
