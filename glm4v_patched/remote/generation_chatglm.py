@@ -381,9 +381,10 @@ def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> T
     """The images whose begin is not in the cache yet; all given ones, if they are just those."""
     if images is None:
         return None
-    is_begin = (rows.input_ids == begin_id) & rows.image_mask
-    columns = torch.arange(is_begin.shape[1], device=is_begin.device)
-    is_cut = rows.image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
+    image_mask = rows.image_mask.cpu()
+    is_begin = (rows.input_ids.cpu() == begin_id) & image_mask
+    columns = torch.arange(is_begin.shape[1])
+    is_cut = image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
     places = (is_begin | is_cut).nonzero()
     columns_cut = torch.cat((places[:, 1:], is_cut[places.unbind(1)][:, None]), dim=1).tolist()
     if any(is_cut for _, is_cut in columns_cut):

@@ -8,7 +8,7 @@ An image costs three positions: begin keeps ``p``, all its inner positions share
 has ``p + 2``.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +87,8 @@ def grow_rows(
     """Bring rows of either form, with any number of images each, to the grown form.
 
     Rows that end up shorter than the longest are filled up on the left, where generation wants it.
+    All of this is computed on the host, for which it is hundreds of short steps, and a GPU would
+    wait for each to be started; what is returned is where the ids are.
 
     Args:
         num_images: Pictures that come with these rows; with ``num_cached``, those of whole rows or
@@ -100,7 +102,8 @@ def grow_rows(
             to be grown; a ``RuntimeError`` when it runs says that they are not, or have a fault.
     """
     check_shapes(given)
-    given = _beside_ids(given)
+    device = given.input_ids.device
+    given = _moved(given, device if torch.compiler.is_compiling() else torch.device("cpu"))
     spans = _find_images(given.input_ids, image_format, prompt_length)
     read = _read_rows(given, spans, image_format, num_images)
     facts, labels = read.facts, given.labels
@@ -132,19 +135,17 @@ def grow_rows(
         rows = rows._replace(labels=torch.cat((rows.labels, given.label_after), dim=1))
     if is_packed:
         rows = rows._replace(packed_position_ids=_count_within_samples(rows.position_ids))
-    return rows
+    return _moved(rows, device)
 
 
-def _beside_ids(given: GivenRows) -> GivenRows:
-    """With labels and positions on the device of the ids."""
-
-    def moved(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.to(given.input_ids.device, torch.long)
-
-    labels, after = moved(given.labels), moved(given.label_after)
-    return given._replace(
-        labels=labels, label_after=after, next_position=moved(given.next_position)
-    )
+def _moved(rows: Any, device: torch.device) -> Any:
+    """With all that comes with ids on one device, and labels as int64; a 4D mask stays."""
+    moved = {}
+    for name, values in rows._asdict().items():
+        if isinstance(values, Tensor) and values.ndim == 2:
+            dtype = torch.long if name.startswith("label") else values.dtype
+            moved[name] = values.to(device, dtype)
+    return rows._replace(**moved)
 
 
 def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -> GrownRows:
@@ -192,7 +193,8 @@ def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: Image
 
     The published placeholder is the padding id: masks made by comparing ids take it out.
     """
-    return attention_mask.masked_fill(_find_images(input_ids, image_format).is_inside, 1)
+    is_inside = _find_images(input_ids.cpu(), image_format).is_inside
+    return attention_mask.masked_fill(is_inside.to(attention_mask.device), 1)
 
 
 def _find_images(

@@ -90,21 +90,23 @@ class RotaryEmbedding(nn.Module):
         return 1.0 / base**exponents
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``(B, 1, R, F)``, rounded to ``dtype`` unless ``rope_in_fp32``."""
+        """For :func:`apply_rotary`, ``(B, R, 1, C)`` each, rounded to ``dtype`` unless
+        ``rope_in_fp32``: cosines, and sines with the sign of what they are added to. For the half
+        of the channels that is not rotated, cosines of 1 and sines of 0."""
         theta_F = self._frequencies(10000.0 * self.config.rope_ratio, position_ids.device)
-        angles_B1RF = (position_ids[:, None, :, None].float() * theta_F).float()
+        angles_BRF = (position_ids[..., None].float() * theta_F).float()
         dtype = torch.float32 if self.config.rope_in_fp32 else dtype
-        return angles_B1RF.cos().to(dtype), angles_B1RF.sin().to(dtype)
+        cos, sin = angles_BRF.cos().to(dtype), angles_BRF.sin().to(dtype)
+        passed = 0, self.config.kv_channels - 2 * len(theta_F)
+        cos_BRC = F.pad(torch.stack((cos, cos), dim=-1).flatten(-2), passed, value=1.0)
+        sin_BRC = F.pad(torch.stack((-sin, sin), dim=-1).flatten(-2), passed)
+        return cos_BRC[:, :, None], sin_BRC[:, :, None]
 
 
-def apply_rotary(x_BHRC: Tensor, cos_B1RF: Tensor, sin_B1RF: Tensor) -> Tensor:
-    """Rotate neighbouring channels ``(2i, 2i + 1)`` of the first half; pass the rest through."""
-    rotated, passed = x_BHRC.split(x_BHRC.shape[-1] // 2, dim=-1)
-    even, odd = rotated.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack(
-        (even * cos_B1RF - odd * sin_B1RF, odd * cos_B1RF + even * sin_B1RF), dim=-1
-    )
-    return torch.cat((turned.flatten(-2).to(x_BHRC.dtype), passed), dim=-1)
+def apply_rotary(x_BRHC: Tensor, cos_BR1C: Tensor, sin_BR1C: Tensor) -> Tensor:
+    """Rotate neighbouring channels ``(2i, 2i + 1)``."""
+    neighbours_BRHC = x_BRHC.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x_BRHC * cos_BR1C + neighbours_BRHC * sin_BR1C).to(x_BRHC.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -131,10 +133,10 @@ class SelfAttention(nn.Module):
         heads, groups = config.num_attention_heads, config.multi_query_group_num
         self.head_dim = config.kv_channels
         self.num_key_value_groups = heads // groups
-        self.split_sizes = [size * config.kv_channels for size in (heads, groups, groups)]
+        self.split_sizes = heads, groups, groups
         has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.query_key_value = nn.Linear(
-            config.hidden_size, sum(self.split_sizes), bias=has_qkv_bias
+            config.hidden_size, sum(self.split_sizes) * config.kv_channels, bias=has_qkv_bias
         )
         self.dense = nn.Linear(
             heads * config.kv_channels, config.hidden_size, bias=config.add_bias_linear
@@ -144,11 +146,11 @@ class SelfAttention(nn.Module):
         self, x_BRD, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
     ) -> Tensor:
         """``fills``: whether the cache was empty, and further arguments of its ``update``."""
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in self.query_key_value(x_BRD).split(self.split_sizes, dim=-1)
-        )
-        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
+        queries, groups, _ = self.split_sizes
+        turned, value = heads_BRHC.split((queries + groups, groups), dim=2)
+        query, key = apply_rotary(turned, cos, sin).split((queries, groups), dim=2)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         if past_key_values is not None:
             was_empty, where = fills
             new = key, value
