@@ -5,6 +5,8 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from .few_rows import overlaps
+
 # Blocks of weights on their way at a time: of bf16 16 KiB each, with the rows' 4 or 8.
 STAGES = 4
 
@@ -21,6 +23,7 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_width: tl.constexpr,
+    is_early: tl.constexpr,
 ):
     part = tl.program_id(1)
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
@@ -32,12 +35,17 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
     total = tl.zeros((block_columns, block_rows), tl.float32)
     first = part * blocks_a_part
     last = tl.minimum(first + blocks_a_part, width // block_width)
+    if is_early:
+        tl.extra.cuda.gdc_wait()  # until the kernel before has written the rows
     for block in range(first, last):
         # Each weight is read once: what else is cached is to stay.
         weights = tl.load(weights_at + block * block_width, eviction_policy="evict_first")
         values = tl.load(rows_at + block * block_width, mask=row < rows, other=0.0)
         # Of fp8, tensor cores keep 14 bits of a sum: it is added to fp32 after each block.
         total = tl.dot(weights, values.T, total, max_num_imprecise_acc=block_width)
+    if is_early:
+        # Not before: what is started then would take shared memory from this.
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + (part * rows + row) * columns + column[None, :], total.T, mask=row < rows)
 
 
@@ -53,7 +61,11 @@ def triton_sum_of_parts(
     columns,
     has_bias: tl.constexpr,
     block: tl.constexpr,
+    is_early: tl.constexpr,
 ):
+    if is_early:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1)
     column = tl.program_id(0) * block + tl.arange(0, block)
     inside = column < columns
@@ -73,11 +85,11 @@ def sum_of_parts(
     ``(N, 1)``, and a bias ``(N,)``."""
     number, rows, columns = parts.shape
     out = parts.new_empty(rows, columns, dtype=torch.bfloat16)
-    block = 512
+    block, is_early = 512, overlaps(parts.device)
     with torch.cuda.device_of(parts):
         triton_sum_of_parts[triton.cdiv(columns, block), rows](
             parts, left_scale, right_scale, parts if bias is None else bias.contiguous(), out,
-            number, rows, columns, bias is not None, block,
+            number, rows, columns, bias is not None, block, is_early, launch_pdl=is_early,
         )  # fmt: skip
     return out
 
@@ -103,9 +115,10 @@ def parts_of_product(
             f"{block_columns} columns"
         )
     x, weight = x.contiguous(), weight.contiguous()
-    out = x.new_empty(parts, rows, columns, dtype=torch.float32)
+    out, is_early = x.new_empty(parts, rows, columns, dtype=torch.float32), overlaps(x.device)
     with torch.cuda.device_of(x):
         triton_product_of_few_rows[columns // block_columns, parts](
-            x, weight, out, rows, columns, width, blocks, *sizes, num_warps=4, num_stages=STAGES
-        )
+            x, weight, out, rows, columns, width, blocks, *sizes, is_early, launch_pdl=is_early,
+            num_warps=4, num_stages=STAGES,
+        )  # fmt: skip
     return out

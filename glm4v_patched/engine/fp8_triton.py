@@ -7,6 +7,7 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
+from .few_rows import MOST_ROWS, overlaps
 
 
 @triton.jit
@@ -53,7 +54,11 @@ def triton_quantise_rows(  # profiles know kernels by their names
     smallest: tl.constexpr,
     block: tl.constexpr,
     function: tl.constexpr,
+    is_early: tl.constexpr,
 ):
+    if is_early:
+        tl.extra.cuda.gdc_wait()  # until the kernel before has written the rows
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)  # times the width it may pass 2**31
     at = tl.arange(0, block)
     inside = at < channels
@@ -96,11 +101,13 @@ def _quantise(x: Tensor, bias: Tensor, channels: int, function: str) -> tuple[Te
     scales = x.new_empty(rows, 1, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(channels)
-        # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200.
-        warps = min(max(block // 1024, 1), 8)
+        # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200, where rows are
+        # many; few leave most of the GPU idle.
+        warps = min(max(block // 1024, 1), 8) if rows > MOST_ROWS else min(max(block // 256, 1), 32)
+        is_early = overlaps(x.device)
         with torch.cuda.device_of(x):
             triton_quantise_rows[(rows,)](
                 x, bias, numbers, scales, width, channels, LARGEST, SMALLEST, block, function,
-                num_warps=warps,
+                is_early, launch_pdl=is_early, num_warps=warps,
             )  # fmt: skip
     return numbers, scales

@@ -11,6 +11,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from ..engine.flash_attention_3 import use_flash_attention_3
 from ..engine.fp8 import hold_in_fp8, require_products
+from ..engine.reading import read_only
 from ..engine.trainable import continue_adapters, quantization_options
 from ..patch.config_json import read_object
 from ..remote.configuration_chatglm import ChatGLMConfig
@@ -81,6 +82,7 @@ def hold(
     if weights == "fp8":
         hold_in_fp8(model, torch.device(device))
     use_flash_attention_3(model)
+    read_only(model)
     return model
 
 

@@ -147,10 +147,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """``fills``: whether the cache was empty, and further arguments of its ``update``."""
         heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
-        queries, groups, _ = self.split_sizes
-        turned, value = heads_BRHC.split((queries + groups, groups), dim=2)
-        query, key = apply_rotary(turned, cos, sin).split((queries, groups), dim=2)
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        query, key, value = (part.transpose(1, 2) for part in self.rotate(heads_BRHC, cos, sin))
         if past_key_values is not None:
             was_empty, where = fills
             new = key, value
@@ -161,6 +158,12 @@ class SelfAttention(nn.Module):
         return self.dense(
             attend(self, query, key, value, attention_mask, implementation, **attention_kwargs)
         )
+
+    def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries and keys, rotated, and values: ``(B, R, heads, C)`` each."""
+        queries, groups, _ = self.split_sizes
+        turned_BRHC, value_BRGC = heads_BRHC.split((queries + groups, groups), dim=2)
+        return *apply_rotary(turned_BRHC, cos, sin).split((queries, groups), dim=2), value_BRGC
 
 
 class MLP(nn.Module):
