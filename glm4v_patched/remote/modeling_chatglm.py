@@ -625,10 +625,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     def _run_tower(self, pixels_N3SS: Tensor, record: TowerRecord | None = None) -> Tensor:
         # Frameworks make what goes into a layer require grad, for its checkpoint's sake: a frozen
         # tower would then keep all its activations for a backward pass that leads nowhere.
-        leads_nowhere = not pixels_N3SS.requires_grad and not any(
-            parameter.requires_grad for parameter in self.vision.parameters()
+        leads_on = torch.is_grad_enabled() and (
+            pixels_N3SS.requires_grad
+            or any(parameter.requires_grad for parameter in self.vision.parameters())
         )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not leads_nowhere):
+        with torch.set_grad_enabled(leads_on):
             return self.vision(pixels_N3SS, *(() if record is None else (record,)))
 
     def _given_images(self, pixel_values, images, features) -> tuple[Tensor | None, Tensor | None]:

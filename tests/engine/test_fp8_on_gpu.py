@@ -10,7 +10,7 @@ from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, com
 from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.modeling_chatglm import GLMBlock
+from glm4v_patched.remote.modeling_chatglm import GLMBlock, RotaryEmbedding
 from tests.helpers.fp8 import apart, layer, passes
 
 pytestmark = pytest.mark.gpu
@@ -75,8 +75,8 @@ def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
             compile_layers(model)
         x = torch.randn(1, 600, config.hidden_size, device="cuda", dtype=torch.bfloat16)
         x.requires_grad_()
-        angles = torch.rand(1, 1, 600, config.kv_channels // 4, device="cuda").bfloat16()
-        out = block(x, angles.cos(), angles.sin(), None, None, None, {})
+        positions = torch.arange(600, device="cuda")[None]
+        out = block(x, *RotaryEmbedding(config)(positions, x.dtype), None, None, None, {})
         out.backward(torch.randn_like(out))
         found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
         gradients[in_fp8] = found | {"x": x.grad}

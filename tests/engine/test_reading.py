@@ -51,8 +51,10 @@ def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(in_fp32):
 @pytest.mark.gpu
 def test_a_layer_of_the_tower_normalises_and_adds_as_torch_does():
     torch.manual_seed(0)
+    config = ChatGLMConfig(num_layers=1)
+    config._attn_implementation = "sdpa"
     with torch.device("cuda"):
-        layer = TransformerLayer(ChatGLMConfig(num_layers=1)).bfloat16()
+        layer = TransformerLayer(config).bfloat16()
         x = torch.randn(2, 100, 1792).bfloat16()
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         nn.init.normal_(norm.weight)

@@ -22,7 +22,7 @@ from transformers import (
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
 from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
-from glm4v_patched.inference.decoding.step_graph import StepGraph
+from glm4v_patched.inference.decoding.step_graph import StepGraph, record_tower
 from glm4v_patched.remote.cached_rows import CACHED_ROWS
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
@@ -366,3 +366,18 @@ def test_on_a_gpu_a_recorded_step_draws_what_it_draws_unrecorded():
         unrecorded = {"custom_generate": draw_ahead, "step": model.__call__}
         wanted = model.generate(**batch, **options, **kept, **unrecorded)
         assert torch.equal(model.generate(**batch, **options, **caches.options(3, 60)), wanted)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_recorded_tower_sees_each_picture_and_several_at_once():
+    model = tiny_model(torch.bfloat16).to("cuda")
+    images = torch.randn(4, 3, 56, 56, device="cuda").bfloat16()
+    tower = model.transformer.vision
+    with torch.no_grad():
+        wanted = [tower(image[None]) for image in images]
+        together = tower(images)
+        record_tower(model)
+        for _ in range(2):  # it runs, is recorded, and is replayed
+            for image, features in zip(images, wanted, strict=True):
+                assert torch.equal(tower(image[None]), features)
+            assert torch.equal(tower(images), together)

@@ -14,7 +14,7 @@ from ...models.check_weights import quantised_by
 from ...models.quantised_weights import kept_cache
 from ...remote.keywords import named_cache
 from .loop import draw_ahead
-from .step_graph import StepGraph
+from .step_graph import StepGraph, record_tower
 
 # A step is compiled in about a minute, in which so many are made that are only recorded.
 STEPS_THAT_REPAY = 8000
@@ -23,7 +23,8 @@ STEPS_THAT_REPAY = 8000
 class StaticCaches:
     """The cache of one model for the number of rows that was wanted last, of the largest size.
 
-    When it is handed out again it is emptied: what was answered with it must not be needed.
+    When it is handed out again it is emptied: what was answered with it must not be needed. On a
+    GPU the model's tower is recorded, too (:mod:`step_graph`).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StaticCaches:
             from .small_batch_matmul import takes_layers_of
 
             self.compiled = {"own_products": takes_layers_of(model)} | compiled
+            record_tower(model)
         self._rows = self._room = 0
         self._cache: StaticCache | None = None
         self._graph: StepGraph | None = None

@@ -1,23 +1,29 @@
-"""A step of ``generate`` that is recorded as a CUDA graph and replayed, and not compiled.
+"""A step of ``generate``, or the vision tower, recorded as a CUDA graph and replayed, and not
+compiled.
 
 Recording takes as long as a few steps; compiling takes as long as thousands. What is replayed are
 the kernels that the step itself started, so no number changes.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ...remote.visual import EVA2CLIPModel
 
 
 class StepGraph:
-    """Calls a model. Of calls with equal arguments, but for what their tensors hold, the first runs
-    and the second is recorded; later ones replay it, and write their outputs where it wrote its.
+    """Calls a model, or another function. Of calls with equal arguments, but for what their tensors
+    hold, the first runs and the second is recorded; later ones replay it, and write their outputs
+    where it wrote its.
 
     The arguments' cache is changed in place, as ``StaticCache`` is.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Callable[..., Any]):
         self.model = model
         self._others: dict[str, Any] | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -48,3 +54,24 @@ def _alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
         return {name: (each.shape, each.dtype, each.device) for name, each in tensors.items()}
 
     return kinds(some) == kinds(others)
+
+
+class RecordedTower(EVA2CLIPModel):
+    """Of one picture, whose kernels take as long to be started as to run."""
+
+    graph: StepGraph
+
+    def forward(self, pixels_N3SS: Tensor, record: Any = None) -> Tensor:
+        if len(pixels_N3SS) != 1 or record is not None or torch.is_grad_enabled():
+            return super().forward(pixels_N3SS, record)
+        return self.graph(pixels_N3SS=pixels_N3SS)
+
+
+def record_tower(model: nn.Module) -> None:
+    """Have the tower of a model on a GPU recorded, in which nothing is changed from now on, such as
+    adapters."""
+    for module in model.modules():
+        if type(module) is EVA2CLIPModel:
+            tower: Any = module
+            tower.__class__ = RecordedTower
+            tower.graph = StepGraph(partial(EVA2CLIPModel.forward, tower))
