@@ -159,9 +159,11 @@ def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -
         )
     ends = read.width.cumsum(dim=1)
     left_fill = length - ends[:, -1:]
-    columns = torch.arange(length, device=input_ids.device).repeat(len(input_ids), 1)
-    source = torch.searchsorted(ends + left_fill, columns, right=True)
-    is_fill = columns < left_fill
+    # Of each column, how many ids end before it. (searchsorted wakes all threads for few ids.)
+    ends_there = ends.new_zeros(len(ends), length + 1)
+    ends_there.scatter_(1, ends + left_fill, 1)
+    source = ends_there.cumsum(dim=1)[:, :-1]
+    is_fill = torch.arange(length, device=input_ids.device) < left_fill
 
     def grow(values: Tensor, fill) -> Tensor:
         return values.gather(1, source).masked_fill(is_fill, fill)
