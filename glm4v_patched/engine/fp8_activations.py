@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from .e4m3 import E4M3
 from .fp8_numbers import quantise_rows
 
 
@@ -22,32 +23,7 @@ def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
     """
-    if x.is_cuda and not torch.compiler.is_compiling():
-        from . import fp8_triton  # takes Triton
-
-        return fp8_triton.quantise_rows_of_gelu(x, bias)
-    return _quantise_rows_of_gelu(x, bias)
-
-
-# An operator, so that compilers call it as it is; without one, its dispatch would take longer than
-# the kernel.
-@torch.library.custom_op("glm4v_patched::quantise_rows_of_gelu", mutates_args=())
-def _quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise_rows(gelu(x.float() + bias.float()))
-
-
-@_quantise_rows_of_gelu.register_fake
-def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(
-        len(x), 1, dtype=torch.float32
-    )
-
-
-@_quantise_rows_of_gelu.register_kernel("cuda")
-def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    from . import fp8_triton  # takes Triton
-
-    return fp8_triton.quantise_rows_of_gelu(x, bias)
+    return _quantise_rows(x, bias)
 
 
 def quantise_rows_of_swiglu(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,27 +36,33 @@ def quantise_rows_of_swiglu(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
     """
-    if x.is_cuda and not torch.compiler.is_compiling():
-        from . import fp8_triton  # takes Triton
-
-        return fp8_triton.quantise_rows_of_swiglu(x)
-    return _quantise_rows_of_swiglu(x)
+    return _quantise_rows(x, None)
 
 
-@torch.library.custom_op("glm4v_patched::quantise_rows_of_swiglu", mutates_args=())
-def _quantise_rows_of_swiglu(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_rows(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    # Outside of compilers the operator's dispatch would take longer than the kernel.
+    is_kernel = x.is_cuda and not torch.compiler.is_compiling()
+    return (_by_kernel if is_kernel else _operator)(x, bias)
+
+
+# So that compilers call it as it is.
+@torch.library.custom_op("glm4v_patched::quantise_rows", mutates_args=())
+def _operator(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """GELU with a bias, SwiGLU without."""
+    if bias is not None:
+        return quantise_rows(gelu(x.float() + bias.float()))
     gate, up = x.float().chunk(2, dim=-1)
     return quantise_rows(silu(gate) * up)
 
 
-@_quantise_rows_of_swiglu.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    numbers = x.new_empty(len(x), x.shape[1] // 2, dtype=torch.float8_e4m3fn)
+@_operator.register_fake
+def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    numbers = x.new_empty(len(x), x.shape[1] // (2 if bias is None else 1), dtype=E4M3)
     return numbers, x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-@_quantise_rows_of_swiglu.register_kernel("cuda")
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
+@_operator.register_kernel("cuda")
+def _by_kernel(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     from . import fp8_triton  # takes Triton
 
-    return fp8_triton.quantise_rows_of_swiglu(x)
+    return fp8_triton.quantise_rows(x, bias, "swiglu" if bias is None else "gelu")

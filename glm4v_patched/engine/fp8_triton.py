@@ -80,23 +80,15 @@ def triton_quantise_rows(  # profiles know kernels by their names
     tl.store(scales + row, largest / largest_number)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`fp8_numbers.quantise_rows`."""
-    return _quantise(x, x, x.shape[1], "none")
-
-
-def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`fp8_activations.quantise_rows_of_gelu`."""
-    return _quantise(x, bias.contiguous(), x.shape[1], "gelu")
-
-
-def quantise_rows_of_swiglu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`fp8_activations.quantise_rows_of_swiglu`."""
-    return _quantise(x, x, x.shape[1] // 2, "swiglu")
-
-
-def _quantise(x: Tensor, bias: Tensor, channels: int, function: str) -> tuple[Tensor, Tensor]:
+def quantise_rows(
+    x: Tensor, bias: Tensor | None = None, function: str = "none"
+) -> tuple[Tensor, Tensor]:
+    """As :func:`fp8_numbers.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
+    ``swiglu``."""
     x, (rows, width) = x.contiguous(), x.shape
+    bias, channels = x if bias is None else bias.contiguous(), width
+    if function == "swiglu":
+        channels = width // 2
     numbers = x.new_empty(rows, channels, dtype=E4M3)
     scales = x.new_empty(rows, 1, dtype=torch.float32)
     if rows:
