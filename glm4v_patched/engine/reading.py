@@ -45,7 +45,8 @@ class ReadSelfAttention(SelfAttention):
 def _takes(x: Tensor) -> bool:
     """Compilers make such kernels themselves, and see what they are made of."""
     is_eager = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return is_eager and x.is_cuda and x.dtype in DTYPES
+    # Under autocast a norm's output is fp32.
+    return is_eager and x.is_cuda and x.dtype in DTYPES and not torch.is_autocast_enabled("cuda")
 
 
 def read_only(model: nn.Module) -> None:
