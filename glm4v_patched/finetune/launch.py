@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from ..atomic import require_apart
 from ..data.rows import require_first_rows
 from ..engine.deepspeed.config import require_zero_plus_plus
@@ -30,11 +28,6 @@ from .run_folder import CHECKED_DATA, RECIPE, begin, close_record, locked, requi
 if TYPE_CHECKING:
     from ..data.checked_data import CheckedData
     from .plan import Plan
-
-# Processes that are told to end do so at once, unless they hang in a driver.
-SECONDS_TO_END = 10
-# How often it is noted which processes there are.
-SECONDS_TO_LOOK = 2
 
 
 class TrainingStopped(KeyboardInterrupt):
@@ -202,24 +195,24 @@ def _run(command: list[str], environments: list[dict[str, str]]) -> str:
         How the first one failed, if one did; the others are ended then.
     """
     with _signals_as_exceptions():
-        # Only this process holds the other end of their standard input. In a session of its own,
-        # Ctrl-C reaches each of them through us alone.
+        # Only this process holds the other end of their standard input. Each leads a group: Ctrl-C
+        # reaches it through us alone, and it ends with all that it has started.
         ranks = [
             subprocess.Popen(command, env=each, stdin=subprocess.PIPE, start_new_session=True)
             for each in environments
         ]
-        started: list[psutil.Process] = []
         try:
             while True:
-                end = time.monotonic() + SECONDS_TO_LOOK
-                while time.monotonic() < end:
-                    statuses = [rank.poll() for rank in ranks]
-                    if any(statuses) or None not in statuses:
-                        return _describe_statuses(statuses, ranks)
-                    time.sleep(0.05)
-                started = [child for rank in ranks for child in _descendants(rank)]
+                statuses = [rank.poll() for rank in ranks]
+                if any(statuses) or None not in statuses:
+                    return _describe_statuses(statuses, ranks)
+                time.sleep(0.05)
         finally:
-            _end(ranks, started)
+            for rank in ranks:
+                with suppress(ProcessLookupError):  # nothing of the group is left
+                    os.killpg(rank.pid, signal.SIGKILL)
+            for rank in ranks:
+                rank.communicate()
 
 
 def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]) -> str:
@@ -236,33 +229,6 @@ def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]
     if status < 0:
         return f"{process} was ended by {signal.Signals(-status).name}"
     return f"{process} ended with status {status}; the first error above says why"
-
-
-def _end(ranks: list[subprocess.Popen], started: list[psutil.Process]) -> None:
-    """End processes and what they started.
-
-    The latter end by themselves with their parents. One that cannot, as it is stopped (SIGSTOP) or
-    hangs in a driver, is killed after a while. Whoever has lost its parents is known from before,
-    by its number and when it started.
-    """
-    started = started + [child for rank in ranks for child in _descendants(rank)]
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.wait()
-        assert rank.stdin is not None  # a pipe
-        rank.stdin.close()
-    _, alive = psutil.wait_procs(started, SECONDS_TO_END)
-    for descendant in alive:
-        with suppress(psutil.NoSuchProcess):
-            descendant.kill()
-
-
-def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 @contextmanager
