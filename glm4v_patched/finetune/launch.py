@@ -10,12 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..atomic import require_apart
 from ..data.rows import require_first_rows
-from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.environment import environments_of_ranks, python_module, training_environment
 from ..engine.options import is_lora
-from ..models.base import pin, read_report, require_recorded_base
+from ..models.base import Base, pin, read_report, require_recorded_base
 from ..models.check_weights import require_whole
 from ..models.placement import Placement
 from ..terminal_text import doing, own_command, printable
@@ -93,22 +91,13 @@ def prepared(
     """All that comes before the first training process, once for all of them: check all that can be
     checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
     they have ended. Takes and raises what :func:`launch` does."""
-    require_zero_plus_plus(recipe.engine_options(), placement.processes, placement.on_cpu)
-    folder, base, adapters = Path(recipe.out), base_of(recipe), is_lora(recipe.trained)
-    models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
-    for model in models:
-        require_apart(folder, model)
+    folder, base = Path(recipe.out), base_of(recipe)
     with locked(folder):
-        # Of a model's folder, files may be links to elsewhere.
-        inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
-        extends = is_longer(read_report(folder).get("length"), recipe.trainer.length)
-        remove = require_usable(folder, inputs, adapters, bool(resume), overwrite, extends)
+        remove = require_folder(recipe, base, bool(resume), overwrite)
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
         with doing("looking at the model"):  # transformers is imported
-            base = pin(base)
-            require_recorded_base(base)
-            require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+            base = require_model(recipe, base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         # Late: what comes before is answered at once.
@@ -144,9 +133,30 @@ def prepared(
             yield plan, checked
         except BaseException:
             with suppress(OSError):  # of a full disk, the first error is the one to be told
-                close_record(folder, adapters)
+                close_record(folder, is_lora(recipe.trained))
             raise
-        close_record(folder, adapters)
+        close_record(folder, is_lora(recipe.trained))
+
+
+def require_folder(
+    recipe: Recipe, base: Base, resume: bool = False, overwrite: bool = False
+) -> list[str]:
+    """What :func:`require_usable` does, of a recipe and the model of :func:`base_of`."""
+    folder = Path(recipe.out)
+    models = [Path(name) for name in {recipe.model, base.model} if os.path.isdir(name)]
+    # Of a model's folder, files may be links to elsewhere.
+    inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
+    extends = is_longer(read_report(folder).get("length"), recipe.trainer.length)
+    return require_usable(folder, inputs, is_lora(recipe.trained), resume, overwrite, extends)
+
+
+def require_model(recipe: Recipe, base: Base) -> Base:
+    """The model of :func:`base_of`, pinned. Raises ``ValueError`` if it is not there, not whole, or
+    another than its adapters were trained on."""
+    base = pin(base)
+    require_recorded_base(base)
+    require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+    return base
 
 
 def _train(plan: "Plan") -> None:

@@ -101,6 +101,11 @@ class Plan:
         each = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
         return each * self.placement.processes
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether a step may not fit onto a GPU, as estimated."""
+        return 0 < self.free < self.needed + OUTSIDE_TORCH
+
     def write(self) -> None:
         write_atomically(self.path, TypeAdapter(Plan).dump_json(self, indent=2) + b"\n")
 
@@ -272,12 +277,23 @@ def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
 
     Args:
         base: Of :func:`base_of`, which is asked by default.
+
+    Raises:
+        ValueError: rows cannot be used, or their pictures would have another size than the model's.
     """
     base = base or base_of(recipe)
+    processor, config = load_processor(base), config_of(base)
+    places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
+    if places != wanted:
+        raise ValueError(
+            f"{base.model}: its pictures take {places:,} positions, and the model's {wanted:,}: "
+            "image_size was lost when the tokenizer was saved; expected "
+            f'"image_size": {config.vision.image_size} in tokenizer_config.json'
+        )
     return check_sets(
         recipe.data.sources(),
-        load_processor(base),
-        config_of(base).seq_length,
+        processor,
+        config.seq_length,
         evaluate=recipe.data.evaluated(),
         pack_to=recipe.data.pack_to,
         on_bad=recipe.data.on_bad,

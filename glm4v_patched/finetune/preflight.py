@@ -10,16 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..atomic import require_apart
 from ..data.source import Source, fault_of_path, fault_of_set, make_sources
-from ..engine.deepspeed.config import require_deepspeed
+from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import fault_of_fp8
 from ..engine.options import require_packages
+from ..models.base import Base
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
 from .recipe import Recipe, check_values
-from .recipe_file import Fault, RecipeError, read_document, shown
+from .recipe_file import Fault, read_document, shown
 from .recipe_model import base_of
 from .run_folder import fault_of_pictures
 from .shipped_recipes import find_recipe
@@ -39,25 +41,7 @@ def check(
 
     Raises:
         RecipeError: with a line for everything that is wrong, as far as one fault does not hide
-            another.
-    """
-    recipe, placement, error = examine(path, overrides, processes, device)
-    if error is not None:
-        raise error
-    assert recipe is not None and placement is not None
-    return recipe, placement
-
-
-def examine(
-    path: Path,
-    overrides: Sequence[str] = (),
-    processes: int | None = None,
-    device: Device = "cuda",
-) -> tuple[Recipe | None, Placement | None, RecipeError | None]:
-    """What :func:`check` does; recipe and placement as far as there are any, and what is wrong.
-
-    Raises:
-        RecipeError: there is no such file, or it cannot be read.
+            another; ``found`` has recipe and placement, as far as there are any.
     """
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
@@ -67,9 +51,14 @@ def examine(
         placement = place(processes, device, checked.known.get("engine.zero_stage", 3))
     except NoPlace as error:
         faults.append(Fault(error.field, str(error)))
-    if checked.recipe is not None and (text := _fault_of_adapters(checked.recipe)):
-        faults.append(Fault("model", text))
-    return checked.recipe, placement, document.error(faults) if faults else None
+    if checked.recipe is not None:
+        faults += _faults_together(checked.recipe, placement)
+    if faults:
+        told = document.error(faults)
+        told.found = checked.recipe, placement
+        raise told
+    assert checked.recipe is not None and placement is not None
+    return checked.recipe, placement
 
 
 def _faults_here(
@@ -143,12 +132,24 @@ def _fault_of_fp8(device: Device, processes: int | None) -> str | None:
     return next((f"engine.fp8 is true: {fault}" for fault in faults if fault), None)
 
 
-def _fault_of_adapters(recipe: Recipe) -> str | None:
-    if not os.path.isdir(recipe.model):
-        return None
+def _faults_together(recipe: Recipe, placement: Placement | None) -> Iterator[Fault]:
+    """What is wrong here with fields that are right one by one."""
+    base = Base(recipe.model)
     try:
         base = base_of(recipe)
     except ValueError as error:
-        return str(error)
-    fault = None if base.adapters is None else fault_of_model(base.model)
-    return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
+        yield Fault("model", str(error))
+    if base.adapters is not None and (fault := fault_of_model(base.model)):
+        yield Fault("model", f"the model under the adapters is {shown(base.model)}: {fault}")
+    try:
+        for model in {recipe.model, base.model}:
+            if os.path.isdir(model):
+                require_apart(Path(recipe.out), Path(model))
+    except ValueError as error:
+        yield Fault("out", str(error))
+    try:
+        if placement is not None:
+            options = recipe.engine_options()
+            require_zero_plus_plus(options, placement.processes, placement.on_cpu)
+    except ValueError as error:
+        yield Fault("engine", str(error))

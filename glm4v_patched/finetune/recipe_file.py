@@ -32,6 +32,8 @@ class Fault(NamedTuple):
 class RecipeError(ValueError):
     """A recipe cannot be; the message has a line for each fault, ``names`` has what is to blame."""
 
+    found: tuple[Any, Any] = None, None
+
     def __init__(self, lines: Sequence[str], names: Sequence[str] = ()):
         super().__init__(listed(lines, MOST_FAULTS, between="\n"))
         self.names = {*names}

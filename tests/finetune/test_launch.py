@@ -54,17 +54,6 @@ def contents(folder: str | Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("place", ["{link}", "{model}/out", "{parent}"])
-def test_a_run_never_writes_to_its_model_s_folder(mine, processes, tmp_path, place):
-    model = Path(shutil.copytree(mine.model, tmp_path / "models" / "model"))
-    (tmp_path / "link").symlink_to(model)
-    out = place.format(model=model, link=tmp_path / "link", parent=model.parent)
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match="model's .*folder of its own"):
-        launch(mine.override({"model": str(model), "out": out}), HERE, overwrite=True)
-    assert contents(tmp_path) == before and not processes
-
-
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
 def test_a_run_never_removes_what_its_model_s_links_lead_to(mine, processes, tmp_path, options):
     model, out = Path(shutil.copytree(mine.model, tmp_path / "model")), Path(mine.out)
