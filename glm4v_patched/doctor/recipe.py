@@ -51,8 +51,10 @@ def check_recipe(
     except RuntimeError as error:  # transformers, of which it has a field, cannot be imported
         return [finding("recipe", FAILS, str(error))]
     folder, base = Path(recipe.out), base_of(recipe)
-    with looking_at("folder (out)"), locked(folder):
-        require_folder(recipe, base)
+    with looking_at("folder (out)"):
+        if folder.is_dir():
+            with locked(folder):
+                require_folder(recipe, base)
         found.append(Finding("folder (out)", OK, f"{folder} can be written, and has no run"))
     with looking_at("model"):
         base = require_model(recipe, base)

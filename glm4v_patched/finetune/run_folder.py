@@ -24,6 +24,7 @@ from ..models.base import REPORT, read_report
 from ..terminal_text import listed
 
 LOCK, RECORD = "run.lock", "run.json"
+HOLDER = "process "  # begins what the lock's file says of who holds it
 RECIPE, PLAN, CHECKED_DATA = "recipe.json", "plan.json", "data.json"
 """The recipe as it is run, what was decided, and what the check found of the data."""
 # The trained model or adapters, and what lies beside them to load them.
@@ -67,15 +68,16 @@ def locked(folder: Path) -> Iterator[None]:
     """
     made = not os.path.lexists(folder)
     try:
-        file = _take_lock(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _take_lock(folder / LOCK)
     except OSError as error:
         told = f"{folder} cannot be used: {fault_of_folder(str(folder)) or error.strerror}"
         raise ValueError(f"{told}; expected out to be a folder that can be written to") from None
     try:
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": shlex.join(sys.argv)}
-        holder["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        command = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
         os.truncate(file, 0)
-        os.pwrite(file, json.dumps(holder).encode(), 0)
+        os.pwrite(file, f"{HOLDER}{os.getpid()} on {command}".encode(), 0)
         yield
     finally:
         # While it is held: whoever opened it before will see that it has left the folder.
@@ -87,62 +89,29 @@ def locked(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _take_lock(folder: Path) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
+def _take_lock(lock: Path) -> int:
     while True:
-        require_file(folder / LOCK, alone=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        require_file(lock, alone=True)
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
+            holder = os.pread(file, 10_000, 0).decode(errors="replace")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
-                if os.fstat(file).st_size and not _holder_of(file):
-                    raise ValueError(_not_ours(folder / LOCK))
+            if os.path.samestat(os.fstat(file), os.stat(lock)):
+                if holder and not holder.startswith(HOLDER):
+                    raise ValueError(_not_ours(lock))
                 return file
         except FileNotFoundError:
             pass
-        except BlockingIOError:
-            told = _held(folder, file)
+        except BaseException as error:
             os.close(file)
-            raise ValueError(told) from None
-        except BaseException:
-            os.close(file)
-            raise
+            if not isinstance(error, BlockingIOError):
+                raise
+            who = holder or "a process that has just taken it"
+            raise ValueError(
+                f"another run writes to {lock.parent} ({who}); wait for it, end it, or give this "
+                "one another folder (out)"
+            ) from None
         os.close(file)
-
-
-def fault_of_lock(folder: Path) -> str | None:
-    """Which other run writes to a folder now; nothing is made or changed."""
-    try:
-        require_file(folder / LOCK, alone=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except ValueError as error:
-        return str(error)
-    except OSError:
-        return None  # no run, or a folder that cannot be used, which is told elsewhere
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _held(folder, file)
-    finally:
-        os.close(file)
-    return None
-
-
-def _held(folder: Path, file: int) -> str:
-    who = _holder_of(file) or "a process that has just taken it"  # and is about to say so
-    return (
-        f"another run writes to {folder} ({who}); wait for it, end it, or give this one another "
-        "folder (out)"
-    )
-
-
-def _holder_of(file: int) -> str:
-    """Who holds a lock, as runs write it; empty where none did."""
-    try:
-        holder = json.loads(os.pread(file, 10_000, 0))
-        return "process {pid} on {host}, since {started}: {command}".format(**holder)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
 
 
 def _not_ours(path: Path) -> str:

@@ -1,6 +1,5 @@
 """One run writes to a folder at a time, and over nothing that runs have not written."""
 
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ from glm4v_patched.finetune.run_folder import (
     RECORD,
     begin,
     close_record,
-    fault_of_lock,
     locked,
     read_record,
     require_usable,
@@ -127,13 +125,11 @@ def test_a_second_run_is_refused_naming_the_first_until_that_was_killed(tmp_path
             told = rf"process {holder.pid} on .*, since .*: .*-c"
             with pytest.raises(ValueError, match=told), locked(folder):
                 pass
-            assert re.search(told, fault_of_lock(folder) or "")
     finally:
         holder.kill()
         holder.wait()
-    assert fault_of_lock(out) is None and (out / LOCK).exists()  # looked at, and not taken
     with locked(out):
-        assert json.loads((out / LOCK).read_text())["pid"] == os.getpid()
+        assert (out / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert not (out / LOCK).exists()
 
 
