@@ -26,7 +26,7 @@ from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .checkpoints import Origin, delete_all_but_newest, write_manifest
-from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
+from .divergence import Diverged, DivergenceWatch, highest, require_finite
 from .evaluation import Sample, in_eval_mode, share_of_batches
 from .recipe import Recipe
 from .row_faults import RowFaults
@@ -232,7 +232,7 @@ class RecipeTrainer(Trainer):
             logs["loss"] += self.watch.left_out_of_log()
         super().log(logs, *rest)
 
-    def _require_finite_loss(self, folder: Path) -> None:
+    def _require_finite_loss(self) -> None:
         """Compute the loss of the last batch again: no step has seen the last update's weights."""
         if self._last_step is None:
             return
@@ -250,29 +250,25 @@ class RecipeTrainer(Trainer):
         if highest((~torch.isfinite(loss)).long().reshape(1))[0]:
             raise Diverged(
                 "the loss of the last batch is NaN or infinite with the weights of step "
-                f"{self.state.global_step}; {folder} is no model"
+                f"{self.state.global_step}, which are not saved"
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
+        assert self.model is not None
+        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        require_finite(trained, "weights have become NaN or infinite, and are not saved")
+        self._require_finite_loss()
         config = self.inner.config
         config.eos_token_id = self.stop_ids
         config.skip_logits = False
-        assert self.model is not None
-        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-        check = WeightsCheck(trained)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             config.skip_logits = True
-        folder = Path(output_dir or cast(str, self.args.output_dir))
-        if names := check.names():
-            raise Diverged(
-                f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
-            )
-        self._require_finite_loss(folder)
         if not self.args.should_save:
             return
+        folder = Path(output_dir or cast(str, self.args.output_dir))
         if self.has_adapters:
             custom_object_save(self.inner, folder)
         give_usual_modes(folder)
