@@ -47,8 +47,6 @@ from .run_folder import CHECKED_DATA, PLAN
 
 # How much longer a row of a stream may be than the longest that was looked at before.
 LONGER = 1.25
-# What was fixed before there was a field for it, where its default is another.
-BEFORE = {"lora.alpha": 8}
 
 
 @dataclass(frozen=True)
@@ -253,7 +251,7 @@ def starting_point(recipe: Recipe, processes: int, resume: bool | Path, base: Ba
     length = {f"trainer.{name}": value for name, value in recipe.trainer.length.items()}
     if is_longer({name: there[name] for name in length if name in there}, length):
         settings |= {name: there[name] for name in length}
-    require_same_settings(checkpoint, settings, identify(base), Recipe.defaults() | BEFORE)
+    require_same_settings(checkpoint, settings, identify(base))
     return checkpoint
 
 
