@@ -27,7 +27,7 @@ from ..engine.options import (
 )
 from .other_names import OTHER_VALUES, cure, refusal
 from .recipe_data import Data
-from .recipe_file import Fault, RecipeError, place_all, read_document, shown, shown_name
+from .recipe_file import Fault, RecipeError, as_yaml, place_all, read_document, shown, shown_name
 from .recipe_rules import conflicts
 from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
 from .recipe_types import (
@@ -186,15 +186,10 @@ class Recipe(Section):
         """Values by dotted names."""
         return _flatten(self.model_dump())
 
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Of the fields that a recipe may leave out, by dotted names."""
-        return {name: field.default for name, field in fields() if not field.is_required()}
-
     def write(self, path: Path) -> None:
         """As JSON, which is YAML, too."""
         text = json.dumps(self.model_dump(), indent=2, ensure_ascii=False)
-        write_atomically(path, text + "\n")
+        write_atomically(path, as_yaml(text) + "\n")
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
@@ -231,9 +226,10 @@ def check_values(values: Any) -> Checked:
     except ValidationError as error:
         faults += _faults_of(error)
     wrong = {fault.name for fault in faults}
+    defaults = {name: field.default for name, field in fields() if not field.is_required()}
     known = {
         name: value
-        for name, value in (Recipe.defaults() | _flatten(values)).items()
+        for name, value in (defaults | _flatten(values)).items()
         if not any(str(name) == fault or str(name).startswith(f"{fault}.") for fault in wrong)
     }
     if "trained" in known:

@@ -20,6 +20,7 @@ MOST_BYTES = 2**16
 DEEPEST = 20
 TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
 MOST_FAULTS = 20
+NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 
 
 class Fault(NamedTuple):
@@ -100,15 +101,22 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a file as JSON if it is named ``.json``, otherwise as YAML (scalars as in 1.2).
+    """Read a file as YAML (scalars as in 1.2), which JSON is, too, but for some signs.
 
     Raises:
         RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
     """
     name = printable(str(path))
-    read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     text = _read_text(path, name)
-    return Document(path, *read(text, f"{name}:"))
+    if path.suffix.lower() == ".json":
+        text = as_yaml(text)
+    return Document(path, *_read_yaml(text, f"{name}:"))
+
+
+def as_yaml(text: str) -> str:
+    """JSON without signs that YAML refuses or takes for ends of lines: all but tabs, which are
+    never part of a text there, are in texts alone."""
+    return NOT_IN_YAML.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text.replace("\t", " "))
 
 
 def place_all(values: dict, given: Mapping[str, Any]) -> dict:
@@ -165,25 +173,6 @@ def _read_text(path: Path, name: str) -> str:
         raise RecipeError([text]) from None
 
 
-def _read_json(text: str, place: str) -> tuple[Any, dict[str, int]]:
-    """Values are JSON's, lines and the limit of depth YAML's: JSON is YAML, but for tabs and what
-    else cannot be printed."""
-    try:
-        values = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise RecipeError([f"{place}{error.lineno}: is not JSON: {error.msg}"]) from None
-    except RecursionError:
-        values = None
-    except ValueError as error:  # NaN, or a number of thousands of digits
-        raise RecipeError([f"{place} is not JSON: {error}"]) from None
-    as_yaml = "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text)
-    return values, _read_yaml(as_yaml, place)[1]
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
 def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
     lines: dict[str, int] = {}
     try:
@@ -233,6 +222,11 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def construct_scalar(self, node):
+        # JSON has signs beyond the first 65,536 as pairs of escapes.
+        text = super().construct_scalar(node)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
     def construct_object(self, node, deep=False):
         try:
