@@ -26,7 +26,7 @@ from ..engine.memory_plan import (
     free_memory,
     within_limit,
 )
-from ..engine.options import EngineOptions, is_lora
+from ..engine.options import EngineOptions
 from ..models.base import Base, identify, read_report
 from ..models.loading import config_of, load_processor
 from ..models.placement import Placement
@@ -261,8 +261,6 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
     decisive = {k: v for k, v in recipe.flat().items() if k not in free}
     if recipe.trainer.max_steps is not None:
         del decisive["trainer.num_train_epochs"]  # which it overrides
-    if is_lora(recipe.trained) and recipe.lora.alpha is None:
-        decisive["lora.alpha"] = 2 * recipe.lora.rank
     if recipe.data.is_streamed:  # else those of the rows that are compared
         decisive["data.train"] = {"weights": [source.weight for source in recipe.data.sources()]}
     return decisive | {"processes": processes}

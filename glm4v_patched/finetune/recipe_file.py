@@ -20,7 +20,7 @@ MOST_BYTES = 2**16
 DEEPEST = 20
 TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
 MOST_FAULTS = 20
-NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
+NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 
 class Fault(NamedTuple):
