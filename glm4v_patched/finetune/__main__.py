@@ -102,7 +102,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
         # Of all processes: there may be more than this machine has GPUs, but not without ZeRO.
         place(placement.processes, "cpu", recipe.engine.zero_stage)
         start = options.resume_from or options.resume, options.overwrite
-        with prepared(recipe, placement, *start, options.accept_changed_data) as (plan, _):
+        with prepared(recipe, placement, *start, options.accept_changed_data) as plan:
             store.set("plan", json.dumps([str(plan.path), _text(plan.path)]))
             seen = [store.get(f"seen/{rank}").decode() for rank in range(1, placement.processes)]
             if blind := sorted({*seen} - {""}):

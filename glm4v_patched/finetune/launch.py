@@ -24,7 +24,6 @@ from .recipe_trainer import is_longer
 from .run_folder import CHECKED_DATA, RECIPE, begin, close_record, locked, require_usable
 
 if TYPE_CHECKING:
-    from ..data.checked_data import CheckedData
     from .plan import Plan
 
 
@@ -69,14 +68,11 @@ def launch(
         TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
     """
     start = resume, overwrite, accept_changed_data
-    with prepared(recipe, placement, *start, writes=not dry_run) as (plan, checked):
+    with prepared(recipe, placement, *start, writes=not dry_run) as plan:
         if dry_run:
             print("nothing was trained, and nothing written (--dry-run)", flush=True)
-            return
-        _train(plan)
-    if checked.skipped:
-        total = checked.skipped + checked.counts.rows
-        print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
+        else:
+            _train(plan)
 
 
 @contextmanager
@@ -87,7 +83,7 @@ def prepared(
     overwrite: bool = False,
     accept_changed_data: bool = False,
     writes: bool = True,
-) -> Iterator[tuple["Plan", "CheckedData"]]:
+) -> Iterator["Plan"]:
     """All that comes before the first training process, once for all of them: check all that can be
     checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
     they have ended. Takes and raises what :func:`launch` does."""
@@ -121,7 +117,7 @@ def prepared(
             told = f"no complete checkpoint in {folder}: training starts from the beginning"
             print(told, flush=True)
         if not writes:
-            yield plan, checked
+            yield plan
             return
         begin(folder, remove)
         try:
@@ -130,7 +126,7 @@ def prepared(
             recipe.write(folder / RECIPE)
             checked.write(folder / CHECKED_DATA)
             plan.write()
-            yield plan, checked
+            yield plan
         except BaseException:
             with suppress(OSError):  # of a full disk, the first error is the one to be told
                 close_record(folder, is_lora(recipe.trained))

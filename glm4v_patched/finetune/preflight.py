@@ -92,17 +92,12 @@ def _faults_here(
             if text := fault_of_set(source):
                 yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     yield from faults_of_device(known, device, processes)
-    yield from faults_of_packages(known)
-
-
-def faults_of_packages(known: Mapping[str, Any]) -> Iterator[Fault]:
-    """What a recipe's values need and is missing on this machine, or does not fit."""
-    checks = {
+    packages = {
         "trained": require_packages,
         "engine.optimizer": require_packages,
         "engine.zero_stage": lambda stage: require_deepspeed() if stage else None,
     }
-    for name, require in checks.items():
+    for name, require in packages.items():
         try:
             require(known.get(name))
         except RuntimeError as error:

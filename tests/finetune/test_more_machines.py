@@ -52,7 +52,7 @@ def world(tmp_path, monkeypatch):
             out.mkdir()
             asked.write(out / "recipe.json")
             (out / "plan.json").write_text("{}")
-            yield SimpleNamespace(path=out / "plan.json", recipe=asked), None
+            yield SimpleNamespace(path=out / "plan.json", recipe=asked)
 
         monkeypatch.setattr(machines, "prepared", prepared)
         with ThreadPoolExecutor(3) as threads:
