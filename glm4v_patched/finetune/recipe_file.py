@@ -17,8 +17,6 @@ from ..terminal_text import listed, printable
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MOST_BYTES = 2**16
-DEEPEST = 20
-TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
 MOST_FAULTS = 20
 NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
@@ -188,6 +186,8 @@ def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         line = (error.problem_mark or error.context_mark).line + 1  # type: ignore[union-attr]
         told = printable(", ".join(filter(None, (error.context, error.problem))))
         raise RecipeError([f"{place}{line}: {told}"]) from None
+    except RecursionError:
+        raise RecipeError([f"{place} too many levels; a recipe has sections of fields"]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         told = f"the character {printable(chr(error.character))} cannot be in YAML"
@@ -206,22 +206,13 @@ class _Loader(yaml.SafeLoader):
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.depth = 0
-
     def compose_node(self, parent, index):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             raise _marked(f"*{event.anchor} is an alias; write the value itself", event)
         if getattr(event, "tag", None) is not None:
             raise _marked(f"{event.tag} is a tag, which recipes do not have", event)
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise _marked(TOO_DEEP, event)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def construct_scalar(self, node):
         # JSON has signs beyond the first 65,536 as pairs of escapes.
