@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic import require_apart
-from ..data.source import Source, fault_of_path, fault_of_set, make_sources
+from ..data.source import fault_of_path, fault_of_set, make_sources
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
@@ -85,12 +85,11 @@ def _faults_here(
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):
-        sets: Sequence[Source] = ()
+        sets = known.get(name)
         with suppress(ValueError):  # which is reported elsewhere
-            sets = make_sources(known[name], {}) if isinstance(known.get(name), list) else ()
-        for source in sets:
-            if text := fault_of_set(source):
-                yield Fault(name, f"{name} has {shown(source.path)}: {text}")
+            for source in make_sources(sets, {}) if isinstance(sets, list) else ():
+                if text := fault_of_set(source):
+                    yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     yield from faults_of_device(known, device, processes)
     packages = {
         "trained": require_packages,
@@ -109,22 +108,17 @@ def faults_of_device(
 ) -> Iterator[Fault]:
     """What of a recipe's values does not run on this device, or on the GPUs of so many processes
     (None for all)."""
-    if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
-        yield Fault(
-            "engine.optimizer",
-            "engine.optimizer is adamw_8bit, which runs on a GPU, and --device is cpu; expected "
-            "adamw",
-        )
-    if known.get("engine.fp8") and (text := _fault_of_fp8(device, processes)):
-        yield Fault("engine.fp8", text)
-
-
-def _fault_of_fp8(device: Device, processes: int | None) -> str | None:
     if device == "cpu":
-        return "engine.fp8 is true, which runs on a GPU, and --device is cpu; expected false"
-    gpus = find_gpus().found[:processes]  # where there is none, that is told elsewhere
-    faults = (fault_of_fp8(gpu.name, gpu.capability) for gpu in gpus)
-    return next((f"engine.fp8 is true: {fault}" for fault in faults if fault), None)
+        of_gpus = {"engine.optimizer": ("adamw_8bit", "adamw"), "engine.fp8": (True, "false")}
+        for name, (value, cure) in of_gpus.items():
+            if known.get(name) == value:
+                told = f"{name} is {shown(value)}, which runs on a GPU, and --device is cpu"
+                yield Fault(name, f"{told}; expected {cure}")
+    elif known.get("engine.fp8"):
+        gpus = find_gpus().found[:processes]  # where there is none, that is told elsewhere
+        faults = [fault_of_fp8(gpu.name, gpu.capability) for gpu in gpus]
+        for fault in [*filter(None, faults)][:1]:
+            yield Fault("engine.fp8", f"engine.fp8 is true: {fault}")
 
 
 def _faults_together(recipe: Recipe, placement: Placement | None) -> Iterator[Fault]:
