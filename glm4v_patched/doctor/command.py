@@ -2,13 +2,12 @@
 
 import argparse
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 from ..finetune.arguments import DEVICES
 from ..terminal_text import printable
-from .findings import FAILS, Finding, as_json, table
+from .findings import FAILS, as_json, table
 from .machine import check_machine
 from .packages import check_packages
 
@@ -29,7 +28,12 @@ def run(options: argparse.Namespace) -> int:
     if options.rows is not None:
         return _show_rows(options)
     start = time.perf_counter()
-    found = list(examine(options))
+    found = [*check_packages(), *check_machine(options.device == "cpu")]
+    if options.recipe is not None:
+        from .recipe import check_recipe
+
+        overrides = [*options.overrides, *options.rest]
+        found += check_recipe(options.recipe, overrides, options.processes, options.device)
     seconds = time.perf_counter() - start
     told = as_json(found, seconds) if options.json else table(found, seconds)
     print(printable(told, kept="\n"))
@@ -63,13 +67,3 @@ def _show_rows(options: argparse.Namespace) -> int:
                 told, unusable = f"{told}\n  {error}", unusable + 1
             print(printable(told, kept="\n\t"), flush=True)
     return int(unusable > 0)
-
-
-def examine(options: argparse.Namespace) -> Iterator[Finding]:
-    yield from check_packages()
-    yield from check_machine(options.device == "cpu")
-    if options.recipe is not None:
-        from .recipe import check_recipe
-
-        overrides = [*options.overrides, *options.rest]
-        yield from check_recipe(options.recipe, overrides, options.processes, options.device)

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -65,7 +64,7 @@ def launch(
         ValueError: the data cannot be used, the disk or the memory does not suffice,
             ``recipe.out`` holds what may not be replaced or another run writes to it, the
             checkpoint is incomplete, or of a run with other settings, another model or other data.
-        TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
+        TrainingStopped: Ctrl-C, SIGTERM or SIGHUP.
     """
     start = resume, overwrite, accept_changed_data
     with prepared(recipe, placement, *start, writes=not dry_run) as plan:
@@ -167,7 +166,7 @@ def _train(plan: "Plan") -> None:
         # The Trainer would spread a single process over all GPUs that it sees.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environments = [common | {"CUDA_VISIBLE_DEVICES": first}]
-    command = python_module("glm4v_patched.finetune.process", str(plan.path), "--end-with-stdin")
+    command = python_module("glm4v_patched.finetune.process", str(plan.path))
     try:
         ended = _run(command, environments)
     except KeyboardInterrupt as stop:
@@ -239,15 +238,11 @@ def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """In the main thread, where alone Python lets signals be handled; SIGHUP, too, unless it is to
-    be ignored (nohup)."""
+    """SIGHUP, too, unless it is to be ignored (nohup)."""
 
     def stop(number: int, frame) -> None:
         raise TrainingStopped("", signal.Signals(number))
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handled = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         handled.append(signal.SIGHUP)

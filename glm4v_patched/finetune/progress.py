@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
-from transformers.utils.logging import disable_progress_bar
 
 from ..terminal_text import doing
 from .checkpoints import checkpoints_in, step_of
@@ -23,12 +22,10 @@ SECONDS_BETWEEN_PLOTS = 30
 GIB = 2**30
 
 
-def quiet_transformers(bars: bool) -> None:
+def quiet_transformers() -> None:
     """Leave out what it prints while it trains, in each process, and that asks nothing of anybody:
     that the Trainer has put the tokenizer's end token in place of the model's, which
-    :class:`trainer.RecipeTrainer` undoes; and but for ``bars``, those for the files of a model."""
-    if not bars:
-        disable_progress_bar()
+    :class:`trainer.RecipeTrainer` undoes."""
     for name in ("transformers.trainer", "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_no_alignment)
 

@@ -54,8 +54,8 @@ def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
             "expected the same"
         )
     theirs = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
-    for field in ("alpha", "dropout", "use_rslora", "use_dora"):
-        name = theirs.get(field, field)
+    theirs |= {name: name for name in ("use_rslora", "use_dora")}
+    for field, name in theirs.items():
         asked, there = getattr(lora, field), config.get(name)
         if asked is not None and asked != (there or 0):
             raise ValueError(

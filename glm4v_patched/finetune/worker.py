@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from ..atomic import write_atomically
 from ..data.collate import ConversationCollator
@@ -165,7 +166,9 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     plan.require_true()
     set_seed(asked.seed)  # adapters are random
-    quiet_transformers(bars=arguments.process_index == 0)
+    quiet_transformers()
+    if arguments.process_index:
+        disable_progress_bar()
     with doing("loading the model", tells=arguments.process_index == 0):
         model = build_model(options, base)
     eval_collator = ConversationCollator(processor, stamps)
@@ -214,7 +217,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     for theirs in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(theirs)
     trainer.add_callback(progress)
-    quiet_transformers(bars=False)
+    disable_progress_bar()
     return trainer, progress
 
 
