@@ -250,7 +250,7 @@ class RecipeTrainer(Trainer):
         """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
         assert self.model is not None
         trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-        require_finite(trained, "weights have become NaN or infinite, and are not saved")
+        require_finite(trained, "weights have become NaN or infinite")
         self._require_finite_loss()
         config = self.inner.config
         config.eos_token_id = self.stop_ids
