@@ -6,7 +6,7 @@ ends at the first key that is there twice, so that all of the rules below would 
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,25 +73,15 @@ class Document:
             RecipeError: one is no assignment, its value no YAML, or a name is there twice.
         """
         given: dict[str, Any] = {}
-        faults: list[str] = []
         for text in assignments:
             name, equals, value = text.partition("=")
             told = f"command line: {shown_name(name)}"
             if not equals or not all(name.split(".")):
-                faults.append(
-                    f"command line: {shown(text)} is no assignment; expected field=value, as in "
-                    "engine.compile=true"
-                )
-            elif name in given:
-                faults.append(f"{told} is given twice")
-            else:
-                given[name] = None
-                try:
-                    given[name], _ = _read_yaml(value, f"{told}:")
-                except RecipeError as error:
-                    faults.append(str(error))
-        if faults:
-            raise RecipeError(faults)
+                told = f"command line: {shown(text)} is no assignment; expected field=value, as in "
+                raise RecipeError([told + "engine.compile=true"])
+            if name in given:
+                raise RecipeError([f"{told} is given twice"])
+            given[name], _ = _read_yaml(value, f"{told}:")
         if not isinstance(self.values, dict):
             return self  # which is reported instead
         values = place_all(self.values, given)
@@ -178,9 +168,7 @@ def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        twice = [f"{place}{line}: {told}" for line, told in _add_lines(node, "", lines)]
-        if twice:
-            raise RecipeError(twice)
+        _add_lines(node, "", lines)
         return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
         line = (error.problem_mark or error.context_mark).line + 1  # type: ignore[union-attr]
@@ -247,17 +235,18 @@ def _marked(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> Iterator[tuple[int, str]]:
-    """Those of the keys in a node; what is told of those that are there twice."""
+def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> None:
+    """Those of the keys in a node, of which none may be there twice."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _add_lines(item, f"{outer}{index}.", lines)
+            _add_lines(item, f"{outer}{index}.", lines)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise _marked("a key is not text", key)
             name, line = outer + key.value, key.start_mark.line + 1
             if name in lines:
-                yield line, f"{shown_name(name)} is there twice, in lines {lines[name]} and {line}"
+                told = f"{shown_name(name)} is there twice, in lines {lines[name]} and {line}"
+                raise _marked(told, key)
             lines[name] = line
-            yield from _add_lines(value, f"{name}.", lines)
+            _add_lines(value, f"{name}.", lines)
