@@ -6,11 +6,11 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
-from ..finetune.launch import require_folder, require_model
+from ..finetune.launch import require_model
 from ..finetune.preflight import check
 from ..finetune.recipe_file import RecipeError
 from ..finetune.recipe_model import base_of
-from ..finetune.run_folder import locked
+from ..finetune.run_folder import locked, require_usable
 from ..models.placement import Device
 from .findings import FAILS, OK, WARNING, Finding, finding
 
@@ -54,7 +54,7 @@ def check_recipe(
     with looking_at("folder (out)"):
         if folder.is_dir():
             with locked(folder):
-                require_folder(recipe, base)
+                require_usable(recipe, base)
         found.append(Finding("folder (out)", OK, f"{folder} can be written, and has no run"))
     with looking_at("model"):
         base = require_model(recipe, base)

@@ -19,7 +19,6 @@ from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .recipe import Recipe
 from .recipe_model import base_of
-from .recipe_trainer import is_longer
 from .run_folder import CHECKED_DATA, RECIPE, begin, close_record, locked, require_usable
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def prepared(
     they have ended. Takes and raises what :func:`launch` does."""
     folder, base = Path(recipe.out), base_of(recipe)
     with locked(folder):
-        remove = require_folder(recipe, base, bool(resume), overwrite)
+        remove = require_usable(recipe, base, bool(resume), overwrite)
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
         with doing("looking at the model"):  # transformers is imported
@@ -131,18 +130,6 @@ def prepared(
                 close_record(folder, is_lora(recipe.trained))
             raise
         close_record(folder, is_lora(recipe.trained))
-
-
-def require_folder(
-    recipe: Recipe, base: Base, resume: bool = False, overwrite: bool = False
-) -> list[str]:
-    """What :func:`require_usable` does, of a recipe and the model of :func:`base_of`."""
-    folder = Path(recipe.out)
-    models = [Path(name) for name in {recipe.model, base.model} if os.path.isdir(name)]
-    # Of a model's folder, files may be links to elsewhere.
-    inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
-    extends = is_longer(read_report(folder).get("length"), recipe.trainer.length)
-    return require_usable(folder, inputs, is_lora(recipe.trained), resume, overwrite, extends)
 
 
 def require_model(recipe: Recipe, base: Base) -> Base:

@@ -20,8 +20,11 @@ from pathlib import Path
 
 from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
 from ..engine.folders import fault_of_folder
-from ..models.base import REPORT, read_report
+from ..engine.options import is_lora
+from ..models.base import REPORT, Base, read_report
 from ..terminal_text import listed
+from .recipe import Recipe
+from .recipe_trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
 HOLDER = "process "  # begins what the lock's file says of who holds it
@@ -131,20 +134,14 @@ def fault_of_pictures(folder: Path) -> str | None:
 
 
 def require_usable(
-    folder: Path,
-    inputs: list[Path],
-    adapters: bool,
-    resume: bool,
-    overwrite: bool,
-    extends: bool = False,
+    recipe: Recipe, base: Base, resume: bool = False, overwrite: bool = False
 ) -> list[str]:
     """Make sure that a run may write to its folder; changes nothing. The caller holds its lock.
 
     Args:
-        inputs: Files and folders that the run reads.
+        base: Of :func:`base_of`.
         overwrite: Whether what earlier runs wrote there may go: only names that
             :func:`names_of_run` knows, where ``run.json`` says that they are of runs.
-        extends: Whether the run is longer than the finished one that it continues.
 
     Returns:
         What is to be removed there, for :func:`begin`.
@@ -152,8 +149,12 @@ def require_usable(
     Raises:
         ValueError: there is a finished training, or what has a run's names and may not go.
     """
-    recorded, finished = read_record(folder), read_report(folder).get("finished")
-    present = names_of_run(folder, adapters)
+    folder, report = Path(recipe.out), read_report(Path(recipe.out))
+    recorded, finished = read_record(folder), report.get("finished")
+    present = names_of_run(folder, is_lora(recipe.trained))
+    models = [Path(name) for name in {recipe.model, base.model} if os.path.isdir(name)]
+    # Of a model's folder, files may be links to elsewhere.
+    inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
     for path in inputs:
         relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
         if relative[0] in {*present, RECIPE, CHECKED_DATA, RECORD, LOCK}:
@@ -161,6 +162,7 @@ def require_usable(
                 f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
                 "be another folder"
             )
+    extends = is_longer(report.get("length"), recipe.trainer.length)
     if resume and finished and not extends:
         raise ValueError(
             f"the training in {folder} is finished ({REPORT}), there is nothing to continue; to "

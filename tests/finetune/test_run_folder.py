@@ -19,6 +19,8 @@ from glm4v_patched.finetune.run_folder import (
     read_record,
     require_usable,
 )
+from glm4v_patched.models.base import Base
+from tests.helpers.recipes import recipe
 
 MODEL = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
 ADAPTERS = ["adapter_config.json", "adapter_model.safetensors", "README.md"]
@@ -45,8 +47,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def usable(folder: Path, resume=False, overwrite=False, inputs=(), adapters=True) -> list[str]:
-    return require_usable(folder, [*inputs], adapters, resume, overwrite)
+def usable(folder: Path, resume=False, overwrite=False) -> list[str]:
+    asked = recipe({"out": str(folder), "trained": "lora_lm"})
+    return require_usable(asked, Base("m"), resume, overwrite)
 
 
 def begun_run(folder: Path, *names: str) -> Path:
