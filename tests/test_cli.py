@@ -199,7 +199,7 @@ def test_training_continues_from_the_checkpoint_it_names(
     checkpoint = add_checkpoint(tmp_path, 4)
     assert main([*train, "--resume-from", "out/checkpoint-4"]) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
-    plan = Plan.read(Path(commands[0][-2]))
+    plan = Plan.read(Path(commands[0][-1]))
     assert (tmp_path / plan.checkpoint).samefile(checkpoint)
 
 
