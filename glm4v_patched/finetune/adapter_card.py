@@ -101,8 +101,8 @@ def name_base(text: str, model: str, revision: str) -> str:
 
 def _plain_values(recipe: Recipe) -> dict[str, Any]:
     given = recipe.model_dump(mode="json", exclude_defaults=True)
-    kept = {name: given[name] for name in ("trained", "lora", "engine", "trainer") if name in given}
-    return {name: plain for name, value in kept.items() if (plain := _plain(value)) is not None}
+    names = ("trained", "lora", "engine", "trainer")
+    return _plain({name: given[name] for name in names if name in given})
 
 
 def _plain(value: Any) -> Any:
