@@ -57,7 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--processes", type=_at_least_one, metavar="N", help=most)
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
     demo.add_argument("--steps", type=_at_least_one, default=300, help="training steps")
-    demo.add_argument("--data", type=Path, help="JSONL of messages to train on instead")
 
     train = commands.add_parser(
         "train",
@@ -132,15 +131,13 @@ def _demo(options: argparse.Namespace) -> None:
     from .demo.command import place_demo, run_demo
 
     placement = place_demo(options.processes, options.device)
-    metrics = run_demo(options.out, placement, options.steps, options.data)
-    swapped = metrics["accuracy_swapped"]
-    told = "no rows to swap" if swapped is None else f"{swapped:.3f}"
+    metrics = run_demo(options.out, placement, options.steps)
     print(
         f"""
 exact match on pictures it has not seen, answered by a fresh process without this package:
   before training       {metrics["accuracy_before"]:.3f}
   after training        {metrics["accuracy_after"]:.3f}
-  with pictures swapped {told}
+  with pictures swapped {metrics["accuracy_swapped"]:.3f}
 loss curve     {options.out / "loss.png"}
 contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}

@@ -105,14 +105,9 @@ def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, capsys):
     assert told and printable(told, kept="\n") == told
 
 
-def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, fails, capsys):
-    demo = "demo", "--device", "cpu", "--out", str(tmp_path / "new")
-    fails(*demo, "--data", str(tmp_path / "none.jsonl"), names="none.jsonl")
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": turns}))
-    fails(*demo, "--data", str(tmp_path / "one.jsonl"), names="1 conversations; at least 2")
+def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(config, "version", lambda package: "0.1.0")
-    assert main([*demo]) == 1
+    assert main(["demo", "--device", "cpu", "--out", str(tmp_path / "new")]) == 1
     assert "a tested DeepSpeed, 0.1.0 is not: " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -204,7 +199,7 @@ def test_training_continues_from_the_checkpoint_it_names(
     checkpoint = add_checkpoint(tmp_path, 4)
     assert main([*train, "--resume-from", "out/checkpoint-4"]) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
-    plan = Plan.read(Path(commands[0][-2]))
+    plan = Plan.read(Path(commands[0][-1]))
     assert (tmp_path / plan.checkpoint).samefile(checkpoint)
 
 

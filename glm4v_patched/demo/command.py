@@ -1,6 +1,6 @@
 """The main job in miniature: fine-tune a tiny glm-4v, and test that it uses the pictures.
 
-1. A data set of pictures with questions is drawn and written to files (or the reader's is taken).
+1. A data set of pictures with questions is drawn and written to files.
 2. A tiny model with random weights is saved, and trained from those files on several processes
    with DeepSpeed ZeRO-3, bf16 and activation checkpointing.
 3. A fresh process that cannot import this package loads what was saved and answers questions about
@@ -9,19 +9,15 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from transformers.utils.logging import disable_progress_bar
 
-from .. import __version__
 from ..atomic import write_atomically
-from ..data.check import require_pictures
 from ..data.rows import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
@@ -31,7 +27,7 @@ from ..finetune.recipe import Data, EngineFields, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_pictures, question_of
-from ..inference.scoring import exact_match, mean_score, swap_pictures
+from ..inference.scoring import exact_match, swap_pictures
 from ..models.placement import Device, Placement, place
 from .pictures import draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
@@ -39,9 +35,8 @@ from .tiny_model import IMAGE_SIDE, build_from_scratch
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
 MICRO_BATCH, LEARNING_RATE, SEED = 16, 2e-3, 0
 ZERO_STAGE: Final = 3
-VERSIONS = ("torch", "transformers", "deepspeed", "accelerate")
-# What it writes to its folder beside the data, and what says that it did.
-WRITTEN = ["initial", "trained", "requests.json", "replies.json"]
+# What it writes to its folder, and what says that it did.
+WRITTEN = ["data", "initial", "trained", "requests.json", "replies.json"]
 WRITTEN += ["loss.png", "answers.png", "metrics.json"]
 RECORD = "demo.txt"
 # Run as a file and never imported: it makes this package unimportable.
@@ -63,70 +58,47 @@ def place_demo(processes: int | None, device: Device | None) -> Placement:
     return place(processes, device or "cuda")
 
 
-def run_demo(out: Path, placement: Placement, steps: int, data: Path | None) -> dict:
+def run_demo(out: Path, placement: Placement, steps: int) -> dict:
     """Run it; returns the figures that also go to ``out/metrics.json``.
 
     Args:
         out: Folder for all that is written; what an earlier demo left there is replaced.
-        data: JSONL of conversations to use instead of the drawn pictures; one in ten is held out.
-            Neither it nor any of its pictures is written to.
 
     Raises:
-        ValueError: the data cannot be used, or ``out`` holds what is not the demo's and would be
-            replaced; RuntimeError: training cannot run or failed.
+        ValueError: ``out`` holds what is not the demo's and would be replaced.
+        RuntimeError: training cannot run or failed.
     """
     require_deepspeed()
-    conversations = [] if data is None else _read_data(data)
     with locked(out):
         out = out.resolve()
-        _require_replaceable(out, data, conversations)
+        _require_replaceable(out)
         (out / RECORD).write_text("What lies beside this file was written by glm4v-patched demo.\n")
-        return _run(out, placement, steps, data, conversations)
+        return _run(out, placement, steps)
 
 
-def _require_replaceable(out: Path, data: Path | None, conversations: list[list[dict]]) -> None:
-    """Raises ``ValueError`` if the demo would write over the reader's data or another's files."""
-    written = [*WRITTEN, "data" if data is None else "train.jsonl"]
-    present = [name for name in written if os.path.lexists(out / name)]
+def _require_replaceable(out: Path) -> None:
+    """Raises ``ValueError`` if the demo would write over another's files."""
+    present = [name for name in WRITTEN if os.path.lexists(out / name)]
     cure = "expected --out to be another folder"
     if present and not (out / RECORD).is_file():
         raise ValueError(f"{out} holds {', '.join(present)}, which no demo has written; {cure}")
     for name in present:
         if (out / name).is_symlink():
             raise ValueError(f"{out / name} is a link, and would be written through; {cure}")
-    if data is None:
-        return
-    pictures = {
-        Path(message["image"])
-        for messages in conversations
-        for message in messages
-        if "image" in message
-    }
-    for path in {data} | pictures:
-        for name in written:
-            place = out / name
-            same = place.is_file() and path.samefile(place)
-            if same or place in (path.resolve(), *path.resolve().parents):
-                raise ValueError(f"--data has {path}, and the demo would replace {place}; {cure}")
 
 
-def _run(
-    out: Path,
-    placement: Placement,
-    steps: int,
-    data: Path | None,
-    conversations: list[list[dict]],
-) -> dict:
+def _run(out: Path, placement: Placement, steps: int) -> dict:
     started = time.time()
     disable_progress_bar()  # of files of a tiny model
-    train_file, held_out = _prepare_data(out, data, conversations)
-    build_from_scratch(out / "initial", read_conversations(train_file), SEED)
-    print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
+    rows = _draw(out / "data", "train", NUM_TRAIN, SEED)
+    held_out = read_conversations(_draw(out / "data", "held_out", NUM_HELD_OUT, SEED + 1))
+    build_from_scratch(out / "initial", read_conversations(rows), SEED)
+    print(f"data: {rows}, {len(held_out)} conversations held out", flush=True)
 
     recipe = Recipe(
         model=str(out / "initial"),
         out=str(out / "trained"),
-        data=Data(train=str(train_file)),
+        data=Data(train=str(rows)),
         # Not by memory, which would suffice for no checkpoint at all.
         engine=EngineFields(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
@@ -147,7 +119,7 @@ def _run(
 
     questions = [question_of(row, messages) for row, messages in enumerate(held_out)]
     swapped = swap_pictures(questions, digest_pictures(questions))
-    answers = _ask_fresh_process(
+    before, after, after_swapped = _ask_fresh_process(
         out,
         [
             (out / "initial", questions),
@@ -155,7 +127,6 @@ def _run(
             (out / "trained", swapped),
         ],
     )
-    before, after, after_swapped = answers
     plot_loss(report["history"], out / "loss.png")
     draw_sheet(questions, after, out / "answers.png")
     metrics = {
@@ -169,41 +140,16 @@ def _run(
         "held_out": len(held_out),
         "loss_first": report["history"][0]["loss"],
         "loss_last": report["history"][-1]["loss"],
-        "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
     }
     write_atomically(out / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     return metrics
 
 
-def _read_data(data: Path) -> list[list[dict]]:
-    conversations = read_conversations(data)
-    if len(conversations) < 2:
-        raise ValueError(
-            f"{data}: {len(conversations)} conversations; at least 2 are needed, one to hold out"
-        )
-    # Those that are held out, too: training's own check does not see them.
-    require_pictures(data)
-    return conversations
-
-
-def _prepare_data(
-    out: Path, data: Path | None, conversations: list[list[dict]]
-) -> tuple[Path, list[list[dict]]]:
-    """The file to train on, and the conversations held out from it."""
-    if data is None:
-        drawn = out / "data"
-        conversations = draw_data_set(drawn / "train", NUM_TRAIN, SEED, IMAGE_SIDE)
-        write_conversations(drawn / "train.jsonl", conversations, overwrite=True)
-        held_out = draw_data_set(drawn / "held_out", NUM_HELD_OUT, SEED + 1, IMAGE_SIDE)
-        write_conversations(drawn / "held_out.jsonl", held_out, overwrite=True)
-        return drawn / "train.jsonl", read_conversations(drawn / "held_out.jsonl")
-    random.Random(SEED).shuffle(conversations)
-    number = max(len(conversations) // 10, 1)
-    train_file = out / "train.jsonl"
-    with train_file.open("w", encoding="utf-8") as file:
-        for messages in conversations[number:]:
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-    return train_file, conversations[:number]
+def _draw(folder: Path, name: str, number: int, seed: int) -> Path:
+    """A file of so many conversations about pictures beside it."""
+    conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE)
+    write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
+    return folder / f"{name}.jsonl"
 
 
 def _ask_fresh_process(out: Path, requests: list[tuple[Path, list[Question]]]) -> list[list[str]]:
@@ -219,7 +165,6 @@ def _ask_fresh_process(out: Path, requests: list[tuple[Path, list[Question]]]) -
     return json.loads(answered.read_text())
 
 
-def _accuracy(answers: list[str], questions: list[Question]) -> float | None:
-    """None of no question: where no picture could be swapped."""
-    pairs = ((a, q.reference or "") for a, q in zip(answers, questions, strict=True))
-    return mean_score("exact_match", exact_match, pairs)
+def _accuracy(answers: list[str], questions: list[Question]) -> float:
+    right = [exact_match(a, q.reference or "") for a, q in zip(answers, questions, strict=True)]
+    return round(sum(right) / len(right), 4)

@@ -2,12 +2,12 @@
 
 import argparse
 import time
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from ..finetune.arguments import DEVICES
 from ..terminal_text import printable
-from .findings import FAILS, Finding, as_json, table
+from .findings import FAILS, as_json, table
 from .machine import check_machine
 from .packages import check_packages
 
@@ -28,7 +28,12 @@ def run(options: argparse.Namespace) -> int:
     if options.rows is not None:
         return _show_rows(options)
     start = time.perf_counter()
-    found = list(examine(options))
+    found = [*check_packages(), *check_machine(options.device == "cpu")]
+    if options.recipe is not None:
+        from .recipe import check_recipe
+
+        overrides = [*options.overrides, *options.rest]
+        found += check_recipe(options.recipe, overrides, options.processes, options.device)
     seconds = time.perf_counter() - start
     told = as_json(found, seconds) if options.json else table(found, seconds)
     print(printable(told, kept="\n"))
@@ -36,29 +41,29 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show_rows(options: argparse.Namespace) -> int:
+    """Print the first rows of each set, with what is learned of them between ``[[`` and ``]]`` or
+    why they cannot be used; 1 if some cannot."""
     if options.recipe is None or options.rows < 1:
         raise ValueError(f"--rows {options.rows} is for the data of a recipe: name one, and N >= 1")
+    from ..data.rows import Fault, place, read_rows
     from ..finetune.recipe import Recipe
+    from ..finetune.recipe_model import base_of
     from ..finetune.shipped_recipes import find_recipe
-    from .rows import show_rows
+    from ..finetune.summary import show_sample
+    from ..models.base import pin
+    from ..models.loading import load_processor
 
     recipe = Recipe.read(find_recipe(options.recipe), [*options.overrides, *options.rest])
-    unusable = 0
-    for text, is_usable in show_rows(recipe, options.rows):
-        unusable += not is_usable
-        print(printable(text, kept="\n\t"), flush=True)
+    processor, unusable = load_processor(pin(base_of(recipe))), 0
+    for source in recipe.data.all_sources():
+        for row in islice(read_rows(source), options.rows):
+            told = f"{place(source, row.line)}:"
+            try:
+                if isinstance(row, Fault):
+                    raise ValueError(row.text)
+                told += "".join(f"\n  picture {picture}" for picture in row.pictures)
+                told += f"\n{show_sample(processor, row.messages)}"
+            except (ValueError, OSError) as error:
+                told, unusable = f"{told}\n  {error}", unusable + 1
+            print(printable(told, kept="\n\t"), flush=True)
     return int(unusable > 0)
-
-
-def examine(options: argparse.Namespace) -> Iterator[Finding]:
-    yield from check_packages()
-    yield from check_machine(options.device == "cpu")
-    if options.recipe is None:
-        return
-    try:
-        from .recipe import check_recipe
-    except RuntimeError as error:  # neither pydantic nor PyYAML
-        yield Finding("recipe", FAILS, str(error))
-        return
-    overrides = [*options.overrides, *options.rest]
-    yield from check_recipe(options.recipe, overrides, options.processes, options.device)

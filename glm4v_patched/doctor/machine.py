@@ -4,7 +4,6 @@ import importlib.util
 import os
 import resource
 import shutil
-import socket
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -28,14 +27,6 @@ OPEN_FILES = 4096
 # bf16 in hardware, and Triton's compiler.
 AMPERE = (8, 0)
 HOPPER, FLASH_ATTENTION_3 = (9, 0), "fa3_fwd_interface"
-# What a shell may still have of another program's start, and training would believe.
-STRANGE_VARIABLES: tuple[str, ...] = (
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
-    "RANK",
-    "WORLD_SIZE",
-)
-STRANGE_VARIABLES += ("ACCELERATE_MIXED_PRECISION", "CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE")
 
 
 def check_machine(on_cpu: bool) -> Iterator[Finding]:
@@ -55,8 +46,6 @@ def check_machine(on_cpu: bool) -> Iterator[Finding]:
     yield _check_shared_memory()
     yield Finding("memory", OK, f"{in_bytes(free_ram())} are free")
     yield from _check_limits()
-    yield _check_hostname()
-    yield _check_variables()
 
 
 def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
@@ -181,28 +170,3 @@ def _check_limits() -> Iterator[Finding]:
         text = f"at most {soft:,} in a process, of {hard:,} that are allowed: workers that prepare"
         text += " pictures may end with 'Too many open files'"
         yield Finding("open files", WARNING, text, f"ulimit -n {min(hard, 65536)}")
-
-
-def _check_hostname() -> Finding:
-    check, name = "host name", socket.gethostname()
-    try:
-        address = socket.gethostbyname("localhost")
-    except OSError as error:
-        text = f"localhost cannot be resolved ({error}), where training processes find each other"
-        return Finding(check, FAILS, text, "add to /etc/hosts: 127.0.0.1 localhost")
-    try:
-        own = socket.gethostbyname(name)
-    except OSError as error:
-        text = f"{name} cannot be resolved ({error}), which gloo asks for on a CPU"
-        return Finding(check, WARNING, text, f"add to /etc/hosts: 127.0.0.1 {name}")
-    return Finding(check, OK, f"{name} is {own}, localhost {address}")
-
-
-def _check_variables() -> Finding:
-    check = "environment"
-    strange = [f"{name}={os.environ[name]}" for name in STRANGE_VARIABLES if os.environ.get(name)]
-    if not strange:
-        return Finding(check, OK, "no variable that another program's start would have left")
-    names = " ".join(entry.partition("=")[0] for entry in strange)
-    text = f"{', '.join(strange)}: training goes by it, or is slower for it"
-    return Finding(check, WARNING, text, f"unset {names}, if nothing here means it")

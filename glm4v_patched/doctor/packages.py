@@ -4,12 +4,14 @@ Read from what pip wrote; nothing is imported.
 """
 
 import platform
-import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from ..engine.deepspeed.config import SUPPORTED_DEEPSPEED
@@ -18,16 +20,8 @@ from .findings import FAILS, OK, WARNING, Finding
 
 OURS = "glm4v-patched"
 # A version of one of these that another one does not allow ends in errors far from their cause.
-JOINED: tuple[str, ...] = (
-    "torch",
-    "transformers",
-    "deepspeed",
-    "accelerate",
-    "peft",
-    "torchvision",
-    "torchaudio",
-)
-JOINED += ("tokenizers", "huggingface-hub", "safetensors", "bitsandbytes", "liger-kernel", "triton")
+JOINED = ["torch", "transformers", "deepspeed", "accelerate", "peft", "torchvision", "torchaudio"]
+JOINED += ["tokenizers", "huggingface-hub", "safetensors", "bitsandbytes", "liger-kernel", "triton"]
 
 
 def check_packages() -> Iterator[Finding]:
@@ -55,52 +49,41 @@ def _check_requirements() -> Iterator[Finding]:
 
 def _check_requirement(requirement: Requirement) -> Finding:
     name, range_ = requirement.name, requirement.specifier
-    asked = Requirement(f"{name}{range_}")
+    cure = pip_install(f"{name}{range_}")
     try:
         found = Version(version(name))
     except PackageNotFoundError:
-        return Finding(name, FAILS, "is not installed", pip_install(str(asked)))
+        return Finding(name, FAILS, "is not installed", cure)
     if range_.contains(found, prereleases=True):
         return Finding(name, OK, str(found))
-    text = f"{found}, tested with {str(range_) or 'any'}"
     # DeepSpeed's names change with its versions, and training refuses to start.
-    newer = name != "deepspeed" and not _is_older(found, range_)
-    return Finding(name, WARNING if newer else FAILS, text, pip_install(str(asked)))
-
-
-def _is_older(found: Version, wanted: SpecifierSet) -> bool:
-    return any(each.operator in (">=", "==", ">") and not each.contains(found) for each in wanted)
+    is_older = any(
+        each.operator in (">=", "==", ">") and not each.contains(found) for each in range_
+    )
+    verdict: Any = FAILS if is_older or name == "deepspeed" else WARNING
+    return Finding(name, verdict, f"{found}, tested with {str(range_) or 'any'}", cure)
 
 
 def _check_each_other() -> Iterator[Finding]:
-    clashes = []
+    there = {}
     for name in JOINED:
-        try:
-            wanted = [Requirement(text) for text in requires(name) or []]
-        except PackageNotFoundError:
-            continue
-        for requirement in wanted:
-            other = re.sub(r"[-_.]+", "-", requirement.name.lower())
-            if other not in JOINED or not _applies(requirement):
+        with suppress(PackageNotFoundError):
+            there[name] = version(name)
+    is_sound = True
+    for name in there:
+        for requirement in map(Requirement, requires(name) or []):
+            found = there.get(canonicalize_name(requirement.name))
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if not (applies and found) or requirement.specifier.contains(found, prereleases=True):
                 continue
-            try:
-                found = version(other)
-            except PackageNotFoundError:
-                continue
-            if not requirement.specifier.contains(found, prereleases=True):
-                needs = f"{name} {version(name)} needs {other}{requirement.specifier}"
-                clashes.append((requirement, f"{needs}, and {found} is installed"))
-    for requirement, text in clashes:
-        # torchvision, built for another torch, cannot be imported, nor then transformers.
-        pinned = any(each.operator == "==" for each in requirement.specifier)
-        name = text.partition(" ")[0]
-        cure = pip_install("--upgrade", name)
-        if name.startswith("torch"):
-            cure += "; or, where it is not used: pip uninstall " + name
-        yield Finding("versions together", FAILS if pinned else WARNING, text, cure)
-    if not clashes:
+            is_sound = False
+            needs = f"{name} {there[name]} needs {requirement.name}{requirement.specifier}"
+            cure = pip_install("--upgrade", name)
+            if name.startswith("torch"):
+                cure += f"; or, where it is not used: pip uninstall {name}"
+            # torchvision, built for another torch, cannot be imported, nor then transformers.
+            is_pinned = any(each.operator == "==" for each in requirement.specifier)
+            verdict: Any = FAILS if is_pinned else WARNING
+            yield Finding("versions together", verdict, f"{needs}, and {found} is installed", cure)
+    if is_sound:
         yield Finding("versions together", OK, "none of these packages refuses another one")
-
-
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from ..atomic import write_atomically
 from ..models.base import Base
+from .ending import saved
 from .recipe import Recipe
 
 CARD = "README.md"
 PACKAGES = ("peft", "transformers", "torch")
-SCORES = ("eval_exact_match", "eval_loss")
 # Of a recipe's values: whatever may be the name of a file is left out.
 PLAIN = re.compile(r"[\w.+-]*")
 TEXT = """
@@ -63,23 +63,11 @@ def write_card(recipe: Recipe, base: Base, report: Mapping[str, Any], rows: int)
         report: ``training.json``.
         rows: That were learned in an epoch.
     """
-    scores = _scores(report)
+    _, scores = saved(report)
     data = ModelCardData(
         library_name="peft",
         pipeline_tag="image-text-to-text",
         tags=["lora", "glm-4v", "glm4v-patched"],
-        model_name=f"glm-4v-{recipe.trained}" if scores else None,
-        eval_results=[
-            EvalResult(
-                task_type="image-text-to-text",
-                dataset_type="held-out",
-                dataset_name="rows that were not trained on",
-                metric_type=name.removeprefix("eval_"),
-                metric_value=value,
-            )
-            for name, value in scores.items()
-        ]
-        or None,
     )
     told = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in scores.items())
     text = TEXT.format(
@@ -111,17 +99,10 @@ def name_base(text: str, model: str, revision: str) -> str:
     return f"---\n{data.to_yaml()}\n---\n{card.text}"
 
 
-def _scores(report: Mapping[str, Any]) -> dict[str, float]:
-    """Of the step whose weights were saved."""
-    step = report.get("best_step") or report["steps"]["done"]
-    found = [entry for entry in report.get("evaluations", ()) if entry["step"] == step]
-    return {n: found[-1][n] for n in SCORES if found and isinstance(found[-1].get(n), float | int)}
-
-
 def _plain_values(recipe: Recipe) -> dict[str, Any]:
     given = recipe.model_dump(mode="json", exclude_defaults=True)
-    kept = {name: given[name] for name in ("trained", "lora", "engine", "trainer") if name in given}
-    return {name: plain for name, value in kept.items() if (plain := _plain(value)) is not None}
+    names = ("trained", "lora", "engine", "trainer")
+    return _plain({name: given[name] for name in names if name in given})
 
 
 def _plain(value: Any) -> Any:

@@ -41,15 +41,22 @@ def _describe_reason(recipe: Recipe, report: Mapping[str, Any]) -> str:
     return told + (f"; {left_out:,} rows could not be used" if left_out else "")
 
 
-def _describe_saved(recipe: Recipe, report: Mapping[str, Any]) -> str:
+def saved(report: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """The step whose weights were saved, and what was measured of them."""
     step = report.get("best_step") or report["steps"]["done"]
+    found = [entry for entry in report.get("evaluations", ()) if entry["step"] == step]
+    names = [name for name in ("eval_loss", "eval_exact_match") if found and name in found[-1]]
+    # JSON has NaN as text.
+    return step, {name: float(found[-1][name]) for name in names}
+
+
+def _describe_saved(recipe: Recipe, report: Mapping[str, Any]) -> str:
+    step, scores = saved(report)
     told = f"{step:,}"
     if "best_step" in report:
         told += f", the best by {recipe.trainer.metric_for_best_model}"
-    if scores := [entry for entry in report.get("evaluations", ()) if entry["step"] == step]:
-        names = [name for name in ("eval_loss", "eval_exact_match") if name in scores[-1]]
-        # JSON has NaN as text.
-        return f"{told}: {', '.join(f'{n} {float(scores[-1][n]):.4g}' for n in names)}"
+    if scores:
+        return f"{told}: {', '.join(f'{name} {value:.4g}' for name, value in scores.items())}"
     if report["history"]:
         last = report["history"][-1]
         told += f": loss {float(last['loss']):.4g} at step {last['step']:,}"

@@ -3,38 +3,26 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
-from ..atomic import require_apart
 from ..data.rows import require_first_rows
-from ..engine.deepspeed.config import require_zero_plus_plus
 from ..engine.environment import environments_of_ranks, python_module, training_environment
 from ..engine.options import is_lora
-from ..models.base import pin, read_report, require_recorded_base
+from ..models.base import Base, pin, read_report, require_recorded_base
 from ..models.check_weights import require_whole
 from ..models.placement import Placement
 from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .recipe import Recipe
 from .recipe_model import base_of
-from .recipe_trainer import is_longer
 from .run_folder import CHECKED_DATA, RECIPE, begin, close_record, locked, require_usable
 
 if TYPE_CHECKING:
-    from ..data.checked_data import CheckedData
     from .plan import Plan
-
-# Processes that are told to end do so at once, unless they hang in a driver.
-SECONDS_TO_END = 10
-# How often it is noted which processes there are.
-SECONDS_TO_LOOK = 2
 
 
 class TrainingStopped(KeyboardInterrupt):
@@ -75,17 +63,14 @@ def launch(
         ValueError: the data cannot be used, the disk or the memory does not suffice,
             ``recipe.out`` holds what may not be replaced or another run writes to it, the
             checkpoint is incomplete, or of a run with other settings, another model or other data.
-        TrainingStopped: Ctrl-C, or SIGTERM if this is the main thread.
+        TrainingStopped: Ctrl-C, SIGTERM or SIGHUP.
     """
     start = resume, overwrite, accept_changed_data
-    with prepared(recipe, placement, *start, writes=not dry_run) as (plan, checked):
+    with prepared(recipe, placement, *start, writes=not dry_run) as plan:
         if dry_run:
             print("nothing was trained, and nothing written (--dry-run)", flush=True)
-            return
-        _train(plan)
-    if checked.skipped:
-        total = checked.skipped + checked.counts.rows
-        print(f"{checked.skipped:,} of {total:,} rows were left out", flush=True)
+        else:
+            _train(plan)
 
 
 @contextmanager
@@ -96,26 +81,17 @@ def prepared(
     overwrite: bool = False,
     accept_changed_data: bool = False,
     writes: bool = True,
-) -> Iterator[tuple["Plan", "CheckedData"]]:
+) -> Iterator["Plan"]:
     """All that comes before the first training process, once for all of them: check all that can be
     checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
     they have ended. Takes and raises what :func:`launch` does."""
-    require_zero_plus_plus(recipe.engine_options(), placement.processes, placement.on_cpu)
-    folder, base, adapters = Path(recipe.out), base_of(recipe), is_lora(recipe.trained)
-    models = [model for name in {recipe.model, base.model} if (model := Path(name)).is_dir()]
-    for model in models:
-        require_apart(folder, model)
+    folder, base = Path(recipe.out), base_of(recipe)
     with locked(folder):
-        # Of a model's folder, files may be links to elsewhere.
-        inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
-        extends = is_longer(read_report(folder).get("length"), recipe.trainer.length)
-        remove = require_usable(folder, inputs, adapters, bool(resume), overwrite, extends)
+        remove = require_usable(recipe, base, bool(resume), overwrite)
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
         with doing("looking at the model"):  # transformers is imported
-            base = pin(base)
-            require_recorded_base(base)
-            require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+            base = require_model(recipe, base)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         # Late: what comes before is answered at once.
@@ -139,7 +115,7 @@ def prepared(
             told = f"no complete checkpoint in {folder}: training starts from the beginning"
             print(told, flush=True)
         if not writes:
-            yield plan, checked
+            yield plan
             return
         begin(folder, remove)
         try:
@@ -148,12 +124,21 @@ def prepared(
             recipe.write(folder / RECIPE)
             checked.write(folder / CHECKED_DATA)
             plan.write()
-            yield plan, checked
+            yield plan
         except BaseException:
             with suppress(OSError):  # of a full disk, the first error is the one to be told
-                close_record(folder, adapters)
+                close_record(folder, is_lora(recipe.trained))
             raise
-        close_record(folder, adapters)
+        close_record(folder, is_lora(recipe.trained))
+
+
+def require_model(recipe: Recipe, base: Base) -> Base:
+    """The model of :func:`base_of`, pinned. Raises ``ValueError`` if it is not there, not whole, or
+    another than its adapters were trained on."""
+    base = pin(base)
+    require_recorded_base(base)
+    require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+    return base
 
 
 def _train(plan: "Plan") -> None:
@@ -168,7 +153,7 @@ def _train(plan: "Plan") -> None:
         # The Trainer would spread a single process over all GPUs that it sees.
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environments = [common | {"CUDA_VISIBLE_DEVICES": first}]
-    command = python_module("glm4v_patched.finetune.process", str(plan.path), "--end-with-stdin")
+    command = python_module("glm4v_patched.finetune.process", str(plan.path))
     try:
         ended = _run(command, environments)
     except KeyboardInterrupt as stop:
@@ -202,24 +187,24 @@ def _run(command: list[str], environments: list[dict[str, str]]) -> str:
         How the first one failed, if one did; the others are ended then.
     """
     with _signals_as_exceptions():
-        # Only this process holds the other end of their standard input. In a session of its own,
-        # Ctrl-C reaches each of them through us alone.
+        # Only this process holds the other end of their standard input. Each leads a group: Ctrl-C
+        # reaches it through us alone, and it ends with all that it has started.
         ranks = [
             subprocess.Popen(command, env=each, stdin=subprocess.PIPE, start_new_session=True)
             for each in environments
         ]
-        started: list[psutil.Process] = []
         try:
             while True:
-                end = time.monotonic() + SECONDS_TO_LOOK
-                while time.monotonic() < end:
-                    statuses = [rank.poll() for rank in ranks]
-                    if any(statuses) or None not in statuses:
-                        return _describe_statuses(statuses, ranks)
-                    time.sleep(0.05)
-                started = [child for rank in ranks for child in _descendants(rank)]
+                statuses = [rank.poll() for rank in ranks]
+                if any(statuses) or None not in statuses:
+                    return _describe_statuses(statuses, ranks)
+                time.sleep(0.05)
         finally:
-            _end(ranks, started)
+            for rank in ranks:
+                with suppress(ProcessLookupError):  # nothing of the group is left
+                    os.killpg(rank.pid, signal.SIGKILL)
+            for rank in ranks:
+                rank.communicate()
 
 
 def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]) -> str:
@@ -238,44 +223,13 @@ def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]
     return f"{process} ended with status {status}; the first error above says why"
 
 
-def _end(ranks: list[subprocess.Popen], started: list[psutil.Process]) -> None:
-    """End processes and what they started.
-
-    The latter end by themselves with their parents. One that cannot, as it is stopped (SIGSTOP) or
-    hangs in a driver, is killed after a while. Whoever has lost its parents is known from before,
-    by its number and when it started.
-    """
-    started = started + [child for rank in ranks for child in _descendants(rank)]
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.wait()
-        assert rank.stdin is not None  # a pipe
-        rank.stdin.close()
-    _, alive = psutil.wait_procs(started, SECONDS_TO_END)
-    for descendant in alive:
-        with suppress(psutil.NoSuchProcess):
-            descendant.kill()
-
-
-def _descendants(process: subprocess.Popen) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """In the main thread, where alone Python lets signals be handled; SIGHUP, too, unless it is to
-    be ignored (nohup)."""
+    """SIGHUP, too, unless it is to be ignored (nohup)."""
 
     def stop(number: int, frame) -> None:
         raise TrainingStopped("", signal.Signals(number))
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handled = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         handled.append(signal.SIGHUP)

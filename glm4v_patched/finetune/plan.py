@@ -26,7 +26,7 @@ from ..engine.memory_plan import (
     free_memory,
     within_limit,
 )
-from ..engine.options import EngineOptions, is_lora
+from ..engine.options import EngineOptions
 from ..models.base import Base, identify, read_report
 from ..models.loading import config_of, load_processor
 from ..models.placement import Placement
@@ -47,8 +47,6 @@ from .run_folder import CHECKED_DATA, PLAN
 
 # How much longer a row of a stream may be than the longest that was looked at before.
 LONGER = 1.25
-# What was fixed before there was a field for it, where its default is another.
-BEFORE = {"lora.alpha": 8}
 
 
 @dataclass(frozen=True)
@@ -100,6 +98,11 @@ class Plan:
         asked = self.recipe.trainer
         each = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
         return each * self.placement.processes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a step may not fit onto a GPU, as estimated."""
+        return 0 < self.free < self.needed + OUTSIDE_TORCH
 
     def write(self) -> None:
         write_atomically(self.path, TypeAdapter(Plan).dump_json(self, indent=2) + b"\n")
@@ -248,7 +251,7 @@ def starting_point(recipe: Recipe, processes: int, resume: bool | Path, base: Ba
     length = {f"trainer.{name}": value for name, value in recipe.trainer.length.items()}
     if is_longer({name: there[name] for name in length if name in there}, length):
         settings |= {name: there[name] for name in length}
-    require_same_settings(checkpoint, settings, identify(base), Recipe.defaults() | BEFORE)
+    require_same_settings(checkpoint, settings, identify(base))
     return checkpoint
 
 
@@ -258,8 +261,6 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
     decisive = {k: v for k, v in recipe.flat().items() if k not in free}
     if recipe.trainer.max_steps is not None:
         del decisive["trainer.num_train_epochs"]  # which it overrides
-    if is_lora(recipe.trained) and recipe.lora.alpha is None:
-        decisive["lora.alpha"] = 2 * recipe.lora.rank
     if recipe.data.is_streamed:  # else those of the rows that are compared
         decisive["data.train"] = {"weights": [source.weight for source in recipe.data.sources()]}
     return decisive | {"processes": processes}
@@ -272,12 +273,23 @@ def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
 
     Args:
         base: Of :func:`base_of`, which is asked by default.
+
+    Raises:
+        ValueError: rows cannot be used, or their pictures would have another size than the model's.
     """
     base = base or base_of(recipe)
+    processor, config = load_processor(base), config_of(base)
+    places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
+    if places != wanted:
+        raise ValueError(
+            f"{base.model}: its pictures take {places:,} positions, and the model's {wanted:,}: "
+            "image_size was lost when the tokenizer was saved; expected "
+            f'"image_size": {config.vision.image_size} in tokenizer_config.json'
+        )
     return check_sets(
         recipe.data.sources(),
-        load_processor(base),
-        config_of(base).seq_length,
+        processor,
+        config.seq_length,
         evaluate=recipe.data.evaluated(),
         pack_to=recipe.data.pack_to,
         on_bad=recipe.data.on_bad,

@@ -10,16 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..data.source import Source, fault_of_path, fault_of_set, make_sources
-from ..engine.deepspeed.config import require_deepspeed
+from ..atomic import require_apart
+from ..data.source import fault_of_path, fault_of_set, make_sources
+from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import fault_of_fp8
 from ..engine.options import require_packages
+from ..models.base import Base
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
 from .recipe import Recipe, check_values
-from .recipe_file import Fault, RecipeError, read_document, shown
+from .recipe_file import Fault, read_document, shown
 from .recipe_model import base_of
 from .run_folder import fault_of_pictures
 from .shipped_recipes import find_recipe
@@ -39,25 +41,7 @@ def check(
 
     Raises:
         RecipeError: with a line for everything that is wrong, as far as one fault does not hide
-            another.
-    """
-    recipe, placement, error = examine(path, overrides, processes, device)
-    if error is not None:
-        raise error
-    assert recipe is not None and placement is not None
-    return recipe, placement
-
-
-def examine(
-    path: Path,
-    overrides: Sequence[str] = (),
-    processes: int | None = None,
-    device: Device = "cuda",
-) -> tuple[Recipe | None, Placement | None, RecipeError | None]:
-    """What :func:`check` does; recipe and placement as far as there are any, and what is wrong.
-
-    Raises:
-        RecipeError: there is no such file, or it cannot be read.
+            another; ``found`` has recipe and placement, as far as there are any.
     """
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
@@ -67,9 +51,14 @@ def examine(
         placement = place(processes, device, checked.known.get("engine.zero_stage", 3))
     except NoPlace as error:
         faults.append(Fault(error.field, str(error)))
-    if checked.recipe is not None and (text := _fault_of_adapters(checked.recipe)):
-        faults.append(Fault("model", text))
-    return checked.recipe, placement, document.error(faults) if faults else None
+    if checked.recipe is not None:
+        faults += _faults_together(checked.recipe, placement)
+    if faults:
+        told = document.error(faults)
+        told.found = checked.recipe, placement
+        raise told
+    assert checked.recipe is not None and placement is not None
+    return checked.recipe, placement
 
 
 def _faults_here(
@@ -96,24 +85,18 @@ def _faults_here(
         if text:
             yield Fault(name, f"{name} is {shown(value)}: {text}")
     for name in ("data.train", "data.eval"):
-        sets: Sequence[Source] = ()
+        sets = known.get(name)
         with suppress(ValueError):  # which is reported elsewhere
-            sets = make_sources(known[name], {}) if isinstance(known.get(name), list) else ()
-        for source in sets:
-            if text := fault_of_set(source):
-                yield Fault(name, f"{name} has {shown(source.path)}: {text}")
+            for source in make_sources(sets, {}) if isinstance(sets, list) else ():
+                if text := fault_of_set(source):
+                    yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     yield from faults_of_device(known, device, processes)
-    yield from faults_of_packages(known)
-
-
-def faults_of_packages(known: Mapping[str, Any]) -> Iterator[Fault]:
-    """What a recipe's values need and is missing on this machine, or does not fit."""
-    checks = {
+    packages = {
         "trained": require_packages,
         "engine.optimizer": require_packages,
         "engine.zero_stage": lambda stage: require_deepspeed() if stage else None,
     }
-    for name, require in checks.items():
+    for name, require in packages.items():
         try:
             require(known.get(name))
         except RuntimeError as error:
@@ -125,30 +108,37 @@ def faults_of_device(
 ) -> Iterator[Fault]:
     """What of a recipe's values does not run on this device, or on the GPUs of so many processes
     (None for all)."""
-    if device == "cpu" and known.get("engine.optimizer") == "adamw_8bit":
-        yield Fault(
-            "engine.optimizer",
-            "engine.optimizer is adamw_8bit, which runs on a GPU, and --device is cpu; expected "
-            "adamw",
-        )
-    if known.get("engine.fp8") and (text := _fault_of_fp8(device, processes)):
-        yield Fault("engine.fp8", text)
-
-
-def _fault_of_fp8(device: Device, processes: int | None) -> str | None:
     if device == "cpu":
-        return "engine.fp8 is true, which runs on a GPU, and --device is cpu; expected false"
-    gpus = find_gpus().found[:processes]  # where there is none, that is told elsewhere
-    faults = (fault_of_fp8(gpu.name, gpu.capability) for gpu in gpus)
-    return next((f"engine.fp8 is true: {fault}" for fault in faults if fault), None)
+        of_gpus = {"engine.optimizer": ("adamw_8bit", "adamw"), "engine.fp8": (True, "false")}
+        for name, (value, cure) in of_gpus.items():
+            if known.get(name) == value:
+                told = f"{name} is {shown(value)}, which runs on a GPU, and --device is cpu"
+                yield Fault(name, f"{told}; expected {cure}")
+    elif known.get("engine.fp8"):
+        gpus = find_gpus().found[:processes]  # where there is none, that is told elsewhere
+        faults = [fault_of_fp8(gpu.name, gpu.capability) for gpu in gpus]
+        for fault in [*filter(None, faults)][:1]:
+            yield Fault("engine.fp8", f"engine.fp8 is true: {fault}")
 
 
-def _fault_of_adapters(recipe: Recipe) -> str | None:
-    if not os.path.isdir(recipe.model):
-        return None
+def _faults_together(recipe: Recipe, placement: Placement | None) -> Iterator[Fault]:
+    """What is wrong here with fields that are right one by one."""
+    base = Base(recipe.model)
     try:
         base = base_of(recipe)
     except ValueError as error:
-        return str(error)
-    fault = None if base.adapters is None else fault_of_model(base.model)
-    return fault and f"the model under the adapters is {shown(base.model)}: {fault}"
+        yield Fault("model", str(error))
+    if base.adapters is not None and (fault := fault_of_model(base.model)):
+        yield Fault("model", f"the model under the adapters is {shown(base.model)}: {fault}")
+    try:
+        for model in {recipe.model, base.model}:
+            if os.path.isdir(model):
+                require_apart(Path(recipe.out), Path(model))
+    except ValueError as error:
+        yield Fault("out", str(error))
+    try:
+        if placement is not None:
+            options = recipe.engine_options()
+            require_zero_plus_plus(options, placement.processes, placement.on_cpu)
+    except ValueError as error:
+        yield Fault("engine", str(error))

@@ -5,7 +5,6 @@ Nothing that takes long is imported before it is seen to that this process ends 
 started it.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -16,13 +15,8 @@ from ..terminal_text import doing, error_text
 
 
 def main() -> NoReturn:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--end-with-stdin", action="store_true")
-    options = parser.parse_args()
-    if options.end_with_stdin:
-        end_with_stdin()
-    leave(run(options.plan))
+    end_with_stdin()
+    leave(run(Path(sys.argv[1])))
 
 
 def run(plan: Path) -> int:

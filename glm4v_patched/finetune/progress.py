@@ -12,25 +12,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
-from transformers.utils.logging import disable_progress_bar
 
-from ..terminal_text import doing, pip_install
+from ..terminal_text import doing
 from .checkpoints import checkpoints_in, step_of
 from .plots import plot_loss
 from .run_folder import PLOT
-
-logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_PLOTS = 30
 GIB = 2**30
 
 
-def quiet_transformers(bars: bool) -> None:
+def quiet_transformers() -> None:
     """Leave out what it prints while it trains, in each process, and that asks nothing of anybody:
     that the Trainer has put the tokenizer's end token in place of the model's, which
-    :class:`trainer.RecipeTrainer` undoes; and but for ``bars``, those for the files of a model."""
-    if not bars:
-        disable_progress_bar()
+    :class:`trainer.RecipeTrainer` undoes."""
     for name in ("transformers.trainer", "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_no_alignment)
 
@@ -40,8 +35,9 @@ def _is_no_alignment(record: logging.LogRecord) -> bool:
 
 
 class Progress(TrainerCallback):
-    """Prints what is logged, a line each time, above a bar where there is a terminal; and knows how
-    fast training is, and how much memory it takes.
+    """Prints what is logged, a line each time, above a bar where there is a terminal; redraws
+    ``loss.png``, at most twice a minute and at the end; and knows how fast training is, and how
+    much memory it takes.
 
     Args:
         batch: Samples of an update of the weights, of all processes; the mean, if they are packed.
@@ -69,6 +65,7 @@ class Progress(TrainerCallback):
         self._seconds: list[float] = []
         self._told = 0
         self._peaks: dict[str, float] = {}
+        self._drawn = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
@@ -106,6 +103,8 @@ class Progress(TrainerCallback):
             tqdm.write(f"{place} {' '.join(told)}, in {logs['eval_runtime']:.1f} s")
         elif "loss" in logs:
             tqdm.write(f"{place} {self._describe_steps(state, logs)}")
+        if time.monotonic() - self._drawn > SECONDS_BETWEEN_PLOTS:
+            self._draw(args, state)
 
     def _describe_steps(self, state, logs: dict[str, float]) -> str:
         told = [f"loss {logs['loss']:.4g}", f"lr {_short(logs.get('learning_rate', 0))}"]
@@ -127,6 +126,8 @@ class Progress(TrainerCallback):
         if torch.cuda.is_available():
             self._peaks["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
             self._peaks["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        if state.is_world_process_zero:
+            self._draw(args, state)
 
     def found(self) -> dict[str, float | None]:
         """``samples_per_s`` of all processes, without what comes between steps (None of too few
@@ -135,33 +136,8 @@ class Progress(TrainerCallback):
         speed = len(timed) * self.batch / sum(timed) if timed else None
         return {"samples_per_s": speed, **self._peaks}
 
-
-def _short(rate: float) -> str:
-    """As 1.0e-4."""
-    digits, _, exponent = f"{rate:.1e}".partition("e")
-    return f"{digits}e{int(exponent)}" if rate else "0"
-
-
-class LossPlot(TrainerCallback):
-    """Redraws ``loss.png`` in the run's folder, at most twice a minute and at the end."""
-
-    def __init__(self) -> None:
-        self._drawn = 0.0
-        self._draws = importlib.util.find_spec("matplotlib") is not None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if not self._draws and state.is_world_process_zero:
-            logger.warning("no %s is drawn: %s", PLOT, pip_install("matplotlib"))
-
-    def on_log(self, args, state, control, **kwargs):
-        if time.monotonic() - self._drawn > SECONDS_BETWEEN_PLOTS:
-            self._draw(args, state)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._draw(args, state)
-
     def _draw(self, args, state) -> None:
-        if not self._draws or not state.is_world_process_zero:
+        if importlib.util.find_spec("matplotlib") is None:
             return
         folder = Path(args.output_dir)
         saved = sorted(map(step_of, checkpoints_in(folder)))
@@ -171,3 +147,9 @@ class LossPlot(TrainerCallback):
         with ThreadPoolExecutor(1) as thread:
             thread.submit(plot_loss, *asked).result()
         self._drawn = time.monotonic()
+
+
+def _short(rate: float) -> str:
+    """As 1.0e-4."""
+    digits, _, exponent = f"{rate:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if rate else "0"

@@ -10,7 +10,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -27,7 +27,7 @@ from ..engine.options import (
 )
 from .other_names import OTHER_VALUES, cure, refusal
 from .recipe_data import Data
-from .recipe_file import Fault, RecipeError, place_all, read_document, shown, shown_name
+from .recipe_file import Fault, RecipeError, as_yaml, place_all, read_document, shown, shown_name
 from .recipe_rules import conflicts
 from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
 from .recipe_types import (
@@ -186,15 +186,10 @@ class Recipe(Section):
         """Values by dotted names."""
         return _flatten(self.model_dump())
 
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        """Of the fields that a recipe may leave out, by dotted names."""
-        return {name: field.default for name, field in fields() if not field.is_required()}
-
     def write(self, path: Path) -> None:
         """As JSON, which is YAML, too."""
         text = json.dumps(self.model_dump(), indent=2, ensure_ascii=False)
-        write_atomically(path, text + "\n")
+        write_atomically(path, as_yaml(text) + "\n")
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
@@ -231,9 +226,10 @@ def check_values(values: Any) -> Checked:
     except ValidationError as error:
         faults += _faults_of(error)
     wrong = {fault.name for fault in faults}
+    defaults = {name: field.default for name, field in fields() if not field.is_required()}
     known = {
         name: value
-        for name, value in (Recipe.defaults() | _flatten(values)).items()
+        for name, value in (defaults | _flatten(values)).items()
         if not any(str(name) == fault or str(name).startswith(f"{fault}.") for fault in wrong)
     }
     if "trained" in known:
@@ -245,19 +241,26 @@ def check_values(values: Any) -> Checked:
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        field = Recipe.model_fields.get(name)
-        if field and _is_section(field.annotation) and isinstance(value, Mapping):
+        if name in SECTIONS and isinstance(value, Mapping):
             flat |= {f"{name}.{inner}": part for inner, part in value.items()}
         else:
             flat[name] = value
     return flat
 
 
-def fields(section: type[Section] = Recipe) -> Iterator[tuple[str, FieldInfo]]:
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Recipe.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
     """Every field that is declared, by its dotted name."""
-    for name, field in section.model_fields.items():
-        if _is_section(field.annotation):
-            yield from ((f"{name}.{inner}", found) for inner, found in fields(field.annotation))
+    for name, field in Recipe.model_fields.items():
+        if name in SECTIONS:
+            inner = SECTIONS[name].model_fields.items()
+            yield from ((f"{name}.{part}", found) for part, found in inner)
         else:
             yield name, field
 
@@ -281,10 +284,6 @@ def describe_fields() -> str:
     # Only the import of transformers tells which; it takes seconds.
     lines.append("trainer: any other field of transformers' TrainingArguments, too; see there")
     return "\n".join(lines)
-
-
-def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _others(trainer: Any) -> tuple[dict[str, Any], list[Fault]]:
@@ -318,45 +317,26 @@ def _misfit(name: str, value: Any, kind: Any) -> Fault:
 
 
 def _faults_of(error: ValidationError) -> Iterator[Fault]:
-    told = set()
+    told, known = set(), dict(fields())
     for detail in error.errors(include_url=False, include_context=False):
         path = [str(part) for part in detail["loc"]]
         if detail["type"] in ("extra_forbidden", "invalid_key"):
             yield Fault(".".join(path), _unknown(path))
             continue
-        name, found = _find(path)
+        name = ".".join(path[:2]) if path[0] in SECTIONS else path[0]
         if name in told:
             continue  # each choice of a union is an error
         told.add(name)
-        inner = (
-            [(name, found)]
-            if isinstance(found, FieldInfo)
-            else [(f"{name}.{inner}", field) for inner, field in fields(found)]
-        )
         if detail["type"] == "missing":
-            for missing, field in inner:
-                if field.is_required():
+            for missing, field in known.items():
+                if field.is_required() and f"{missing}.".startswith(f"{name}."):
                     text = f"{missing} is missing; expected {expected(annotated(field))}"
                     yield Fault(missing, text)
-        elif isinstance(found, FieldInfo):
-            yield _misfit(name, detail["input"], annotated(found))
+        elif name in known:
+            yield _misfit(name, detail["input"], annotated(known[name]))
         else:
-            text = f"expected a section with {', '.join(found.model_fields)}"
+            text = f"expected a section with {', '.join(SECTIONS[name].model_fields)}"
             yield Fault(name, f"{name} is {shown(detail['input'])}; {text}")
-
-
-def _find(path: Sequence[str]) -> tuple[str, FieldInfo | type[Section]]:
-    """The name of the field that a path leads to or into, and the field or, if it is one, the
-    section."""
-    section: type[Section] = Recipe
-    names: list[str] = []
-    for part in path:
-        names.append(part)
-        field = section.model_fields[part]
-        if not _is_section(field.annotation):
-            return ".".join(names), field
-        section = field.annotation
-    return ".".join(names), section
 
 
 def _unknown(path: Sequence[str]) -> str:
@@ -366,16 +346,16 @@ def _unknown(path: Sequence[str]) -> str:
     if path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key; expected {field} under {section}"
-    section, around = _find(path[:-1])
-    assert not isinstance(around, FieldInfo)
+    section = path[0] if len(path) > 1 else ""
+    around = SECTIONS.get(section, Recipe).model_fields
     near = {known.rpartition(".")[2]: known for known in names}
     if section == "trainer":
         near |= {known: f"trainer.{known}" for known in installed_fields()}
-    near |= {inner: f"{section}.{inner}".strip(".") for inner in around.model_fields}
+    near |= {inner: f"{section}.{inner}".strip(".") for inner in around}
     if path[-1] not in near and (text := cure(path[-1])):
         return f"{told}; {text}"
     if close := difflib.get_close_matches(path[-1], near, 1):
         return f"{told}; did you mean {near[close[0]]}?"
     if section == "trainer":
         return f"{told}, nor of the installed TrainingArguments: glm4v-patched train --help"
-    return f"{told}; expected one of {', '.join(around.model_fields)}"
+    return f"{told}; expected one of {', '.join(around)}"

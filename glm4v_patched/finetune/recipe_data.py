@@ -1,10 +1,9 @@
 """``data:`` of a recipe: the sets of rows, and what becomes of them."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from ..data.formats import FORMATS
 from ..data.source import Source, make_sources
@@ -18,13 +17,11 @@ SETS = "a file, a folder, an id of the Hub, a list of sets"
 FIRST, FEWEST = 1000, 20
 
 
-def _check_extent(value: str) -> str:
-    if not re.fullmatch(r"all|none|first [1-9][0-9]{0,8}", value):
-        raise ValueError("not how many rows are checked")
-    return value
-
-
-Extent = Annotated[str, AfterValidator(_check_extent), Expected("all, none or first N, N > 0")]
+Extent = Annotated[
+    str,
+    Field(pattern="^(all|none|first [1-9][0-9]{0,8})$"),
+    Expected("all, none or first N, N > 0"),
+]
 
 
 class Data(Section):

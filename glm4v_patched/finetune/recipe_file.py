@@ -6,7 +6,7 @@ ends at the first key that is there twice, so that all of the rules below would 
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +17,8 @@ from ..terminal_text import listed, printable
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MOST_BYTES = 2**16
-DEEPEST = 20
-TOO_DEEP = f"more than {DEEPEST} levels inside of each other; a recipe has sections of fields"
 MOST_FAULTS = 20
+NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 
 class Fault(NamedTuple):
@@ -31,6 +30,8 @@ class Fault(NamedTuple):
 
 class RecipeError(ValueError):
     """A recipe cannot be; the message has a line for each fault, ``names`` has what is to blame."""
+
+    found: tuple[Any, Any] = None, None
 
     def __init__(self, lines: Sequence[str], names: Sequence[str] = ()):
         super().__init__(listed(lines, MOST_FAULTS, between="\n"))
@@ -72,25 +73,15 @@ class Document:
             RecipeError: one is no assignment, its value no YAML, or a name is there twice.
         """
         given: dict[str, Any] = {}
-        faults: list[str] = []
         for text in assignments:
             name, equals, value = text.partition("=")
             told = f"command line: {shown_name(name)}"
             if not equals or not all(name.split(".")):
-                faults.append(
-                    f"command line: {shown(text)} is no assignment; expected field=value, as in "
-                    "engine.compile=true"
-                )
-            elif name in given:
-                faults.append(f"{told} is given twice")
-            else:
-                given[name] = None
-                try:
-                    given[name], _ = _read_yaml(value, f"{told}:")
-                except RecipeError as error:
-                    faults.append(str(error))
-        if faults:
-            raise RecipeError(faults)
+                told = f"command line: {shown(text)} is no assignment; expected field=value, as in "
+                raise RecipeError([told + "engine.compile=true"])
+            if name in given:
+                raise RecipeError([f"{told} is given twice"])
+            given[name], _ = _read_yaml(value, f"{told}:")
         if not isinstance(self.values, dict):
             return self  # which is reported instead
         values = place_all(self.values, given)
@@ -98,15 +89,22 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a file as JSON if it is named ``.json``, otherwise as YAML (scalars as in 1.2).
+    """Read a file as YAML (scalars as in 1.2), which JSON is, too, but for some signs.
 
     Raises:
         RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
     """
     name = printable(str(path))
-    read = _read_json if path.suffix.lower() == ".json" else _read_yaml
     text = _read_text(path, name)
-    return Document(path, *read(text, f"{name}:"))
+    if path.suffix.lower() == ".json":
+        text = as_yaml(text)
+    return Document(path, *_read_yaml(text, f"{name}:"))
+
+
+def as_yaml(text: str) -> str:
+    """JSON without signs that YAML refuses or takes for ends of lines: all but tabs, which are
+    never part of a text there, are in texts alone."""
+    return NOT_IN_YAML.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text.replace("\t", " "))
 
 
 def place_all(values: dict, given: Mapping[str, Any]) -> dict:
@@ -163,25 +161,6 @@ def _read_text(path: Path, name: str) -> str:
         raise RecipeError([text]) from None
 
 
-def _read_json(text: str, place: str) -> tuple[Any, dict[str, int]]:
-    """Values are JSON's, lines and the limit of depth YAML's: JSON is YAML, but for tabs and what
-    else cannot be printed."""
-    try:
-        values = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise RecipeError([f"{place}{error.lineno}: is not JSON: {error.msg}"]) from None
-    except RecursionError:
-        values = None
-    except ValueError as error:  # NaN, or a number of thousands of digits
-        raise RecipeError([f"{place} is not JSON: {error}"]) from None
-    as_yaml = "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text)
-    return values, _read_yaml(as_yaml, place)[1]
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
 def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
     lines: dict[str, int] = {}
     try:
@@ -189,14 +168,14 @@ def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        twice = [f"{place}{line}: {told}" for line, told in _add_lines(node, "", lines)]
-        if twice:
-            raise RecipeError(twice)
+        _add_lines(node, "", lines)
         return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
         line = (error.problem_mark or error.context_mark).line + 1  # type: ignore[union-attr]
         told = printable(", ".join(filter(None, (error.context, error.problem))))
         raise RecipeError([f"{place}{line}: {told}"]) from None
+    except RecursionError:
+        raise RecipeError([f"{place} too many levels; a recipe has sections of fields"]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         told = f"the character {printable(chr(error.character))} cannot be in YAML"
@@ -215,22 +194,18 @@ class _Loader(yaml.SafeLoader):
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def __init__(self, text: str):
-        super().__init__(text)
-        self.depth = 0
-
     def compose_node(self, parent, index):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             raise _marked(f"*{event.anchor} is an alias; write the value itself", event)
         if getattr(event, "tag", None) is not None:
             raise _marked(f"{event.tag} is a tag, which recipes do not have", event)
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise _marked(TOO_DEEP, event)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+        return super().compose_node(parent, index)
+
+    def construct_scalar(self, node):
+        # JSON has signs beyond the first 65,536 as pairs of escapes.
+        text = super().construct_scalar(node)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
     def construct_object(self, node, deep=False):
         try:
@@ -260,17 +235,18 @@ def _marked(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> Iterator[tuple[int, str]]:
-    """Those of the keys in a node; what is told of those that are there twice."""
+def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> None:
+    """Those of the keys in a node, of which none may be there twice."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _add_lines(item, f"{outer}{index}.", lines)
+            _add_lines(item, f"{outer}{index}.", lines)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
                 raise _marked("a key is not text", key)
             name, line = outer + key.value, key.start_mark.line + 1
             if name in lines:
-                yield line, f"{shown_name(name)} is there twice, in lines {lines[name]} and {line}"
+                told = f"{shown_name(name)} is there twice, in lines {lines[name]} and {line}"
+                raise _marked(told, key)
             lines[name] = line
-            yield from _add_lines(value, f"{name}.", lines)
+            _add_lines(value, f"{name}.", lines)

@@ -48,19 +48,14 @@ def base_of(recipe: Recipe) -> Base:
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
     """What the recipe says of adapters is what those in a folder have, as far as it says it."""
     config, lora = read_object(folder / ADAPTER_CONFIG), recipe.lora
-    if config.get("r") != lora.rank:
-        raise ValueError(
-            f"the adapters in {folder} have rank {config.get('r')}, and lora.rank is {lora.rank}; "
-            "expected the same"
-        )
-    theirs = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
-    for field in ("alpha", "dropout", "use_rslora", "use_dora"):
-        name = theirs.get(field, field)
+    theirs = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    theirs |= {name: name for name in ("use_rslora", "use_dora")}
+    for field, name in theirs.items():
         asked, there = getattr(lora, field), config.get(name)
         if asked is not None and asked != (there or 0):
             raise ValueError(
                 f"the adapters in {folder} have {name} {there}, and lora.{field} is {asked}; "
-                "expected the same, or null"
+                "expected the same" + ", or null" * (field != "rank")
             )
     targets = recipe.engine_options().lora.targets
     on = {name.rsplit(".", 3)[1] for name in names if ".lora_A." in name}

@@ -34,12 +34,6 @@ def _check_policy(policy: str) -> str:
     return policy
 
 
-def _check_text(text: str) -> str:
-    if not text.isprintable():  # nor a lone surrogate, which no file name can have
-        raise ValueError("control characters")
-    return text
-
-
 def check_whole(value: Any) -> Any:
     # To pydantic, True and 1.0 are among the choices of Literal[1].
     if type(value) is not int:
@@ -63,8 +57,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to belo
 Seed = Annotated[int, Field(ge=0, lt=2**32), Expected("a whole number from 0 to 4294967295")]
 Text = Annotated[
     str,
-    Field(min_length=1),
-    AfterValidator(_check_text),
+    Field(pattern=r"^([^\p{C}\p{Z}]| )+$"),  # as str.isprintable has it
     Expected("text without control characters"),
 ]
 Folder = Annotated[Text, Expected("a folder")]

@@ -20,10 +20,14 @@ from pathlib import Path
 
 from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
 from ..engine.folders import fault_of_folder
-from ..models.base import REPORT, read_report
+from ..engine.options import is_lora
+from ..models.base import REPORT, Base, read_report
 from ..terminal_text import listed
+from .recipe import Recipe
+from .recipe_trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
+HOLDER = "process "  # begins what the lock's file says of who holds it
 RECIPE, PLAN, CHECKED_DATA = "recipe.json", "plan.json", "data.json"
 """The recipe as it is run, what was decided, and what the check found of the data."""
 # The trained model or adapters, and what lies beside them to load them.
@@ -67,15 +71,16 @@ def locked(folder: Path) -> Iterator[None]:
     """
     made = not os.path.lexists(folder)
     try:
-        file = _take_lock(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _take_lock(folder / LOCK)
     except OSError as error:
         told = f"{folder} cannot be used: {fault_of_folder(str(folder)) or error.strerror}"
         raise ValueError(f"{told}; expected out to be a folder that can be written to") from None
     try:
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": shlex.join(sys.argv)}
-        holder["started"] = time.strftime("%Y-%m-%d %H:%M:%S")
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        command = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
         os.truncate(file, 0)
-        os.pwrite(file, json.dumps(holder).encode(), 0)
+        os.pwrite(file, f"{HOLDER}{os.getpid()} on {command}".encode(), 0)
         yield
     finally:
         # While it is held: whoever opened it before will see that it has left the folder.
@@ -87,62 +92,29 @@ def locked(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _take_lock(folder: Path) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
+def _take_lock(lock: Path) -> int:
     while True:
-        require_file(folder / LOCK, alone=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        require_file(lock, alone=True)
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
+            holder = os.pread(file, 10_000, 0).decode(errors="replace")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
-                if os.fstat(file).st_size and not _holder_of(file):
-                    raise ValueError(_not_ours(folder / LOCK))
+            if os.path.samestat(os.fstat(file), os.stat(lock)):
+                if holder and not holder.startswith(HOLDER):
+                    raise ValueError(_not_ours(lock))
                 return file
         except FileNotFoundError:
             pass
-        except BlockingIOError:
-            told = _held(folder, file)
+        except BaseException as error:
             os.close(file)
-            raise ValueError(told) from None
-        except BaseException:
-            os.close(file)
-            raise
+            if not isinstance(error, BlockingIOError):
+                raise
+            who = holder or "a process that has just taken it"
+            raise ValueError(
+                f"another run writes to {lock.parent} ({who}); wait for it, end it, or give this "
+                "one another folder (out)"
+            ) from None
         os.close(file)
-
-
-def fault_of_lock(folder: Path) -> str | None:
-    """Which other run writes to a folder now; nothing is made or changed."""
-    try:
-        require_file(folder / LOCK, alone=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except ValueError as error:
-        return str(error)
-    except OSError:
-        return None  # no run, or a folder that cannot be used, which is told elsewhere
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _held(folder, file)
-    finally:
-        os.close(file)
-    return None
-
-
-def _held(folder: Path, file: int) -> str:
-    who = _holder_of(file) or "a process that has just taken it"  # and is about to say so
-    return (
-        f"another run writes to {folder} ({who}); wait for it, end it, or give this one another "
-        "folder (out)"
-    )
-
-
-def _holder_of(file: int) -> str:
-    """Who holds a lock, as runs write it; empty where none did."""
-    try:
-        holder = json.loads(os.pread(file, 10_000, 0))
-        return "process {pid} on {host}, since {started}: {command}".format(**holder)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
 
 
 def _not_ours(path: Path) -> str:
@@ -162,20 +134,14 @@ def fault_of_pictures(folder: Path) -> str | None:
 
 
 def require_usable(
-    folder: Path,
-    inputs: list[Path],
-    adapters: bool,
-    resume: bool,
-    overwrite: bool,
-    extends: bool = False,
+    recipe: Recipe, base: Base, resume: bool = False, overwrite: bool = False
 ) -> list[str]:
     """Make sure that a run may write to its folder; changes nothing. The caller holds its lock.
 
     Args:
-        inputs: Files and folders that the run reads.
+        base: Of :func:`base_of`.
         overwrite: Whether what earlier runs wrote there may go: only names that
             :func:`names_of_run` knows, where ``run.json`` says that they are of runs.
-        extends: Whether the run is longer than the finished one that it continues.
 
     Returns:
         What is to be removed there, for :func:`begin`.
@@ -183,8 +149,12 @@ def require_usable(
     Raises:
         ValueError: there is a finished training, or what has a run's names and may not go.
     """
-    recorded, finished = read_record(folder), read_report(folder).get("finished")
-    present = names_of_run(folder, adapters)
+    folder, report = Path(recipe.out), read_report(Path(recipe.out))
+    recorded, finished = read_record(folder), report.get("finished")
+    present = names_of_run(folder, is_lora(recipe.trained))
+    models = [Path(name) for name in {recipe.model, base.model} if os.path.isdir(name)]
+    # Of a model's folder, files may be links to elsewhere.
+    inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
     for path in inputs:
         relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
         if relative[0] in {*present, RECIPE, CHECKED_DATA, RECORD, LOCK}:
@@ -192,6 +162,7 @@ def require_usable(
                 f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
                 "be another folder"
             )
+    extends = is_longer(report.get("length"), recipe.trainer.length)
     if resume and finished and not extends:
         raise ValueError(
             f"the training in {folder} is finished ({REPORT}), there is nothing to continue; to "

@@ -137,7 +137,7 @@ def describe_memory(plan: Plan) -> str:
         return ""  # of a machine's own it is not estimated
     room = (plan.free - OUTSIDE_TORCH) / GIB
     told = f"{plan.needed / GIB:.1f} GiB on each GPU, of {room:.1f} GiB that are free"
-    return told + (": it may not suffice" if plan.needed / GIB > room else "")
+    return told + ": it may not suffice" * plan.is_tight
 
 
 def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:

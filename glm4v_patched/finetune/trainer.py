@@ -26,7 +26,7 @@ from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .checkpoints import Origin, delete_all_but_newest, write_manifest
-from .divergence import Diverged, DivergenceWatch, WeightsCheck, describe, highest
+from .divergence import Diverged, DivergenceWatch, highest, require_finite
 from .evaluation import Sample, in_eval_mode, share_of_batches
 from .recipe import Recipe
 from .row_faults import RowFaults
@@ -114,22 +114,23 @@ class RecipeTrainer(Trainer):
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, Stream):
             # accelerate would share its rows out a second time, or send all from one process.
-            args, workers = self.args, self.args.dataloader_num_workers
-            return DataLoader(
-                self.train_dataset,
-                batch_size=self.train_dataset.batch_size,
-                collate_fn=self.data_collator,
-                num_workers=workers,
-                prefetch_factor=args.dataloader_prefetch_factor if workers else None,
-                multiprocessing_context=self.worker_start if workers else None,
-                pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-                generator=torch.Generator(),  # else it draws a seed from everybody's
-            )
+            args, rows = self.args, self.train_dataset
+            workers, ahead = args.dataloader_num_workers, args.dataloader_prefetch_factor
+            pinned = args.dataloader_pin_memory and torch.cuda.is_available()
+            how = {"batch_size": rows.batch_size, "pin_memory": pinned}
+            return self._loader(rows, self.data_collator, workers, ahead, **how)
         loader: Any = super().get_train_dataloader()
         if self.worker_start and loader.num_workers:
             # accelerate's loader hands on what its inner one reads.
             loader.base_dataloader.multiprocessing_context = self.worker_start
         return loader
+
+    def _loader(self, rows, collator, workers: int, ahead: int | None, **how) -> DataLoader:
+        if workers:
+            how |= {"prefetch_factor": ahead, "multiprocessing_context": self.worker_start}
+        # Without a generator it draws a seed from everybody's.
+        how |= {"collate_fn": collator, "num_workers": workers, "generator": torch.Generator()}
+        return DataLoader(rows, **how)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.features is None:
@@ -179,15 +180,7 @@ class RecipeTrainer(Trainer):
             here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             workers = workers_with_room(workers, here, rows.most_images * each)
         share, weights = share_of_batches(len(rows), each)
-        loader: DataLoader = DataLoader(
-            rows,
-            batch_sampler=share,
-            collate_fn=self.eval_collator,
-            num_workers=workers,
-            prefetch_factor=BATCHES_AHEAD if workers else None,
-            multiprocessing_context=self.worker_start if workers else None,
-            generator=torch.Generator(),  # else it draws a seed from everybody's
-        )
+        loader = self._loader(rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=share)
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with in_eval_mode(self.model_wrapped):
             for batch, weight in zip(loader, weights, strict=True):
@@ -232,7 +225,7 @@ class RecipeTrainer(Trainer):
             logs["loss"] += self.watch.left_out_of_log()
         super().log(logs, *rest)
 
-    def _require_finite_loss(self, folder: Path) -> None:
+    def _require_finite_loss(self) -> None:
         """Compute the loss of the last batch again: no step has seen the last update's weights."""
         if self._last_step is None:
             return
@@ -250,29 +243,25 @@ class RecipeTrainer(Trainer):
         if highest((~torch.isfinite(loss)).long().reshape(1))[0]:
             raise Diverged(
                 "the loss of the last batch is NaN or infinite with the weights of step "
-                f"{self.state.global_step}; {folder} is no model"
+                f"{self.state.global_step}, which are not saved"
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
+        assert self.model is not None
+        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        require_finite(trained, "weights have become NaN or infinite")
+        self._require_finite_loss()
         config = self.inner.config
         config.eos_token_id = self.stop_ids
         config.skip_logits = False
-        assert self.model is not None
-        trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-        check = WeightsCheck(trained)
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             config.skip_logits = True
-        folder = Path(output_dir or cast(str, self.args.output_dir))
-        if names := check.names():
-            raise Diverged(
-                f"weights have become NaN or infinite, {describe(names)}; {folder} is no model"
-            )
-        self._require_finite_loss(folder)
         if not self.args.should_save:
             return
+        folder = Path(output_dir or cast(str, self.args.output_dir))
         if self.has_adapters:
             custom_object_save(self.inner, folder)
         give_usual_modes(folder)

@@ -16,9 +16,11 @@ from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
     ProgressCallback,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from ..atomic import write_atomically
 from ..data.collate import ConversationCollator
@@ -34,14 +36,13 @@ from ..engine.prepare import DTYPES, join_processes, prepare_model
 from ..models.base import REPORT, Base, identify
 from ..models.loading import config_of, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import doing
 from .adapter_card import write_card
 from .checkpoints import last_complete_checkpoint, step_of
 from .divergence import Diverged, as_json
 from .evaluation import Sample
 from .plan import Plan
-from .progress import LossPlot, Progress, quiet_transformers
+from .progress import Progress, quiet_transformers
 from .row_faults import BadRow
 from .run_folder import remove_weights
 from .safe_unpickling import loading_safely
@@ -156,12 +157,18 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     require_fp8(options, config)
     if torch.cuda.is_available():
         join_processes(options)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    pictures = int(plan.batch.images_per_row) * asked.per_device_train_batch_size
+    side = processor.image_processor.size["height"]
+    loading = loader_options(asked.others, here, pictures, side)
     # Before the model: it makes from_pretrained load straight into the shards of ZeRO-3.
-    arguments = arguments_of(plan, evaluated is not None, _loading(plan, processor))
+    arguments = arguments_of(plan, evaluated is not None, loading)
     join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     plan.require_true()
     set_seed(asked.seed)  # adapters are random
-    quiet_transformers(bars=arguments.process_index == 0)
+    quiet_transformers()
+    if arguments.process_index:
+        disable_progress_bar()
     with doing("loading the model", tells=arguments.process_index == 0):
         model = build_model(options, base)
     eval_collator = ConversationCollator(processor, stamps)
@@ -188,8 +195,9 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
         shows_bar=not arguments.disable_tqdm,
         has_epochs=not recipe.data.is_streamed,
     )
-    schedule = CheckpointSchedule(plan.origin(checked), asked.save_total_limit)
-    callbacks = [schedule, LossPlot()]
+    callbacks: list[TrainerCallback] = [
+        CheckpointSchedule(plan.origin(checked), asked.save_total_limit)
+    ]
     if (patience := asked.early_stopping_patience) is not None:
         callbacks.append(EarlyStoppingCallback(patience, asked.early_stopping_threshold))
     trainer = RecipeTrainer(
@@ -209,7 +217,7 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     for theirs in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(theirs)
     trainer.add_callback(progress)
-    quiet_transformers(bars=False)
+    disable_progress_bar()
     return trainer, progress
 
 
@@ -251,14 +259,6 @@ def _report(
     if plan.recipe.data.is_streamed:
         report["left_out"] = trainer.faults.number
     return report
-
-
-def _loading(plan: Plan, processor: ChatGLMProcessor) -> dict[str, Any]:
-    asked = plan.recipe.trainer
-    pictures = int(plan.batch.images_per_row) * asked.per_device_train_batch_size
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    side = processor.image_processor.size["height"]
-    return loader_options(asked.others, here, pictures, side)
 
 
 def build_model(options: EngineOptions, base: Base) -> nn.Module:

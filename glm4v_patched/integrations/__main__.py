@@ -3,9 +3,7 @@
 import sys
 from pathlib import Path
 
-PLUGINS = {"ms-swift": "ms_swift_plugin.py"}
-
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in PLUGINS:
-        sys.exit(f"usage: python -m glm4v_patched.integrations ({' | '.join(PLUGINS)})")
-    print(Path(__file__).with_name(PLUGINS[sys.argv[1]]))
+    if sys.argv[1:] != ["ms-swift"]:
+        sys.exit("usage: python -m glm4v_patched.integrations ms-swift")
+    print(Path(__file__).with_name("ms_swift_plugin.py"))

@@ -1,13 +1,9 @@
-"""The demo writes over nothing but what a demo wrote, and never to the reader's data."""
+"""The demo writes over nothing but what a demo wrote."""
 
-import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo import command as demo
 from glm4v_patched.demo.command import run_demo
 from glm4v_patched.demo.pictures import COLOURS, QUESTIONS, SHAPES, draw_data_set
@@ -21,101 +17,50 @@ def ran(monkeypatch) -> list[Path]:
     """Folders that a demo was run in, which wrote its files of data there."""
     folders = []
 
-    def run(out, placement, steps, data, conversations):
-        demo._prepare_data(out, data, conversations)
+    def run(out, placement, steps):
+        demo._draw(out / "data", "train", 4, 0)
         folders.append(out)
 
     monkeypatch.setattr(demo, "_run", run)
-    monkeypatch.setattr(demo, "NUM_TRAIN", 4)
-    monkeypatch.setattr(demo, "NUM_HELD_OUT", 2)
     return folders
 
 
-@pytest.fixture
-def data(tmp_path) -> Path:
-    folder = tmp_path / "mine"
-    write_conversations(folder / "train.jsonl", draw_data_set(folder / "pictures", 4, 0, 56))
-    return folder / "train.jsonl"
-
-
-def start(out: Path, data: Path | None = None) -> None:
-    run_demo(out, Placement(1, on_cpu=True), 1, data)
+def start(out: Path) -> None:
+    run_demo(out, Placement(1, on_cpu=True), 1)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(out: Path, data: Path | None, message: str) -> None:
+def refused(out: Path, message: str) -> None:
     """Nothing is written, and the message has words that match."""
     before = contents(out.parent)
     with pytest.raises(ValueError, match=message):
-        start(out, data)
+        start(out)
     assert contents(out.parent) == before
 
 
-def test_data_in_the_demo_s_folder_is_not_written_to(data, ran, tmp_path):
-    refused(data.parent, data, "holds train.jsonl, which no demo has written")
-    out = tmp_path / "out"
-    start(out)
-    shutil.copytree(data.parent, out, dirs_exist_ok=True)
-    refused(out, out / "train.jsonl", "--data has .* demo would replace .*train.jsonl")
-    # What a demo drew is data as any other, and not written to when it is given.
-    before = contents(out / "data")
-    (out / "train.jsonl").unlink()
-    start(out, out / "data" / "train.jsonl")
-    start(out, out / "data" / "train.jsonl")
-    assert contents(out / "data") == before and len(ran) == 3
-
-
-def test_links_to_the_data_and_pictures_there_are_not_written_through(data, ran, tmp_path):
-    out = tmp_path / "out"
-    start(out, data)
-    for link in (os.link, os.symlink):
-        (out / "train.jsonl").unlink()
-        link(data, out / "train.jsonl")
-        refused(out, data, "--data has|is a link, and would be written through")
-    (out / "train.jsonl").unlink()
-    picture, before = next(data.parent.glob("pictures/*")), data.read_text()
-    (out / "initial").mkdir()
-    for name in ("answers.png", "initial/a.png"):
-        shutil.copy(picture, out / name)
-        data.write_text(before.replace(f"pictures/{picture.name}", str(out / name)))
-        refused(out, data, f"--data has .*{name}, and the demo would replace")
-
-
-def test_all_pictures_are_decoded_before_anything_is_written(data, ran, tmp_path):
-    """Of held-out rows too, which no check of the rows to train on sees."""
-    out = tmp_path / "out"
-    for number, line in enumerate(data.read_text().splitlines(), start=1):
-        [picture] = (m["image"] for m in json.loads(line)["messages"] if "image" in m)
-        picture = data.parent / picture
-        content = picture.read_bytes()
-        picture.write_bytes(content[: len(content) // 2])
-        refused(out, data, rf"1 of 4 rows .*\n.*train.jsonl:{number}: .* cannot be decoded")
-        picture.write_bytes(content)
-    start(out, data)
-    assert ran == [out]
-
-
-def test_a_folder_with_other_things_a_held_one_and_a_lost_one_are_refused(
-    ran, tmp_path, monkeypatch
-):
+def test_only_what_a_demo_wrote_is_replaced_and_nothing_behind_a_link(ran, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     for name in ("data", "metrics.json"):
         (out / name).touch()
-        refused(out, None, f"holds {name}, which no demo has written")
+        refused(out, f"holds {name}, which no demo has written")
         (out / name).rename(out / "other")
     (tmp_path / "link").symlink_to(out)
     start(tmp_path / "link")
-    assert (out / "other").exists() and ran == [out]
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    refused(
-        tmp_path / "dangling",
-        None,
-        "dangling cannot be used: no folder, but a file or a link to nothing",
-    )
+    start(out)
+    assert (out / "other").exists() and ran == [out] * 2
+    (out / "answers.png").symlink_to(out / "other")
+    refused(out, "is a link, and would be written through")
+
+
+def test_a_held_folder_and_a_lost_one_are_refused(ran, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "nowhere")
+    refused(out, "out cannot be used: no folder, but a file or a link to nothing")
+    out.unlink()
 
     def run(out, *arguments):
         with pytest.raises(ValueError, match="another run writes to"):
@@ -124,7 +69,7 @@ def test_a_folder_with_other_things_a_held_one_and_a_lost_one_are_refused(
 
     monkeypatch.setattr(demo, "_run", run)
     start(out)
-    assert ran == [out] * 2
+    assert ran == [out]
 
 
 def test_each_answer_says_what_its_question_asks_for(tmp_path):

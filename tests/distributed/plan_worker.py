@@ -71,12 +71,12 @@ def break_and_save(self, *args, **kwargs):
     save_model(self, *args, **kwargs)
 
 
-def break_last_loss(self, folder):
+def break_last_loss(self):
     """The loss that rank 1 computes once more, with the last update's weights."""
     loss_of = self.compute_loss
     if dist.get_rank() == 1:
         self.compute_loss = lambda *inputs: loss_of(*inputs) * math.nan
-    require_finite_loss(self, folder)
+    require_finite_loss(self)
 
 
 def evaluate_and_end(self, *args, **kwargs):

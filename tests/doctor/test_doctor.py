@@ -4,7 +4,6 @@ import json
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,12 @@ from glm4v_patched.cli import main
 from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as of_recipe
 from glm4v_patched.doctor.findings import Finding, finding, table
-from glm4v_patched.engine import nvidia_driver, ram
+from glm4v_patched.engine import memory_check, nvidia_driver
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.nvidia_driver import Use, parse_topology
-from glm4v_patched.engine.options import EngineOptions
+from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.run_folder import locked
-from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import (
     FIRST_UNTESTED_TRANSFORMERS,
     TESTED_TRANSFORMERS,
@@ -59,11 +57,8 @@ def sound(monkeypatch, tmp_path):
         (resource, "getrlimit", (10**6, 10**6)),
         (shutil, "which", "/bin/true"),
         (machine.sysconfig, "get_paths", {"include": str(tmp_path)}),
-        (socket, "gethostbyname", "127.0.0.1"),
     ):
         monkeypatch.setattr(place, name, lambda *given, value=value, **options: value)
-    for name in machine.STRANGE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
 
 
 GIB = 2**30
@@ -83,10 +78,6 @@ def test_nothing_is_wrong_with_a_sound_machine(sound, monkeypatch):
     assert faults() == {}
 
 
-def unresolved(name):
-    raise OSError("Name or service not known")
-
-
 # Each fault: what of the machine is replaced, and by what.
 NO_GPU = (machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
 OLDER_DRIVER = (nvidia_driver, "cuda_of_driver", lambda: (11, 8))
@@ -99,7 +90,6 @@ NO_HEADERS = (machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
 NO_COMPILER = (shutil, "which", lambda name, path=None: None)
 SMALL_DISK = (shutil, "disk_usage", lambda folder: Usage(10**14, 0, 2**26))
 FEW_FILES = (resource, "getrlimit", lambda kind: (1024, 1048576))
-NO_NAMES = (socket, "gethostbyname", unresolved)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +104,6 @@ NO_NAMES = (socket, "gethostbyname", unresolved)
         (NO_HEADERS, "compiler", "fails", "/nowhere/Python.h"),
         (SMALL_DISK, "/dev/shm", "warning", "0.06 of"),
         (FEW_FILES, "open files", "warning", "1,024"),
-        (NO_NAMES, "host name", "fails", "localhost"),
-        (NO_GPU, "environment", "warning", "WORLD_SIZE"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -123,7 +111,6 @@ def test_a_fault_of_the_machine_is_told_with_its_cure(
     sound, monkeypatch, words, fault, check, verdict, named
 ):
     monkeypatch.setattr(*fault)
-    monkeypatch.setenv("WORLD_SIZE", "8")
     found = faults()[check]
     assert found.verdict == verdict
     text = f"{found.found}\n> {found.cure}"
@@ -228,7 +215,7 @@ def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
     found = checks(asked)
     assert {each.verdict for each in found.values()} == {"ok"}
     assert "20 rows, 20 pictures" in found["data"].found
-    assert found.keys() >= {"weights", "processor", "memory of a step", "folder (out)"}
+    assert found.keys() >= {"recipe", "folder (out)", "model", "data", "memory and disk"}
     assert main(["doctor", str(asked), "--device", "cpu", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["findings"]
     assert not Path(json.loads(asked.read_text())["out"]).exists()  # nothing was written
@@ -261,7 +248,7 @@ def test_all_faults_of_the_fields_are_told_and_what_else_can_be_is_looked_at(ask
     # Without the GPUs that are wanted.
     found = {each.check: each for each in of_recipe.check_recipe(asked, [], 64, "cuda")}
     assert found["recipe"].verdict == "fails"
-    assert found["data"].verdict == "ok" and "memory of a step" not in found
+    assert found["data"].verdict == "ok" and "memory and disk" not in found
 
 
 def rename_weights(folder: Path) -> None:
@@ -289,16 +276,16 @@ def lose_image_size(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "check", "told"),
     [
-        (rename_weights, "weights", "weights are missing, which would begin at random.*model.emb"),
+        (rename_weights, "model", "weights are missing, which would begin at random.*model.emb"),
         (cut_weights, "recipe", r"model.safetensors has [\d,]+ of its [\d,]+ bytes"),
-        (lose_tokenizer, "processor", "cannot be loaded"),
-        (lose_image_size, "processor", "its pictures take 16 positions, and the model's 4"),
+        (lose_tokenizer, "data", "tokenizer"),
+        (lose_image_size, "data", "its pictures take 16 positions, and the model's 4"),
     ],
 )
 def test_a_damaged_model_is_told(asked, damage, check, told):
     damage(asked.parent / "model")
     found = checks(asked)[check]
-    assert found.verdict == "fails" and found.cure
+    assert found.verdict == "fails"
     assert re.search(told, found.found), found
 
 
@@ -308,8 +295,8 @@ def test_a_small_disk_and_rows_that_cannot_be_used_are_told(asked, monkeypatch, 
     found = checks(asked, f"data.train={tmp_path / 'bad.jsonl'}")
     assert found["data"].verdict == "fails" and "bad.jsonl:1: " in found["data"].found
     found = checks(asked)
-    assert found["disk (out)"].verdict == "fails" and found["data"].verdict == "ok"
-    assert "1.0 kB are free there, and the model (" in found["disk (out)"].found
+    assert found["memory and disk"].verdict == "fails" and found["data"].verdict == "ok"
+    assert "1.0 kB are free there, and the model (" in found["memory and disk"].found
 
 
 def test_a_folder_that_another_run_holds_is_told_and_left_as_it_is(asked, tmp_path):
@@ -324,26 +311,10 @@ def test_a_folder_that_another_run_holds_is_told_and_left_as_it_is(asked, tmp_pa
 
 
 def test_memory_that_does_not_suffice_is_told(asked, monkeypatch):
-    """An estimate may be a tenth too much: what is that near is a warning."""
-    needed, compare = [], of_recipe._compare_memory
-    monkeypatch.setattr(
-        of_recipe, "_compare_memory", lambda *given: needed.append(given[1]) or compare(*given)
-    )
-    checks(asked)
-    for room, verdict in ((0.5, "fails"), (0.95, "warning"), (1.1, "ok")):
-        monkeypatch.setattr(ram, "free_ram", lambda room=room: room * needed[0])
-        found = checks(asked)["memory of a step"]
-        assert found.verdict == verdict
-        assert verdict == "ok" or "lora_lm, qlora" in found.cure
-
-
-def test_on_a_cpu_all_processes_share_the_machine_s_memory():
-    plan = SimpleNamespace(
-        needed=4e9,
-        free=0,
-        placement=Placement(3, on_cpu=True),
-        options=EngineOptions(),
-        batch=SimpleNamespace(row_length=9),
-    )
-    [found] = of_recipe._check_memory(plan, None)
-    assert found.found.startswith("about 12.0 GB of the machine's memory")
+    monkeypatch.setattr(memory_check, "free_ram", lambda: 1e6)
+    found = checks(asked)["memory and disk"]
+    assert found.verdict == "fails" and "a step takes" in found.found
+    monkeypatch.undo()
+    monkeypatch.setattr(Plan, "is_tight", True)
+    found = checks(asked)["memory and disk"]
+    assert found.verdict == "warning" and "lora_lm, qlora" in found.cure

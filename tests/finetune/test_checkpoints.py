@@ -1,6 +1,5 @@
 """A checkpoint counts only if it was written to its end and is still all there."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -127,17 +126,14 @@ def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path
 
 def test_another_run_s_checkpoint_is_refused_with_what_differs(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
-    require_same_settings(checkpoint, SETTINGS, BASE, {})
-    # An older checkpoint did what is the default today.
-    new = {"trainer.new": 7}
-    require_same_settings(checkpoint, SETTINGS | new, BASE, new)
-    for now, base, defaults, told in (
-        (SETTINGS | {"processes": 4}, BASE, {}, "- processes: 2 there, 4 now"),
-        (SETTINGS, {"model.safetensors": "b"}, {}, "of the model, config.json: a there, absent"),
-        (SETTINGS | {"trainer.new": 8}, BASE, new, "trainer.new: 7 there, 8 now"),
+    require_same_settings(checkpoint, SETTINGS, BASE)
+    for now, base, told in (
+        (SETTINGS | {"processes": 4}, BASE, "- processes: 2 there, 4 now"),
+        (SETTINGS, {"model.safetensors": "b"}, "of the model, config.json: a there, absent"),
+        (SETTINGS | {"trainer.new": 8}, BASE, "trainer.new: absent there, 8 now"),
     ):
         with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{told}.*another folder"):
-            require_same_settings(checkpoint, now, base, defaults)
+            require_same_settings(checkpoint, now, base)
 
 
 @pytest.mark.parametrize("examples", [80, pytest.param(20_000, marks=pytest.mark.exhaustive)])
@@ -158,20 +154,6 @@ def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
             assert json.loads(damaged) == json.loads(good)
 
     replace_bytes()
-
-
-def test_a_manifest_that_lists_what_is_not_in_the_checkpoint_or_nothing_is_damaged(tmp_path):
-    checkpoint = add_checkpoint(tmp_path, 4)
-    listed = json.loads((checkpoint / MANIFEST).read_text())
-    entry = {"bytes": 1, "sha256": ""}
-    names = ("../checkpoint-4/latest", "/etc/passwd", "a/../../b", "", "a\0")
-    for files in (*({name: entry} for name in names), {}, [], {"latest": {"sha256": ""}}, None):
-        manifest = {name: of for name, of in listed.items() if name != "sha256"} | {"files": files}
-        text = json.dumps(manifest, sort_keys=True)
-        manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-        [fault] = find_faults(checkpoint)
-        assert fault.startswith("complete.json is damaged: "), fault
 
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:

@@ -13,11 +13,17 @@ import pytest
 from torch.distributed import HashStore
 
 from glm4v_patched.finetune import __main__ as machines
-from glm4v_patched.finetune.__main__ import VARIABLES, Process, main
+from glm4v_patched.finetune.__main__ import VARIABLES, main
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import recipe
 
-OPTIONS = {"overrides": [], "device": "cpu", "resume": False, "resume_from": None}
+OPTIONS = {
+    "recipe": Path("r.json"),
+    "overrides": [],
+    "device": "cpu",
+    "resume": False,
+    "resume_from": None,
+}
 OPTIONS |= {"overwrite": False, "accept_changed_data": False}
 
 
@@ -30,7 +36,9 @@ def world(tmp_path, monkeypatch):
 
     def run(rank: int):
         try:
-            return machines._run(Namespace(**OPTIONS), Process(rank, 3, 1))
+            if rank:
+                return machines._follow(rank, store)
+            return machines._lead(Namespace(**OPTIONS), Placement(3, True, 1), store)
         except SystemExit as end:
             return end.code
         except Exception as error:
@@ -44,15 +52,13 @@ def world(tmp_path, monkeypatch):
             out.mkdir()
             asked.write(out / "recipe.json")
             (out / "plan.json").write_text("{}")
-            place = Placement(3, True, 1)
-            yield SimpleNamespace(path=out / "plan.json", recipe=asked, placement=place), None
+            yield SimpleNamespace(path=out / "plan.json", recipe=asked)
 
         monkeypatch.setattr(machines, "prepared", prepared)
         with ThreadPoolExecutor(3) as threads:
             return [*threads.map(run, range(3))], trained
 
-    monkeypatch.setattr(machines, "_join_store", lambda: store)
-    monkeypatch.setattr(machines, "_read", lambda options, process: asked)
+    monkeypatch.setattr(machines, "check", lambda *_: (asked, None))
     monkeypatch.setattr(machines, "run", lambda plan: trained.append(plan) or 0)
     monkeypatch.setattr(machines, "describe_end", lambda recipe, on_cpu: f"saved {recipe.out}")
     monkeypatch.setattr(machines, "leave", sys.exit)
@@ -99,8 +105,9 @@ def test_without_a_launcher_it_is_told_how_to_start_and_faults_by_the_first_proc
     told = capsys.readouterr().err
     assert "RANK, WORLD_SIZE" in told and "glm4v-patched train RECIPE" in told
     (tmp_path / "r.json").write_text(json.dumps({"trained": "all"}))
+    asked = Namespace(**OPTIONS | {"recipe": tmp_path / "r.json"})
     with pytest.raises(ValueError, match='trained is "all"'):
-        machines._read(Namespace(**OPTIONS, recipe=tmp_path / "r.json"), Process(0, 2, 1))
+        machines._lead(asked, Placement(2, True, 1), HashStore())
 
 
 def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):
@@ -108,9 +115,9 @@ def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert Process.of_environment() == Process(3, 4, 4)
+    assert machines._place(True) == (3, Placement(4, True, 4))
     monkeypatch.setenv("LOCAL_SIZE", "2")  # DeepSpeed's
-    assert Process.of_environment() == Process(3, 4, 2)
+    assert machines._place(True) == (3, Placement(4, True, 2))
     # DeepSpeed's launcher adds this to every process's arguments.
     options = machines._parse(["r.yaml", "--local_rank=1", "engine.compile=true"])
     assert options.overrides == ["engine.compile=true"]

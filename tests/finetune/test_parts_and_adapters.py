@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 from glm4v_patched.engine.options import PARTS, LoraOptions, part_of
 from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.finetune.adapter_card import CARD, write_card
-from glm4v_patched.finetune.plan import BEFORE, settings_of
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.finetune.worker import RecipeTrainer
@@ -81,15 +80,9 @@ def test_adapters_are_what_the_recipe_says_and_go_on_as_they_are(short):
     assert base_of(again).adapters == base_of(again.override(lora)).adapters == Path(short.out)
 
 
-def test_alpha_is_twice_the_rank_and_adapters_of_before_keep_their_eight(short):
+def test_alpha_is_twice_the_rank():
     model = select_weights(tiny_model(), "lora_lm", LoraOptions(rank=32))
     assert model.peft_config["default"].lora_alpha == 64
-    assert settings_of(recipe({"trained": "lora_lm"}), 1)["lora.alpha"] == 16
-    assert BEFORE["lora.alpha"] == 8
-
-
-def scores_of(card: ModelCard) -> dict[str, float]:
-    return {result.metric_type: result.metric_value for result in card.data.eval_results}
 
 
 def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path):
@@ -100,7 +93,7 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
     card = ModelCard.load(Path(trained.out, CARD))
     assert card.data.library_name == "peft" and card.data.base_model is None
     first, last = report["evaluations"]
-    assert scores_of(card) == {"loss": last["eval_loss"], "exact_match": last["eval_exact_match"]}
+    assert f"loss {last['eval_loss']:.4g}, exact_match {last['eval_exact_match']:.4g}" in card.text
     assert re.search(r"on 1\d rows, for 2 steps", card.content)
     for told in ("lora_lm", "rank: 2", "learning_rate: 0.001", "PeftModel.from_pretrained"):
         assert told in card.content, card.content
@@ -108,12 +101,12 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
         assert nothing not in card.content
     # Where the best weights were saved, their scores.
     write_card(trained, Base(trained.model), report | {"best_step": first["step"]}, 16)
-    best = scores_of(ModelCard.load(Path(trained.out, CARD)))
-    assert best["loss"] == first["eval_loss"] != last["eval_loss"]
+    assert f"loss {first['eval_loss']:.4g}, " in ModelCard.load(Path(trained.out, CARD)).text
+    assert first["eval_loss"] != last["eval_loss"]
     # A base of the Hub is named with its commit.
     write_card(trained, Base("zai-org/glm-4v-9b", "0" * 40), report | {"evaluations": []}, 16)
     card = ModelCard.load(Path(trained.out, CARD))
-    assert card.data.base_model == "zai-org/glm-4v-9b" and card.data.eval_results is None
+    assert card.data.base_model == "zai-org/glm-4v-9b"
     assert f'from_pretrained("zai-org/glm-4v-9b", revision="{"0" * 40}"' in card.content
     assert "They were not evaluated." in card.content
 

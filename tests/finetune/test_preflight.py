@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
-from glm4v_patched.finetune.preflight import check, examine
+from glm4v_patched.finetune.preflight import check
 from glm4v_patched.finetune.recipe import fields
 from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.recipe_trainer import installed_fields
@@ -121,9 +121,18 @@ def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus)
         ([], "cpu", None, "engine.fp8 is true, which runs on a GPU, and --device is cpu"),
     ):
         has_gpus(len(capabilities), capabilities=capabilities)
-        _, _, error = examine(file, (), processes, device)
-        faults = [line for line in str(error).split("\n") if "fp8" in line]
+        with pytest.raises(RecipeError) as error:
+            check(file, (), processes, device)
+        faults = [line for line in str(error.value).split("\n") if "fp8" in line]
         assert len(faults) == (told is not None) and (not told or told in faults[0])
+
+
+@pytest.mark.parametrize("place", ["{link}", "{model}/out", "{parent}"])
+def test_a_run_never_writes_to_its_model_s_folder(asked, model_folder, tmp_path, place):
+    (tmp_path / "link").symlink_to(model_folder)
+    out = place.format(model=model_folder, link=tmp_path / "link", parent=model_folder.parent)
+    [line] = told(asked, f"out={out}")
+    assert "model's" in line and "folder of its own" in line
 
 
 ANYTHING = (st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=6)) | (

@@ -25,7 +25,8 @@ class Steps:
     """Steps of ``Progress`` without a Trainer, by a clock of their own."""
 
     def __init__(self, monkeypatch, folder: Path, is_first: bool = True):
-        self.now = 0.0
+        self.now, self.plots = 0.0, []
+        monkeypatch.setattr(progress, "plot_loss", lambda *asked: self.plots.append(self.now))
         monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
         self.asked = TrainingArguments(str(folder), use_cpu=True, report_to="none")
         self.state = TrainerState(is_world_process_zero=is_first, max_steps=10, epoch=0.5)
@@ -96,13 +97,11 @@ def test_a_plot_has_both_losses_the_checkpoints_the_best_step_and_bad_ones(tmp_p
 
 
 def test_the_plot_is_drawn_twice_a_minute_and_at_the_end(monkeypatch, tmp_path):
-    steps, drawn = Steps(monkeypatch, tmp_path), []
-    monkeypatch.setattr(progress, "plot_loss", lambda *asked: drawn.append(steps.now))
-    steps.progress = progress.LossPlot()
+    steps = Steps(monkeypatch, tmp_path)
     for steps.now in (100, 110, 129, 131, 132):
         steps.log()
     steps.call("on_train_end")
-    assert drawn == [100, 131, 132]
+    assert steps.plots == [100, 131, 132]
 
 
 def test_the_end_of_a_run_without_evaluation_has_its_last_loss(tmp_path, mine):

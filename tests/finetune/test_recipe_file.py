@@ -69,7 +69,7 @@ def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path, wo
     assert len(told) == 21 and told[-1] == "and 30 more"
 
 
-# The words are PyYAML's and json's where they are not ours.
+# The words are PyYAML's where they are not ours.
 BROKEN = {
     "r.yaml": [
         ("", ": the recipe is empty; expected sections and fields, as in model: FOLDER"),
@@ -78,7 +78,7 @@ BROKEN = {
         ("a: &x 1\nb: *x", ":2: *x is an alias; write the value itself"),
         ("? [a]\n: 2", ":1: a key is not text"),
         ("a: !!python/object/apply:os.getcwd []", ":1: tag:yaml.org,2002:python/o"),
-        ("a:\n " + "[" * 1000, ":2: more than 20 levels inside of each other"),
+        ("a:\n " + "[" * 1000, ": too many levels; a recipe has"),
         ("a: 1\nb: \x07", r":2: the character \x07 cannot be in YAML"),
         ("a: 1\n".encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8"),
         (b"a: 1\nb: \xe4", ":2: byte 0xe4 is not UTF-8; save the file as UTF-8"),
@@ -88,10 +88,9 @@ BROKEN = {
         (RIGHT + '"e\\e[31m\\n": 1\n', r":9: e\x1b[31m\n is not a field"),
     ],
     "r.json": [
-        ('{"a": 1,\n"b": }', ":2: is not JSON: Expecting value"),
-        ('{"a": NaN}', ": is not JSON: NaN is no number"),
-        ('{"a": ' + "9" * 5000 + "}", ": is not JSON: Exceeds the limit"),
-        ('{"a":\n' + "[" * 60_000, ":2: more than 20 levels inside of each other"),
+        ('{"a": 1,\n"b": ]}', ":2: while parsing a flow node, expected the node content"),
+        ('{"a": ' + "9" * 5000 + "}", ":1: Exceeds the limit"),
+        ('{"a":\n' + "[" * 60_000, ": too many levels; a recipe has"),
     ],
 }
 
@@ -115,6 +114,15 @@ def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):
 def test_a_byte_order_mark_is_no_fault_and_a_file_may_have_the_most_bytes(tmp_path):
     assert read(tmp_path, ("\ufeff" + RIGHT).ljust(MOST_BYTES - 2)) == read(tmp_path, RIGHT)
     assert read(tmp_path, "\ufeff" + json.dumps(LEAST), "r.json") == Recipe.of(LEAST)
+
+
+def test_json_is_read_as_what_it_says(tmp_path):
+    question = "\u2028\u0085\ufeff\x7f \U0001f600 \u3000/"
+    data = {"train": "a", "columns": {"question": question, "answer": "b"}}
+    for escapes in (True, False):
+        text = json.dumps(LEAST | {"data": data}, ensure_ascii=escapes, indent="\t")
+        text = text.replace("/", "\\/")
+        assert read(tmp_path, text, "r.json").data.columns["question"] == question
 
 
 def test_the_command_line_is_laid_over_the_file(tmp_path):
@@ -191,7 +199,7 @@ def recipe_or_error(path: Path) -> Recipe | None:
     except RecipeError as error:
         lines = str(error).split("\n")
         assert all(line.startswith((f"{path}:", "and ")) for line in lines), lines
-        assert all(len(line) < 700 and line.isprintable() for line in lines), lines
+        assert all(len(line) < 900 and line.isprintable() for line in lines), lines
         return None
 
 

@@ -60,7 +60,7 @@ def test_a_folder_of_adapters_leads_to_their_model(tmp_path):
     [
         ({}, {"trained": "full"}, ["'full'", "merge"]),
         ({}, {"trained": "lora_all"}, ["'lora_all'"]),
-        ({}, {"lora.rank": 16}, ["rank 8", "lora.rank is 16"]),
+        ({}, {"lora.rank": 16}, ["r 8", "lora.rank is 16"]),
         ({"lora_alpha": 8}, {"lora.alpha": 16}, ["lora_alpha 8", "lora.alpha is 16"]),
         ({}, {"lora.targets": ["dense"]}, ["query_key_value", "lora.targets is dense"]),
         ({}, {"revision": "v2"}, ["revision is 'v2'", "base"]),

@@ -60,7 +60,9 @@ data.train=[] data.eval=[]
 trainer.output_dir=o trainer.bf16= trainer.fsdp_config= trainer.ddp_backend=nccl
 learning_rat=1 steps=1 no.thing=1 trainer.weight_decai=0.1
 out.x=1
-engine..compile=1 engine.compile=*a lora.rank=1 lora.rank=2
+engine..compile=1
+engine.compile=*a
+lora.rank=1 lora.rank=2
 'engine={zero_stage: 9}'
 """
 
