@@ -75,8 +75,3 @@ def multiprocessors(device: torch.device) -> int:
         return 1
     facts = torch.cuda.get_device_properties(device)
     return facts.multi_processor_count if facts.major >= 8 else 0
-
-
-def overlaps(device: torch.device) -> bool:
-    """Whether the GPU starts a kernel, if it asks for that, while the one before it ends."""
-    return torch.cuda.get_device_capability(device)[0] >= 9

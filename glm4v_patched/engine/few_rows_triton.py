@@ -5,7 +5,7 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .few_rows import overlaps
+from .early_kernels import overlaps
 
 # Blocks of weights on their way at a time: of bf16 16 KiB each, with the rows' 4 or 8.
 STAGES = 4

@@ -7,7 +7,8 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
-from .few_rows import MOST_ROWS, overlaps
+from .early_kernels import overlaps
+from .few_rows import MOST_ROWS
 
 
 @triton.jit
