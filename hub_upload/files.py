@@ -15,7 +15,7 @@ from huggingface_hub.utils.sha import git_hash
 from glm4v_patched.atomic import fault_of_file, require_inside
 from glm4v_patched.terminal_text import listed
 
-from .errors import AGAIN, NO_HUB
+from .errors import AGAIN
 from .layout import INDEX, MANIFEST, SHARD, SINGLE_FILE
 from .manifest import Manifest, read_manifest, read_object
 
@@ -117,9 +117,9 @@ def read_folder(folder: Path) -> dict[str, File]:
 def look_at(api: HfApi, name: str, at: str | None) -> tuple[ModelInfo, dict[str, RepoSibling]]:
     """What the Hub says of a repository, and of the files of the commit that ``at`` names."""
     info = api.model_info(name, revision=at, files_metadata=True)
-    if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
-        raise ValueError(f"{NO_HUB} (it lacks a commit, or its files): check HF_ENDPOINT; {AGAIN}")
-    return info, {file.rfilename: file for file in info.siblings}
+    if not info.sha:
+        raise ValueError(f"{name}: the server names no commit: check HF_ENDPOINT; {AGAIN}")
+    return info, {file.rfilename: file for file in info.siblings or ()}
 
 
 def read_repository(name: str, revision: str | None, into: Path) -> tuple[str, dict[str, File]]:

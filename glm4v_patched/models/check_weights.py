@@ -156,15 +156,27 @@ def require_whole(
     """
     # Late: mistakes that need no torch are answered without it.
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
 
     require_readable(model, revision)
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
+    return require_weights(model, config, _tensors(model, revision), from_scratch, trained)
+
+
+def require_weights(
+    model: str,
+    config: Any,
+    there: Mapping[str, Shape | None],
+    from_scratch: Sequence[str] = (),
+    trained: str = "full",
+) -> int:
+    """As :func:`require_whole`, of a config and what is ``there``: of ``None`` the name counts."""
+    from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
+
     with torch.device("meta"):
         built = GLM4VForCausalLM(config)
     wanted = {name: tuple(weight.shape) for name, weight in built.named_parameters()}
     quantised = getattr(config, "quantization_config", None) is not None
-    missing, left_over, unlike = _compare(wanted, _tensors(model, revision), quantised)
+    missing, left_over, unlike = _compare(wanted, there, quantised)
     unused = [start for start in from_scratch if not any(n.startswith(start) for n in missing)]
     if unused:
         raise ValueError(
@@ -242,7 +254,7 @@ def quantised_by(model: str, revision: str | None = None) -> str | None:
 
 
 def _compare(
-    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape], quantised: bool
+    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape | None], quantised: bool
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of the model's weights that are not there, and of those there that are not the model's;
     and those of another size, with their sides."""
@@ -263,10 +275,10 @@ def _compare(
     ]
     left_over = [name for name in there if name not in wanted and not name.startswith(layers)]
     unlike = [
-        f"{name}: {[*there[name].sides]}, not {[*sides]}"
+        f"{name}: {[*found.sides]}, not {[*sides]}"
         for name, sides in wanted.items()
-        if name in there and there[name].sides != sides
-        if not (quantised and there[name].dtype not in FLOATS)
+        if (found := there.get(name)) and found.sides != sides
+        if not (quantised and found.dtype not in FLOATS)
     ]
     return missing, left_over, unlike
 
