@@ -14,23 +14,18 @@ has no place, the two do without it:
 """
 
 import argparse
-import builtins
-import io
 import json
 import os
 import runpy
 import shlex
 import shutil
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
 
 import glm4v_patched
 
 VARIABLE = "GLM4V_PATCHED"
 STARTUP = Path(__file__).resolve().with_name("startup")
-ENTRY = Path(__file__).resolve().parents[1] / "run.py"
 # DeepSpeed's launcher and torch's older one put these before the script, for the script.
 OF_LAUNCHERS = ("--local_rank", "--local-rank")
 
@@ -56,7 +51,6 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     sys.argv[:] = [target, *handed_on, *rest]
-    sys.excepthook = _without_frames_of_ours(sys.excepthook)
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
@@ -160,32 +154,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_script(path: str) -> None:
-    # Not runpy.run_path, whose __file__ and sys.argv[0] are the same: python's own __file__ is
-    # absolute, and its sys.argv[0] what was typed.
-    absolute = os.path.join(os.getcwd(), path)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", absolute)
-    vars(module).update(
-        __file__=absolute, __builtins__=builtins, __cached__=None, __loader__=loader
-    )
-    with io.open_code(absolute) as file:
-        code = compile(file.read(), absolute, "exec", dont_inherit=True)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
-
-
-def _without_frames_of_ours(show):
-    """Tracebacks begin where the script does."""
-    ours = (__file__, str(ENTRY), runpy.run_module.__code__.co_filename)
-
-    def excepthook(kind: type, error: BaseException, traceback: TracebackType | None) -> None:
-        while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
-            traceback = traceback.tb_next
-        show(kind, error.with_traceback(traceback), traceback)
-
-    return excepthook
+    runpy.run_path(os.path.join(os.getcwd(), path), run_name="__main__")
 
 
 if __name__ == "__main__":
