@@ -283,12 +283,6 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
             )
         return []
 
-    def train(self, mode: bool = True):
-        """As usual. Raises ``ValueError`` for a split model among several processes."""
-        if mode:
-            refuse_split_model(self)
-        return super().train(mode)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Normal weights of ``initializer_range``, zero biases, norms that change nothing."""
@@ -837,7 +831,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
         """
         if self.training:
-            refuse_split_model(self)  # again: the processes may have met after train()
+            refuse_split_model(self)
         given = input_ids if inputs_embeds is None else inputs_embeds
         kept = KeptColumns.of(1 if return_last_logit else logits_to_keep)
         are_cut = kept.are_cut(labels, given)
