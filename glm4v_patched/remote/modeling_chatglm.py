@@ -45,7 +45,6 @@ from .keywords import (
     attention_keywords,
     named_cache,
     one_cache,
-    refuse_other_samples,
     wants_dict,
 )
 from .loss import KeptColumns, chunked_next_token_loss, computes_loss, next_token_loss, with_loss
@@ -450,7 +449,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = self._attention_keywords(attention_kwargs, input_ids, position_ids)
+        attention_kwargs = self._attention_keywords(attention_kwargs, input_ids)
         pixel_values, features = self._given_images(pixel_values, images, image_features)
         given_images = pixel_values if features is None else features
         num_images = 0 if given_images is None else len(given_images)
@@ -661,7 +660,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _attention_keywords(self, given: dict, input_ids, position_ids) -> dict:
+    def _attention_keywords(self, given: dict, input_ids) -> dict:
         """What attention takes of the keywords that have no names here."""
         types, ids = given.get("token_type_ids"), input_ids
         # OpenRLHF's are 1 where ids fill an image; those of others mean something else.
@@ -672,7 +671,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             and not bool(types.ne(ids == self.config.image_token_id).any())
         ):
             del given["token_type_ids"]
-        refuse_other_samples(given.pop("seq_idx", None), position_ids)
         return attention_keywords(given, FORWARD_NAMES)
 
     def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
@@ -806,7 +804,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
         image_features: Tensor | None = None,
-        return_last_logit: bool = False,
         cache: Cache | None = None,
         **attention_kwargs,
     ) -> GLM4VCausalLMOutput | tuple:
@@ -824,7 +821,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
             shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
                 Not named above, because a Trainer would want it in every batch of an evaluation.
-            return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
@@ -833,7 +829,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if self.training:
             refuse_split_model(self)
         given = input_ids if inputs_embeds is None else inputs_embeds
-        kept = KeptColumns.of(1 if return_last_logit else logits_to_keep)
+        kept = KeptColumns.of(logits_to_keep)
         are_cut = kept.are_cut(labels, given)
         if are_cut:
             assert labels is not None and given is not None

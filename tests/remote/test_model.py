@@ -197,8 +197,8 @@ def test_what_frameworks_pass_on_is_taken():
     passed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
     passed |= dict.fromkeys(("max_length_q", "max_length_k"), length)
     passed |= dict.fromkeys(("num_items_in_batch", "prompt_length"))
-    passed |= {"seq_idx": torch.zeros(1, length, dtype=torch.int32), "output_attentions": False}
     passed |= {"cache_position": torch.arange(length), "token_type_ids": types}
+    passed |= {"output_attentions": False}
     got = model(**given, **passed)
     assert torch.equal(got.logits, model(**given).logits)
     wrong = {"atention_mask": torch.ones(1, length)}
