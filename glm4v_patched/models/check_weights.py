@@ -294,8 +294,6 @@ def _guess(
         )
     if added := _common_prefix(left_over, wanted):
         return f"another tool put {added!r} before the names; expected them without it"
-    if lacking := _common_prefix(missing, left_over):
-        return f"another tool took {lacking!r} from the names; expected them with it"
     if left_over and not missing and not unlike and (layers := _layers_of(left_over)):
         return f"config.json says fewer layers than there are of {layers}; expected its num_layers"
     if missing and not left_over and (layers := _layers_of(missing)):

@@ -66,11 +66,6 @@ def find_script(name: str) -> str:
     # An environment that is used without being activated has its commands beside its python.
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
     if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
-        if name.endswith((".yaml", ".yml", ".json")):
-            raise ValueError(
-                f"{name} is no script; give it behind the command that reads it. A recipe of ours "
-                f"is trained by: glm4v-patched train {name}"
-            )
         return name
     if path is None:
         raise ValueError(f"there is no file {name} and no command of this name on PATH")
