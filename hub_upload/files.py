@@ -13,11 +13,12 @@ from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
 from glm4v_patched.atomic import fault_of_file, require_inside
+from glm4v_patched.patch.config_json import parse_object
 from glm4v_patched.terminal_text import listed
 
 from .errors import AGAIN
 from .layout import INDEX, MANIFEST, SHARD, SINGLE_FILE
-from .manifest import Manifest, read_manifest, read_object
+from .manifest import Manifest, read_manifest
 
 # A tokenizer.json takes 20 MB; what is larger is no small file of a model.
 LARGEST_TO_READ = 100_000_000
@@ -63,7 +64,7 @@ class Contents:
         return content
 
     def read_json(self, path: str) -> dict[str, Any]:
-        return read_object(self.read(path), f"{self.name}: {path}")
+        return parse_object(self.read(path), f"{self.name}: {path}")
 
     def read_manifest(self) -> Manifest:
         return read_manifest(self.read(MANIFEST), f"{self.name}: {MANIFEST}")

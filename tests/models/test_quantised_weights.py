@@ -77,7 +77,6 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 @pytest.mark.parametrize("way", [4, 8, "fp8"])
 def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
-    monkeypatch.setattr(trainable, "require_packages", lambda *choice: None)
     monkeypatch.setattr(fp8, "_on_cpu", True)
     model, left, hold = tiny_model(), [], fp8._hold
     layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
