@@ -109,9 +109,6 @@ class _Activation:
         patches = PatchSet(_swaps(options))
         patches.apply()
         self.patches, self.options = patches, options
-        logger.info(
-            "%s give glm4v_patched's classes for glm-4v", ", ".join(["AutoConfig", *MODEL_CLASSES])
-        )
 
     def deactivate(self) -> None:
         if self.patches is not None:

@@ -38,10 +38,8 @@ class PatchSet:
         return bool(self._replaced)
 
     def apply(self) -> None:
-        """Replace all attributes, if that is not done; ``AttributeError`` with all that are not
-        where they were, and none is replaced."""
-        if self._replaced:
-            return
+        """Replace all attributes; ``AttributeError`` with all that are not where they were, and
+        none is replaced."""
         replaced, moved = [], []
         for swap in self._swaps:
             try:

@@ -83,7 +83,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         """
         if do_convert_rgb is None:
             do_convert_rgb = self.do_convert_rgb
-        flat = _flat(images)
+        flat = flat_images(images)
         if not flat:
             raise ValueError("0 images were given: give at least 1")
         side = self.size["height"]
@@ -280,9 +280,9 @@ def _in_8_bits(array: np.ndarray) -> np.ndarray:
     )
 
 
-def _flat(images) -> list:
+def flat_images(images) -> list:
     if isinstance(images, (list, tuple)):
-        return [image for item in images for image in _flat(item)]
+        return [image for item in images for image in flat_images(item)]
     return list(images) if getattr(images, "ndim", 0) == 4 else [images]
 
 

@@ -240,6 +240,10 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         check_adapters(peft_model_id, {}, are_adapters=True)
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
+    def get_image_features(self, pixel_values: Tensor, **options):
+        """As :meth:`ChatGLMModel.get_image_features`."""
+        return self.transformer.get_image_features(pixel_values, **options)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.get_input_embeddings()
 
@@ -565,7 +569,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             self._has_named_growth = True
             logger.warning(said)
 
-    def get_image_features(
+    def get_image_features(  # type: ignore[override]  # other models of ours hand on all options
         self,
         pixel_values: Tensor,
         output_hidden_states: bool | None = None,
@@ -782,10 +786,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             layer._is_hf_initialized = True  # post_init would draw its weights anew
         self.transformer.output_layer = value
 
-    def get_image_features(self, pixel_values: Tensor, **options):
-        """As :meth:`ChatGLMModel.get_image_features`."""
-        return self.transformer.get_image_features(pixel_values, **options)
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -913,10 +913,6 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
         del self.transformer.output_layer
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
-
-    def get_image_features(self, pixel_values: Tensor, **options):
-        """As :meth:`ChatGLMModel.get_image_features`."""
-        return self.transformer.get_image_features(pixel_values, **options)
 
 
 FORWARD_NAMES = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]

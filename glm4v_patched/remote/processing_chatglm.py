@@ -13,7 +13,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
 # What these import themselves has to be imported here, too: transformers 4.57 looks no further.
 from .configuration_chatglm import ChatGLMConfig  # noqa: F401
-from .image_processing_chatglm import ChatGLMImageProcessor
+from .image_processing_chatglm import ChatGLMImageProcessor, flat_images
 from .tokenization_chatglm import ChatGLM4Tokenizer, as_batch, find_images
 
 DOWNLOAD_OPTIONS = (
@@ -357,13 +357,9 @@ def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, d
 
 def _flatten(images: Any) -> tuple[list, list[int] | None]:
     """Return a flat list of images, and how many each row has if they came in rows."""
-    if images is None:
-        return [], None
-    if isinstance(images, (list, tuple)):
-        if any(item is None or isinstance(item, (list, tuple)) for item in images):
-            rows = [_flatten(item)[0] for item in images]
-            return [image for row in rows for image in row], [len(row) for row in rows]
-        return list(images), None
-    if getattr(images, "ndim", 3) == 4:
-        return list(images), None
-    return [images], None
+    if isinstance(images, (list, tuple)) and any(
+        item is None or isinstance(item, (list, tuple)) for item in images
+    ):
+        rows = [[] if item is None else flat_images(item) for item in images]
+        return [image for row in rows for image in row], [len(row) for row in rows]
+    return [] if images is None else flat_images(images), None

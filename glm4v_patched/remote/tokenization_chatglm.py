@@ -241,7 +241,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         add_special_tokens: bool = True,
         *,
         tools: list | None = None,
-        documents: list[dict] | None = None,
         chat_template: str | None = None,
         continue_final_message: bool | str = False,
         return_assistant_tokens_mask: bool = False,
@@ -262,7 +261,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         Args:
             add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
             tokenizer_kwargs: ``pad_to_multiple_of`` and ``padding_side``.
-            **kwargs: Variables for the template.
+            **kwargs: ``documents`` and other variables for the template.
 
         Returns:
             Text (``tokenize=False``: a string, or a list for a list of conversations), else always
@@ -291,7 +290,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             )
         rendering = kwargs | {
             "tools": tools,
-            "documents": documents,
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -332,7 +330,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
 
         Args:
-            **options: ``tools``, ``documents``, ``chat_template``, ``add_generation_prompt``,
+            **options: ``tools``, ``chat_template``, ``add_generation_prompt``,
                 ``continue_final_message``, as `apply_chat_template` takes them, and variables.
         """
         options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
@@ -350,7 +348,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         escaper: "_Escaper | None",
         *,
         tools: list | None = None,
-        documents: list[dict] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
@@ -384,7 +381,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         made: Any = render_jinja_template(
             conversations=[[escape(_said(m)) for m in messages] for messages in conversations],
             tools=escape(tools),
-            documents=escape(documents),
             chat_template=template,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
             add_generation_prompt=add_generation_prompt,
