@@ -10,7 +10,7 @@ from torch.nn import Linear
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import fp8, trainable
-from glm4v_patched.engine.options import LoraOptions
+from glm4v_patched.engine.options import PACKAGES, LoraOptions
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation, read_questions
 from glm4v_patched.models import loading
@@ -145,7 +145,7 @@ def test_a_missing_package_or_gpu_is_named(files, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
 def test_each_way_answers_on_a_gpu(files, weights):
-    if WEIGHTS[weights].package:
+    if weights in PACKAGES:
         reason = "bitsandbytes is missing: pip install bitsandbytes"
         pytest.importorskip("bitsandbytes", reason=reason)
     loaded = load(find_source(str(files.model), weights=weights), "cuda", weights)
