@@ -182,7 +182,7 @@ class ChatGLMProcessor(ProcessorMixin):
         ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` in a part of a content
         list. Each is what the image processor takes: a PIL image, an array, a tensor, a path, an
         URL, base64, or the bytes of a file. Keys that nothing reads are refused. The words
-        ``<image>`` in a text are text; a warning says so once if the conversation has no picture.
+        ``<image>`` in a text are text.
 
         Args:
             processor_kwargs: Options of `__call__`, as transformers 5 passes them.

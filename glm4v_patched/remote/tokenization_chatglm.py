@@ -718,24 +718,14 @@ def _check_conversation(messages: list, own_template: bool) -> None:
             )
         place = f"message {number}"
         _check_type(place, message, "content", (str, list, tuple, type(None)), "string or parts")
-        for at, part in enumerate(_parts(message)):
-            if isinstance(part, Mapping) and part.get("type") == "text":
-                _check_type(f"{place}, part {at},", part, "text", str, "string")
         if own_template:
             _refuse_other_keys(place, message, MESSAGE_KEYS)
             _check_type(place, message, "metadata", (str, type(None)), "string")
-            for at, part in enumerate(_parts(message)):
+        for at, part in enumerate(_parts(message)):
+            if isinstance(part, Mapping) and part.get("type") == "text":
+                _check_type(f"{place}, part {at},", part, "text", str, "string")
+            if own_template:
                 _check_part(f"{place}, part {at},", part)
-    if own_template and not find_images(messages, may_miss=True):
-        contents = [message.get("content") for message in messages]
-        parts = [part for message in messages for part in _parts(message)]
-        texts = [part["text"] for part in parts if part.get("type") == "text"]
-        texts += [content for content in contents if isinstance(content, str)]
-        if any("<image>" in text for text in texts):
-            logger.warning_once(
-                "a conversation without a picture holds the words <image>, which are text here: "
-                "pictures stand under 'image' of a message"
-            )
 
 
 def _check_type(place: str, given: Mapping, key: str, kinds: Any, wanted: str) -> None:
