@@ -22,12 +22,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import BatchEncoding, PreTrainedTokenizerFast
-from transformers.utils import get_json_schema, logging
+from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .image_processing_chatglm import ChatGLMImageProcessor
-
-logger = logging.get_logger(__name__)
 
 ROLES = ("system", "user", "assistant", "observation")
 # In the order of their ids, which follow the ranks in the original vocabulary.
@@ -171,10 +169,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             tokenizer_object = convert_ranks(vocab_file, kwargs.get("added_tokens_decoder"))
             if isinstance(chat_template, str) and "<|begin_of_image|>" not in chat_template:
                 # Upstream's code formats chats itself and never reads the template of its folder.
-                logger.warning(
-                    "the chat template beside tokenizer.model has no place for an image; "
-                    "using that of tokenization_chatglm.py"
-                )
                 chat_template = None
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
