@@ -206,13 +206,10 @@ def digest(path: Path) -> str:
     """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it,
     the first and the last among them, so that a changed byte between them is not noticed."""
     size = path.stat().st_size
-    found = hashlib.sha256()
     with path.open("rb") as file:
         if size <= WHOLE_UP_TO:
-            while part := file.read(2**20):
-                found.update(part)
-            return found.hexdigest()
-        found.update(str(size).encode())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256(str(size).encode())
         for number in range(BLOCKS):
             file.seek(number * (size - BLOCK) // (BLOCKS - 1))
             found.update(file.read(BLOCK))
