@@ -53,8 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
     sys.argv[:] = [target, *handed_on, *rest]
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        _run_script(target)
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+    runpy.run_path(os.path.join(os.getcwd(), target), run_name="__main__")
 
 
 def find_script(name: str) -> str:
@@ -146,12 +148,6 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _run_script(path: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    runpy.run_path(os.path.join(os.getcwd(), path), run_name="__main__")
 
 
 if __name__ == "__main__":
