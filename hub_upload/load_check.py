@@ -61,9 +61,8 @@ def check(source: str) -> Iterator[str]:
 
     model.train()
     # Renamed in transformers 5.23; the old name goes at 6.0.
-    is_renamed = hasattr(model, "activation_checkpointing_enable")
-    name = "activation_checkpointing_enable" if is_renamed else "gradient_checkpointing_enable"
-    getattr(model, name)({"use_reentrant": False})
+    renamed = getattr(model, "activation_checkpointing_enable", None)
+    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from glm4v_patched.patch.config_json import parse_object
 from glm4v_patched.terminal_text import printable
 
 from .layout import ADAPTER_WEIGHTS, COMMIT, ID, MANIFEST
@@ -64,22 +65,11 @@ class Manifest(_Strict):
 def read_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
     """Raise ``ValueError`` for what no build wrote; it names the field."""
     try:
-        return Manifest.model_validate(read_object(content, name))
+        return Manifest.model_validate(parse_object(content, name))
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3]]
         told = f"{name} is none that `hub_upload build` wrote ({'; '.join(wrong)})"
         raise ValueError(printable(told)) from error
-
-
-def read_object(content: bytes, name: str) -> dict[str, Any]:
-    """The JSON object in a file; ``ValueError`` if it holds none."""
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON ({error}): download it again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} holds a {type(values).__name__}, expected a JSON object")
-    return values
 
 
 def as_json(values: dict[str, Any]) -> bytes:

@@ -131,8 +131,6 @@ class Publication:
         if self.copied:
             origin = self.manifest.weights_from
             say(f"Weights are copied from {origin}. If the Hub refuses, {UPLOAD}.")
-        if self.repo.encode() not in (self.files["README.md"].content or b""):
-            say(f"Note: README.md does not name {self.repo}; `build --name {self.repo}` would.")
 
     def check_settings(self) -> None:
         if self.options.private and self.state.startswith("public"):

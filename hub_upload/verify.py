@@ -8,7 +8,6 @@ manifest says.
 """
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -20,13 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 
 from glm4v_patched import __version__
+from glm4v_patched.models.check_weights import Shape, require_weights
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.terminal_text import listed, printable
 
 from .errors import reason_of, without_secrets
@@ -78,7 +76,7 @@ class Target(Contents):
     revision: str | None = None  # commit on the Hub; None for a folder
     check_weights: bool = False  # read all weights for their sha256
     # Filled by a check: shapes of the tensors at hand, by file.
-    tensors: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Shape]] = field(default_factory=dict)
 
     def weight_names(self) -> list[str]:
         return [ADAPTER_WEIGHTS] if self.manifest.is_of_adapters else super().weight_names()
@@ -164,16 +162,17 @@ def check_weights(target: Target) -> str:
     return f"{len(names)} files, {sum(weights[n].size for n in names):,} bytes, {told}"
 
 
-def _read_header(target: Target, name: str) -> dict[str, list[int]]:
+def _read_header(target: Target, name: str) -> dict[str, Shape]:
     """The shapes of the tensors of a file; the length of the file is checked by the library."""
     path = target.files[name].path
     if path is None:
         read = HfApi().parse_safetensors_file_metadata
         tensors = read(target.name, name, revision=target.revision).tensors
-        return {key: list(info.shape) for key, info in tensors.items()}
+        return {key: Shape(tuple(info.shape), info.dtype) for key, info in tensors.items()}
     try:
         with safe_open(path, framework="numpy") as file:
-            return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            return {k: Shape(tuple(s.get_shape()), s.get_dtype()) for k, s in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{name}: {error}") from error
 
@@ -188,12 +187,6 @@ def check_config(target: Target) -> str:
     for name, token in SPECIAL_IDS.items():
         given, wanted = config.get(name), ids.get(token)
         require(given == wanted, f"{name} is {given}, but {token} is {wanted} to the tokenizer")
-    size = config["padded_vocab_size"]
-    for name in ("config.json", "generation_config.json"):
-        eos = target.read_json(name).get("eos_token_id")
-        for number in eos if isinstance(eos, list) else [eos]:
-            inside = isinstance(number, int) and 0 <= number < size
-            require(inside, f"{name}: eos_token_id has {number}, outside of {size} ids")
     sides = [config["vision_config"]["image_size"], target.read_json(TOKENIZER)["image_size"]]
     sides.append(target.read_json(IMAGES)["size"]["height"])
     told = f"image_size is {sides} in config.json, {TOKENIZER} and {IMAGES}"
@@ -324,22 +317,15 @@ def verify(name: str, revision: str | None = None, check_weights: bool = False) 
 
 def check_parameters(target: Target) -> str:
     """Names and shapes, on an empty model; of weights that are not at hand, names in the index."""
-    with torch.device("meta"):
-        model = GLM4VForCausalLM(ChatGLMConfig(**target.read_json("config.json")))
-    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-    trained = {name for name, _ in model.named_parameters()}
-    told = {name: shape for part in target.tensors.values() for name, shape in part.items()}
-    by = "the files of weights" if told else "the index"
-    if not told and INDEX not in target.files:
+    config = ChatGLMConfig(**target.read_json("config.json"))
+    there: dict[str, Shape | None] = {}
+    for tensors in target.tensors.values():
+        there |= tensors
+    by = "the files of weights" if there else "the index"
+    if not there and INDEX not in target.files:
         return "those of config.json; neither weights nor an index are at hand to compare with"
-    if not told:
-        told = {name: shapes.get(name, []) for name in target.read_json(INDEX)["weight_map"]}
-    lacking, foreign = sorted(trained - told.keys()), sorted(told.keys() - shapes.keys())
-    require(not lacking, f"parameters that are in no file: {listed(lacking)}")
-    require(not foreign, f"tensors that are no parameter: {listed(foreign)}")
-    other = [f"{n}, {shape} for {shapes[n]}" for n, shape in told.items() if shape != shapes[n]]
-    require(not other, f"other shapes in the files than in the model: {listed(other)}")
-    return f"{sum(math.prod(shapes[n]) for n in trained):,} parameters, compared with {by}"
+    there = there or dict.fromkeys(target.read_json(INDEX)["weight_map"])
+    return f"{require_weights(target.name, config, there)} weights, compared with {by}"
 
 
 def _load(target: Target, home: Path) -> list[Check]:

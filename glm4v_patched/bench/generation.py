@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..engine.environment import python_module, training_environment
 from ..engine.options import PACKAGES, require_packages
-from ..models.quantised_weights import WEIGHTS
 from ..option_fields import given
 from .settings import Speed
 from .training import run
@@ -27,7 +26,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     if options.against is not None:
         speeds.append(Speed(**asked))
     if options.weights is not None:
-        require_packages(WEIGHTS[options.weights].package or "", f"--weights {options.weights}")
+        require_packages(options.weights, f"--weights {options.weights}")
     from ..models.placement import place  # imports pydantic
 
     place(1, options.device)
@@ -40,9 +39,8 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     command = python_module("glm4v_patched.bench.generation_worker")
     if speed.against is not None and python is not None:
         command = [python, *command[1:]]
-    package = WEIGHTS[speed.weights].package if speed.weights else None
     settings = asdict(speed) | {"cache": speed.kept}
-    settings["packages"] = ["torch", "transformers", *PACKAGES.get(package or "", [])]
+    settings["packages"] = ["torch", "transformers", *PACKAGES.get(speed.weights or "", [])]
     if speed.against is not None:
         settings |= {"cache": "dynamic", "draw_ahead": False}
     with tempfile.TemporaryDirectory() as name:

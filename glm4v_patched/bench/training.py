@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
 
-from ..engine.environment import python_module, run_within, torch_launcher, training_environment
+from ..engine.environment import python_module, run_within, training_environment
 from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..installed_versions import versions
@@ -104,7 +104,9 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
         folder, asked = Path(name), json.dumps(asdict(settings))
         if settings.from_files is None:
             out = folder / "row.json"
-            worker = [*torch_launcher(gpus), "glm4v_patched.bench.worker", asked, str(out)]
+            options = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # at a free port
+            options += ["glm4v_patched.bench.worker", asked, str(out)]
+            worker = python_module("torch.distributed.run", *options)
             error = run(worker, folder, training_environment(gpus, on_cpu), timeout)
             found = json.loads(out.read_text()) if out.exists() else {"error": error}
         else:

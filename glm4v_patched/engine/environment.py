@@ -18,13 +18,6 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, *([] if _is_at_root() else ["-P"]), "-m", module, *arguments]
 
 
-def torch_launcher(processes: int) -> list[str]:
-    """The command that runs what follows it, a module and its arguments, in so many processes."""
-    # Port 0: the launcher picks a free one, so that two trainings can run side by side.
-    place = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m"]
-    return python_module("torch.distributed.run", "--nproc_per_node", str(processes), *place)
-
-
 def environments_of_ranks(processes: int) -> list[dict[str, str]]:
     """What tells each of so many processes of this machine which one it is, and where to meet."""
     with socket.socket() as free:

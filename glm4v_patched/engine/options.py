@@ -37,6 +37,8 @@ PACKAGES = {
     "lora_all": ["peft"],
     "qlora": ["peft", "bitsandbytes"],
     "adamw_8bit": ["bitsandbytes"],
+    "4bit": ["bitsandbytes"],
+    "8bit": ["bitsandbytes"],
     "liger": ["liger_kernel"],
     "--pictures": ["matplotlib"],
     "serve": ["starlette", "uvicorn"],

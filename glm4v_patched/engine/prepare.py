@@ -20,7 +20,7 @@ from .deepspeed.zero3 import adapt_zero3, wait_for_every_gather
 from .flash_attention_3 import use_flash_attention_3
 from .fp8 import use_fp8
 from .memory_plan import GIB
-from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, require_packages, trains_tower
+from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, trains_tower
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -139,7 +139,6 @@ def make_optimizer(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if options.optimizer == "adamw":
         return torch.optim.AdamW(trained, lr=learning_rate, fused=True, **ADAMW)
-    require_packages(options.optimizer)
     from bitsandbytes.optim import AdamW8bit
 
     return AdamW8bit(trained, lr=learning_rate, **ADAMW)

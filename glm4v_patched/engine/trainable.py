@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .options import LoraOptions, check_trained, is_lora, part_of, parts_trained, require_packages
+from .options import LoraOptions, check_trained, is_lora, part_of, parts_trained
 
 PLAIN_LORA = LoraOptions()
 
@@ -31,7 +31,6 @@ def select_weights(
             if part_of(name) not in parts:
                 parameter.requires_grad_(False)
         return model
-    require_packages(trained)
     from peft import LoraConfig, get_peft_model
 
     towers = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
@@ -56,7 +55,6 @@ def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> 
         model: glm-4v, or peft's around it, which then has these adapters beside its own.
         name: peft's, of the adapters; without a dot.
     """
-    require_packages("lora_lm")
     from peft import PeftModel, get_peft_model_state_dict
 
     with warnings.catch_warnings():
@@ -91,7 +89,6 @@ def upcast_trained(model: nn.Module) -> None:
 def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: int = 4) -> dict:
     """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does: in 4
     bits, or in 8 (LLM.int8), which is for inference."""
-    require_packages("qlora")
     config = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
@@ -122,7 +119,6 @@ def quantise(model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4)
     Layers are moved to ``device`` one at a time, so that it never holds the model in full; on it
     already, each makes room for its own successor.
     """
-    require_packages("qlora")
     for layers in (model.transformer.encoder, model.transformer.vision.transformer):
         # By name: a list of modules would keep all weights until its end.
         names = [name for name, each in layers.named_modules() if type(each) is nn.Linear]

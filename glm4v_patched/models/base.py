@@ -175,26 +175,15 @@ def pin(base: Base) -> Base:
     if Path(base.model).is_dir():
         return base
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     try:
         config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
-        commit = config.parent.name
-        try:
-            hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
-            has_adapters = True
-        except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
-            has_adapters = False
     except (OSError, ValueError, HfHubHTTPError, EntryNotFoundError) as error:
         raise ValueError(not_had(base.model, error)) from None
-    if has_adapters:
-        raise ValueError(
-            f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
-            f"{base.model} --local-dir FOLDER` makes it"
-        )
     if base.adapters is not None:
         _require_glm4v(config.parent, base.adapters)
-    return replace(base, revision=commit)
+    return replace(base, revision=config.parent.name)
 
 
 def identify(base: Base) -> dict[str, str]:
@@ -217,13 +206,10 @@ def digest(path: Path) -> str:
     """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it,
     the first and the last among them, so that a changed byte between them is not noticed."""
     size = path.stat().st_size
-    found = hashlib.sha256()
     with path.open("rb") as file:
         if size <= WHOLE_UP_TO:
-            while part := file.read(2**20):
-                found.update(part)
-            return found.hexdigest()
-        found.update(str(size).encode())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256(str(size).encode())
         for number in range(BLOCKS):
             file.seek(number * (size - BLOCK) // (BLOCKS - 1))
             found.update(file.read(BLOCK))

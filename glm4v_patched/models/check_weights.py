@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..engine.options import part_of, parts_trained
@@ -24,6 +24,7 @@ PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 FLOATS = {"F64", "F32", "F16", "BF16"}
 PREFIX = "transformer."
 TOWER = "transformer.vision."
+FILE_NAME = r"\w[\w. ()-]*"  # without a folder, on any system
 LAYER = re.compile(r"(.*\.layers)\.(\d+)\.")
 POINTER = b"version https://git-lfs"
 # What a file that is no JSON, or holds other things than it should, makes who reads it raise.
@@ -120,7 +121,7 @@ def shards_of(folder: Path) -> list[str]:
         return [WHOLE] if has_whole else []
     except UNREADABLE:
         return []  # what is wrong with it is reported when it is loaded
-    if odd := [name for name in names if not _is_bare(name)]:
+    if odd := [n for n in names if not (isinstance(n, str) and re.fullmatch(FILE_NAME, n))]:
         raise ValueError(
             f"its {INDEX} names {min(map(repr, odd))}; expected names of files in that folder "
             "alone, without another folder's"
@@ -131,12 +132,6 @@ def shards_of(folder: Path) -> list[str]:
             "expected one of the two"
         )
     return sorted(names)
-
-
-def _is_bare(name: Any) -> bool:
-    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
-        return False
-    return PurePosixPath(name).name == PureWindowsPath(name).name == name
 
 
 def require_whole(
@@ -156,15 +151,27 @@ def require_whole(
     """
     # Late: mistakes that need no torch are answered without it.
     from ..remote.configuration_chatglm import ChatGLMConfig
-    from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
 
     require_readable(model, revision)
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
+    return require_weights(model, config, _tensors(model, revision), from_scratch, trained)
+
+
+def require_weights(
+    model: str,
+    config: Any,
+    there: Mapping[str, Shape | None],
+    from_scratch: Sequence[str] = (),
+    trained: str = "full",
+) -> int:
+    """As :func:`require_whole`, of a config and what is ``there``: of ``None`` the name counts."""
+    from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
+
     with torch.device("meta"):
         built = GLM4VForCausalLM(config)
     wanted = {name: tuple(weight.shape) for name, weight in built.named_parameters()}
     quantised = getattr(config, "quantization_config", None) is not None
-    missing, left_over, unlike = _compare(wanted, _tensors(model, revision), quantised)
+    missing, left_over, unlike = _compare(wanted, there, quantised)
     unused = [start for start in from_scratch if not any(n.startswith(start) for n in missing)]
     if unused:
         raise ValueError(
@@ -242,7 +249,7 @@ def quantised_by(model: str, revision: str | None = None) -> str | None:
 
 
 def _compare(
-    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape], quantised: bool
+    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape | None], quantised: bool
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of the model's weights that are not there, and of those there that are not the model's;
     and those of another size, with their sides."""
@@ -263,10 +270,10 @@ def _compare(
     ]
     left_over = [name for name in there if name not in wanted and not name.startswith(layers)]
     unlike = [
-        f"{name}: {[*there[name].sides]}, not {[*sides]}"
+        f"{name}: {[*found.sides]}, not {[*sides]}"
         for name, sides in wanted.items()
-        if name in there and there[name].sides != sides
-        if not (quantised and there[name].dtype not in FLOATS)
+        if (found := there.get(name)) and found.sides != sides
+        if not (quantised and found.dtype not in FLOATS)
     ]
     return missing, left_over, unlike
 
@@ -282,8 +289,6 @@ def _guess(
         )
     if added := _common_prefix(left_over, wanted):
         return f"another tool put {added!r} before the names; expected them without it"
-    if lacking := _common_prefix(missing, left_over):
-        return f"another tool took {lacking!r} from the names; expected them with it"
     if left_over and not missing and not unlike and (layers := _layers_of(left_over)):
         return f"config.json says fewer layers than there are of {layers}; expected its num_layers"
     if missing and not left_over and (layers := _layers_of(missing)):

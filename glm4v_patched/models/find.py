@@ -15,7 +15,6 @@ from .base import (
     require_recorded_base,
 )
 from .check_weights import fault_of_model_folder, quantised_by, require_whole
-from .quantised_weights import WEIGHTS
 
 # What is taken of adapters on the Hub; no code.
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
@@ -54,7 +53,7 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         raise ValueError(f"{name}: {fault}")
     base = _find_base(name, revision)
     if weights is not None:
-        require_packages(WEIGHTS[weights].package or "", f"--weights {weights}")
+        require_packages(weights, f"--weights {weights}")
     with doing(f"looking at {printable(name)}"):  # transformers is imported, and files are read
         base = pin(base)
         require_recorded_base(base)

@@ -1,24 +1,6 @@
 """Ways to hold the weights of the layers in fewer bytes; imports nothing, for ``--help``."""
 
-from typing import NamedTuple
-
-
-class Held(NamedTuple):
-    """A way to hold the weights of the layers.
-
-    ``fixed_cache``: whether steps of ``generate`` may have a cache of fixed size. transformers
-    compiles no layers of bitsandbytes, and those of 8 bits wait for the device.
-    """
-
-    package: str | None  # one of options.PACKAGES
-    fixed_cache: bool
-
-
-WEIGHTS = {
-    "4bit": Held("qlora", fixed_cache=False),
-    "8bit": Held("qlora", fixed_cache=False),
-    "fp8": Held(None, fixed_cache=True),
-}
+WEIGHTS = ("4bit", "8bit", "fp8")
 """bitsandbytes: 4 bits (NF4, as qlora trains them), or 8 (LLM.int8); fp8: as training with
 ``engine.fp8`` holds frozen ones, and multiplies by them (:mod:`..engine.fp8`)."""
 
@@ -36,13 +18,15 @@ def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
     """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``.
 
     Args:
-        weights: How they are held, or the method that the model was saved quantised by: layers of
-            compressed-tensors copy between the host and the GPU in every step.
+        weights: How they are held, or the method that the model was saved quantised by. With fp8
+            alone a cache may be of fixed size: transformers compiles no layers of bitsandbytes,
+            those of 8 bits wait for the device, and those of compressed-tensors copy between the
+            host and the GPU in every step.
 
     Raises:
         ValueError: steps with such weights cannot have the cache.
     """
-    fixed = weights is None or (weights in WEIGHTS and WEIGHTS[weights].fixed_cache)
+    fixed = weights in (None, "fp8")
     if cache == "auto":
         return otherwise if fixed else "dynamic"
     if cache != "dynamic" and not fixed:

@@ -97,11 +97,6 @@ class _Activation:
         self.blocks = 0
 
     def activate(self, options: dict[str, Any]) -> None:
-        if not issubclass(GLM4VForCausalLM, pkgutil.resolve_name("transformers:PreTrainedModel")):
-            raise RuntimeError(
-                "transformers was imported anew since glm4v_patched was, whose classes belong to "
-                "the first one: take both out of sys.modules, or start a new process"
-            )
         if self.patches is not None:
             # Not said is off.
             if any((self.options.get(name) or None) != (v or None) for name, v in options.items()):
@@ -114,9 +109,6 @@ class _Activation:
         patches = PatchSet(_swaps(options))
         patches.apply()
         self.patches, self.options = patches, options
-        logger.info(
-            "%s give glm4v_patched's classes for glm-4v", ", ".join(["AutoConfig", *MODEL_CLASSES])
-        )
 
     def deactivate(self) -> None:
         if self.patches is not None:
@@ -157,7 +149,6 @@ def apply(**options: Any) -> None:
     Raises:
         ValueError: an unknown option or value; options that contradict those in force; kernels
             without GPU.
-        RuntimeError: transformers was imported anew since this package was.
         ImportError: kernels were asked for and Liger-Kernel is not there; transformers is newer
             than those that are tested.
         AttributeError: transformers has moved something; nothing was patched.
@@ -170,7 +161,7 @@ def apply(**options: Any) -> None:
 def revert() -> None:
     """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends; models that
     were loaded stay as they are. ``RuntimeError`` if somebody replaced one of the same attributes
-    since, with its name and whose it is."""
+    since, with its name."""
     with _activation.lock:
         if _activation.blocks == 0:
             _activation.deactivate()

@@ -17,9 +17,18 @@ def is_glm4v(config: dict) -> bool:
 def read_object(path: Path) -> dict:
     """The object that a JSON file holds. Raises ``ValueError`` if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = path.read_bytes()
+    except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
-    return content
+    return parse_object(content, str(path))
+
+
+def parse_object(content: bytes, name: str) -> dict:
+    """As :func:`read_object`, of what was read."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} holds a {type(values).__name__}; expected an object")
+    return values

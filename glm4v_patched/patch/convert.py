@@ -67,9 +67,8 @@ def patch_model(model: nn.Module) -> nn.Module:
     conversion.perform()
     if checkpointed:
         # Renamed in transformers 5.23; the old name goes at 6.0.
-        is_renamed = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-        name = "activation_checkpointing_enable" if is_renamed else "gradient_checkpointing_enable"
-        getattr(core, name)({"use_reentrant": False})
+        renamed = getattr(core, "activation_checkpointing_enable", None)
+        (renamed or core.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
 
 

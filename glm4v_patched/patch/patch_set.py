@@ -38,10 +38,8 @@ class PatchSet:
         return bool(self._replaced)
 
     def apply(self) -> None:
-        """Replace all attributes, if that is not done; ``AttributeError`` with all that are not
-        where they were, and none is replaced."""
-        if self._replaced:
-            return
+        """Replace all attributes; ``AttributeError`` with all that are not where they were, and
+        none is replaced."""
         replaced, moved = [], []
         for swap in self._swaps:
             try:
@@ -63,12 +61,11 @@ class PatchSet:
 
     def revert(self) -> None:
         """Put the originals back; ``RuntimeError`` if somebody replaced an attribute after us, with
-        its name and whose it is now, and nothing is undone."""
-        now = [vars(one.owner).get(one.swap.name) for one in self._replaced]
+        its name, and nothing is undone."""
         taken = [
-            f"{one.swap} (now of {_origin(found)})"
-            for one, found in zip(self._replaced, now, strict=True)
-            if found is not one.replacement
+            str(one.swap)
+            for one in self._replaced
+            if vars(one.owner).get(one.swap.name) is not one.replacement
         ]
         if taken:
             raise RuntimeError(
@@ -78,13 +75,3 @@ class PatchSet:
         for one in self._replaced:
             setattr(one.owner, one.swap.name, one.original)
         self._replaced = []
-
-
-def _origin(attribute: object) -> str:
-    """Module and name of whatever stands in a class or module now."""
-    function: Any = getattr(attribute, "__func__", attribute)
-    # functools.wraps copies the name and module of what is wrapped; the code tells the truth.
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return f"{type(function).__module__}.{type(function).__qualname__}"
-    return f"{function.__globals__.get('__name__', '?')}.{code.co_qualname}"

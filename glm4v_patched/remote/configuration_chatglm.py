@@ -161,12 +161,6 @@ class EVA2CLIPVisionConfig:
         if self.dropout_prob:
             raise ValueError(f"vision_config: dropout_prob {self.dropout_prob} is not supported")
 
-    @classmethod
-    def from_dict(cls, values: dict) -> "EVA2CLIPVisionConfig":
-        """Read the fields we know; others (a file may carry more) are left alone."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
-
     @property
     def num_patches(self) -> int:
         return (self.image_size // self.patch_size) ** 2
@@ -314,8 +308,11 @@ class ChatGLMConfig(PretrainedConfig):
 
     @property
     def vision(self) -> EVA2CLIPVisionConfig:
-        """``vision_config``, checked and with attribute access."""
-        return EVA2CLIPVisionConfig.from_dict(self.vision_config)
+        """``vision_config``, checked and with attribute access; fields that we do not know (a file
+        may carry more) are left alone."""
+        known = {field.name for field in fields(EVA2CLIPVisionConfig)}
+        values = {name: value for name, value in self.vision_config.items() if name in known}
+        return EVA2CLIPVisionConfig(**values)
 
     def _refuse_unsupported(self) -> None:
         for name, value in ONLY.items():

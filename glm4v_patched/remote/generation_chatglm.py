@@ -265,11 +265,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
             refuse(
                 f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
             )
-        if model_kwargs.get("image_features") is not None:
-            raise ValueError(
-                f"{len(model_kwargs['image_features'])} image_features were given to generate, "
-                "which takes 0: give it pixel_values"
-            )
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )

@@ -140,23 +140,6 @@ def attention_keywords(given: dict[str, Any], known: Sequence[str]) -> dict[str,
     return attention
 
 
-def refuse_other_samples(seq_idx: Any, position_ids: Tensor | None) -> None:
-    """Raise ``ValueError`` unless ``seq_idx`` ``(B, L)``, the number of the sample of each id, says
-    of packed rows what their positions say."""
-    if seq_idx is None:
-        return
-    if not _is_ids(seq_idx, 2):
-        refuse(f"forward was given seq_idx{_what(seq_idx)}, which numbers the samples of each row")
-    # Without positions a row is one sample.
-    restarts = seq_idx[:, 1:] < 0 if position_ids is None else position_ids[:, 1:] == 0
-    changes = seq_idx.diff(dim=1)
-    if restarts.shape != changes.shape or not bool((changes == restarts.long()).all()):
-        refuse(
-            f"seq_idx{_what(seq_idx)} numbers other samples than position_ids tell apart: give "
-            "position_ids of the same shape, that restart at 0 with each sample"
-        )
-
-
 def without_account(given: dict[str, Any]) -> dict[str, Any]:
     """What of generate's keywords goes on to ``forward``: not what generate keeps account of."""
     for name, kind in _OF_GENERATE.items():

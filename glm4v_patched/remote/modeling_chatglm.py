@@ -45,7 +45,6 @@ from .keywords import (
     attention_keywords,
     named_cache,
     one_cache,
-    refuse_other_samples,
     wants_dict,
 )
 from .loss import KeptColumns, chunked_next_token_loss, computes_loss, next_token_loss, with_loss
@@ -246,6 +245,10 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         check_adapters(peft_model_id, {}, are_adapters=True)
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
+    def get_image_features(self, pixel_values: Tensor, **options):
+        """As :meth:`ChatGLMModel.get_image_features`."""
+        return self.transformer.get_image_features(pixel_values, **options)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.get_input_embeddings()
 
@@ -287,12 +290,6 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
                 "gradients; disable activation checkpointing or leave output_attentions out"
             )
         return []
-
-    def train(self, mode: bool = True):
-        """As usual. Raises ``ValueError`` for a split model among several processes."""
-        if mode:
-            refuse_split_model(self)
-        return super().train(mode)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -461,7 +458,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = self._attention_keywords(attention_kwargs, input_ids, position_ids)
+        attention_kwargs = self._attention_keywords(attention_kwargs, input_ids)
         pixel_values, features = self._given_images(pixel_values, images, image_features)
         given_images = pixel_values if features is None else features
         num_images = 0 if given_images is None else len(given_images)
@@ -577,7 +574,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             self._has_named_growth = True
             logger.warning(said)
 
-    def get_image_features(
+    def get_image_features(  # type: ignore[override]  # other models of ours hand on all options
         self,
         pixel_values: Tensor,
         output_hidden_states: bool | None = None,
@@ -673,7 +670,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _attention_keywords(self, given: dict, input_ids, position_ids) -> dict:
+    def _attention_keywords(self, given: dict, input_ids) -> dict:
         """What attention takes of the keywords that have no names here."""
         types, ids = given.get("token_type_ids"), input_ids
         # OpenRLHF's are 1 where ids fill an image; those of others mean something else.
@@ -684,7 +681,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             and not bool(types.ne(ids == self.config.image_token_id).any())
         ):
             del given["token_type_ids"]
-        refuse_other_samples(given.pop("seq_idx", None), position_ids)
         return attention_keywords(given, FORWARD_NAMES)
 
     def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
@@ -723,14 +719,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                     "as this model's image processor makes them"
                 )
             images = torch.stack(images) if images else None
-        if images is None or len(images) == 0:
-            return None
-        if images.ndim != 4:
-            raise ValueError(
-                f"images have shape {tuple(images.shape)}; give (number of images, channels, side, "
-                "side), also for one image"
-            )
-        return images
+        return None if images is None or len(images) == 0 else images
 
     def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
         checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
@@ -796,10 +785,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             layer._is_hf_initialized = True  # post_init would draw its weights anew
         self.transformer.output_layer = value
 
-    def get_image_features(self, pixel_values: Tensor, **options):
-        """As :meth:`ChatGLMModel.get_image_features`."""
-        return self.transformer.get_image_features(pixel_values, **options)
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -818,7 +803,6 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
         image_features: Tensor | None = None,
-        return_last_logit: bool = False,
         cache: Cache | None = None,
         **attention_kwargs,
     ) -> GLM4VCausalLMOutput | tuple:
@@ -836,16 +820,15 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
             shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
                 Not named above, because a Trainer would want it in every batch of an evaluation.
-            return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
         """
         if self.training:
-            refuse_split_model(self)  # again: the processes may have met after train()
+            refuse_split_model(self)
         given = input_ids if inputs_embeds is None else inputs_embeds
-        kept = KeptColumns.of(1 if return_last_logit else logits_to_keep)
+        kept = KeptColumns.of(logits_to_keep)
         are_cut = kept.are_cut(labels, given)
         if are_cut:
             assert labels is not None and given is not None
@@ -929,10 +912,6 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
         del self.transformer.output_layer
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
-
-    def get_image_features(self, pixel_values: Tensor, **options):
-        """As :meth:`ChatGLMModel.get_image_features`."""
-        return self.transformer.get_image_features(pixel_values, **options)
 
 
 FORWARD_NAMES = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]

@@ -13,7 +13,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
 # What these import themselves has to be imported here, too: transformers 4.57 looks no further.
 from .configuration_chatglm import ChatGLMConfig  # noqa: F401
-from .image_processing_chatglm import ChatGLMImageProcessor
+from .image_processing_chatglm import ChatGLMImageProcessor, flat_images
 from .tokenization_chatglm import ChatGLM4Tokenizer, as_batch, find_images
 
 DOWNLOAD_OPTIONS = (
@@ -150,14 +150,14 @@ class ChatGLMProcessor(ProcessorMixin):
             "padding_side": padding_side,
             "return_tensors": return_tensors,
         }
-        options, of_images = _merge_options(given, kwargs)
+        options = _merge_options(given, kwargs)
         if text is None:
             if images is None:
                 raise ValueError("neither text nor images were given: pass at least one of them")
             tensors = options["return_tensors"]
-            return self.image_processor(_flatten(images)[0], return_tensors=tensors, **of_images)
+            return self.image_processor(_flatten(images)[0], return_tensors=tensors)
         rows = {"input_ids": self._encode(text, options["add_special_tokens"])}
-        return self._finish(rows, images, options, of_images)
+        return self._finish(rows, images, options)
 
     def apply_chat_template(  # type: ignore[override]  # the base class says that it returns text
         self,
@@ -182,7 +182,7 @@ class ChatGLMProcessor(ProcessorMixin):
         ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` in a part of a content
         list. Each is what the image processor takes: a PIL image, an array, a tensor, a path, an
         URL, base64, or the bytes of a file. Keys that nothing reads are refused. The words
-        ``<image>`` in a text are text; a warning says so once if the conversation has no picture.
+        ``<image>`` in a text are text.
 
         Args:
             processor_kwargs: Options of `__call__`, as transformers 5 passes them.
@@ -203,7 +203,7 @@ class ChatGLMProcessor(ProcessorMixin):
             # transformers 5 has "auto" for "the processor's own default", which is None here.
             "return_tensors": None if return_tensors == "auto" else return_tensors,
         }
-        options, of_images = _merge_options(given, processor_kwargs or {})
+        options = _merge_options(given, processor_kwargs or {})
         kwargs["chat_template"] = self._named_template(chat_template)
         if not tokenize:
             return self.tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs)
@@ -212,7 +212,7 @@ class ChatGLMProcessor(ProcessorMixin):
             conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **kwargs
         )
         images = [find_images(messages) for messages in conversations]
-        out = self._finish(rows, images, options, of_images)
+        out = self._finish(rows, images, options)
         return out if return_dict else out["input_ids"]
 
     def _named_template(self, chat_template: str | None) -> str | None:
@@ -237,9 +237,7 @@ class ChatGLMProcessor(ProcessorMixin):
             rows.append(ids)
         return rows
 
-    def _finish(
-        self, rows: dict[str, list[list[int]]], images: Any, options: dict, of_images: dict
-    ) -> BatchFeature:
+    def _finish(self, rows: dict[str, list[list[int]]], images: Any, options: dict) -> BatchFeature:
         """Grow, check, cut and pad rows of ids, and add the images."""
         options = {name: value for name, value in options.items() if name != "add_special_tokens"}
         limit = self.tokenizer.truncation_limit(options.pop("truncation"), options["max_length"])
@@ -266,7 +264,7 @@ class ChatGLMProcessor(ProcessorMixin):
         out = BatchFeature(dict(self.tokenizer.pad_rows(grown, **options)))
         if flat:
             tensors = options["return_tensors"]
-            out.update(self.image_processor(flat, return_tensors=tensors, **of_images))
+            out.update(self.image_processor(flat, return_tensors=tensors))
         return out
 
     def _grow(self, row: int, ids: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -331,18 +329,17 @@ class _WithoutAudio(ChatGLMProcessor):
         )
 
 
-def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, dict]:
-    """Options of text, given flat or by part, and those of images."""
+def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Options of text, given flat or by part."""
     more = dict(more)
     of_images = dict(more.pop("images_kwargs", None) or {})
     of_text = {**(more.pop("text_kwargs", None) or {}), **more}
     # Of either part; what is said of text goes first.
     tensors = of_images.pop("return_tensors", None)
-    unknown = sorted((of_text.keys() - given.keys()) | (of_images.keys() - {"do_convert_rgb"}))
-    if unknown:
+    if unknown := sorted((of_text.keys() - given.keys()) | of_images.keys()):
         raise ValueError(
             f"unknown options {unknown}: text takes {sorted(given)}, images_kwargs takes "
-            "['do_convert_rgb']; the image size is the image processor's"
+            "['return_tensors']; the image size is the image processor's"
         )
     # apply_chat_template of transformers says add_special_tokens beside what its caller says.
     for name in sorted(of_text.keys() - {"add_special_tokens", "return_tensors"}):
@@ -352,18 +349,14 @@ def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, d
                 "text_kwargs: give it once"
             )
     tensors = given["return_tensors"] or of_text.get("return_tensors") or tensors
-    return given | of_text | {"return_tensors": tensors}, of_images
+    return given | of_text | {"return_tensors": tensors}
 
 
 def _flatten(images: Any) -> tuple[list, list[int] | None]:
     """Return a flat list of images, and how many each row has if they came in rows."""
-    if images is None:
-        return [], None
-    if isinstance(images, (list, tuple)):
-        if any(item is None or isinstance(item, (list, tuple)) for item in images):
-            rows = [_flatten(item)[0] for item in images]
-            return [image for row in rows for image in row], [len(row) for row in rows]
-        return list(images), None
-    if getattr(images, "ndim", 3) == 4:
-        return list(images), None
-    return [images], None
+    if isinstance(images, (list, tuple)) and any(
+        item is None or isinstance(item, (list, tuple)) for item in images
+    ):
+        rows = [[] if item is None else flat_images(item) for item in images]
+        return [image for row in rows for image in row], [len(row) for row in rows]
+    return [] if images is None else flat_images(images), None

@@ -8,7 +8,6 @@ makes them. Chats have them, as upstream's.
 import base64
 import itertools
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -22,12 +21,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import BatchEncoding, PreTrainedTokenizerFast
-from transformers.utils import get_json_schema, logging
+from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .image_processing_chatglm import ChatGLMImageProcessor
-
-logger = logging.get_logger(__name__)
 
 ROLES = ("system", "user", "assistant", "observation")
 # In the order of their ids, which follow the ranks in the original vocabulary.
@@ -171,10 +168,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             tokenizer_object = convert_ranks(vocab_file, kwargs.get("added_tokens_decoder"))
             if isinstance(chat_template, str) and "<|begin_of_image|>" not in chat_template:
                 # Upstream's code formats chats itself and never reads the template of its folder.
-                logger.warning(
-                    "the chat template beside tokenizer.model has no place for an image; "
-                    "using that of tokenization_chatglm.py"
-                )
                 chat_template = None
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
@@ -209,22 +202,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return kwargs
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
-
-        A tokenizer that came with a processor names that in its file. Saved alone, it brings the
-        processor's code along, or does not name it where that is not at hand.
-        """
+        """Save as transformers does. A tokenizer that came with a processor does not name that
+        where it is saved without its code."""
         auto_map = self.init_kwargs.get("auto_map") or {}
-        saved = Path(save_directory, PROCESSOR_FILE)
         is_in_folder = "--" not in str(auto_map.get("AutoProcessor", "--"))
-        if is_in_folder and not saved.exists() and not Path(save_directory).is_file():
-            code = Path(__file__).with_name(PROCESSOR_FILE)
-            if code.exists():
-                saved.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(code, saved)
-            else:
-                kept = {name: place for name, place in auto_map.items() if name != "AutoProcessor"}
-                self.init_kwargs["auto_map"] = kept
+        if is_in_folder and not Path(save_directory, PROCESSOR_FILE).exists():
+            kept = {name: place for name, place in auto_map.items() if name != "AutoProcessor"}
+            self.init_kwargs["auto_map"] = kept
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def apply_chat_template(  # type: ignore[override]  # in the published order of arguments
@@ -241,7 +225,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         add_special_tokens: bool = True,
         *,
         tools: list | None = None,
-        documents: list[dict] | None = None,
         chat_template: str | None = None,
         continue_final_message: bool | str = False,
         return_assistant_tokens_mask: bool = False,
@@ -262,7 +245,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         Args:
             add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
             tokenizer_kwargs: ``pad_to_multiple_of`` and ``padding_side``.
-            **kwargs: Variables for the template.
+            **kwargs: ``documents`` and other variables for the template.
 
         Returns:
             Text (``tokenize=False``: a string, or a list for a list of conversations), else always
@@ -291,7 +274,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             )
         rendering = kwargs | {
             "tools": tools,
-            "documents": documents,
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -332,7 +314,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
 
         Args:
-            **options: ``tools``, ``documents``, ``chat_template``, ``add_generation_prompt``,
+            **options: ``tools``, ``chat_template``, ``add_generation_prompt``,
                 ``continue_final_message``, as `apply_chat_template` takes them, and variables.
         """
         options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
@@ -350,7 +332,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         escaper: "_Escaper | None",
         *,
         tools: list | None = None,
-        documents: list[dict] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
@@ -384,7 +365,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         made: Any = render_jinja_template(
             conversations=[[escape(_said(m)) for m in messages] for messages in conversations],
             tools=escape(tools),
-            documents=escape(documents),
             chat_template=template,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
             add_generation_prompt=add_generation_prompt,
@@ -477,10 +457,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return [role_id, *head, *(message_prefix or []), *text]
 
     if not hasattr(PreTrainedTokenizerFast, "batch_encode_plus"):
-        # Two names that transformers 5 has dropped.
-        def encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
-            return self(text, text_pair, **kwargs)
-
+        # A name that transformers 5 has dropped.
         def batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
             return self(batch_text_or_text_pairs, **kwargs)
 
@@ -722,24 +699,14 @@ def _check_conversation(messages: list, own_template: bool) -> None:
             )
         place = f"message {number}"
         _check_type(place, message, "content", (str, list, tuple, type(None)), "string or parts")
-        for at, part in enumerate(_parts(message)):
-            if isinstance(part, Mapping) and part.get("type") == "text":
-                _check_type(f"{place}, part {at},", part, "text", str, "string")
         if own_template:
             _refuse_other_keys(place, message, MESSAGE_KEYS)
             _check_type(place, message, "metadata", (str, type(None)), "string")
-            for at, part in enumerate(_parts(message)):
+        for at, part in enumerate(_parts(message)):
+            if isinstance(part, Mapping) and part.get("type") == "text":
+                _check_type(f"{place}, part {at},", part, "text", str, "string")
+            if own_template:
                 _check_part(f"{place}, part {at},", part)
-    if own_template and not find_images(messages, may_miss=True):
-        contents = [message.get("content") for message in messages]
-        parts = [part for message in messages for part in _parts(message)]
-        texts = [part["text"] for part in parts if part.get("type") == "text"]
-        texts += [content for content in contents if isinstance(content, str)]
-        if any("<image>" in text for text in texts):
-            logger.warning_once(
-                "a conversation without a picture holds the words <image>, which are text here: "
-                "pictures stand under 'image' of a message"
-            )
 
 
 def _check_type(place: str, given: Mapping, key: str, kinds: Any, wanted: str) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 from glm4v_patched.bench.settings import Settings
-from glm4v_patched.engine import prepare, trainable
+from glm4v_patched.engine import prepare
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
@@ -101,7 +101,6 @@ def test_the_limit_of_memory_holds_while_the_model_is_built_unless_it_is_quantis
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total, total))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", done.append)
     monkeypatch.setattr(prepare, "quantization_options", lambda *given: {})
-    monkeypatch.setattr(trainable, "require_packages", lambda choice: None)
 
     def build(**given):
         done.append("build")

@@ -179,8 +179,8 @@ REFUSED = [
     ("config.json", {"boi_token_id": 4}, r"boi_token_id is 4, but <\|begin_of_image\|> is 510"),
     ("tokenizer_config.json", {"image_size": 112}, "image_size is .56, 112, 112. in config"),
     ("model-00002-of-00002.safetensors", None, "lacks 1 of 2 files of"),
-    ("config.json", "[]", "config.json holds a list, expected a JSON object"),
-    ("tokenizer_config.json", "{", "tokenizer_config.json is no JSON .*: download it"),
+    ("config.json", "[]", "config.json holds a list; expected an object"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),
     (INDEX, json.dumps({"weight_map": ["a.safetensors"]}), f"{INDEX} names no files in"),
     ("adapter_config.json", "{}", r"holds an adapter \(adapter_config.json\).*merge"),
 ]

@@ -10,7 +10,7 @@ from torch.nn import Linear
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import fp8, trainable
-from glm4v_patched.engine.options import LoraOptions
+from glm4v_patched.engine.options import PACKAGES, LoraOptions
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation, read_questions
 from glm4v_patched.models import loading
@@ -77,7 +77,6 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 @pytest.mark.parametrize("way", [4, 8, "fp8"])
 def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
-    monkeypatch.setattr(trainable, "require_packages", lambda *choice: None)
     monkeypatch.setattr(fp8, "_on_cpu", True)
     model, left, hold = tiny_model(), [], fp8._hold
     layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
@@ -146,7 +145,7 @@ def test_a_missing_package_or_gpu_is_named(files, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
 def test_each_way_answers_on_a_gpu(files, weights):
-    if WEIGHTS[weights].package:
+    if weights in PACKAGES:
         reason = "bitsandbytes is missing: pip install bitsandbytes"
         pytest.importorskip("bitsandbytes", reason=reason)
     loaded = load(find_source(str(files.model), weights=weights), "cuda", weights)

@@ -293,8 +293,7 @@ def test_what_others_patched_since_is_named_and_kept(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(AutoTokenizer, "from_pretrained", classmethod(theirs))
-        whose = rf"transformers\.AutoTokenizer\.from_pretrained \(now of {__name__}\."
-        with pytest.raises(RuntimeError, match=whose):
+        with pytest.raises(RuntimeError, match=r"transformers\.AutoTokenizer\.from_pretrained;"):
             glm4v_patched.revert()
         assert vars(AutoModel)["from_pretrained"] is entry_of_model
         assert vars(AutoTokenizer)["from_pretrained"].__func__ is theirs

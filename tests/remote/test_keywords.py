@@ -100,15 +100,3 @@ def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch):
     monkeypatch.delattr(GenerationMixin, name)
     with pytest.raises((RuntimeError, AttributeError), match=name):
         model.generate(torch.tensor([text(4)]), **GREEDY)
-
-
-def test_numbers_of_samples_must_be_those_that_positions_tell_apart(model):
-    def run(seq_idx, *positions):
-        seq_idx = torch.tensor([seq_idx], dtype=torch.int32)
-        places = torch.tensor([positions]) if positions else None
-        model(torch.tensor([text(4)]), position_ids=places, seq_idx=seq_idx)
-
-    run([0, 0, 1, 1], 0, 1, 0, 1)
-    for wrong in (([0, 0, 1, 1],), ([0, 0, 0, 1], 0, 1, 0, 1), ([7, 6, 6, 6], 0, 0, 1, 2)):
-        with pytest.raises(ValueError, match="seq_idx .* numbers other samples than position_ids"):
-            run(*wrong)
