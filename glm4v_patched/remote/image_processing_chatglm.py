@@ -36,6 +36,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         size: Side of the square in pixels: an int or ``{"height": S, "width": S}``. The tower has
             one position embedding per patch and does not interpolate, so it takes this size only.
         patch_size: Side of a vision patch in pixels.
+        do_convert_rgb: Convert every image to RGB. Upstream leaves that to the caller.
         image_mean, image_std: Of each channel, on the 0..1 scale.
     """
 
@@ -47,6 +48,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         size: int | dict[str, int] | None = None,
         patch_size: int = 14,
         resample: int = PIL_BICUBIC,
+        do_convert_rgb: bool = True,
         image_mean: list[float] | None = None,
         image_std: list[float] | None = None,
         **kwargs,
@@ -55,10 +57,16 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         self.size = _square(1120 if size is None else size)
         self.patch_size = patch_size
         self.resample = int(resample)
+        self.do_convert_rgb = do_convert_rgb
         self.image_mean = list(image_mean or (0.48145466, 0.4578275, 0.40821073))
         self.image_std = list(image_std or (0.26862954, 0.26130258, 0.27577711))
 
-    def preprocess(self, images: ImageInput, return_tensors: str | None = "pt") -> BatchFeature:
+    def preprocess(
+        self,
+        images: ImageInput,
+        do_convert_rgb: bool | None = None,
+        return_tensors: str | None = "pt",
+    ) -> BatchFeature:
         """Preprocess images.
 
         Args:
@@ -70,8 +78,11 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             ``pixel_values``: float32 ``[number of images, 3, S, S]``, nested lists flattened.
 
         Raises:
-            ValueError: an image cannot be read or is not clear; names its number.
+            ValueError: an image cannot be read or is not clear, or is not RGB and
+                ``do_convert_rgb`` is off; names its number.
         """
+        if do_convert_rgb is None:
+            do_convert_rgb = self.do_convert_rgb
         flat = flat_images(images)
         if not flat:
             raise ValueError("0 images were given: give at least 1")
@@ -79,14 +90,21 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         pixels = np.empty((len(flat), 3, side, side), np.float32)
         for number, image in enumerate(flat):
             try:
-                self._preprocess_one(image, pixels[number])
+                self._preprocess_one(image, do_convert_rgb, pixels[number])
             except ValueError as error:
                 raise ValueError(f"image {number} of {len(flat)}: {error}") from error
         return BatchFeature({"pixel_values": pixels}, tensor_type=return_tensors)
 
-    def _preprocess_one(self, image, out: np.ndarray) -> None:
+    def _preprocess_one(self, image, do_convert_rgb: bool, out: np.ndarray) -> None:
         """Write ``[3, S, S]`` to ``out``."""
-        pil = as_picture(image).convert("RGB")
+        pil = as_picture(image)
+        if do_convert_rgb:
+            pil = pil.convert("RGB")
+        elif pil.mode != "RGB":
+            raise ValueError(
+                f"it has mode {pil.mode!r} with {len(pil.getbands())} channels, the model takes 3: "
+                "convert it to RGB or leave do_convert_rgb on"
+            )
         side = (self.size["width"], self.size["height"])
         pixels = np.asarray(pil.resize(side, resample=self.resample))
         # Division, not multiplication by 1 / 255: the two differ in the last bit. Of each of the

@@ -719,7 +719,14 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                     "as this model's image processor makes them"
                 )
             images = torch.stack(images) if images else None
-        return None if images is None or len(images) == 0 else images
+        if images is None or len(images) == 0:
+            return None
+        if images.ndim != 4:
+            raise ValueError(
+                f"images have shape {tuple(images.shape)}; give (number of images, channels, side, "
+                "side), also for one image"
+            )
+        return images
 
     def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
         checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)

@@ -150,14 +150,14 @@ class ChatGLMProcessor(ProcessorMixin):
             "padding_side": padding_side,
             "return_tensors": return_tensors,
         }
-        options = _merge_options(given, kwargs)
+        options, of_images = _merge_options(given, kwargs)
         if text is None:
             if images is None:
                 raise ValueError("neither text nor images were given: pass at least one of them")
             tensors = options["return_tensors"]
-            return self.image_processor(_flatten(images)[0], return_tensors=tensors)
+            return self.image_processor(_flatten(images)[0], return_tensors=tensors, **of_images)
         rows = {"input_ids": self._encode(text, options["add_special_tokens"])}
-        return self._finish(rows, images, options)
+        return self._finish(rows, images, options, of_images)
 
     def apply_chat_template(  # type: ignore[override]  # the base class says that it returns text
         self,
@@ -203,7 +203,7 @@ class ChatGLMProcessor(ProcessorMixin):
             # transformers 5 has "auto" for "the processor's own default", which is None here.
             "return_tensors": None if return_tensors == "auto" else return_tensors,
         }
-        options = _merge_options(given, processor_kwargs or {})
+        options, of_images = _merge_options(given, processor_kwargs or {})
         kwargs["chat_template"] = self._named_template(chat_template)
         if not tokenize:
             return self.tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs)
@@ -212,7 +212,7 @@ class ChatGLMProcessor(ProcessorMixin):
             conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **kwargs
         )
         images = [find_images(messages) for messages in conversations]
-        out = self._finish(rows, images, options)
+        out = self._finish(rows, images, options, of_images)
         return out if return_dict else out["input_ids"]
 
     def _named_template(self, chat_template: str | None) -> str | None:
@@ -237,7 +237,9 @@ class ChatGLMProcessor(ProcessorMixin):
             rows.append(ids)
         return rows
 
-    def _finish(self, rows: dict[str, list[list[int]]], images: Any, options: dict) -> BatchFeature:
+    def _finish(
+        self, rows: dict[str, list[list[int]]], images: Any, options: dict, of_images: dict
+    ) -> BatchFeature:
         """Grow, check, cut and pad rows of ids, and add the images."""
         options = {name: value for name, value in options.items() if name != "add_special_tokens"}
         limit = self.tokenizer.truncation_limit(options.pop("truncation"), options["max_length"])
@@ -264,7 +266,7 @@ class ChatGLMProcessor(ProcessorMixin):
         out = BatchFeature(dict(self.tokenizer.pad_rows(grown, **options)))
         if flat:
             tensors = options["return_tensors"]
-            out.update(self.image_processor(flat, return_tensors=tensors))
+            out.update(self.image_processor(flat, return_tensors=tensors, **of_images))
         return out
 
     def _grow(self, row: int, ids: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
@@ -329,17 +331,18 @@ class _WithoutAudio(ChatGLMProcessor):
         )
 
 
-def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Options of text, given flat or by part."""
+def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, dict]:
+    """Options of text, given flat or by part, and those of images."""
     more = dict(more)
     of_images = dict(more.pop("images_kwargs", None) or {})
     of_text = {**(more.pop("text_kwargs", None) or {}), **more}
     # Of either part; what is said of text goes first.
     tensors = of_images.pop("return_tensors", None)
-    if unknown := sorted((of_text.keys() - given.keys()) | of_images.keys()):
+    unknown = sorted((of_text.keys() - given.keys()) | (of_images.keys() - {"do_convert_rgb"}))
+    if unknown:
         raise ValueError(
             f"unknown options {unknown}: text takes {sorted(given)}, images_kwargs takes "
-            "['return_tensors']; the image size is the image processor's"
+            "['do_convert_rgb']; the image size is the image processor's"
         )
     # apply_chat_template of transformers says add_special_tokens beside what its caller says.
     for name in sorted(of_text.keys() - {"add_special_tokens", "return_tensors"}):
@@ -349,7 +352,7 @@ def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any
                 "text_kwargs: give it once"
             )
     tensors = given["return_tensors"] or of_text.get("return_tensors") or tensors
-    return given | of_text | {"return_tensors": tensors}
+    return given | of_text | {"return_tensors": tensors}, of_images
 
 
 def _flatten(images: Any) -> tuple[list, list[int] | None]:

@@ -121,9 +121,17 @@ def test_every_way_of_giving_a_picture_turns_it_upright(
 
 
 @pytest.mark.parametrize("mode", ["1", "P", "RGB", "LA", "PA", "CMYK", "YCbCr"])
-def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(pixels, picture, mode):
+def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
+    image_processor, pixels, picture, mode
+):
+    of_settings = ChatGLMImageProcessor(size=56, do_convert_rgb=False)
     image = picture.convert("RGBA" if mode in ("PA", "LA") else "RGB").convert(mode)
     assert torch.equal(pixels(image), pixels(image.convert("RGB")))
+    if mode != "RGB":
+        told = f"mode '{mode}' with . channels, the model takes 3"
+        for convert in (of_settings, partial(image_processor, do_convert_rgb=False)):
+            with pytest.raises(ValueError, match=told):
+                convert(image)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
