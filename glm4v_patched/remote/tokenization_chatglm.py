@@ -8,6 +8,7 @@ makes them. Chats have them, as upstream's.
 import base64
 import itertools
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -202,13 +203,22 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return kwargs
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as transformers does. A tokenizer that came with a processor does not name that
-        where it is saved without its code."""
+        """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
+
+        A tokenizer that came with a processor names that in its file. Saved alone, it brings the
+        processor's code along, or does not name it where that is not at hand.
+        """
         auto_map = self.init_kwargs.get("auto_map") or {}
+        saved = Path(save_directory, PROCESSOR_FILE)
         is_in_folder = "--" not in str(auto_map.get("AutoProcessor", "--"))
-        if is_in_folder and not Path(save_directory, PROCESSOR_FILE).exists():
-            kept = {name: place for name, place in auto_map.items() if name != "AutoProcessor"}
-            self.init_kwargs["auto_map"] = kept
+        if is_in_folder and not saved.exists() and not Path(save_directory).is_file():
+            code = Path(__file__).with_name(PROCESSOR_FILE)
+            if code.exists():
+                saved.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(code, saved)
+            else:
+                kept = {name: place for name, place in auto_map.items() if name != "AutoProcessor"}
+                self.init_kwargs["auto_map"] = kept
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def apply_chat_template(  # type: ignore[override]  # in the published order of arguments

@@ -213,8 +213,9 @@ def asked(auto, folder, kind=None):
 for auto in "AutoTokenizer", "AutoProcessor":
     asked(auto, "processor").save_pretrained(auto)
     asked(auto, auto)
-asked("AutoProcessor", "trained", "AutoTokenizer")
-load("AutoTokenizer", "trained").save_pretrained("alone")
+asked("AutoProcessor", "trained")
+# Here the tokenizer's code has come without the processor's.
+load("AutoTokenizer", "trained-copy").save_pretrained("alone")
 asked("AutoProcessor", "alone", "AutoTokenizer")
 try:
     transformers.AutoImageProcessor.from_pretrained
@@ -251,6 +252,7 @@ def test_what_is_saved_works_and_is_saved_again_where_there_is_only_its_folder(
     trained = tmp_path / "trained"
     ChatGLMProcessor.from_pretrained(tmp_path / "processor").tokenizer.save_pretrained(trained)
     assert not (trained / "preprocessor_config.json").exists()
+    shutil.copytree(trained, tmp_path / "trained-copy")
     run_without_package(SCRIPT, tmp_path)
     saved, again = tmp_path / "model", tmp_path / "model-again"
     assert_is_ours(again)
