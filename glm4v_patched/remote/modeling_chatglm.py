@@ -810,6 +810,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
         image_features: Tensor | None = None,
+        return_last_logit: bool = False,
         cache: Cache | None = None,
         **attention_kwargs,
     ) -> GLM4VCausalLMOutput | tuple:
@@ -827,6 +828,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
             shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
                 Not named above, because a Trainer would want it in every batch of an evaluation.
+            return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
@@ -835,7 +837,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if self.training:
             refuse_split_model(self)
         given = input_ids if inputs_embeds is None else inputs_embeds
-        kept = KeptColumns.of(logits_to_keep)
+        kept = KeptColumns.of(1 if return_last_logit else logits_to_keep)
         are_cut = kept.are_cut(labels, given)
         if are_cut:
             assert labels is not None and given is not None

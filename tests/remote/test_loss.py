@@ -175,7 +175,7 @@ def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, skip_lo
     assert torch.equal(got.logits, of_columns(every.logits, columns))
     more = model(**whole, logits_to_keep=whole["labels"].shape[1] + 1)
     assert torch.equal(more.loss, every.loss) and torch.equal(more.logits, every.logits)
-    last = model(**whole | {"labels": None}, logits_to_keep=1).logits
+    last = model(**whole | {"labels": None}, return_last_logit=True).logits  # as published
     assert last.shape[1] == 1 and (last - every.logits[:, -1:]).abs().max() <= ATOL
 
 
