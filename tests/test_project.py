@@ -42,6 +42,11 @@ def test_on_the_oldest_versions_run_the_tests_of_all_that_uses_them():
     assert all((ROOT / "tests" / folder).is_dir() for folder in noxfile.ON_THE_OLDEST)
 
 
+def test_ci_runs_every_part_of_the_slow_tests():
+    listed = re.findall(r"^slow\((\w+)\)$", (ROOT / ".ci" / "run").read_text(), re.M)
+    assert sorted(listed) == sorted(noxfile.SLOW)
+
+
 def test_the_range_of_transformers_is_that_of_the_code():
     [transformers] = [one for one in required() if one.name == "transformers"]
     assert transformers.specifier == Requirement(f"x{TESTED_TRANSFORMERS}").specifier
