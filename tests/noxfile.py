@@ -19,7 +19,7 @@ from pathlib import Path
 import nox
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.helpers.cells import (  # noqa: E402
+from tests.distributed.cells import (  # noqa: E402
     DEEPSPEED,
     EVERY_TRANSFORMERS,
     TRANSFORMERS,
@@ -189,11 +189,16 @@ def oldest(session: nox.Session) -> None:
     run_tests(session, "-m", "not gpu and not two_gpu", *of_error)
 
 
+@nox.session(venv_backend="none")
+def of_the_day(session: nox.Session) -> None:
+    """``middle`` every second day, and in between in turn what the tests hold for the most part."""
+    others = ("framework", "notebook", "container")
+    session.notify(others[DAY // 2 % len(others)] if DAY % 2 else "middle")
+
+
 @nox.session
 def middle(session: nox.Session) -> None:
-    """A release of transformers between the two ends, another one every second day."""
-    if DAY % 2:
-        session.skip("runs every second day")
+    """A release of transformers between the two ends, another one every time."""
     between = EVERY_TRANSFORMERS[1:-1]
     install_on_top(session, f"transformers=={between[DAY // 2 % len(between)]}")
     # Not the run entry's processes, which ask little of transformers and take a minute.
@@ -213,8 +218,8 @@ SMOKE = [
 
 @nox.session
 def framework(session: nox.Session) -> None:
-    """One framework's job, another one every day."""
-    job, packages = SMOKE[DAY % len(SMOKE)]
+    """One framework's job, another one every time."""
+    job, packages = SMOKE[DAY // 6 % len(SMOKE)]
     install_on_top(session, "pip", *packages)
     try_jobs(session, job)
 

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import TESTED_TRANSFORMERS
 from tests import noxfile
-from tests.helpers.cells import DEEPSPEED, TRANSFORMERS
+from tests.distributed.cells import DEEPSPEED, TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
 # No build for CPUs is so old; the tests of GPUs run on it.

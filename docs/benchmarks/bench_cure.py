@@ -27,10 +27,10 @@ from transformers.integrations import HfDeepSpeedConfig
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.cells import Cell
 from tests.distributed.matrix import counted_gathers, with_or_without_cure
-from tests.helpers.cells import Cell
+from tests.distributed.strategies import select_weights, trainable
 from tests.helpers.processes import gpu_environment, run_with_limit, two_processes
-from tests.helpers.steps import select_weights, trainable
 
 TEXT = 512
 

@@ -54,8 +54,8 @@ from glm4v_patched.engine.prepare import Engine, start
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.strategies import start_deepspeed
 from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
-from tests.helpers.start_deepspeed import start_deepspeed
 
 SEEDS = (0, 1)
 WARM_UP = 20

@@ -22,10 +22,15 @@ from glm4v_patched.engine.fp8 import HeldLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import start
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import averaged, of_both_ranks, save_on_first
+from tests.distributed.strategies import (
+    averaged,
+    of_both_ranks,
+    save_on_first,
+    select_weights,
+    trainable,
+)
 from tests.helpers.fp8 import PLAIN, allow_on_cpu, build
 from tests.helpers.processes import run_two_processes
-from tests.helpers.steps import select_weights, trainable
 from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
 
 pytestmark = pytest.mark.slow
