@@ -142,6 +142,7 @@ SLOW = {
     "distributed": ["tests/distributed"],
     "pages": ["tests/test_commands_in_docs.py"],
     "hub": ["tests/hub_upload"],
+    "experiments": ["tests/test_experiments.py"],
 }
 SLOW["others"] = ["tests", *(f"--ignore={path}" for part in SLOW.values() for path in part)]
 
@@ -189,11 +190,14 @@ def oldest(session: nox.Session) -> None:
     run_tests(session, "-m", "not gpu and not two_gpu", *of_error)
 
 
+# What other sessions hold for the most part, or what is no test of the package.
+IN_TURN = ("framework", "notebook", "container", "slow(experiments)")
+
+
 @nox.session(venv_backend="none")
 def of_the_day(session: nox.Session) -> None:
-    """``middle`` every second day, and in between in turn what the tests hold for the most part."""
-    others = ("framework", "notebook", "container")
-    session.notify(others[DAY // 2 % len(others)] if DAY % 2 else "middle")
+    """``middle`` every second day, and in between another one of :data:`IN_TURN`."""
+    session.notify(IN_TURN[DAY // 2 % len(IN_TURN)] if DAY % 2 else "middle")
 
 
 @nox.session
@@ -219,7 +223,7 @@ SMOKE = [
 @nox.session
 def framework(session: nox.Session) -> None:
     """One framework's job, another one every time."""
-    job, packages = SMOKE[DAY // 6 % len(SMOKE)]
+    job, packages = SMOKE[DAY // (2 * len(IN_TURN)) % len(SMOKE)]
     install_on_top(session, "pip", *packages)
     try_jobs(session, job)
 
