@@ -73,9 +73,7 @@ ELSEWHERE = {
 }
 RUN: list[str] = []
 # Each once, although one page has it with ``.venv/bin/`` and another without.
-TEXTS = list(
-    dict.fromkeys(c.text.removeprefix(".venv/bin/") for page in PAGES for c in commands(page))
-)
+TEXTS = list(dict.fromkeys(c.removeprefix(".venv/bin/") for page in PAGES for c in commands(page)))
 
 
 def runs(*beginnings: str) -> pytest.MarkDecorator:
@@ -192,7 +190,7 @@ def reader(tmp_path_factory) -> Reader:
 @pytest.fixture(scope="module")
 def trained(reader) -> Path:
     """README's training, stopped by Ctrl-C after its first checkpoint, and continued."""
-    (command,) = (c.text for c in commands(README) if "glm4v-patched train" in c.text)
+    (command,) = (c for c in commands(README) if "glm4v-patched train" in c)
     few = "--device cpu --processes 2 trainer.max_steps=40 trainer.save_steps=20"
     few += " trainer.learning_rate=1e-2"  # so that adapters change more than rounding does
     log, out = reader.folder / "train.log", reader.folder / "trained"
@@ -241,7 +239,7 @@ def test_a_recipe_is_printed_to_be_edited(given, reader):
 
 @pytest.fixture(scope="module")
 def demo_output(reader) -> Path:
-    (command,) = (c.text for c in commands(README) if c.text.endswith("glm4v-patched demo"))
+    (command,) = (c for c in commands(README) if c.endswith("glm4v-patched demo"))
     reader.here(f"{command} --steps 2 --device cpu")
     return reader.folder / "demo_output"
 

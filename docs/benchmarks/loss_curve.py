@@ -55,7 +55,7 @@ from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.distributed.strategies import start_deepspeed
-from tests.helpers.processes import cpu_environment, gpu_environment, run_with_limit
+from tests.helpers.processes import cpu_environment, gpu_environment, on_processes, run_with_limit
 
 SEEDS = (0, 1)
 WARM_UP = 20
@@ -317,12 +317,10 @@ def runs_on_cpu(processes: int) -> bool:
 def train_in_processes(asked: dict, processes: int, timeout: float) -> dict:
     """One training in processes of its own. Raises ``RuntimeError`` with the end of its output."""
     out = Path(asked["out"])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += [__file__, json.dumps(asked)]
     environment = gpu_environment()
     if runs_on_cpu(processes):
         environment = cpu_environment() | {"LOCAL_SIZE": str(processes)}
+    command = on_processes(processes, __file__, json.dumps(asked))
     ended = run_with_limit(command, timeout, environment)
     # The result may be there although a process was slow to end.
     if out.exists():

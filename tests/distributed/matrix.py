@@ -46,7 +46,7 @@ from tests.distributed.strategies import (
     trainable,
     zero_config,
 )
-from tests.helpers.processes import gpu_environment, run_ranks, run_with_limit, two_processes
+from tests.helpers.processes import gpu_environment, on_processes, run_ranks, run_with_limit
 from tests.helpers.tiny import BOI, EOI, PAD, pictures, small_model, text
 from tests.tables import put_rows, read_rows
 
@@ -288,7 +288,7 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
             rows.unlink()
         rank, seconds = (__file__, "--rank", str(folder)), 100 + 10 * len(rest)
         if on_gpus:
-            ended = run_with_limit(two_processes(*rank), seconds, gpu_environment())
+            ended = run_with_limit(on_processes(2, *rank), seconds, gpu_environment())
         else:
             ended = run_ranks(*rank, seconds=seconds)
         news = _outcomes(folder, ended)

@@ -33,9 +33,9 @@ class Ended:
     output: str
 
 
-def two_processes(*script: str) -> list[str]:
-    """The command that runs a script on two processes of this machine, on a free port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+def on_processes(number: int, *script: str) -> list[str]:
+    """The command that runs a script on processes of this machine, on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(number)]
     return [*command, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", *script]
 
 
