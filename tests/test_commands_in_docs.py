@@ -240,7 +240,8 @@ def test_a_recipe_is_printed_to_be_edited(given, reader):
 @pytest.fixture(scope="module")
 def demo_output(reader) -> Path:
     (command,) = (c for c in commands(README) if c.endswith("glm4v-patched demo"))
-    reader.here(f"{command} --steps 2 --device cpu")
+    # On two processes: nox's first_command.
+    reader.here(f"{command} --steps 2 --device cpu --processes 1")
     return reader.folder / "demo_output"
 
 

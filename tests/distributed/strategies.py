@@ -48,25 +48,19 @@ def select_weights(model, weights: str):
     elif weights == "frozen_language":
         model.requires_grad_(False).transformer.vision.requires_grad_(True)
     elif weights != "all":
-        model = _add_adapters(model, weights)
+        from peft import LoraConfig, get_peft_model
+
+        # On the fused attention projections, not zero, the same on every process.
+        torch.manual_seed(0)
+        config = LoraConfig(
+            r=2,
+            target_modules=f".*{'' if weights == 'lora_both' else 'encoder.*'}query_key_value",
+            modules_to_save=["output_layer", "conv"] if weights == "lora_modules_to_save" else None,
+            init_lora_weights=False,
+        )
+        # peft would keep them in fp32 beside bf16 weights, which DeepSpeed 0.19.2 cannot gather.
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
     return model.train()
-
-
-def _add_adapters(model, weights: str):
-    """LoRA on the fused attention projections, not zero, the same on every process."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    config = LoraConfig(
-        r=2,
-        target_modules=r".*query_key_value"
-        if weights == "lora_both"
-        else r".*encoder.*query_key_value",
-        modules_to_save=["output_layer", "conv"] if weights == "lora_modules_to_save" else None,
-        init_lora_weights=False,
-    )
-    # peft would keep adapters in fp32 beside bf16 weights, which DeepSpeed 0.19.2 cannot gather.
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def trainable(model) -> list[torch.nn.Parameter]:

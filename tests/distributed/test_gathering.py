@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
 
+from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed import zero3
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
@@ -29,7 +30,7 @@ from tests.distributed.strategies import (
     select_weights,
     trainable,
 )
-from tests.helpers.fp8 import PLAIN, allow_on_cpu, build
+from tests.helpers.fp8 import PLAIN, build
 from tests.helpers.processes import run_two_processes
 from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
 
@@ -128,7 +129,7 @@ def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
 
 def on_each_rank(folder: Path) -> None:
     found = {(of, in_place): train(of, in_place) for of in TRAINED for in_place in (True, False)}
-    allow_on_cpu()
+    fp8._on_cpu = True
     load = partial(GLM4VForCausalLM.from_pretrained, folder / "model", attn_implementation="sdpa")
     for trained, policy in IN_FP8:
         for stage in (2, 3):

@@ -95,8 +95,8 @@ def trained(recipe) -> dict[str, Recipe]:
     plans = [planned(mine, processes=2) for mine in found.values()]
     train(*plans, with_dropout=[planned(stopped, processes=2)])
 
-    first = CHOICES["twenty steps"] | {"model": found["twenty steps"].out}
-    found["from its folder"] = with_changes(recipe, "from its folder", first)
+    more = CHOICES["twenty steps"] | {"model": found["twenty steps"].out, "trainer.max_steps": 1}
+    found["from its folder"] = with_changes(recipe, "from its folder", more)
     found["selective, resumed"], checkpoint = resumed(found["selective"], {})
     plans = [planned(found["selective, resumed"], checkpoint, processes=2)]
     plans.append(planned(found["from its folder"], processes=2))

@@ -20,11 +20,6 @@ PLAIN = EngineOptions(
 )
 
 
-def allow_on_cpu() -> None:
-    """For a process of a test."""
-    fp8._on_cpu = True
-
-
 def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
     return small_model(dtype)
 
