@@ -56,12 +56,10 @@ def cpu_environment() -> dict[str, str]:
     return gpu_environment() | cpu
 
 
-def in_plain_shell(command: str, path: str = os.defpath) -> subprocess.CompletedProcess[str]:
-    """Run a command as it was printed; by default, where no Python environment is activated."""
-    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
-    return subprocess.run(
-        command, shell=True, env=environment, capture_output=True, text=True, check=False
-    )
+def in_plain_shell(command: str) -> Ended:
+    """Run a command as it was printed, where no Python environment is activated."""
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
+    return run_with_limit(["sh", "-c", command], 60, environment)
 
 
 def heed_signals() -> None:
