@@ -19,7 +19,7 @@ from pathlib import Path
 import nox
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.helpers.cells import (  # noqa: E402
+from tests.distributed.cells import (  # noqa: E402
     DEEPSPEED,
     EVERY_TRANSFORMERS,
     TRANSFORMERS,
@@ -142,6 +142,7 @@ SLOW = {
     "distributed": ["tests/distributed"],
     "pages": ["tests/test_commands_in_docs.py"],
     "hub": ["tests/hub_upload"],
+    "experiments": ["tests/test_experiments.py"],
 }
 SLOW["others"] = ["tests", *(f"--ignore={path}" for part in SLOW.values() for path in part)]
 
@@ -189,11 +190,19 @@ def oldest(session: nox.Session) -> None:
     run_tests(session, "-m", "not gpu and not two_gpu", *of_error)
 
 
+# What other sessions hold for the most part, or what is no test of the package.
+IN_TURN = ("framework", "notebook", "container", "slow(experiments)")
+
+
+@nox.session(venv_backend="none")
+def of_the_day(session: nox.Session) -> None:
+    """``middle`` every second day, and in between another one of :data:`IN_TURN`."""
+    session.notify(IN_TURN[DAY // 2 % len(IN_TURN)] if DAY % 2 else "middle")
+
+
 @nox.session
 def middle(session: nox.Session) -> None:
-    """A release of transformers between the two ends, another one every second day."""
-    if DAY % 2:
-        session.skip("runs every second day")
+    """A release of transformers between the two ends, another one every time."""
     between = EVERY_TRANSFORMERS[1:-1]
     install_on_top(session, f"transformers=={between[DAY // 2 % len(between)]}")
     # Not the run entry's processes, which ask little of transformers and take a minute.
@@ -213,8 +222,8 @@ SMOKE = [
 
 @nox.session
 def framework(session: nox.Session) -> None:
-    """One framework's job, another one every day."""
-    job, packages = SMOKE[DAY % len(SMOKE)]
+    """One framework's job, another one every time."""
+    job, packages = SMOKE[DAY // (2 * len(IN_TURN)) % len(SMOKE)]
     install_on_top(session, "pip", *packages)
     try_jobs(session, job)
 

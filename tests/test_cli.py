@@ -219,7 +219,7 @@ def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, train, mo
     written = tmp_path / "out" / "recipe.json"
     written.write_text(json.dumps(recipe | {"model": "gone"}))
     continued = in_plain_shell(command)
-    assert continued.returncode == 1 and f'{written}:1: model is "gone"' in continued.stderr
+    assert continued.status == 1 and f'{written}:1: model is "gone"' in continued.output
 
 
 def test_ctrl_c_ends_with_the_status_of_a_signal(train, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 import glm4v_patched
 from glm4v_patched.remote.configuration_chatglm import TESTED_TRANSFORMERS
 from tests import noxfile
-from tests.helpers.cells import DEEPSPEED, TRANSFORMERS
+from tests.distributed.cells import DEEPSPEED, TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[1]
 # No build for CPUs is so old; the tests of GPUs run on it.
@@ -40,6 +40,11 @@ def test_on_the_oldest_versions_run_the_tests_of_all_that_uses_them():
     users = {file.relative_to(ROOT).parts[1] for file in files if imports.search(file.read_text())}
     assert {*noxfile.ON_THE_OLDEST} >= users
     assert all((ROOT / "tests" / folder).is_dir() for folder in noxfile.ON_THE_OLDEST)
+
+
+def test_ci_runs_every_part_of_the_slow_tests():
+    sessions = [*(ROOT / ".ci" / "run").read_text().splitlines(), *noxfile.IN_TURN]
+    assert {f"slow({part})" for part in noxfile.SLOW} <= {*sessions}
 
 
 def test_the_range_of_transformers_is_that_of_the_code():

@@ -37,7 +37,7 @@ def programs(tmp_path, monkeypatch) -> Path:
 def test_without_a_program_beside_it_the_python_is_printed(programs):
     (programs / "glm4v-patched").unlink()
     assert own_command("--version") == f"'{programs}/python' -m glm4v_patched --version"
-    assert in_plain_shell(own_command("--version")).stdout.startswith(VERSION)
+    assert in_plain_shell(own_command("--version")).output.startswith(VERSION)
 
 
 def test_a_program_is_printed_by_its_path_where_the_path_does_not_find_it(
@@ -48,10 +48,10 @@ def test_a_program_is_printed_by_its_path_where_the_path_does_not_find_it(
         monkeypatch.setenv("PATH", os.pathsep.join([*others, os.defpath]))
         monkeypatch.chdir(programs.parent)
         assert own_command("--version") == "bin/glm4v-patched --version"
-        assert in_plain_shell(own_command("--version")).stdout.startswith(VERSION)
+        assert in_plain_shell(own_command("--version")).output.startswith(VERSION)
         monkeypatch.chdir(Path(__file__).parent)
         assert own_command() == shlex.quote(f"{programs}/glm4v-patched")
-        assert in_plain_shell(pip_install("x")).stdout == "pip install x\n"
+        assert in_plain_shell(pip_install("x")).output == "pip install x\n"
     monkeypatch.setenv("PATH", os.pathsep.join([str(programs), os.defpath]))
     assert own_command("train", "my recipe.yaml") == "glm4v-patched train 'my recipe.yaml'"
     assert pip_install("liger-kernel") == "pip install liger-kernel"

@@ -27,10 +27,10 @@ from transformers.integrations import HfDeepSpeedConfig
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.distributed.cells import Cell
 from tests.distributed.matrix import counted_gathers, with_or_without_cure
-from tests.helpers.cells import Cell
-from tests.helpers.processes import gpu_environment, run_with_limit, two_processes
-from tests.helpers.steps import select_weights, trainable
+from tests.distributed.strategies import select_weights, trainable
+from tests.helpers.processes import gpu_environment, on_processes, run_with_limit
 
 TEXT = 512
 
@@ -189,7 +189,7 @@ def main() -> None:
                 "steps": arguments.steps,
                 "out": str(out),
             }
-            command = two_processes(__file__, json.dumps(settings))
+            command = on_processes(2, __file__, json.dumps(settings))
             ended = run_with_limit(command, 300, gpu_environment())
             if ended.status != 0:
                 print(f"{settings}: {ended.output[-2000:]}", flush=True)

@@ -1,11 +1,14 @@
 """Times the check of a data set.
 
-``python docs/benchmarks/time_data_check.py NUMBER WIDTH HEIGHT`` draws that many JPEGs of
-noise in a temporary folder, and checks them twice: anew, and remembered.
+``python docs/benchmarks/time_data_check.py NUMBER`` checks so many rows of text twice: anew, and
+remembered; and prints seconds and memory, of the check and then of a process that trains on the
+rows. ``NUMBER WIDTH HEIGHT``: each row has a JPEG of noise.
 """
 
 import argparse
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,34 +20,60 @@ from glm4v_patched.data.check import check_file
 from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.tiny_model import build_processor
 
-
-def main(number: int, width: int, height: int) -> None:
-    processor = build_processor(["What is it?", "Noise."])
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        conversations = []
-        for index in range(number):
-            path = folder / f"{index:05}.jpg"
-            Image.fromarray(np.roll(noise, index, axis=1)).save(path, quality=90)
-            question = {"role": "user", "image": str(path), "content": "What is it?"}
-            conversations.append([question, {"role": "assistant", "content": "Noise."}])
-        write_conversations(folder / "rows.jsonl", conversations)
-        time.sleep(2.1)  # a file that has only just changed is not remembered
-        for which in ("first", "next"):
-            before, started = _cpu_seconds(), time.perf_counter()
-            check_file(folder / "rows.jsonl", processor, 8192, memory=folder / "memory")
-            wall = time.perf_counter() - started
-            print(f"{which}: {_cpu_seconds() - before:.1f} s of CPU, {wall:.1f} s")
+TRAIN = """
+import resource, sys, time
+from pathlib import Path
+from glm4v_patched.data.checked_data import CheckedData
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+started = time.perf_counter()
+conversations = CheckedData.read(Path(sys.argv[1])).conversations()
+for number in range(0, len(conversations), 100):
+    conversations[number]
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(f"a training process: {time.perf_counter() - started:.1f} s, {used / 1024:.0f} MiB")
+"""
 
 
-def _cpu_seconds() -> float:
+def draw(folder: Path, number: int, size: list[int]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    conversations = []
+    for row in range(number):
+        asked = {"role": "user", "content": f"What is {row}? " + "word " * 40}
+        if size:
+            asked["image"] = str(folder / f"{row:05}.jpg")
+            Image.fromarray(np.roll(noise, row, axis=1)).save(asked["image"], quality=90)
+        answer = {"role": "assistant", "content": f"It is {row}. " + "word " * 40}
+        conversations.append([asked, answer])
+    write_conversations(folder / "rows.jsonl", conversations)
+
+
+def cpu_seconds() -> float:
     used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(of.ru_utime + of.ru_stime for of in used)
 
 
+def main(number: int, size: list[int]) -> None:
+    processor = build_processor(["What is it?", "Noise."])
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        draw(folder, number, size)
+        time.sleep(2.1)  # a file that has only just changed is not remembered
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for which in ("first", "next"):
+            before, started = cpu_seconds(), time.perf_counter()
+            checked = check_file(folder / "rows.jsonl", processor, 8192, memory=folder / "memory")
+            wall, used = time.perf_counter() - started, cpu_seconds() - before
+            more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+            print(f"{which}: {used:.1f} s of CPU, {wall:.1f} s, {more:.0f} MiB more", flush=True)
+        checked.write(folder / "data.json")
+        subprocess.run([sys.executable, "-c", TRAIN, str(folder / "data.json")], check=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("number", "width", "height"):
-        parser.add_argument(name, type=int)
-    main(**vars(parser.parse_args()))
+    parser.add_argument("number", type=int, help="rows")
+    parser.add_argument("size", type=int, nargs="*", help="width and height of each one's picture")
+    given = parser.parse_args()
+    if len(given.size) not in (0, 2):
+        parser.error("a picture has a width and a height")
+    main(given.number, given.size)

@@ -31,28 +31,23 @@ import torch
 
 from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import Training, averaged, zero_config
-from tests.helpers.cells import (
+from tests.distributed.cells import (
     WITHOUT_DEEPSPEED,
     ZERO_STAGES,
     Cell,
-    deepspeed_cells,
+    cells_of,
     known_limit,
-    torch_cells,
 )
-from tests.helpers.processes import gpu_environment, run_ranks, run_with_limit, two_processes
-from tests.helpers.start_deepspeed import start_deepspeed
-from tests.helpers.steps import (
-    LEARNING_RATE,
-    autocast,
-    device,
-    largest,
-    rank_batch,
+from tests.distributed.strategies import (
+    Training,
+    averaged,
     select_weights,
-    small_model,
+    start_deepspeed,
     trainable,
-    weights_dtype,
+    zero_config,
 )
+from tests.helpers.processes import gpu_environment, on_processes, run_ranks, run_with_limit
+from tests.helpers.tiny import BOI, EOI, PAD, pictures, small_model, text
 from tests.tables import put_rows, read_rows
 
 # Relative to the step's largest gradient, over three steps. fp32: DeepSpeed's own linear function
@@ -63,6 +58,40 @@ GRADIENT_LIMIT = {"fp32": 5e-5, "bf16": 8e-2, "bf16_autocast": 8e-2}
 LOSS_LIMIT = {"fp32": 1e-5, "bf16": 2e-3, "bf16_autocast": 2e-3}
 AXES = ("strategy", "weights", "use_reentrant", "precision", "persistence")
 SECONDS_FOR_ONE_CELL = 60
+LEARNING_RATE = 0.002
+# Which of the two ranks have an image, step by step: all four combinations, in every order.
+CHANGING = ["10", "01", "11", "00", "10", "00", "01", "00", "11", "10", "11", "01", "10", "10"]
+CHANGING += ["00", "00", "11", "11", "01", "01"]
+
+
+def device() -> str:
+    """The current GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def rank_batch(cell: Cell, rank: int, step: int) -> dict[str, torch.Tensor]:
+    """One row for this rank, with or without an image, on :func:`device`."""
+    images = "10" if cell.images == "rank0" else CHANGING[step % len(CHANGING)]
+    image = images[rank] == "1"
+    row = [*text(5, seed=step), *([BOI, PAD, EOI] if image else [])]
+    row += text(9, seed=10 * step + rank + 1)
+    labels = [-100] * (len(row) - 6) + row[-6:]
+    batch = {"input_ids": torch.tensor([row]), "labels": torch.tensor([labels])}
+    if image:
+        batch["pixel_values"] = pictures(1, seed=2 * step + rank)
+    return {name: values.to(device()) for name, values in batch.items()}
+
+
+def weights_dtype(cell: Cell) -> torch.dtype:
+    return torch.bfloat16 if cell.precision == "bf16" else torch.float32
+
+
+def autocast(cell: Cell):
+    return torch.autocast(device(), torch.bfloat16, enabled=cell.precision == "bf16_autocast")
+
+
+def largest(gradients: dict[str, torch.Tensor]) -> float:
+    return max(gradient.abs().max().item() for gradient in gradients.values())
 
 
 def reference_name(cell: Cell) -> str:
@@ -259,7 +288,7 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
             rows.unlink()
         rank, seconds = (__file__, "--rank", str(folder)), 100 + 10 * len(rest)
         if on_gpus:
-            ended = run_with_limit(two_processes(*rank), seconds, gpu_environment())
+            ended = run_with_limit(on_processes(2, *rank), seconds, gpu_environment())
         else:
             ended = run_ranks(*rank, seconds=seconds)
         news = _outcomes(folder, ended)
@@ -345,7 +374,7 @@ def main() -> int:
     parser.add_argument("--strategy", nargs="+", choices=[*ZERO_STAGES, *WITHOUT_DEEPSPEED])
     parser.add_argument("--gpus", action="store_true", help="two GPUs and NCCL, not gloo")
     arguments = parser.parse_args()
-    for cells in (deepspeed_cells(), torch_cells()):
+    for cells in (cells_of(ZERO_STAGES), cells_of(WITHOUT_DEEPSPEED)):
         if chosen := [c for c in cells if c.strategy in (arguments.strategy or ZERO_STAGES)]:
             found = run_installed(chosen, arguments.gpus)
             rows = [{n: value for n, value in row.items() if value is not None} for row in found]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.helpers.start_deepspeed import start_deepspeed
+from tests.distributed.strategies import start_deepspeed
 
 if __name__ == "__main__":
     module, function, folder = sys.argv[1:]

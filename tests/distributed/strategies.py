@@ -7,9 +7,27 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers.cells import ZERO_STAGES
-from tests.helpers.start_deepspeed import NOTHING_STAYS_GATHERED
-from tests.helpers.steps import trainable
+from glm4v_patched.engine.deepspeed.internals import nothing_compiled
+from glm4v_patched.engine.deepspeed.zero3 import wait_for_every_gather
+from tests.distributed.cells import ZERO_STAGES
+
+# ZeRO-3 at its harshest: every parameter is sharded, and gathered only while it is used.
+NOTHING_STAYS_GATHERED = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+def start_deepspeed() -> None:
+    """``deepspeed.init_distributed``; on the CPU nothing is compiled, and loading is correct."""
+    import deepspeed
+
+    with nothing_compiled():
+        deepspeed.init_distributed(verbose=False)
+    if not torch.cuda.is_available():
+        wait_for_every_gather()
 
 
 def zero_config(stage: int = 3, harsh: bool = True, **zero: object) -> dict:
@@ -21,6 +39,32 @@ def zero_config(stage: int = 3, harsh: bool = True, **zero: object) -> dict:
         "gradient_clipping": 0.0,  # DeepSpeed 0.19 clips to 1.0 unless told
         "zero_optimization": {"stage": stage} | (NOTHING_STAYS_GATHERED if harsh else {}) | zero,
     }
+
+
+def select_weights(model, weights: str):
+    """The model in training mode, with what ``weights`` names trainable and the rest frozen."""
+    if weights == "frozen_vision":
+        model.transformer.vision.requires_grad_(False)
+    elif weights == "frozen_language":
+        model.requires_grad_(False).transformer.vision.requires_grad_(True)
+    elif weights != "all":
+        from peft import LoraConfig, get_peft_model
+
+        # On the fused attention projections, not zero, the same on every process.
+        torch.manual_seed(0)
+        config = LoraConfig(
+            r=2,
+            target_modules=f".*{'' if weights == 'lora_both' else 'encoder.*'}query_key_value",
+            modules_to_save=["output_layer", "conv"] if weights == "lora_modules_to_save" else None,
+            init_lora_weights=False,
+        )
+        # peft would keep them in fp32 beside bf16 weights, which DeepSpeed 0.19.2 cannot gather.
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    return model.train()
+
+
+def trainable(model) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 class Training:

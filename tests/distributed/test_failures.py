@@ -16,12 +16,17 @@ import deepspeed
 import pytest
 import torch
 from packaging.version import Version
-from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModel, PreTrainedModel
 
 from glm4v_patched.remote import checkpointing
-from tests.distributed.strategies import Training, averaged, save_on_first, zero_config
+from tests.distributed.strategies import (
+    Training,
+    averaged,
+    save_on_first,
+    select_weights,
+    zero_config,
+)
 from tests.helpers.legacy_repository import (
     count_labels_of_small_images,
     image_row,
@@ -38,7 +43,6 @@ DEEPSPEED_FAILS = Version(version("deepspeed")) < Version(FIRST_HOLDING_DEEPSPEE
 # Which code trains with which checkpoints: adapters in bf16, or all weights in fp32.
 DYING = [("legacy", "adapters"), ("ours without the cure", "adapters")]
 WHOLE = [("legacy", "all, no checkpoints"), ("legacy", "all")]
-RUNS = WHOLE + (DYING if DEEPSPEED_FAILS else [])
 # The second step runs on DeepSpeed's finished trace of the parameters, the first does not.
 STEPS = 2
 
@@ -56,15 +60,10 @@ def load(code: str, trained: str, folder: Path):
         count_labels_of_small_images(model)
     else:
         model = tiny_model(dtype)
-    if trained == "adapters":
-        torch.manual_seed(0)  # the same adapters on every process
-        # On the attention projections of both towers, in the dtype of the weights: DeepSpeed 0.19.2
-        # cannot gather fp32 adapters beside bf16.
-        lora = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
-        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    model = select_weights(model, "lora_both" if trained == "adapters" else "all")
     if "no checkpoints" not in trained:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    return model
 
 
 def train(model) -> list[float] | str:
@@ -92,11 +91,18 @@ def on_each_rank(folder: Path) -> None:
         pass
     found = {}
     with remote_code_under(folder / "modules"), pytest.MonkeyPatch.context() as patch:
-        for code, trained in RUNS:
+        for code, trained in WHOLE + DYING:
             if code == "ours without the cure":
                 patch.setattr(checkpointing, "frozen_parameters_held", nullcontext)
             found[code, trained] = train(load(code, trained, folder))
     save_on_first(found, folder / "found.pt")
+
+
+on_failing_deepspeed = pytest.mark.skipif(
+    not DEEPSPEED_FAILS,
+    reason=f"DeepSpeed {version('deepspeed')} is not one that fails; one before "
+    f"{FIRST_HOLDING_DEEPSPEED} is: pip install --no-deps deepspeed==0.19.2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +114,7 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.slow
+@on_failing_deepspeed
 def test_the_published_code_trains_with_checkpoints_where_nothing_is_frozen(found):
     """What all runs rest on: the first loss is that of ours in one process, without sharding."""
     plain, checkpointed = (found[run] for run in WHOLE)
@@ -119,11 +126,7 @@ def test_the_published_code_trains_with_checkpoints_where_nothing_is_frozen(foun
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not DEEPSPEED_FAILS,
-    reason=f"DeepSpeed {version('deepspeed')} is not one that fails; one before "
-    f"{FIRST_HOLDING_DEEPSPEED} is: pip install --no-deps deepspeed==0.19.2",
-)
+@on_failing_deepspeed
 @pytest.mark.parametrize("of_run", DYING, ids=" ".join)
 def test_frozen_weights_in_a_checkpoint_die_as_reported(of_run, found):
     error = found[of_run]

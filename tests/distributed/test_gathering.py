@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
 
+from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed import zero3
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
@@ -22,10 +23,15 @@ from glm4v_patched.engine.fp8 import HeldLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import start
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import averaged, of_both_ranks, save_on_first
-from tests.helpers.fp8 import PLAIN, allow_on_cpu, build
+from tests.distributed.strategies import (
+    averaged,
+    of_both_ranks,
+    save_on_first,
+    select_weights,
+    trainable,
+)
+from tests.helpers.fp8 import PLAIN, build
 from tests.helpers.processes import run_two_processes
-from tests.helpers.steps import select_weights, trainable
 from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -123,7 +129,7 @@ def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
 
 def on_each_rank(folder: Path) -> None:
     found = {(of, in_place): train(of, in_place) for of in TRAINED for in_place in (True, False)}
-    allow_on_cpu()
+    fp8._on_cpu = True
     load = partial(GLM4VForCausalLM.from_pretrained, folder / "model", attn_implementation="sdpa")
     for trained, policy in IN_FP8:
         for stage in (2, 3):

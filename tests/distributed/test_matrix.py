@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.distributed import matrix
-from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, differences, run_cells
-from tests.helpers.cells import (
+from tests.distributed.cells import (
     PERSISTENCE,
     PRECISIONS,
     REENTRANT,
@@ -19,6 +18,7 @@ from tests.helpers.cells import (
     ZERO_STAGES,
     Cell,
 )
+from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, differences, run_cells
 
 
 def every_value_of_each_axis() -> list[Cell]:

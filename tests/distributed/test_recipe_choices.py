@@ -95,8 +95,8 @@ def trained(recipe) -> dict[str, Recipe]:
     plans = [planned(mine, processes=2) for mine in found.values()]
     train(*plans, with_dropout=[planned(stopped, processes=2)])
 
-    first = CHOICES["twenty steps"] | {"model": found["twenty steps"].out}
-    found["from its folder"] = with_changes(recipe, "from its folder", first)
+    more = CHOICES["twenty steps"] | {"model": found["twenty steps"].out, "trainer.max_steps": 1}
+    found["from its folder"] = with_changes(recipe, "from its folder", more)
     found["selective, resumed"], checkpoint = resumed(found["selective"], {})
     plans = [planned(found["selective, resumed"], checkpoint, processes=2)]
     plans.append(planned(found["from its folder"], processes=2))
@@ -151,10 +151,10 @@ def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def cut(recipe) -> Recipe:
     """Five steps an epoch, killed while it saves a checkpoint inside of the second one."""
-    changes = {"trainer.max_steps": 12, "trainer.save_steps": 4, "trainer.learning_rate": 1e-3}
+    changes = {"trainer.max_steps": 8, "trainer.save_steps": 3, "trainer.learning_rate": 1e-3}
     mine = with_changes(recipe, "cut", changes)
     # The last that process 1 writes, when all shards are there, and process 0 is done.
-    name = "checkpoint-8/rng_state_1.pth"
+    name = "checkpoint-6/rng_state_1.pth"
     ended = train_in_processes(with_dropout=[planned(mine, processes=2)], die_writing=name)
     assert ended.status, ended.output[-8000:]
     assert Path(mine.out, name).stat().st_size > 0
@@ -168,12 +168,12 @@ def whole(recipe, cut) -> dict[str, Recipe]:
     found["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
     folder = Path(cut.out)
     # What launch() does before it starts the processes.
-    set_incomplete_aside(folder, after_step=4)
-    before = (folder / "checkpoint-4" / MANIFEST).stat().st_mtime_ns
+    set_incomplete_aside(folder, after_step=3)
+    before = (folder / "checkpoint-3" / MANIFEST).stat().st_mtime_ns
     plans = [planned(found["never stopped"], processes=2)]
-    plans.append(planned(cut, folder / "checkpoint-4", processes=2))
+    plans.append(planned(cut, folder / "checkpoint-3", processes=2))
     train(planned(found["adapters"], processes=2), with_dropout=plans)
-    assert (folder / "checkpoint-4" / MANIFEST).stat().st_mtime_ns == before, "it began anew"
+    assert (folder / "checkpoint-3" / MANIFEST).stat().st_mtime_ns == before, "it began anew"
     return found
 
 
@@ -181,16 +181,16 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     cut, caplog, request
 ):
     folder = Path(cut.out)
-    assert find_faults(folder / "checkpoint-8")
-    assert starting_point(cut, 2, True, base_of(cut)) == folder / "checkpoint-4"
-    assert str(folder / "checkpoint-8") in caplog.text
+    assert find_faults(folder / "checkpoint-6")
+    assert starting_point(cut, 2, True, base_of(cut)) == folder / "checkpoint-3"
+    assert str(folder / "checkpoint-6") in caplog.text
     whole = request.getfixturevalue("whole")
-    assert len(losses_of(cut)) == 12
+    assert len(losses_of(cut)) == 8
     assert_same_bits(cut, whole["never stopped"])
-    assert find_faults(folder / "checkpoint-8") == []
+    assert find_faults(folder / "checkpoint-6") == []
 
     # A checkpoint is a model too, with the config it came with.
-    config = GLM4VForCausalLM.from_pretrained(folder / "checkpoint-8").config
+    config = GLM4VForCausalLM.from_pretrained(folder / "checkpoint-6").config
     assert config.eos_token_id == GLM4VForCausalLM.from_pretrained(cut.model).config.eos_token_id
     assert not config.skip_logits
 

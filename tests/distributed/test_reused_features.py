@@ -8,9 +8,14 @@ import torch
 
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_weights
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import Training, of_both_ranks, save_on_first, zero_config
+from tests.distributed.strategies import (
+    Training,
+    of_both_ranks,
+    save_on_first,
+    select_weights,
+    zero_config,
+)
 from tests.helpers.processes import run_two_processes
-from tests.helpers.steps import select_weights
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
 # The picture of rank 0 and that of rank 1, step by step; "-" is a batch without one.

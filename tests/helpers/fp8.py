@@ -1,4 +1,4 @@
-"""Layers that multiply in fp8, their products written plainly; a model whose sizes they take."""
+"""Layers that multiply in fp8, their products written plainly; a model that learns."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import golden_json, tiny_config
+from tests.helpers.tiny import small_model
 
 PLAIN = EngineOptions(
     trained="lora_all",
@@ -20,17 +20,8 @@ PLAIN = EngineOptions(
 )
 
 
-def allow_on_cpu() -> None:
-    """For a process of a test."""
-    fp8._on_cpu = True
-
-
 def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
-    """The golden data's sizes with random weights, which are large enough to be learned from."""
-    torch.manual_seed(0)
-    vision = golden_json("config.json")["vision_config"] | {"scaling_factor": 1}
-    config = tiny_config(initializer_range=0.05, vision_config=vision)
-    return GLM4VForCausalLM._from_config(config, attn_implementation="sdpa").to(dtype)
+    return small_model(dtype)
 
 
 def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where) -> nn.Linear:

@@ -1,7 +1,6 @@
 """The pages for readers, and what stands in them: blocks of code, and commands."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,26 +17,18 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 MEASURED = re.compile("<!-- rows of bench -->.*<!-- end of the rows of bench -->", re.S)
 
 
-@dataclass(frozen=True)
-class Command:
-    """``text`` is a line for a shell, or a whole block of Python."""
-
-    page: str
-    text: str
-
-
 def blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in FENCE.findall(page.read_text()) if name == language]
 
 
-def commands(page: Path) -> list[Command]:
-    """All that a reader is given to run, in the order of the page, Python first."""
+def commands(page: Path) -> list[str]:
+    """All that a reader is given to run, in the order of the page: whole blocks of Python, then
+    lines for a shell."""
     text = MEASURED.sub("", page.read_text())
     python = blocks(page, "python")
     shell = [line for block in blocks(page, "bash") for line in lines_of_shell(block)]
     inline = [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
-    name = str(page.relative_to(ROOT))
-    return [Command(name, text) for text in (*python, *shell, *inline)]
+    return [*python, *shell, *inline]
 
 
 def lines_of_shell(block: str) -> list[str]:

@@ -33,9 +33,9 @@ class Ended:
     output: str
 
 
-def two_processes(*script: str) -> list[str]:
-    """The command that runs a script on two processes of this machine, on a free port."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+def on_processes(number: int, *script: str) -> list[str]:
+    """The command that runs a script on processes of this machine, on a free port."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(number)]
     return [*command, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", *script]
 
 
@@ -56,12 +56,10 @@ def cpu_environment() -> dict[str, str]:
     return gpu_environment() | cpu
 
 
-def in_plain_shell(command: str, path: str = os.defpath) -> subprocess.CompletedProcess[str]:
-    """Run a command as it was printed; by default, where no Python environment is activated."""
-    environment = {"PATH": path, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
-    return subprocess.run(
-        command, shell=True, env=environment, capture_output=True, text=True, check=False
-    )
+def in_plain_shell(command: str) -> Ended:
+    """Run a command as it was printed, where no Python environment is activated."""
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
+    return run_with_limit(["sh", "-c", command], 60, environment)
 
 
 def heed_signals() -> None:

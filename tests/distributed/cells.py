@@ -4,6 +4,7 @@ A cell is one combination of the axes below. The versions of transformers and De
 too, but of the environment: tests/noxfile.py installs them one pair after the other.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import product
 
@@ -75,24 +76,14 @@ class Cell:
         return "-".join(parts)
 
 
-def deepspeed_cells() -> list[Cell]:
-    """All cells of one pair of versions, in an order that keeps alike ones together."""
+def cells_of(strategies: Iterable[str]) -> list[Cell]:
+    """All of them, in an order that keeps alike ones together."""
     return [
         Cell(strategy, weights, use_reentrant, precision, persistence)
         for strategy, precision, weights, use_reentrant in product(
-            ZERO_STAGES, PRECISIONS, WEIGHTS, REENTRANT
+            strategies, PRECISIONS, WEIGHTS, REENTRANT
         )
-        for persistence in (PERSISTENCE if ZERO_STAGES[strategy] == 3 else (None,))
-    ]
-
-
-def torch_cells() -> list[Cell]:
-    """The cells that do not depend on DeepSpeed."""
-    return [
-        Cell(strategy, weights, use_reentrant, precision)
-        for strategy, precision, weights, use_reentrant in product(
-            WITHOUT_DEEPSPEED, PRECISIONS, WEIGHTS, REENTRANT
-        )
+        for persistence in (PERSISTENCE if ZERO_STAGES.get(strategy) == 3 else (None,))
     ]
 
 
