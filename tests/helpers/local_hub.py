@@ -126,6 +126,7 @@ class Fault:
     status: int | None = None
     answer: Answer | None = None
     message: str = "the local Hub was told to fail"
+    headers: dict[str, str] = field(default_factory=dict)
     cut_request: int | None = None
     cut_response: int | None = None
     call: Callable[[], object] = lambda: None
@@ -235,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.fault = fault
         fault.call()
         self.body = self._read_body()
-        self.status, self.own_headers = fault.status or 200, {}
+        self.status, self.own_headers = fault.status or 200, dict(fault.headers)
         answer: Answer | None = fault.answer
         try:
             if fault.status and answer is None:
