@@ -126,18 +126,13 @@ def check_sets(
     return replace(checked, eval=evaluated, asked=asked)
 
 
-def require_pictures(
-    path: str | Path | Source, memory: Path | None = None, to_learn: bool = True
-) -> None:
-    """Decode every picture of a file's rows, as :func:`check_file` does.
-
-    Args:
-        to_learn: As :func:`read_rows` takes it.
+def require_pictures(path: str | Path | Source, memory: Path | None = None) -> None:
+    """Decode every picture of a file's rows, as :func:`check_sets` does, of rows to be answered.
 
     Raises:
-        ValueError: some cannot be learned from: lists up to 20 rows.
+        ValueError: some cannot be used: lists up to 20 rows.
     """
-    rows = [row for row in read_rows(path, to_learn=to_learn) if isinstance(row, Row)]
+    rows = [row for row in read_rows(path, to_learn=False) if isinstance(row, Row)]
     pictures = _check_pictures(
         [of for row in rows for of in row.pictures], memory or default_path()
     )

@@ -100,7 +100,7 @@ def _require_room(request: Request, base: Base, questions: Sequence[Question]) -
     from ..models.loading import config_of, load_processor
     from .answer_worker import require_room
 
-    require_pictures(request.data, to_learn=False)
+    require_pictures(request.data)
     new, limit = request.generation.max_new_tokens, config_of(base).seq_length
     require_room(load_processor(base), limit, questions, new)
 

@@ -119,7 +119,7 @@ def export(
     if evaluation is not None:
         evaluation.place()
         read_questions(evaluation.data, with_reference=True)
-        require_pictures(evaluation.data, to_learn=False)
+        require_pictures(evaluation.data)
     processor = load_processor(base)
     checked = check_sets([calibration], processor, config_of(base).seq_length)
     conversations = spread(checked.conversations(), rows)
