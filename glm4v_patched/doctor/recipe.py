@@ -17,7 +17,7 @@ from .findings import FAILS, OK, WARNING, Finding, finding
 # What a tokenizer that cannot be loaded raises, too.
 ERRORS = (ValueError, OSError, KeyError, TypeError, ImportError)
 # Faults that say nothing of model and data.
-OF_THE_MACHINE = {"--device", "--processes"}
+OF_THE_MACHINE = {"--device", "--processes", "engine"}
 FEWER = "fewer rows (trainer.per_device_train_batch_size), shorter ones, more GPUs with "
 FEWER += "engine.zero_stage: 3, engine.optimizer: adamw_8bit, or another trained: lora_lm, qlora"
 
@@ -59,6 +59,8 @@ def check_recipe(
     with looking_at("model"):
         base = require_model(recipe, base)
         found.append(Finding("model", OK, "its weights have the names and shapes of a glm-4v"))
+    if found[-1].verdict == FAILS:
+        return found
     # Late, for they import torch.
     from ..finetune.plan import check_data, make_plan
     from ..finetune.summary import describe_data, describe_memory, describe_policies

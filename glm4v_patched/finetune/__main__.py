@@ -96,9 +96,8 @@ def _join_store() -> Any:
 def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
     """What the first process does: prepare, and have the others begin."""
     try:
-        recipe, _ = check(
-            options.recipe, options.overrides, placement.local_processes, options.device
-        )
+        here = placement.local_processes, options.device
+        recipe, _ = check(options.recipe, options.overrides, *here, placement.processes)
         # Of all processes: there may be more than this machine has GPUs, but not without ZeRO.
         place(placement.processes, "cpu", recipe.engine.zero_stage)
         start = options.resume_from or options.resume, options.overwrite

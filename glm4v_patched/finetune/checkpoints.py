@@ -160,21 +160,26 @@ def find_faults(checkpoint: Path, contents: bool = True) -> list[str]:
     """
     try:
         manifest = read_manifest(checkpoint)
+        files = [(name, of["bytes"], of["sha256"]) for name, of in manifest["files"].items()]
+        if not files:
+            return [f"{MANIFEST} is damaged: it lists no file"]
     except FileNotFoundError:
         return [f"{MANIFEST} is missing: the checkpoint was not written to its end"]
+    except (LookupError, TypeError, AttributeError) as error:
+        return [f"{MANIFEST} is damaged: it does not list files as expected ({error!r})"]
     except ValueError as error:
         return [f"{MANIFEST} is damaged: {error}"]
     faults = []
-    for name, written in manifest["files"].items():
+    for name, size, sha256 in files:
         path = checkpoint / name
         try:
             found = path.stat().st_size
-            if found != written["bytes"]:
-                faults.append(f"{name}: expected {written['bytes']} bytes, found {found}")
-            elif contents and digest(path) != written["sha256"]:
+            if found != size:
+                faults.append(f"{name}: expected {size} bytes, found {found}")
+            elif contents and digest(path) != sha256:
                 faults.append(f"{name} has changed since it was written: its sha256 is another")
         except OSError as error:
-            faults.append(f"{name}: expected {written['bytes']} bytes, and {error.strerror}")
+            faults.append(f"{name}: expected {size} bytes, and {error.strerror}")
     return faults
 
 

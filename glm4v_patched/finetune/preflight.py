@@ -32,12 +32,14 @@ def check(
     overrides: Sequence[str] = (),
     processes: int | None = None,
     device: Device = "cuda",
+    world_size: int | None = None,
 ) -> tuple[Recipe, Placement]:
     """Read a recipe, and see whether it can be run here.
 
     Args:
         overrides: As ``engine.compile=true``; laid over the file.
-        processes, device: As :func:`place` takes them.
+        processes, device: As :func:`place` takes them, for this machine.
+        world_size: Processes of all machines, where there are several.
 
     Raises:
         RecipeError: with a line for everything that is wrong, as far as one fault does not hide
@@ -52,7 +54,7 @@ def check(
     except NoPlace as error:
         faults.append(Fault(error.field, str(error)))
     if checked.recipe is not None:
-        faults += _faults_together(checked.recipe, placement)
+        faults += _faults_together(checked.recipe, placement, world_size)
     if faults:
         told = document.error(faults)
         told.found = checked.recipe, placement
@@ -121,7 +123,9 @@ def faults_of_device(
             yield Fault("engine.fp8", f"engine.fp8 is true: {fault}")
 
 
-def _faults_together(recipe: Recipe, placement: Placement | None) -> Iterator[Fault]:
+def _faults_together(
+    recipe: Recipe, placement: Placement | None, world_size: int | None
+) -> Iterator[Fault]:
     """What is wrong here with fields that are right one by one."""
     base = Base(recipe.model)
     try:
@@ -139,6 +143,7 @@ def _faults_together(recipe: Recipe, placement: Placement | None) -> Iterator[Fa
     try:
         if placement is not None:
             options = recipe.engine_options()
-            require_zero_plus_plus(options, placement.processes, placement.on_cpu)
+            processes = world_size or placement.processes
+            require_zero_plus_plus(options, processes, placement.on_cpu)
     except ValueError as error:
         yield Fault("engine", str(error))

@@ -41,8 +41,11 @@ def find_recipe(path: Path) -> Path:
     """The file that is meant: ``path``, or of a bare name that no file has the recipe that ships.
 
     Raises:
-        RecipeError: none that ships has that name.
+        RecipeError: it is a folder, or none that ships has that name.
     """
+    if path.is_dir() and path.name not in shipped_names():
+        text = f"{shown(str(path))} is a folder; expected a recipe, such as a run's recipe.json"
+        raise RecipeError([text])
     is_file = path.exists() and not path.is_dir()
     return path if is_file or path.suffix or path.parent != Path() else _shipped(path.name)
 

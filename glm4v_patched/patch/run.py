@@ -14,18 +14,23 @@ has no place, the two do without it:
 """
 
 import argparse
+import builtins
+import io
 import json
 import os
 import runpy
 import shlex
 import shutil
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType, TracebackType
 
 import glm4v_patched
 
 VARIABLE = "GLM4V_PATCHED"
 STARTUP = Path(__file__).resolve().with_name("startup")
+ENTRY = Path(__file__).resolve().parents[1] / "run.py"
 # DeepSpeed's launcher and torch's older one put these before the script, for the script.
 OF_LAUNCHERS = ("--local_rank", "--local-rank")
 
@@ -51,12 +56,11 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     sys.argv[:] = [target, *handed_on, *rest]
+    sys.excepthook = _without_frames_of_ours(sys.excepthook)
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-        return
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(target))
-    runpy.run_path(os.path.join(os.getcwd(), target), run_name="__main__")
+    else:
+        _run_script(target)
 
 
 def find_script(name: str) -> str:
@@ -68,6 +72,11 @@ def find_script(name: str) -> str:
     # An environment that is used without being activated has its commands beside its python.
     path = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
     if os.path.isfile(name) and (path is None or os.path.dirname(name) or name.endswith(".py")):
+        if name.endswith((".yaml", ".yml", ".json")):
+            raise ValueError(
+                f"{name} is no script; give it behind the command that reads it. A recipe of ours "
+                f"is trained by: glm4v-patched train {name}"
+            )
         return name
     if path is None:
         raise ValueError(f"there is no file {name} and no command of this name on PATH")
@@ -148,6 +157,35 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _run_script(path: str) -> None:
+    # Not runpy.run_path, whose __file__ and sys.argv[0] are the same: python's own __file__ is
+    # absolute, and its sys.argv[0] what was typed.
+    absolute = os.path.join(os.getcwd(), path)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    module = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", absolute)
+    vars(module).update(
+        __file__=absolute, __builtins__=builtins, __cached__=None, __loader__=loader
+    )
+    with io.open_code(absolute) as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _without_frames_of_ours(show):
+    """Tracebacks begin where the script does."""
+    ours = (__file__, str(ENTRY), runpy.run_module.__code__.co_filename)
+
+    def excepthook(kind: type, error: BaseException, traceback: TracebackType | None) -> None:
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+            traceback = traceback.tb_next
+        show(kind, error.with_traceback(traceback), traceback)
+
+    return excepthook
 
 
 if __name__ == "__main__":

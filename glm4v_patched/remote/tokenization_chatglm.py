@@ -467,7 +467,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return [role_id, *head, *(message_prefix or []), *text]
 
     if not hasattr(PreTrainedTokenizerFast, "batch_encode_plus"):
-        # A name that transformers 5 has dropped.
+        # Two names that transformers 5 has dropped.
+        def encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
+            return self(text, text_pair, **kwargs)
+
         def batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
             return self(batch_text_or_text_pairs, **kwargs)
 

@@ -1,5 +1,6 @@
 """A checkpoint counts only if it was written to its end and is still all there."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -154,6 +155,18 @@ def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
             assert json.loads(damaged) == json.loads(good)
 
     replace_bytes()
+
+
+@pytest.mark.parametrize("files", [{}, [], None, {"latest": {"sha256": ""}}], ids=str)
+def test_a_manifest_that_lists_no_files_or_not_as_expected_is_damaged(tmp_path, files):
+    checkpoint = add_checkpoint(tmp_path, 4)
+    manifest = json.loads((checkpoint / MANIFEST).read_text()) | {"files": files}
+    del manifest["sha256"]
+    text = json.dumps(manifest, sort_keys=True)
+    manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    [fault] = find_faults(checkpoint)
+    assert fault.startswith(f"{MANIFEST} is damaged: "), fault
 
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:

@@ -172,3 +172,15 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
         assert not (folder / "out").exists()
 
     attempt()
+
+
+def test_groups_of_zero_plus_plus_are_those_of_all_machines(asked):
+    groups = "engine.zero_hpz_partition_size=4"
+    assert told(asked, groups, processes=1, world_size=8) == []
+    [line] = told(asked, groups, processes=1, world_size=6)
+    assert "zero_hpz_partition_size" in line and "6" in line
+
+
+def test_a_folder_is_told_to_be_no_recipe(asked, tmp_path):
+    with pytest.raises(RecipeError, match=r"is a folder; expected .*recipe\.json"):
+        check(tmp_path, device="cpu")

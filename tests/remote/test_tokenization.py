@@ -220,6 +220,7 @@ def test_names_of_transformers_4_are_there(tokenizer):
     assert built == [*tokenizer.get_prefix_tokens(), 40, 41, 42]
     texts = ["hello", "hello to the cat"]
     assert dict(tokenizer.batch_encode_plus(texts, padding=True)) == tokenizer(texts, padding=True)
+    assert dict(tokenizer.encode_plus("hello")) == dict(tokenizer("hello"))
     pairs = tokenizer.batch_encode_plus([("hello", "cat"), ("a", "dog")])
     assert pairs["input_ids"][0] == tokenizer.encode("hello", "cat")
 
