@@ -1,6 +1,7 @@
 """Command line: ``python -m hub_upload build``, ``verify`` and ``publish``."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -55,13 +56,19 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         limit_silence()
-        return _run(options)
+        status = _run(options)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("hub_upload: stopped", file=sys.stderr)
         return 130
     except Exception as error:
         if (reason := reason_of(error)) is None:
             raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # output that waits for a full disk would fail once more when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"hub_upload: {without_secrets(reason)}", file=sys.stderr)
         return 1
 

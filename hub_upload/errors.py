@@ -1,7 +1,9 @@
-"""What servers and networks do, in one line that says what to do about it."""
+"""What servers, networks and disks do, in one line that says what to do about it."""
 
+import errno
 import os
 import re
+from traceback import walk_tb
 
 import huggingface_hub
 from huggingface_hub import constants, get_token
@@ -13,6 +15,8 @@ from glm4v_patched.terminal_text import printable
 
 # A server may take its time over a commit; without the client's variable, so many seconds.
 LONGEST_SILENCE = 60
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_HUB = "the server's answer is not that of a Hub"
 AGAIN = "run the same command again: it finds what has arrived and does the rest"
 
 
@@ -39,13 +43,24 @@ def reason_of(error: BaseException) -> str | None:
     """What happened, and what to do; ``None`` for a mistake of ours."""
     link: BaseException | None = error
     while link is not None:
+        told = " ".join(str(link).split())
+        # Libraries in Rust (tokenizers, safetensors) raise classes of their own.
+        found = re.search(r"\(os error (\d+)\)", told)
+        if (int(found[1]) if found else getattr(link, "errno", None)) in FULL:
+            return f"no space left on a disk, or in its quota ({told}): make room; {AGAIN}"
+        if "404" in told and "xet-write-token" in told:
+            # The client uploads through hf_xet, where it is installed, without asking the server.
+            return f"this server has no Xet storage: set HF_HUB_DISABLE_XET=1 ({told})"
         if isinstance(link, hub_errors.HTTPError):
-            return f"{_reason_of_server(link, ' '.join(str(link).split()))}; {AGAIN}"
+            return f"{_reason_of_server(link, told)}; {AGAIN}"
         link = link.__cause__ if link.__suppress_context__ else link.__context__
-    of_client = type(error).__module__ == hub_errors.__name__
-    return (
-        str(error) if of_client or isinstance(error, (OSError, ValueError, RuntimeError)) else None
-    )
+    # The client takes answers for what they should be: what is raised in it is the server's fault.
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.partition(".")[0] for name in frames]
+    known = [p for p in packages if p in ("hub_upload", "glm4v_patched", "huggingface_hub")]
+    if known[-1:] == ["huggingface_hub"]:
+        return f"{NO_HUB} ({type(error).__name__}: {error}): check HF_ENDPOINT; {AGAIN}"
+    return str(error) if isinstance(error, (OSError, ValueError, RuntimeError)) else None
 
 
 def _reason_of_server(error: hub_errors.HTTPError, told: str) -> str:

@@ -16,7 +16,7 @@ from glm4v_patched.atomic import fault_of_file, require_inside
 from glm4v_patched.patch.config_json import parse_object
 from glm4v_patched.terminal_text import listed
 
-from .errors import AGAIN
+from .errors import AGAIN, NO_HUB
 from .layout import INDEX, MANIFEST, SHARD, SINGLE_FILE
 from .manifest import Manifest, read_manifest
 
@@ -118,20 +118,25 @@ def read_folder(folder: Path) -> dict[str, File]:
 def look_at(api: HfApi, name: str, at: str | None) -> tuple[ModelInfo, dict[str, RepoSibling]]:
     """What the Hub says of a repository, and of the files of the commit that ``at`` names."""
     info = api.model_info(name, revision=at, files_metadata=True)
-    if not info.sha:
-        raise ValueError(f"{name}: the server names no commit: check HF_ENDPOINT; {AGAIN}")
-    return info, {file.rfilename: file for file in info.siblings or ()}
+    if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
+        raise ValueError(f"{NO_HUB} (it lacks a commit, or its files): check HF_ENDPOINT; {AGAIN}")
+    return info, {file.rfilename: file for file in info.siblings}
 
 
 def read_repository(name: str, revision: str | None, into: Path) -> tuple[str, dict[str, File]]:
     """The commit that ``revision`` (main if ``None``) is at, and its files.
 
-    The small ones are downloaded to a new folder of ours.
+    The small ones are downloaded to a new folder of ours, and compared with the hashes that the
+    Hub lists.
     """
     info, there = look_at(HfApi(), name, revision)
     small = [path for path, file in there.items() if is_small(path, file.size or 0)]
     into.mkdir()
     patterns = [glob.escape(path) for path in small]
     snapshot_download(name, revision=info.sha, local_dir=into, allow_patterns=patterns)
+    here = read_folder(into)
+    if wrong := [path for path in small if path not in here or not here[path].is_at(there[path])]:
+        told = f"{name}: {wrong[0]} has another hash than its list of files tells"
+        raise ValueError(f"{told}; {AGAIN}")
     files = {n: File(f.size or 0, f.lfs.sha256 if f.lfs else None) for n, f in there.items()}
-    return str(info.sha), files | read_folder(into)
+    return str(info.sha), files | here

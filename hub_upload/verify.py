@@ -187,6 +187,12 @@ def check_config(target: Target) -> str:
     for name, token in SPECIAL_IDS.items():
         given, wanted = config.get(name), ids.get(token)
         require(given == wanted, f"{name} is {given}, but {token} is {wanted} to the tokenizer")
+    size = config["padded_vocab_size"]
+    for name in ("config.json", "generation_config.json"):
+        eos = target.read_json(name).get("eos_token_id")
+        for number in eos if isinstance(eos, list) else [eos]:
+            inside = isinstance(number, int) and 0 <= number < size
+            require(inside, f"{name}: eos_token_id has {number}, outside of {size} ids")
     sides = [config["vision_config"]["image_size"], target.read_json(TOKENIZER)["image_size"]]
     sides.append(target.read_json(IMAGES)["size"]["height"])
     told = f"image_size is {sides} in config.json, {TOKENIZER} and {IMAGES}"

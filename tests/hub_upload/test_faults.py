@@ -1,18 +1,20 @@
 """What servers, connections, disks and kills do to all three commands: one line that says what to
 do, without the token; nothing wrong or half-written; and the next run completes."""
 
+import errno
 import re
+import sys
 import time
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import CommitOperationAdd, constants
 
 from hub_upload import files
 from hub_upload.build import build, read_source
-from hub_upload.errors import without_secrets
+from hub_upload.errors import reason_of, without_secrets
 from hub_upload.layout import our_code
 from hub_upload.publish import read_build
 from tests.helpers.full_disk import files_of_at_most
@@ -62,11 +64,14 @@ def say_nothing() -> None:
     raise ConnectionAbortedError
 
 
-FAILED = r"the connection failed \("
+NO_HUB, FAILED = "the server's answer is not that of a Hub", r"the connection failed \("
+ODD = f"{NO_HUB}|Consistency check|has another hash|Response from http|is not what|not a valid"
 KINDS = {
     **{str(status): ({"status": status}, str(status)) for status in (401, 403, 404, 412, 500)},
     "400": ({"status": 400}, "Bad request"),
     "429": ({"status": 429, "headers": {"Retry-After": "0"}}, "429"),
+    "an empty object": ({"answer": {}}, ODD),
+    "an empty list": ({"answer": []}, ODD),
     "a cut request": ({"cut_request": 1}, FAILED),
     "no answer to what was done": ({"cut_response": 0}, FAILED),
     "half an answer": ({"cut_response": 10}, FAILED),
@@ -107,7 +112,7 @@ def test_a_fault_at_any_request_leaves_nothing_wrong_and_the_next_run_completes(
         assert is_published(hub, built)
         # What has arrived is not sent again.
         sent = [request for request in hub.asked("PUT") if request.status == 200]
-        assert len(sent) <= 2
+        assert len(sent) <= 2 + ("answer" in fault)
 
 
 @pytest.mark.parametrize("command", NUMBER)
@@ -128,23 +133,27 @@ def test_a_fault_that_stays_is_one_line_with_its_kind(kind, hub, ask):
 
 
 def test_a_mistake_of_ours_is_no_answer_of_a_server(ask, monkeypatch):
+    # It is the test's, and not the client's.
     monkeypatch.setattr(files.HfApi, "model_info", lambda *of, **more: {}["x"])
     with pytest.raises(KeyError):
         ask("verify")
+    with pytest.raises(AttributeError) as odd:
+        CommitOperationAdd(None, b"")
+    assert re.search(NO_HUB, reason_of(odd.value))
 
 
 # Disks
 
 
-def test_a_disk_that_is_full_for_the_output_leaves_nothing_half_written(
-    original, built, run, tmp_path
-):
+@pytest.mark.parametrize("file", ["tokenizer.json", "modeling_chatglm.py"])
+def test_a_disk_that_is_full_for_the_output_is_one_line(file, original, built, run, tmp_path):
+    """The one is written by a library in Rust, the other by this program."""
     out = tmp_path / "into" / "out"
     command = ("build", "--weights", original, "--out", out, "--name", NAME)
     for earlier in (False, True):
-        with files_of_at_most((built / "modeling_chatglm.py").stat().st_size - 1):
+        with files_of_at_most((built / file).stat().st_size - 1):
             status, told = run(*command)
-        assert status == 1 and "File too large" in told, told
+        assert status == 1 and "no space left" in told and "make room" in told, told
         assert [path.name for path in out.parent.glob("*")] == ["out"] * earlier
         assert not earlier or as_files(out) == as_files(built)
         assert run(*command)[0] == 0
@@ -154,6 +163,26 @@ def test_a_message_keeps_neither_the_token_nor_what_signs_an_address(monkeypatch
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     told = without_secrets("hf_secret: 403 for url 'https://s3/lfs/a?X-Amz-Signature=0ab&b=c', no")
     assert told == "<token>: 403 for url 'https://s3/lfs/a', no"
+
+
+def test_a_full_disk_and_a_full_quota_are_told_alike():
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        of_rust = RuntimeError(f"cannot write (os error {number})")
+        for error in (OSError(number, "cannot write"), of_rust):
+            assert "make room" in reason_of(error)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_stops_a_command_before_anything_is_sent(hub, ask, monkeypatch):
+    """That of the output, and that of what is downloaded."""
+    with monkeypatch.context() as patch, open("/dev/full", "w") as disk:
+        patch.setattr(sys, "stdout", disk)
+        status, told = ask("publish")
+    assert status == 1 and told.startswith("hub_upload: no space left on a disk")
+    assert NAME not in hub.repositories
+    with files_of_at_most(1000):
+        status, told = ask("verify")
+    assert status == 1 and "no space left" in told and "make room" in told, told
 
 
 # Cut off for good

@@ -132,6 +132,14 @@ def test_a_source_with_other_weights_of_the_same_size_is_not_copied(hub, publish
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/create")
 
 
+def test_a_server_that_lists_no_sizes_is_no_hub(hub, publish, copy):
+    answer = {"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}
+    hub.fail("GET", "/api/models/", times=9, answer=answer)
+    status, output = publish(copy, "--push")
+    assert status == 1 and "not that of a Hub (it lacks a commit, or its files)" in output
+    assert not writes(hub)
+
+
 def test_foreign_content_is_refused_unless_told(hub, publish, copy, of_this_clone):
     control = "a\x1b[2J\u202etxt\nTagged v9"
     theirs = {"README.md": b"mine", "their.bin": b"theirs", control: b"theirs"}

@@ -167,6 +167,7 @@ DEFECTS = [
     ("weights", signed(an_index_that_names_the_wrong_shard)),
     ("config", fields("config.json", architectures=["ChatGLMModel"])),
     ("config", fields("config.json", boi_token_id=4)),
+    ("config", fields("generation_config.json", eos_token_id=[500, 512])),
     ("config", fields("tokenizer_config.json", image_size=112)),
     ("parameters", signed(a_tensor_that_is_missing)),
     ("parameters", rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()}))),
