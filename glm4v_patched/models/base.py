@@ -175,15 +175,26 @@ def pin(base: Base) -> Base:
     if Path(base.model).is_dir():
         return base
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
+        commit = config.parent.name
+        try:
+            hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
+            has_adapters = True  # which transformers would put around the model without a word
+        except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
+            has_adapters = False
     except (OSError, ValueError, HfHubHTTPError, EntryNotFoundError) as error:
         raise ValueError(not_had(base.model, error)) from None
+    if has_adapters:
+        raise ValueError(
+            f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
+            f"{base.model} --local-dir FOLDER` makes it"
+        )
     if base.adapters is not None:
         _require_glm4v(config.parent, base.adapters)
-    return replace(base, revision=config.parent.name)
+    return replace(base, revision=commit)
 
 
 def identify(base: Base) -> dict[str, str]:

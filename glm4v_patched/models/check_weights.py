@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from ..engine.options import part_of, parts_trained
@@ -24,7 +24,6 @@ PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 FLOATS = {"F64", "F32", "F16", "BF16"}
 PREFIX = "transformer."
 TOWER = "transformer.vision."
-FILE_NAME = r"\w[\w. ()-]*"  # without a folder, on any system
 LAYER = re.compile(r"(.*\.layers)\.(\d+)\.")
 POINTER = b"version https://git-lfs"
 # What a file that is no JSON, or holds other things than it should, makes who reads it raise.
@@ -121,7 +120,7 @@ def shards_of(folder: Path) -> list[str]:
         return [WHOLE] if has_whole else []
     except UNREADABLE:
         return []  # what is wrong with it is reported when it is loaded
-    if odd := [n for n in names if not (isinstance(n, str) and re.fullmatch(FILE_NAME, n))]:
+    if odd := [name for name in names if not _is_bare(name)]:
         raise ValueError(
             f"its {INDEX} names {min(map(repr, odd))}; expected names of files in that folder "
             "alone, without another folder's"
@@ -132,6 +131,12 @@ def shards_of(folder: Path) -> list[str]:
             "expected one of the two"
         )
     return sorted(names)
+
+
+def _is_bare(name: Any) -> bool:
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+        return False
+    return PurePosixPath(name).name == PureWindowsPath(name).name == name
 
 
 def require_whole(

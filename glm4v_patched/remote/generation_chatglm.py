@@ -265,6 +265,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
             refuse(
                 f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
             )
+        if model_kwargs.get("image_features") is not None:
+            raise ValueError(
+                "generate was given image_features, and takes none: give it pixel_values"
+            )
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )

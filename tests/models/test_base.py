@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from glm4v_patched.engine.gpus import Gpu, Gpus
@@ -79,19 +79,31 @@ def test_a_limit_of_time_ends_and_puts_the_clock_back():
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
     model(tmp_path / "snapshots" / "c0ffee")
 
-    def download(repository, name, revision):
-        assert (repository, name) == ("org/name", "config.json")
-        if revision != "main":
-            raise EntryNotFoundError("no such file")
-        return str(tmp_path / "snapshots" / "c0ffee" / name)
+    asked = []
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    def answer(of_config, of_adapters=None):
+        def download(repository, name, revision):
+            asked.append((repository, name, revision))
+            if said := of_config if name == "config.json" else of_adapters:
+                raise said
+            return str(tmp_path / "snapshots" / "c0ffee" / name)
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+    answer(None, LocalEntryNotFoundError("offline"))
     pinned = pin(Base("org/name", "main"))
     assert pinned == Base("org/name", "c0ffee")
+    names = [("config.json", "main"), ("adapter_config.json", "c0ffee")]
+    assert asked == [("org/name", *name) for name in names]
     assert identify(pinned) == {"model on the Hub": "org/name at c0ffee"}
     assert pin(Base(str(tmp_path))) == Base(str(tmp_path))
-    with pytest.raises(ValueError, match="org/name is no folder here, and cannot be had"):
-        pin(Base("org/name", "another"))
+    for given, told in (
+        (None, "org/name of the Hub holds adapters; .*hf download"),
+        (EntryNotFoundError("no such file"), "org/name is no folder here, and cannot be had"),
+    ):
+        answer(given)
+        with pytest.raises(ValueError, match=told):
+            pin(Base("org/name"))
 
 
 def test_adapters_bring_their_own_processor_or_have_the_models(files, tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.models.check_weights import COMPUTED, INDEX, WHOLE, require_whole
+from glm4v_patched.models.check_weights import COMPUTED, INDEX, WHOLE, require_whole, shards_of
 from glm4v_patched.models.find import fault_of_model, find_source
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
@@ -76,6 +76,13 @@ def test_what_is_not_whole_is_refused_with_its_cause(model, new, cause, words):
         change(model, new)
     with words.refused(ValueError, cause, model=model):
         require_whole(str(model))
+
+
+def test_an_index_may_name_any_file_of_its_folder(tmp_path):
+    for name in ("a+b@1,[2].safetensors", "-x~.safetensors"):
+        (tmp_path / name).touch()
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+        assert shards_of(tmp_path) == [name]
 
 
 def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(model):

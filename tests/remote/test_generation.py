@@ -263,6 +263,12 @@ def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
     assert {token in IMAGE_IDS for token in answer} == {are_drawn}
 
 
+def test_features_of_images_are_refused_with_what_generate_takes_instead(model):
+    ids = torch.tensor([text(2) + grown_image()])
+    with pytest.raises(ValueError, match="image_features, .* give it pixel_values"):
+        model.generate(ids, image_features=model.get_image_features(pictures(1)), **GREEDY)
+
+
 def test_continuous_batching_is_refused(model):
     with pytest.raises(ValueError, match="hands on no pictures: answer with generate"):
         model.generate_batch([text(3)])
