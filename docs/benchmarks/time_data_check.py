@@ -6,6 +6,7 @@ rows. ``NUMBER WIDTH HEIGHT``: each row has a JPEG of noise.
 """
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import numpy as np
 from PIL import Image
 
 from glm4v_patched.data.check import check_file
-from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.tiny_model import build_processor
 
 TRAIN = """
@@ -36,15 +36,14 @@ print(f"a training process: {time.perf_counter() - started:.1f} s, {used / 1024:
 
 def draw(folder: Path, number: int, size: list[int]) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
-    conversations = []
-    for row in range(number):
-        asked = {"role": "user", "content": f"What is {row}? " + "word " * 40}
-        if size:
-            asked["image"] = str(folder / f"{row:05}.jpg")
-            Image.fromarray(np.roll(noise, row, axis=1)).save(asked["image"], quality=90)
-        answer = {"role": "assistant", "content": f"It is {row}. " + "word " * 40}
-        conversations.append([asked, answer])
-    write_conversations(folder / "rows.jsonl", conversations)
+    with (folder / "rows.jsonl").open("w") as file:  # none held: memory is measured
+        for row in range(number):
+            asked = {"role": "user", "content": f"What is {row}? " + "word " * 40}
+            if size:
+                asked["image"] = str(folder / f"{row:05}.jpg")
+                Image.fromarray(np.roll(noise, row, axis=1)).save(asked["image"], quality=90)
+            answer = {"role": "assistant", "content": f"It is {row}. " + "word " * 40}
+            file.write(json.dumps({"messages": [asked, answer]}) + "\n")
 
 
 def cpu_seconds() -> float:

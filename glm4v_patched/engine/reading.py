@@ -1,8 +1,7 @@
 """Layers of a model that is only read, on a GPU, whose element-wise steps are one kernel each.
 
 In training these are compiled. Answers compile only the steps after the first token, for compiling
-what reads the prompt would take longer than most runs do; uncompiled, norms and rotary angles are
-a twentieth of the time to the first token.
+what reads the prompt would take longer than most runs do.
 """
 
 import importlib.util

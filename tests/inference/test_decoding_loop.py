@@ -21,8 +21,8 @@ from transformers import (
 
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
+from glm4v_patched.inference.decoding.recorded_calls import RecordedCalls, record_tower
 from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
-from glm4v_patched.inference.decoding.step_graph import StepGraph, record_tower
 from glm4v_patched.remote.cached_rows import CACHED_ROWS
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
@@ -342,7 +342,7 @@ def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeyp
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
-    step = StepGraph(lambda ids, cache: seen.append((ids, cache)) or ids)
+    step = RecordedCalls(lambda ids, cache: seen.append((ids, cache)) or ids)
     cache = object()
     for number in range(3):
         step(ids=torch.tensor([number]), cache=cache)

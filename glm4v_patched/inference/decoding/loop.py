@@ -68,7 +68,7 @@ def draw_ahead(
         tokens_to: A streamer, in the place of generate's ``streamer``. It is given each token up to
             :data:`LATE` tokens later.
         step: Called in the place of the model from the second token on
-            (:class:`step_graph.StepGraph`); it is not compiled then.
+            (:class:`recorded_calls.RecordedCalls`); it is not compiled then.
 
     Returns:
         What ``generate`` returns without ``custom_generate``.

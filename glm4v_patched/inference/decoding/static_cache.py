@@ -14,7 +14,7 @@ from ...models.check_weights import quantised_by
 from ...models.quantised_weights import kept_cache
 from ...remote.keywords import named_cache
 from .loop import draw_ahead
-from .step_graph import StepGraph, record_tower
+from .recorded_calls import RecordedCalls, record_tower
 
 # A step is compiled in about a minute, in which so many are made that are only recorded.
 STEPS_THAT_REPAY = 8000
@@ -24,7 +24,7 @@ class StaticCaches:
     """The cache of one model for the number of rows that was wanted last, of the largest size.
 
     When it is handed out again it is emptied: what was answered with it must not be needed. On a
-    GPU the model's tower is recorded, too (:mod:`step_graph`).
+    GPU the model's tower is recorded, too (:mod:`recorded_calls`).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StaticCaches:
             step: Sizes are multiples of it: what is not filled is read, too, but each size is
                 compiled.
             draws_ahead: Whether ``generate`` is given :func:`loop.draw_ahead`.
-            records: Whether steps are recorded (:mod:`step_graph`) and not compiled; then
+            records: Whether steps are recorded (:mod:`recorded_calls`) and not compiled; then
                 ``draws_ahead``, too.
             compiled: For :func:`compiling`.
         """
@@ -53,7 +53,7 @@ class StaticCaches:
             record_tower(model)
         self._rows = self._room = 0
         self._cache: StaticCache | None = None
-        self._graph: StepGraph | None = None
+        self._graph: RecordedCalls | None = None
 
     def of(self, rows: int, positions: int) -> StaticCache:
         """An empty cache with room for so many positions of each row."""
@@ -73,7 +73,7 @@ class StaticCaches:
         if self.model.device.type != "cuda":
             return given
         if self.records:
-            self._graph = given["step"] = self._graph or StepGraph(self.model)
+            self._graph = given["step"] = self._graph or RecordedCalls(self.model)
         else:
             given["compile_config"] = compiling(rows, **self.compiled)
         return given

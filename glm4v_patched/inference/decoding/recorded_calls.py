@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...remote.visual import EVA2CLIPModel
 
 
-class StepGraph:
+class RecordedCalls:
     """Calls a model, or another function. Of calls with equal arguments, but for what their tensors
     hold, the first runs and the second is recorded; later ones replay it, and write their outputs
     where it wrote its.
@@ -59,7 +59,7 @@ def _alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 class RecordedTower(EVA2CLIPModel):
     """Of one picture, whose kernels take as long to be started as to run."""
 
-    graph: StepGraph
+    graph: RecordedCalls
 
     def forward(self, pixels_N3SS: Tensor, record: Any = None) -> Tensor:
         if len(pixels_N3SS) != 1 or record is not None or torch.is_grad_enabled():
@@ -74,4 +74,4 @@ def record_tower(model: nn.Module) -> None:
         if type(module) is EVA2CLIPModel:
             tower: Any = module
             tower.__class__ = RecordedTower
-            tower.graph = StepGraph(partial(EVA2CLIPModel.forward, tower))
+            tower.graph = RecordedCalls(partial(EVA2CLIPModel.forward, tower))
