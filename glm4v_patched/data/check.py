@@ -36,8 +36,6 @@ from .rows import Fault, Row, as_source, cure_of, describe_faults, read_rows
 from .source import Source
 from .stored_rows import ROWS_AT_ONCE, column, kept_rows, store_rows, values
 
-FEW_PICTURES = 64
-PICTURES_A_PROCESS, BYTES_A_PROCESS = 1000, 32 * 2**20
 # So much of the work is not lost if it is stopped.
 KEPT_AT_ONCE = 1000
 # Whose ids take a second. With one id for 100 blanks they would fit into 8,192 positions.
@@ -79,8 +77,7 @@ def check_sets(
 ) -> CheckedData:
     """Read, render and count every row of some sets, and decode every picture once.
 
-    New pictures, if they are more than a few, are decoded by processes of their own, at most one a
-    core. Rows that are left out are printed, up to 20 of a set.
+    Rows that are left out are printed, up to 20 of a set.
 
     Args:
         processor: A ``ChatGLMProcessor``.
@@ -363,7 +360,6 @@ def _check_pictures(paths: Iterable[str], memory: Path | None) -> dict[str, Fact
     """What is found of each picture, by its path."""
     keys = {path: _picture_key(path) for path in paths}
     found: dict[str, Facts] = {}
-    new: dict[str, int] = {}
     learned: dict[str, Any] = {}
     sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
     with closing(Memory(memory)) as remembered:
@@ -372,9 +368,8 @@ def _check_pictures(paths: Iterable[str], memory: Path | None) -> dict[str, Fact
             times, (*before, sha256) = times_of(path), known.get(key, [""])
             if times == tuple(before):
                 found[path] = Facts(*times, sha256, None)
-            else:
-                new[path] = times[0] if times else 0
-        answers = read_facts_of_all([*new], _processes(len(new), sum(new.values())))
+        new = [path for path in keys if path not in found]
+        answers = read_facts_of_all(new)
         bar = tqdm(answers, "decoding pictures", len(new), disable=None, delay=1)
         # Said, for Python holds what a generator holds until nobody holds the generator.
         with closing(answers):
@@ -392,14 +387,6 @@ def _check_pictures(paths: Iterable[str], memory: Path | None) -> dict[str, Fact
 def _picture_key(path: str) -> str:
     name = hashlib.sha256(os.fsencode(path)).hexdigest()
     return f"picture {RULES} {PIL.__version__} {name}"
-
-
-def _processes(number: int, size: int) -> int:
-    """For so many pictures of so many bytes; starting one costs as much as some hundred take."""
-    if number <= FEW_PICTURES and size < BYTES_A_PROCESS:
-        return 0
-    worth = 1 + number // PICTURES_A_PROCESS + size // BYTES_A_PROCESS
-    return min(worth, os.cpu_count() or 1)
 
 
 def _fault_of_pictures(shown: list[str], pictures: dict[str, Facts]) -> str | None:

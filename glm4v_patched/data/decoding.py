@@ -1,32 +1,27 @@
 """Decodes pictures completely, as training will, to find those that cannot be read before it.
 
-Needs no torch. ``python -m glm4v_patched.data.decoding`` reads paths, a line of JSON each, and
-writes what it found. ``multiprocessing`` is not used: its processes import the caller's script
-again, and outlive a caller that is killed.
+Needs no torch.
 """
 
 import hashlib
 import io
-import json
 import os
 import stat
-import subprocess
-import sys
 import warnings
 from collections.abc import Generator, Sequence
-from tempfile import TemporaryFile
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ..engine.environment import python_module
+from .loading import cores
 
 MOST_PIXELS = 120 * 10**6
 """More than the 108 megapixels of a telephone; half a gigabyte where it is decoded."""
 MOST_BYTES = 2**29
 SMALLER = "make it smaller (the model sees 1120 x 1120 pixels)"
-NAME = "glm4v_patched.data.decoding"
-STARTED = "started\n"
+MOST_THREADS = 32  # more would wait for Python's lock
+ASKED_AT_ONCE = 1000
 
 
 class Facts(NamedTuple):
@@ -126,73 +121,12 @@ def _file_of_16_bits(image: Image.Image) -> str | None:
     return None
 
 
-def read_facts_of_all(paths: Sequence[str], processes: int) -> Generator[Facts, None, None]:
+def read_facts_of_all(paths: Sequence[str]) -> Generator[Facts, None, None]:
     """:func:`read_facts` for each path, in order.
 
-    Args:
-        processes: How many to start, which take turns; with 0, this one decodes.
-
-    Raises:
-        RuntimeError: a process ends as it starts. If it ends later, its picture is at fault.
+    In threads, a core each: Pillow and hashlib compute without Python's lock. What was asked for is
+    given up where no more answers are wanted.
     """
-    if not processes:
-        yield from map(read_facts, paths)
-        return
-    running = [_start(paths[turn::processes]) for turn in range(min(processes, len(paths)))]
-    try:
-        for process in running:
-            _require_started(process)
-        for number in range(len(paths)):
-            turn = number % processes
-            assert (answers := running[turn].stdout) is not None  # a pipe
-            if answer := answers.readline():
-                yield Facts(*json.loads(answer))
-                continue
-            with running[turn] as ended:
-                status = ended.wait()
-            yield NOT_READ._replace(fault=f"ended the process that decoded it, {_how(status)}")
-            running[turn] = _start(paths[number + processes :: processes])
-            _require_started(running[turn])
-    finally:
-        for process in running:
-            with process:
-                process.kill()
-
-
-def _start(paths: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a process that decodes these. It ends when nobody reads its answers."""
-    with TemporaryFile("w+", encoding="utf-8") as questions:
-        questions.writelines(f"{json.dumps(path)}\n" for path in paths)
-        questions.seek(0)
-        return subprocess.Popen(
-            python_module(NAME),
-            stdin=questions,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # as many processes as cores
-            start_new_session=True,  # Ctrl-C is ours to answer
-        )
-
-
-def _require_started(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None  # a pipe
-    if process.stdout.readline() != STARTED:
-        raise RuntimeError(
-            f"a process that decodes pictures ended as it started, {_how(process.wait())}; an "
-            "error above says why, or nothing if the system killed it, as for want of memory"
-        )
-
-
-def _how(status: int) -> str:
-    return f"by signal {-status}" if status < 0 else f"with exit status {status}"
-
-
-def main() -> None:
-    print(STARTED, end="", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(read_facts(json.loads(line))), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    with ThreadPoolExecutor(min(cores(), MOST_THREADS)) as threads:
+        for start in range(0, len(paths), ASKED_AT_ONCE):
+            yield from threads.map(read_facts, paths[start : start + ASKED_AT_ONCE])

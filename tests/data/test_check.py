@@ -121,9 +121,9 @@ def decoded(monkeypatch) -> list[str]:
     """Names of the pictures that are decoded."""
     names, look = [], decoding.read_facts_of_all
 
-    def noted(new, processes):
+    def noted(new):
         names.extend(Path(path).name for path in new)
-        return look(new, processes)
+        return look(new)
 
     monkeypatch.setattr("glm4v_patched.data.check.read_facts_of_all", noted)
     return names

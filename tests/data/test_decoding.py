@@ -1,20 +1,27 @@
-"""Pictures that are decoded before a training: which are refused, and by which processes."""
+"""Pictures that are decoded before a training: which are refused, and by whom."""
 
 import base64
 import io
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
+from threading import Barrier
 
-import psutil
 import pytest
 from PIL import Image
 
-from glm4v_patched.data import check, decoding
+from glm4v_patched.data import decoding
 from glm4v_patched.data.check import require_pictures
-from glm4v_patched.data.decoding import find_fault, may_be_decoded, read_facts, read_facts_of_all
+from glm4v_patched.data.decoding import (
+    Facts,
+    find_fault,
+    may_be_decoded,
+    read_facts,
+    read_facts_of_all,
+)
 from tests.helpers.data_forms import png, turns, write_rows
 
 
@@ -83,6 +90,12 @@ def test_pictures_of_every_kind_are_taken(processor):
     processor.image_processor(contents)
 
 
+@pytest.fixture
+def picture(tmp_path) -> str:
+    (tmp_path / "a.png").write_bytes(png())
+    return str(tmp_path / "a.png")
+
+
 @pytest.mark.parametrize("by", ["pixels", "Pillow's own limit", "bytes"])
 def test_a_picture_too_large_to_decode_is_refused(picture, monkeypatch, words, by):
     owner, name, limit = {
@@ -118,67 +131,30 @@ def test_a_picture_of_169_megapixels_is_told_by_its_header_and_one_of_108_is_in_
     assert fault == "None" and float(megabytes) < 700
 
 
-def test_processes_find_what_one_finds_in_the_same_order(tmp_path):
-    assert (check._processes(64, 2**20), check._processes(65, 2**20)) == (0, 1)
+def test_threads_find_at_the_same_time_what_one_finds_in_the_same_order(tmp_path, monkeypatch):
     contents = [content for content, _ in BAD.values()] + [png()] * 3
     paths = [str(tmp_path / f"{n}.png") for n in range(len(contents))] + ["no.png", "a\nb.png"]
     for path, content in zip(paths, contents, strict=False):
         Path(path).write_bytes(content)
-    alone = list(read_facts_of_all(paths, 0))
-    assert list(read_facts_of_all(paths, 2)) == alone
-    assert alone[-3].fault is None and alone[-2].fault == "does not exist"
+    paths += paths[: len(paths) % 2]  # each has another one
+    alone = [*map(read_facts, paths)]
+    assert [facts.fault for facts in alone].count(None) == 3
+    both = Barrier(2)
+
+    def when_another_does(path: str) -> Facts:
+        both.wait(timeout=20)
+        return read_facts(path)
+
+    monkeypatch.setattr(decoding, "read_facts", when_another_does)
+    monkeypatch.setattr(decoding, "cores", lambda: 2)
+    monkeypatch.setattr(decoding, "ASKED_AT_ONCE", 6)
+    assert [*read_facts_of_all(paths)] == alone
 
 
-@pytest.fixture
-def picture(tmp_path) -> str:
-    (tmp_path / "a.png").write_bytes(png())
-    return str(tmp_path / "a.png")
-
-
-def test_a_picture_that_ends_its_process_is_named_and_the_others_are_decoded(picture, monkeypatch):
-    script = "import os; from glm4v_patched.data import decoding as d; look = d.read_facts; "
-    ends = "(os._exit(7) if 'exit' in p else os.kill(os.getpid(), 9)) if 'fatal' in p"
-    script += f"d.read_facts = lambda p: {ends} else look(p); "
-    command = [sys.executable, "-c", script + "d.main()"]
-    monkeypatch.setattr(decoding, "python_module", lambda _: command)
-    facts = list(read_facts_of_all([picture, "fatal", picture, "fatal exit", picture], 2))
-    assert [fact.fault is None for fact in facts] == [True, False, True, False, True]
-    assert facts[1].fault == "ended the process that decoded it, by signal 9"
-    assert facts[3].fault == "ended the process that decoded it, with exit status 7"
-    for end, told in (
-        ("raise SystemExit(3)", "with exit status 3"),
-        ("import os; os.abort()", "by signal 6"),
-    ):
-        command[2] = end  # of which no picture is to blame
-        with pytest.raises(RuntimeError, match=f"ended as it started, {told}"):
-            list(read_facts_of_all(["a.png"], 1))
-
-
-ENDLESS = """
-import sys
-from glm4v_patched.data.decoding import read_facts_of_all
-for _ in read_facts_of_all(sys.argv[1:] * 10**6, 2):
-    print("decoding", flush=True)
-"""
-
-
-def test_processes_end_with_the_one_that_was_killed(picture):
-    command = [sys.executable, "-c", ENDLESS, picture]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
-        parent.stdout.readline()
-        children = psutil.Process(parent.pid).children(recursive=True)
-        assert len(children) == 2
-        parent.kill()
-    assert psutil.wait_procs(children, timeout=20)[1] == []
-
-
-def test_processes_end_with_their_questions_or_when_no_more_answers_are_wanted(picture):
-    for asked in (1, 50):
-        before = psutil.Process().children()
-        answers = read_facts_of_all([picture] * 50, 2)
-        for _ in range(asked):
-            next(answers)
-        children = [child for child in psutil.Process().children() if child not in before]
-        assert len(children) == 2
-        assert next(answers, None) is None if asked == 50 else answers.close() is None
-        assert not any(child.is_running() for child in children)
+def test_pictures_whose_answers_nobody_waits_for_are_not_decoded(monkeypatch):
+    asked = []
+    monkeypatch.setattr(decoding, "read_facts", lambda path: asked.append(path) or time.sleep(0.01))
+    answers = read_facts_of_all(["a.png"] * 10_000)
+    next(answers)
+    answers.close()
+    assert len(asked) < decoding.ASKED_AT_ONCE
