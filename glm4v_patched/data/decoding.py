@@ -1,7 +1,4 @@
-"""Decodes pictures completely, as training will, to find those that cannot be read before it.
-
-Needs no torch.
-"""
+"""Decodes pictures completely, as training will, to find those that cannot be read before it."""
 
 import hashlib
 import io
@@ -12,7 +9,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from .loading import cores
 
@@ -72,52 +69,31 @@ def may_be_decoded(path: str) -> bool:
 
 
 def find_fault(content: bytes) -> str | None:
-    """Why a picture of these bytes cannot be learned from; None if it can.
+    """Why a picture of these bytes cannot be learned from; None if it can."""
+    from ..remote.image_processing_chatglm import as_picture  # late: it imports torch
 
-    What is found here is what the image processor, which needs torch, would refuse later.
-    """
     if not content:
         return "is empty: it has 0 bytes; copy it again"
     # For ever: threads must not change filters for a while.
     warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
         with Image.open(io.BytesIO(content)) as image:
-            if image.format == "EPS":
-                return "is PostScript (EPS), which a program would have to run: save it as PNG"
             if image.width * image.height > MOST_PIXELS:
                 raise Image.DecompressionBombError(f"{image.width:,} x {image.height:,} pixels")
-            deep = _file_of_16_bits(image)
-            image.load()
-            if deep or image.mode.startswith("I") or image.mode == "F":
-                return (
-                    f"has the mode {deep or image.mode}, which does not say what number is "
-                    "white; expected 8 bits a channel: scale it to them"
-                )
-            # Where nothing changes they would copy it: a large one is as many gigabytes.
-            ImageOps.exif_transpose(image, in_place=True)
-            if image.mode != "RGB":
-                image.convert("RGB")
+            # As the image processor will; where nothing changes it copies nothing.
+            picture = as_picture(image)
+            if picture.mode != "RGB":
+                picture.convert("RGB")
     except Image.DecompressionBombError as error:  # Pillow raises it for still larger ones
         told = str(error).partition(" exceeds")[0]
         return f"is too large ({told}); expected {MOST_PIXELS:,} pixels at most: {SMALLER}"
     except UnidentifiedImageError:
-        return "cannot be decoded: it is no picture of a kind that Pillow knows"
+        return "cannot be read as a picture: it is of no kind that Pillow knows"
     except Exception as error:  # Pillow raises whatever a broken file makes its readers raise
-        return f"cannot be decoded: {error or type(error).__name__}"
-    return None
-
-
-def _file_of_16_bits(image: Image.Image) -> str | None:
-    # Of 16 bits in each of several channels Pillow keeps the upper 8, and does not say so later.
-    if image.mode.startswith("I"):
-        return None
-    for codec, _, _, arguments in getattr(image, "tile", ()):
-        mode = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
-        if codec == "SGI16":
-            return f"{mode};16B"
-        # In "BGR;16" 16 bits are a pixel's.
-        if isinstance(mode, str) and mode.endswith((";16B", ";16L", ";16N")):
-            return mode
+        told = str(error) or type(error).__name__
+        # The image processor's own words are of "it".
+        is_ours = told.startswith("it ")
+        return told.removeprefix("it ") if is_ours else f"cannot be read as a picture: {told}"
     return None
 
 

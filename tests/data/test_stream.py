@@ -164,7 +164,7 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
 ):
     monkeypatch.setattr(decoding, "MOST_PIXELS", 64 * 64 - 1)
     for bad, told in (
-        (turns("b", image="cut.png"), "cut.png cannot be decoded"),
+        (turns("b", image="cut.png"), "cut.png cannot be read as a picture"),
         (turns("b", image="whole.png"), "whole.png is too large"),
         (turns("b", answer="x" * 2**20), "characters"),
         (turns("b", answer=7), "content is 7; expected text"),
