@@ -25,7 +25,7 @@ from typing import Any
 
 from ..atomic import write_atomically
 from ..models.base import digest
-from ..terminal_text import listed
+from ..terminal_text import listed, shorten
 
 MANIFEST = "complete.json"
 ROWS = "rows.json"
@@ -163,6 +163,8 @@ def find_faults(checkpoint: Path, contents: bool = True) -> list[str]:
         files = [(name, of["bytes"], of["sha256"]) for name, of in manifest["files"].items()]
         if not files:
             return [f"{MANIFEST} is damaged: it lists no file"]
+        if odd := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
+            return [f"{MANIFEST} is damaged: {shorten(odd[0])} is no file of the checkpoint"]
     except FileNotFoundError:
         return [f"{MANIFEST} is missing: the checkpoint was not written to its end"]
     except (LookupError, TypeError, AttributeError) as error:

@@ -62,7 +62,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
         if revision is not None:
             raise ValueError(
                 f"revision is {revision!r}, and the adapters in {folder} are of {model}, a "
-                "folder; expected null"
+                "folder, which has no revisions; leave it out"
             )
         _require_glm4v(Path(model), folder)
     return Base(model, revision or config.get("revision"), folder)

@@ -157,7 +157,14 @@ def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
     replace_bytes()
 
 
-@pytest.mark.parametrize("files", [{}, [], None, {"latest": {"sha256": ""}}], ids=str)
+OTHER = {"bytes": 1, "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{}, [], None, {"latest": {"sha256": ""}}, {"../a": OTHER}, {"/a": OTHER}, {"a\0": OTHER}],
+    ids=repr,
+)
 def test_a_manifest_that_lists_no_files_or_not_as_expected_is_damaged(tmp_path, files):
     checkpoint = add_checkpoint(tmp_path, 4)
     manifest = json.loads((checkpoint / MANIFEST).read_text()) | {"files": files}
