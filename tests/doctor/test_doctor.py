@@ -249,6 +249,9 @@ def test_all_faults_of_the_fields_are_told_and_what_else_can_be_is_looked_at(ask
     found = {each.check: each for each in of_recipe.check_recipe(asked, [], 64, "cuda")}
     assert found["recipe"].verdict == "fails"
     assert found["data"].verdict == "ok" and "memory and disk" not in found
+    # With groups of ZeRO++ that do not fit the processes.
+    found = checks(asked, "engine.zero_hpz_partition_size=2")
+    assert found["recipe"].verdict == "fails" and found["data"].verdict == "ok"
 
 
 def rename_weights(folder: Path) -> None:
@@ -284,9 +287,11 @@ def lose_image_size(folder: Path) -> None:
 )
 def test_a_damaged_model_is_told(asked, damage, check, told):
     damage(asked.parent / "model")
-    found = checks(asked)[check]
-    assert found.verdict == "fails"
-    assert re.search(told, found.found), found
+    found = checks(asked)
+    assert found[check].verdict == "fails"
+    assert re.search(told, found[check].found), found[check]
+    # Rows are measured by the model's own tokenizer, and it is not known which that is.
+    assert ("data" in found) is (check == "data")
 
 
 def test_a_small_disk_and_rows_that_cannot_be_used_are_told(asked, monkeypatch, tmp_path):
