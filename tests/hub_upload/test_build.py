@@ -246,6 +246,13 @@ def test_no_byte_of_the_weights_comes_from_the_hub(head, hub, built, make):
     assert as_files(make(f"{UPSTREAM}@{head}", out="again")) == as_files(out)
 
 
+def test_a_download_that_is_not_what_the_hub_lists_is_refused(head, hub, original):
+    changed = (original / "config.json").read_bytes().replace(b'"', b"'", 1)  # of the same size
+    hub.fail("GET", r"/resolve/.*/config\.json", answer=changed)
+    with pytest.raises(ValueError, match=r"config\.json has another hash than its list of files"):
+        read_source(f"{UPSTREAM}@{head}")
+
+
 TRAINED = [
     ("training.json", {}),
     ("config.json", {"architectures": ["ChatGLMForConditionalGeneration"]}),

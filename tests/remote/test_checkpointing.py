@@ -53,6 +53,21 @@ def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant)
     )
 
 
+def test_a_frozen_tower_keeps_nothing_even_where_a_framework_has_its_inputs_require_grad():
+    model = tiny_model().train()
+    tower = model.transformer.vision.requires_grad_(False)
+    embeddings = tower.patch_embedding
+    embeddings.register_forward_hook(lambda of, inputs, output: output.requires_grad_())
+    made = []
+    tower.register_forward_hook(lambda of, inputs, output: made.append(output.requires_grad))
+    model(**two_rows(grown_image())).loss.backward()
+    with torch.no_grad():  # of whoever asks for features alone
+        model(**two_rows(grown_image()))
+    tower.boi.requires_grad_(True)
+    model(**two_rows(grown_image()))
+    assert made == [False, False, True]
+
+
 @REENTRANT
 def test_nothing_is_recomputed_in_eval_mode_without_gradients_or_once_disabled(use_reentrant):
     model = tiny_model()
