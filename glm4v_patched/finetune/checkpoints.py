@@ -25,6 +25,7 @@ from typing import Any
 
 from ..atomic import write_atomically
 from ..models.base import digest
+from ..patch.config_json import read_object
 from ..terminal_text import listed, shorten
 
 MANIFEST = "complete.json"
@@ -105,14 +106,11 @@ def write_manifest(checkpoint: Path, origin: Origin) -> None:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Raises ``FileNotFoundError``, or ``ValueError`` for anything else that is no manifest."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        is_whole = manifest.pop("sha256") == _digest_of(manifest)
-    except FileNotFoundError:
-        raise
-    except (OSError, RecursionError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(str(error)) from None
-    if not is_whole:
+    path = checkpoint / MANIFEST
+    if not path.exists():
+        raise FileNotFoundError(path)
+    manifest = read_object(path)
+    if manifest.pop("sha256", None) != _digest_of(manifest):
         raise ValueError("its contents have changed: another sha256 is expected of them")
     return manifest
 

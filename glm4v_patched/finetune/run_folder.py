@@ -22,6 +22,7 @@ from ..atomic import fault_of_file, remove_partial, require_file, write_atomical
 from ..engine.folders import fault_of_folder
 from ..engine.options import is_lora
 from ..models.base import REPORT, Base, read_report
+from ..patch.config_json import read_object
 from ..terminal_text import listed
 from .recipe import Recipe
 from .recipe_trainer import is_longer
@@ -217,9 +218,9 @@ def read_record(folder: Path) -> set[str] | None:
     if fault_of_file(folder / RECORD):
         return None
     try:
-        listed = json.loads((folder / RECORD).read_text(encoding="utf-8"))["written"]
-        return {*names_of_run(folder)} if listed is None else {*map(str, listed)}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        written = read_object(folder / RECORD)["written"]
+        return {*names_of_run(folder)} if written is None else {*map(str, written)}
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -4,7 +4,6 @@ Needs no torch. Models are known by their contents, so that folders may move.
 """
 
 import hashlib
-import json
 import re
 import signal
 import threading
@@ -132,10 +131,9 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
 def read_report(folder: Path) -> dict:
     """``training.json``, or nothing if there is none that can be read."""
     try:
-        report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(folder / REPORT)
+    except ValueError:
         return {}
-    return report if isinstance(report, dict) else {}
 
 
 def tensor_names(weights: Path) -> list[str]:

@@ -113,11 +113,10 @@ def shards_of(folder: Path) -> list[str]:
             beside it.
     """
     has_whole = (folder / WHOLE).is_file()
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        names = {*index["weight_map"].values()}
-    except FileNotFoundError:
+    if not (folder / INDEX).exists():
         return [WHOLE] if has_whole else []
+    try:
+        names = {*read_object(folder / INDEX)["weight_map"].values()}
     except UNREADABLE:
         return []  # what is wrong with it is reported when it is loaded
     if odd := [name for name in names if not _is_bare(name)]:

@@ -16,6 +16,8 @@ def is_glm4v(config: dict) -> bool:
 
 def read_object(path: Path) -> dict:
     """The object that a JSON file holds. Raises ``ValueError`` if there is none."""
+    if path.exists() and not path.is_file():  # the end of a pipe would be waited for
+        raise ValueError(f"{path} cannot be read: it is no file")
     try:
         content = path.read_bytes()
     except OSError as error:

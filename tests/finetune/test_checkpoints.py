@@ -174,6 +174,10 @@ def test_a_manifest_that_lists_no_files_or_not_as_expected_is_damaged(tmp_path, 
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     [fault] = find_faults(checkpoint)
     assert fault.startswith(f"{MANIFEST} is damaged: "), fault
+    (checkpoint / MANIFEST).unlink()
+    os.mkfifo(checkpoint / MANIFEST)  # which is not waited for
+    [fault] = find_faults(checkpoint)
+    assert fault.startswith(f"{MANIFEST} is damaged: ") and "no file" in fault
 
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:

@@ -68,6 +68,7 @@ def test_what_is_not_its_own_is_left_by_each_command(drawn, tmp_path, secret, ca
     for name, commands in {
         "run.lock": ([*train, "--overwrite"], train),
         "run.json": ([*train, "--dry-run"], [*train, "--overwrite"], train),
+        "training.json": ([*train, "--resume"], train),
         "a.jsonl": (answer,),
         "a.jsonl.settings.json": (answer,),
         "answers.jsonl": (evaluate,),
