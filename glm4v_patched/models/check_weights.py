@@ -38,6 +38,10 @@ class Shape(NamedTuple):
 
 
 def fault_of_model_folder(folder: Path) -> str | None:
+    # The end of a pipe would be waited for, by whichever library reads it.
+    odd = (of for of in folder.iterdir() if of.exists() and not (of.is_file() or of.is_dir()))
+    if found := next(odd, None):
+        return f"{found.name} in it is a pipe, a socket or a device; expected files alone"
     if (folder / "adapter_config.json").is_file():
         return None
     if not (folder / "config.json").exists():

@@ -1,6 +1,7 @@
 """A model's weights are compared with its config by names and shapes, before anything is loaded."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -83,6 +84,17 @@ def test_an_index_may_name_any_file_of_its_folder(tmp_path):
         (tmp_path / name).touch()
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
         assert shards_of(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", INDEX, "notes"])
+def test_a_pipe_in_a_folder_is_told_and_not_waited_for(model, name):
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert f"{name} in it is a pipe" in fault_of_model(str(model))
+    (model / name).unlink()
+    (model / name).symlink_to("nowhere")  # as in a cache of the Hub that has no weights
+    (model / "link.json").symlink_to("config.json")
+    assert fault_of_model(str(model)) is None
 
 
 def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(model):
