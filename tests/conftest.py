@@ -18,6 +18,7 @@ from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS, ChatGLM4Tokenizer
 
+pytest.register_assert_rewrite("tests.messages")  # which shows where words differ
 torch.set_num_threads(1)
 gc.disable()  # while test files are imported; see old_objects_are_no_garbage
 

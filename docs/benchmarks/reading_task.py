@@ -37,7 +37,7 @@ from reading_lines import SCRIPTS, Share, draw_set
 from reading_runs import REPORT, SIZES, Failed, Size, Task
 
 from glm4v_patched import __version__
-from glm4v_patched.data.loading import cores
+from glm4v_patched.data.workers import cores
 from glm4v_patched.engine.gpus import find_gpus
 
 VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "pillow")

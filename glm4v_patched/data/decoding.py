@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from .loading import cores
+from .workers import cores
 
 MOST_PIXELS = 120 * 10**6
 """More than the 108 megapixels of a telephone; half a gigabyte where it is decoded."""

@@ -18,9 +18,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..atomic import give_usual_modes
 from ..data.feature_cache import TowerFeatures
-from ..data.loading import BATCHES_AHEAD, workers_with_room
 from ..data.stored_rows import Conversations
 from ..data.stream import FAULTS, UNREADABLE, Stream
+from ..data.workers import BATCHES_AHEAD, workers_with_room
 from ..engine.options import part_of
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.loss import IGNORE_INDEX
@@ -46,7 +46,7 @@ class RecipeTrainer(Trainer):
         features: With it, pictures that they know do not go through the tower.
         eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
         sample: Rows that are answered at each evaluation.
-        worker_start: How processes that read pictures start (:func:`data.loading.worker_start`).
+        worker_start: How processes that read pictures start (:func:`data.workers.worker_start`).
     """
 
     def __init__(

@@ -25,9 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 from ..atomic import write_atomically
 from ..data.collate import ConversationCollator
 from ..data.feature_cache import TowerFeatures
-from ..data.loading import loader_options, worker_start
 from ..data.packing import PackedRows, PackingCollator
 from ..data.stream import Stream, StreamCollator
+from ..data.workers import loader_options, worker_start
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB

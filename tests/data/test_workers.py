@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from glm4v_patched.data import loading
-from glm4v_patched.data.loading import default_workers, loader_options, worker_start
+from glm4v_patched.data import workers
+from glm4v_patched.data.workers import default_workers, loader_options, worker_start
 from glm4v_patched.finetune import worker
 from tests.helpers.recipes import drawn_recipe, train_here
 
@@ -17,16 +17,16 @@ from tests.helpers.recipes import drawn_recipe, train_here
 def machine(monkeypatch):
     def have(cores: int, shared_memory: float = 10**12) -> None:
         usage = SimpleNamespace(free=int(shared_memory))
-        monkeypatch.setattr(loading, "cores", lambda: cores)
-        monkeypatch.setattr(loading.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(workers, "cores", lambda: cores)
+        monkeypatch.setattr(workers.shutil, "disk_usage", lambda path: usage)
 
     return have
 
 
 def test_each_process_gets_its_share_of_the_cores_but_one(machine):
-    for cores, processes, workers in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (32, 2, 8), (32, 8, 3)):
+    for cores, processes, number in ((1, 1, 0), (2, 1, 1), (2, 2, 0), (32, 2, 8), (32, 8, 3)):
         machine(cores)
-        assert default_workers(processes, pictures=4, side=1120) == workers
+        assert default_workers(processes, pictures=4, side=1120) == number
 
 
 def test_batches_fit_into_shared_memory(machine):
@@ -63,11 +63,11 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     """
     changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
     results = []
-    for workers, start in ((0, None), (2, None), (1, "spawn")):
+    for number, start in ((0, None), (2, None), (1, "spawn")):
         monkeypatch.setattr(worker, "worker_start", lambda *_, start=start: start)
-        folder = tmp_path / f"{workers} {start}"
+        folder = tmp_path / f"{number} {start}"
         folder.mkdir()
-        recipe = drawn_recipe(folder, changes | {"trainer.dataloader_num_workers": workers})
+        recipe = drawn_recipe(folder, changes | {"trainer.dataloader_num_workers": number})
         history = train_here(recipe)["history"]
         weights = Path(recipe.out, "adapter_model.safetensors").read_bytes()
         results.append((json.dumps(history), weights, torch.get_rng_state().tolist()))
