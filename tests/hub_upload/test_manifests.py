@@ -88,7 +88,7 @@ def test_everybody_refuses_a_manifest_that_is_damaged(number, copy):
         else:
             assert same(content, False), content
         # Nothing else than what it lists would be replaced.
-        told = "that no build wrote" if files.keys() - manifest.names else "has no con"
+        told = "that no build wrote" if files.keys() - manifest.names else "nothing has no "
         with pytest.raises(ValueError, match=told):
             build(Source("nothing", {SINGLE_FILE: File(1, "0" * 64)}), copy, "a/b")
 
