@@ -27,7 +27,7 @@ from tests.helpers.recipes import drawn_recipe
 HOUR = 3600
 
 
-def turns(picture: str | None = None, answer: str = "red", rounds: int = 1) -> list[dict]:
+def colours(picture: str | None = None, answer: str = "red", rounds: int = 1) -> list[dict]:
     asked, answered = said("user", "Which colour is it?"), said("assistant", answer)
     first = asked | {"image": picture} if picture else asked
     return [first, answered, *[asked, answered] * (rounds - 1)]
@@ -49,7 +49,7 @@ def draw(tmp_path):
 
 
 def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw):
-    checked = check(write(turns("a.png"), turns(), turns("a.png", "a red circle", rounds=3)))
+    checked = check(write(colours("a.png"), colours(), colours("a.png", "a red circle", rounds=3)))
     batches = [ConversationCollator(processor)([row]) for row in checked.conversations()]
     positions = [batch["input_ids"].shape[1] for batch in batches]
     learned = [int((batch["labels"] != -100).sum()) for batch in batches]
@@ -63,7 +63,7 @@ def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw)
 def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longer(
     check, write, draw
 ):
-    path = write(turns(), turns("a.png", rounds=4))
+    path = write(colours(), colours("a.png", rounds=4))
     checked = check(path)
     needed = checked.column("in_table")[1]
     assert found(check(path, max_positions=needed)) == found(checked)
@@ -85,12 +85,12 @@ def test_a_template_that_drops_pictures_or_words_is_noticed(
     ):
         monkeypatch.setattr(processor, "chat_template", template)
         with words.refused(ValueError, "data.jsonl:1: "):
-            check(write(turns("a.png" if "* 0" in template else None)))
+            check(write(colours("a.png" if "* 0" in template else None)))
 
 
 def test_a_row_with_words_for_a_minute_of_rendering_is_not_rendered(check, write, words):
     with words.refused(ValueError, "1 of 2", ":1: ", "1,048,576"):
-        check(write(turns(answer="red " * 2**22), turns()))
+        check(write(colours(answer="red " * 2**22), colours()))
 
 
 def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
@@ -99,21 +99,21 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     (tmp_path / "bad.png").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.png")
     pictures = ("bad.png", "pipe.png", "none.png", "x" * 300)
-    long = turns(rounds=30)
-    path = write(turns(answer=""), turns("a.png"), *map(turns, pictures), long, turns())
+    long = colours(rounds=30)
+    path = write(colours(answer=""), colours("a.png"), *map(colours, pictures), long, colours())
     options = {"max_positions": 200}
     with words.refused(ValueError, "6 of 8 rows", "data.jsonl:7: takes"):
         check(path, **options)
     checked = check(path, on_bad="skip", **options)
     assert checked.row_lines == (2, 8) and checked.skipped == 6
     assert checked.counts.rows == len(checked.row_digests) == 2
-    assert checked.conversations()[1] == turns()
+    assert checked.conversations()[1] == colours()
     words(capsys.readouterr().out)
     assert not [*(tmp_path / "memory" / "rows").glob("*.arrow")]
     (tmp_path / "bad.png").unlink()  # the picture of a row that is left out may change
     checked.conversations()
     with words.refused(ValueError, "1 of 1 rows"):
-        check(write(turns(answer="")), on_bad="skip")
+        check(write(colours(answer="")), on_bad="skip")
 
 
 @pytest.fixture
@@ -147,11 +147,11 @@ def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_know
     monkeypatch.setattr(ConversationCollator, "measure", noted)
     monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
     draw("b.png")
-    first = check(write(turns("a.png"), turns("b.png"), turns("a.png", "a red circle")))
+    first = check(write(colours("a.png"), colours("b.png"), colours("a.png", "a red circle")))
     assert decoded == ["a.png", "b.png"] and len(measured) == 3
     assert found(check(Path(first.path))) == found(first)
     assert len(decoded) == 2 and len(measured) == 3
-    mended = check(write(turns("a.png"), turns("b.png", "green"), turns("a.png", "red")))
+    mended = check(write(colours("a.png"), colours("b.png", "green"), colours("a.png", "red")))
     assert len(decoded) == 2 and len(measured) == 6
     same = [old == new for old, new in zip(first.row_digests, mended.row_digests, strict=True)]
     assert same == [True, False, False]
@@ -160,26 +160,26 @@ def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_know
 def test_rows_are_read_again_where_something_changed_on_which_they_depend(
     tmp_path, processor, check, write, monkeypatch
 ):
-    path = write(turns(), turns(rounds=2))
+    path = write(colours(), colours(rounds=2))
     sizes = check(path).column("positions")
     for old, new in ((b"Which", b"which"), (b"ARROW1", b"")):
         [stored] = (tmp_path / "memory" / "rows").glob("*.arrow")
         stored.write_bytes(stored.read_bytes().replace(old, new))
-        assert [*check(path).conversations()] == [turns(), turns(rounds=2)]
+        assert [*check(path).conversations()] == [colours(), colours(rounds=2)]
     with pytest.raises(ValueError, match="2 of 2 rows cannot be used"):
         check(Source(str(path), format="alpaca"))
-    embedded = turns("data:image/png;base64," + base64.b64encode(png()).decode())
+    embedded = colours("data:image/png;base64," + base64.b64encode(png()).decode())
     [written] = [check(write(embedded)).pictures for _ in range(2)][1]
     Path(written.path).unlink()  # as if the cache had been cleared
     assert check(write(embedded)).pictures == (Stamp.of(written.path),)
-    path = write(turns(), turns(rounds=2))
+    path = write(colours(), colours(rounds=2))
     monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ 'x' }}")
     assert (check(path).column("positions") == sizes + 1).all()
 
 
 def test_a_picture_that_changed_is_decoded_again(check, write, draw, decoded, any_age):
     picture = draw("a.bmp")
-    path = write(turns("a.bmp"))
+    path = write(colours("a.bmp"))
     first, before = check(path).row_digests, picture.stat()
     for change in ("time", "bytes", "renamed"):
         time.sleep(0.02)  # a tick of the file system's clock
@@ -197,7 +197,7 @@ def test_a_picture_that_changed_is_decoded_again(check, write, draw, decoded, an
 
 
 def test_a_picture_that_may_change_within_a_tick_is_not_remembered(check, write, draw, decoded):
-    picture, path = draw("a.png"), write(turns("a.png"))
+    picture, path = draw("a.png"), write(colours("a.png"))
     check(path)
     os.utime(picture, (time.time() - HOUR,) * 2)  # when its entry changed cannot be set
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_a_picture_that_may_change_within_a_tick_is_not_remembered(check, write,
 def test_a_damaged_memory_is_begun_anew(
     tmp_path, check, write, draw, decoded, any_age, damage, caplog
 ):
-    path = write(turns("a.png"))
+    path = write(colours("a.png"))
     first = found(check(path))
     memory = tmp_path / "memory" / "m.sqlite"
     content, journal = memory.read_bytes(), Path(f"{memory}-journal")
@@ -229,7 +229,7 @@ def test_a_damaged_memory_is_begun_anew(
 
 
 def test_where_no_memory_can_be_kept_all_is_checked(tmp_path, processor, write, caplog):
-    path = write(turns())
+    path = write(colours())
     for memory in (tmp_path, path / "below.sqlite"):
         assert check_file(path, processor, 1024, memory=memory).counts.rows == 1
         assert f"{memory} is not used" in caplog.text
@@ -250,7 +250,7 @@ def test_a_cache_folder_is_ignored_unless_its_path_is_whole(monkeypatch, tmp_pat
 
 
 def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, draw):
-    checked = check(write(turns("a.png"), turns(), {"messages": []}), on_bad="skip")
+    checked = check(write(colours("a.png"), colours(), {"messages": []}), on_bad="skip")
     checked.write(tmp_path / "data.json")
     read = CheckedData.read(tmp_path / "data.json")
     assert found(read) == found(checked) and (read.counts, read.skipped) == (checked.counts, 1)
@@ -261,7 +261,7 @@ def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, 
 
 
 def test_rows_and_pictures_that_changed_since_the_check_are_refused(check, write, draw, words):
-    picture, path = draw("a.png"), write(turns("a.png"))
+    picture, path = draw("a.png"), write(colours("a.png"))
     checked = check(path)
     content, before = path.read_bytes(), path.stat()
     path.write_bytes(content.replace(b"red", b"led"))
@@ -289,7 +289,7 @@ def test_digests_are_of_words_and_pixels_in_their_order_and_not_of_places(tmp_pa
             (tmp_path / folder / name).write_bytes(png(colour))
         shown = [{"type": "image", "image": name} for name in ("a.png", "b.png")]
         row = [said("user", [*shown, {"type": "text", "text": "red"}]), said("assistant", "red")]
-        return check(write_rows(tmp_path / folder / "data.jsonl", row, turns())).row_digests
+        return check(write_rows(tmp_path / folder / "data.jsonl", row, colours())).row_digests
 
     one, same = digests("one", "red", "blue"), digests("two", "red", "blue")
     assert one == same and len({*one}) == 2
