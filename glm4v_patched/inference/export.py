@@ -146,7 +146,7 @@ def export(
         )
     with new_folder(out) as partial:
         if base.adapters is not None:
-            merge(model, partial / "merged", revision, check=False)
+            merge(model, partial / "merged", revision)
             base = Base(str(partial / "merged"))
         before = after = None
         if evaluation is not None:

@@ -87,7 +87,7 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
 
 @by_compressor
 def test_adapters_are_merged_first_and_it_loads_without_this_package(files, learned, tmp_path):
-    merge(str(files.adapters), tmp_path / "merged", check=False)
+    merge(str(files.adapters), tmp_path / "merged")
     assert export(files.adapters, tmp_path / "out", learned) == 0
     wanted, base = logits(tmp_path / "merged", learned), logits(files.model, learned)
     found = logits(tmp_path / "out", learned)
