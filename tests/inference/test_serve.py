@@ -416,8 +416,8 @@ def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
     asks = [asking(told, ("plain", n), max_tokens=2) for n in range(17)]
     asks += [asking(told, ("seed", n), seed=3, max_tokens=2) for n in range(2)]
     asks += [asking(told, ("hot", n), generation=hot, max_tokens=2 + n) for n in range(2)]
-    asks += [asking(told, ("presence", n), presence=0.5 * n, max_tokens=2) for n in (1, 2)]
-    asks += [asking(told, ("frequency", 0), frequency=0.5, max_tokens=2)]
+    asks += [asking(told, ("presence", n), presence_penalty=0.5 * n, max_tokens=2) for n in (1, 2)]
+    asks += [asking(told, ("frequency", 0), frequency_penalty=0.5, max_tokens=2)]
     asks += [asking(told, ("seen", n), prompt=prompt, max_tokens=2) for n in range(2)]
     gone = asking(told, "gone")
     gone.cancelled.set()
@@ -486,7 +486,7 @@ def test_a_server_that_was_started_under_nohup_stays(monkeypatch):
 
 
 def row(said: list, tokenizer=None, stop=(), most=9, **options) -> Row:
-    wanted = Wanted(prompt="", generation=Generation(), stop=stop)
+    wanted = Wanted.model_construct(prompt="", generation=Generation(), stop=stop)
     return Row(Ask(wanted, said.append), tokenizer, most, [2], **options)
 
 

@@ -5,7 +5,7 @@ What the server cannot do is refused, unless the request asks for what it does a
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -133,38 +133,31 @@ class ResponseRequest(Request):
         return [{"role": "system", "content": self.instructions or ""}, *asked]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Wanted(Request):
     """What is to be answered.
 
     Args:
         prompt: Messages as the processor takes them, with pictures as the bytes of files; or a text
             to continue.
-        model: One of the names that are served.
         max_tokens: Of the answer, if the client says so.
-        presence, frequency: OpenAI's penalties of tokens that the answer has.
-        seed: Of what is drawn, if the client says so.
-        stop: Texts before which the answer ends.
     """
 
     prompt: list[dict] | str
     generation: Generation
     model: str = ""
     max_tokens: int | None = None
-    presence: float = 0
-    frequency: float = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
 
     def goes_with(self, other: "Wanted") -> bool:
         """Whether both may be answered in one batch. What a seed draws depends on the batch."""
         one, two = (
-            (w.model, w.generation, w.presence, w.frequency, isinstance(w.prompt, str))
-            for w in (self, other)
+            (w.model, w.generation, w.penalties, isinstance(w.prompt, str)) for w in (self, other)
         )
         return one == two and self.seed is None and other.seed is None
+
+    @property
+    def penalties(self) -> tuple[float, float]:
+        """OpenAI's, of tokens that the answer has: presence and frequency."""
+        return self.presence_penalty, self.frequency_penalty
 
     @property
     def pictures(self) -> int:
@@ -196,17 +189,13 @@ def read_request(
     if len({*lengths.values()}) > 1:
         told = " and ".join(f"{key} is {value}" for key, value in lengths.items())
         raise ApiError(400, f"{told}, which say the same: give one of them", "max_tokens")
-    return Wanted(
+    given = {key: value for key, value in request if key in Request.model_fields}
+    given["model"] = model_called(request.model, names)
+    return Wanted.model_construct(
+        **given,
         prompt=asked if isinstance(asked, str) else _messages(asked),
-        model=model_called(request.model, names),
         generation=_generation(request, defaults),
         max_tokens=next(iter(lengths.values()), None),
-        presence=request.presence_penalty,
-        frequency=request.frequency_penalty,
-        seed=request.seed,
-        stop=tuple(request.stop),
-        stream=request.stream,
-        include_usage=request.stream_options.include_usage,
     )
 
 
