@@ -104,13 +104,13 @@ def test_a_mistake_is_told(files, endless, adapters, refused):
         for arguments, named in (
             (["--port", port], "cannot be listened at"),
             (["--api-key", ""], "--api-key"),
-            (["--adapter", "a=x", "--adapter", "a=y"], "--adapter: of 2, 1"),
+            (["--adapter", "a=x", "--adapter", "a=y"], "--adapter a: "),
             (["--adapter", f"a={endless}"], "--adapter a="),
             (["--adapter", f"a={files.adapters}"], "--adapter a="),
-            (["--served-model-name", "a", "--adapter", f"a={adapters['one']}"], "--adapter a="),
+            (["--served-model-name", "a", "--adapter", f"a={adapters['one']}"], "--adapter a: "),
         ):
             command = ["serve", endless, "--device", "cpu", "--port", "0", *arguments]
-            refused(command, named, served=endless.parent, taken=f"--port {port}")
+            refused(command, named, served=endless.parent, port=port)
 
 
 def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answerer):
