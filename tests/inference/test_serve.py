@@ -237,6 +237,8 @@ def of_user(*parts: dict) -> dict:
     ("given", "match"),
     [
         ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
+        ({"n": True}, "n is true, .*expected 1"),
+        ({"logprobs": True}, "logprobs is true, which this server cannot do; expected nothing"),
         ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
         ({"top_q": 1}, "top_q: is not read; expected one of model, "),

@@ -21,17 +21,7 @@ IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "ignore_eos": (False,),
-    "include": ([],),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
@@ -39,18 +29,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "stop_token_ids": ([],),
-    "store": (False,),
-    "suffix": ("",),
     "text": ({"format": {"type": "text"}},),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
-    "use_beam_search": (False,),
 }
+# 0, false, or nothing in it.
+OFF = ["chat_template_kwargs", "continue_final_message", "echo", "ignore_eos", "include"]
+OFF += ["include_stop_str_in_output", "logit_bias", "logprobs", "min_p", "min_tokens", "store"]
+OFF += ["stop_token_ids", "suffix", "tools", "top_logprobs", "use_beam_search"]
+NEUTRAL |= dict.fromkeys(OFF, ())
 # The same of a message, a part of it, and its picture: clients send back what they got.
-NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+NEUTRAL_OF_MESSAGES = dict.fromkeys(("annotations", "tool_calls", "logprobs"), ())
 IGNORED_OF_MESSAGES = ("name", "cache_control", "detail", "min_pixels", "max_pixels")
 """The template shows no names, and the model sees pictures in one size."""
 ROLES = {"developer": "system"}
@@ -94,10 +83,6 @@ class Request(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def asked(self) -> Any:
-        """Messages, or a text to continue."""
-        raise NotImplementedError
-
 
 class ChatRequest(Request):
     """Of ``/v1/chat/completions``."""
@@ -133,6 +118,9 @@ class ResponseRequest(Request):
         return [{"role": "system", "content": self.instructions or ""}, *asked]
 
 
+Asking = ChatRequest | TextRequest | ResponseRequest
+
+
 class Wanted(Request):
     """What is to be answered.
 
@@ -165,7 +153,7 @@ class Wanted(Request):
 
 
 def read_request(
-    kind: type[Request], body: dict[str, Any], names: Sequence[str], defaults: Generation
+    kind: type[Asking], body: dict[str, Any], names: Sequence[str], defaults: Generation
 ) -> Wanted:
     """Check the JSON of a request, whose pictures :class:`guard.Guard` has checked.
 
@@ -216,19 +204,13 @@ def _plain(
     """Without the keys that change nothing at their values, null among them."""
     plain = {k: v for k, v in given.items() if v is not None and k not in ignored}
     for key in neutral.keys() & plain.keys():
-        value = plain.pop(key)
+        value, values = plain.pop(key), neutral[key]
         # As JSON, where true is not 1.
-        if not any(
-            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral[key]
-        ):
-            expected = " or ".join(json.dumps(each) for each in neutral[key])
-            raise ApiError(
-                400,
-                f"{key} is {as_words(value)}, which this server cannot do; expected {expected}, or "
-                "leave it out",
-                key,
-                "unsupported_parameter",
-            )
+        same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in values)
+        if not (any(same) if values else not value):
+            expected = " or ".join(map(json.dumps, values)) or "nothing"
+            told = f"{key} is {as_words(value)}, which this server cannot do; expected {expected}"
+            raise ApiError(400, told, key, "unsupported_parameter")
     return plain
 
 
@@ -271,7 +253,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
 def _part(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
-    part = _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES | {"logprobs": ([],)})
+    part = _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES)
     if part.get("type") in TEXTS:
         return part | {"type": "text"}
     if part.get("type") not in IMAGES:
