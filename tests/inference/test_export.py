@@ -107,7 +107,7 @@ assert type(model).__module__.startswith("transformers_modules."), type(model)
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
-    monkeypatch.setattr(module, "_quantise", lambda *_: pytest.fail("it was quantised"))
+    monkeypatch.setattr(module, "new_folder", lambda *_: pytest.fail("it was written"))
     versions = {"llmcompressor": "0.15.0", "transformers": "5.17.0"}
     monkeypatch.setattr(module, "version", versions.__getitem__)
     monkeypatch.setattr(module, "requires", lambda name: ["transformers<=5.17.0,>=5.15.0"])
