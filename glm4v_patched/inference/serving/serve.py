@@ -101,6 +101,8 @@ def _limits(options: Namespace) -> Limits:
 
 def choose_vllm(options: Namespace) -> str | None:
     """vLLM's program, if it is to serve."""
+    if options.engine == "transformers":
+        return None
     cannot = {
         "--device cpu": options.device == "cpu",
         "weights in fewer bytes": options.weights is not None,
@@ -108,15 +110,15 @@ def choose_vllm(options: Namespace) -> str | None:
     }
     told = " and ".join(each for each, is_asked in cannot.items() if is_asked)
     program = find_vllm()
-    if options.engine == "transformers" or (options.engine == "auto" and (told or not program)):
+    if program and not told:
+        return program
+    if options.engine == "auto":
         return None
     if told:
         raise ValueError(
             f"--engine vllm does not take {told}; leave it out, or take --engine transformers"
         )
-    if not program:
-        raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
-    return program
+    raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
 
 
 def find_adapters(base: Base, adapters: Mapping[str, str], weights: str | None) -> dict[str, Base]:
