@@ -312,8 +312,9 @@ def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
 
     with ThreadPoolExecutor(16) as threads:
         together = [*threads.map(ask, range(16))]
-    assert re.search(r", \d at once: length", server.log.read_text())
     assert together == [*map(ask, range(16))] and len({*together}) > 8
+    # The line of a batch may come after its answers.
+    assert re.search(r", \d+ at once: length", server.log.read_text())
 
 
 # Clients that nobody here wrote, unchanged; ``nox -f tests/noxfile.py -s clients`` installs them.
