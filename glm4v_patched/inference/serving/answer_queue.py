@@ -209,7 +209,7 @@ def stopped() -> ApiError:
 class Row(Words):
     """Hands on the answer to a request as it comes, up to the first of the texts that end it.
 
-    What may be the beginning of such a text, and white space at the end, is held back.
+    As much as may be the beginning of such a text, and white space at the end, is held back.
 
     Args:
         most: Tokens that the answer may have.
@@ -260,11 +260,8 @@ class Row(Words):
             text, self.is_stopped = text[: min(found)], True
         ready = text.rstrip()
         if not (stream_end or self.is_stopped):
-            # A stop may be long, and what is held is short.
-            most = len(text) + 1
-            begun = (e[:size] for e in self.stop for size in range(1, min(len(e), most)))
-            longest = max((len(each) for each in begun if text.endswith(each)), default=0)
-            ready = ready[: len(text) - longest].rstrip()
+            longest = max(map(len, self.stop), default=1)
+            ready = ready[: max(len(text) - longest + 1, 0)].rstrip()
         self.held = text[len(ready) :]
         if ready:
             self.has_begun = True
