@@ -1,7 +1,7 @@
 """Answers batches of questions with a loaded model.
 
 ``python -m glm4v_patched.inference.answer_worker`` does so in a process of its own, on the GPU that
-it sees: it takes a pickled :class:`Job` with all of its batches from its standard input, and writes
+it sees: it takes a pickled request with all of its batches from its standard input, and writes
 the answers to each batch to its standard output. It ends when its input does.
 """
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, TextStreamer
@@ -23,6 +23,9 @@ from ..models.base import Base
 from ..models.loading import Loaded, load_processor
 from .decoding.static_cache import StaticCaches
 from .questions import Generation, Question
+
+if TYPE_CHECKING:
+    from .answer import Request
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024
@@ -48,16 +51,6 @@ class Words(TextStreamer):
         text = text if self.has_begun else text.lstrip()
         self.has_begun = self.has_begun or bool(text)
         self.say(text)
-
-
-class Job(NamedTuple):
-    """What a process that answers has to load."""
-
-    base: Base
-    device: str
-    weights: str | None
-    generation: Generation
-    cache: str = "dynamic"
 
 
 class Answerer:
@@ -175,12 +168,12 @@ def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
 
 
 def answer_parts(
-    job: Job, parts: Iterable[Sequence[Question]], tells: bool = True
+    request: "Request", base: Base, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded.
     """
-    processor, left = load_processor(job.base), iter(parts)
+    processor, left = load_processor(base), iter(parts)
     number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))
     waiting: deque = deque()
     readers = ThreadPoolExecutor(number)
@@ -192,8 +185,8 @@ def answer_parts(
 
     try:
         read(islice(left, number + 1))
-        loaded = loading.load(job.base, job.device, job.weights, tells)
-        answerer = Answerer(loaded, job.generation, job.cache)
+        loaded = loading.load(base, request.device, request.weights, tells)
+        answerer = Answerer(loaded, request.generation, request.cache)
         while waiting:
             rows, batch = waiting.popleft()
             read(islice(left, 1))
@@ -237,10 +230,10 @@ def serve() -> None:
     """Answer what comes on standard input, and write each batch's answers as they come."""
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
-    job, parts = pickle.load(sys.stdin.buffer)
+    request, base, parts = pickle.load(sys.stdin.buffer)
     end_with_stdin()
     try:
-        for answers in answer_parts(job, parts, tells=False):
+        for answers in answer_parts(request, base, parts, tells=False):
             pickle.dump([*map(tuple, answers)], replies)
             replies.flush()
     except (ValueError, RuntimeError, OSError) as error:
