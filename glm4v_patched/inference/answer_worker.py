@@ -73,7 +73,6 @@ class Answerer:
         own, config = self.model.generation_config, self.model.config
         ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
         self.end_ids = [ends] if isinstance(ends, int) else list(ends)
-        self._generate_by(generation)
 
     def answer(
         self, prompts: Sequence[Any], number: int = 0, streamer: "Words | None" = None
@@ -110,7 +109,12 @@ class Answerer:
     ) -> torch.Tensor:
         """The new ids of each row, ``[B, R]``; arguments and errors are those of :meth:`answer`,
         and others those of the model's ``generate``."""
-        self._generate_by(generation)
+        # All of it anew: what the folder says of sampling and lengths is for other uses.
+        self.model.generation_config = GenerationConfig(
+            **generation.given(),
+            eos_token_id=self.end_ids,
+            pad_token_id=self.model.config.pad_token_id,
+        )
         if generation.do_sample:
             # As torch takes it, whatever the seed.
             torch.manual_seed((generation.seed * 1_000_003 + number) % 2**64)
@@ -130,14 +134,6 @@ class Answerer:
                 f"--batch-size, or --max-new-tokens ({error})"
             ) from None
         return ids[:, length:]
-
-    def _generate_by(self, generation: Generation) -> None:
-        # All of it anew: what the folder says of sampling and lengths is for other uses.
-        self.model.generation_config = GenerationConfig(
-            **generation.given(),
-            eos_token_id=self.end_ids,
-            pad_token_id=self.model.config.pad_token_id,
-        )
 
     def encode(self, prompts: Sequence[Any]):
         """Model inputs on the model's device; as :func:`encode`."""
