@@ -90,19 +90,13 @@ def answer_questions(
         if file.lines:
             print(f"{len(file.lines):,} of {len(questions):,} answers are there", flush=True)
         if missing := file.missing:
-            _require_room(request, base, missing)
+            from ..data.check import require_pictures
+            from .answer_worker import require_room
+
+            require_pictures(request.data)
+            require_room(base, missing, request.generation.max_new_tokens)
             _answer_missing(request, base, file, missing)
         return file.all_lines()
-
-
-def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
-    from ..data.check import require_pictures
-    from ..models.loading import config_of, load_processor
-    from .answer_worker import require_room
-
-    require_pictures(request.data)
-    new, limit = request.generation.max_new_tokens, config_of(base).seq_length
-    require_room(load_processor(base), limit, questions, new)
 
 
 def _answer_missing(

@@ -196,13 +196,10 @@ def answer_parts(
         readers.shutdown(cancel_futures=True)
 
 
-def require_room(processor, limit: int, questions: Sequence[Question], new: int) -> None:
-    """Raise ``ValueError`` naming the rows that leave no room for an answer; opens no picture.
-
-    Args:
-        limit: Position ids that the model has (``seq_length``); a picture takes three.
-        new: Tokens of an answer.
-    """
+def require_room(base: Base, questions: Sequence[Question], new: int) -> None:
+    """Raise ``ValueError`` naming the rows that leave no room for an answer of so many tokens; no
+    picture is opened."""
+    processor, limit = load_processor(base), loading.config_of(base).seq_length
     found: list[tuple[int, int]] = []
     for some in batches(questions, 64):
         lengths = positions_of(processor, [question.prompt for question in some])

@@ -384,9 +384,10 @@ def test_a_row_that_leaves_no_room_is_named(files, answerer, words):
     """To the position: the longest row and its answer just fit, and one more token does not."""
     questions = read_questions(files.data)
     taken = max(answerer.encode([each.prompt for each in questions[2:3]])["input_ids"].shape)
-    require_room(answerer.processor, taken + 9, questions[2:3], new=9)
+    base = Base(str(files.model))
+    require_room(base, questions[2:3], new=1024 - taken)
     with words.refused(ValueError, "line 3"):
-        require_room(answerer.processor, taken + 8, questions[2:3], new=9)
+        require_room(base, questions[2:3], new=1025 - taken)
 
 
 def test_all_rows_whose_pictures_are_missing_are_told_at_once(files, tmp_path, capsys):
