@@ -8,7 +8,6 @@ import runpy
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -105,29 +104,41 @@ def swap_pictures(questions: Sequence[Question], digests: Mapping[str, str]) -> 
     ]
 
 
-def _with_pictures(prompt: list[dict], pictures: Sequence[str]) -> list[dict]:
-    names = iter(pictures)
-    return replace_pictures(prompt, lambda _: next(names))
-
-
 def _partners(questions: Sequence[Question], digests: Mapping[str, str]) -> dict[int, Question]:
     """For each row another one, with another reference and other pictures."""
-    # In files that are sorted by something, the next row is alike.
+    # In files that are sorted by their answers, the next row has the same one.
     rows = random.Random(0).sample(questions, len(questions))
-    rows.sort(key=_reference)
     shown = [frozenset(digests[path] for path in pictures_of(row.prompt)) for row in rows]
+    to_reference = _to_the_next_other([row.reference for row in rows])
+    to_pictures = _to_the_next_other(shown)
     found: dict[int, Question] = {}
-    end = 0
-    for _, alike in groupby(rows, _reference):
-        start, end = end, end + len([*alike])
-        others = len(rows) - (end - start)
-        for at in range(start, end):
-            places = ((end + (at + step) % others) % len(rows) for step in range(others))
-            other = next((p for p in places if shown[p].isdisjoint(shown[at])), None)
-            if other is not None:
-                found[rows[at].row] = rows[other]
+    for at, row in enumerate(rows):
+        ahead = to_reference[at]
+        while ahead < len(rows):
+            place = (at + ahead) % len(rows)
+            if rows[place].reference == row.reference:
+                ahead += to_reference[place]
+            elif shown[place] == shown[at]:
+                ahead += to_pictures[place]
+            elif shown[place] & shown[at]:
+                ahead += 1
+            else:
+                found[row.row] = rows[place]
+                break
     return found
 
 
-def _reference(question: Question) -> str:
-    return question.reference or ""
+def _to_the_next_other(values: Sequence[Any]) -> list[int]:
+    """How many places after each value, in a circle, the next other one is; as many as there are
+    where all are equal. Where one answer is rare, a look at each row would take minutes."""
+    size = len(values)
+    steps = [size] * size
+    for at in reversed(range(2 * size - 1)):
+        here, after = at % size, (at + 1) % size
+        steps[here] = 1 if values[here] != values[after] else min(steps[after] + 1, size)
+    return steps
+
+
+def _with_pictures(prompt: list[dict], pictures: Sequence[str]) -> list[dict]:
+    names = iter(pictures)
+    return replace_pictures(prompt, lambda _: next(names))
