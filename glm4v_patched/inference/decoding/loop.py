@@ -167,16 +167,25 @@ class Reports:
     def look(self, late: int | None = None) -> bool:
         """Whether all rows are known to have ended. Waits for all but the last ``late`` tokens."""
         late = self.late if late is None else late
-        while self.end is None and self._added - self._seen > late:
+        while self.end is None and self._seen < self._added:
             slot = self._seen % len(self._copied)
-            if (copied := self._copied[slot]) is not None:
-                copied.synchronize()
+            is_due = self._added - self._seen > late
+            if not self._has_come(slot, is_due):
+                break
             self._seen += 1
             if self.streamer is not None:
                 self.streamer.put(self._tokens[slot].clone())
             if not self._on_host[slot].any():
                 self.end = self._seen
         return self.end is not None
+
+    def _has_come(self, slot: int, is_due: bool) -> bool:
+        copied = self._copied[slot]
+        if copied is None:
+            return is_due
+        if is_due:
+            copied.synchronize()
+        return is_due or copied.query()
 
 
 class _Suppressed(LogitsProcessor):
