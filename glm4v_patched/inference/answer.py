@@ -5,7 +5,7 @@ import pickle
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -27,7 +27,7 @@ from .questions import (
 )
 
 if TYPE_CHECKING:
-    from .answer_worker import Answer, Job
+    from .answer_worker import Answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +90,13 @@ def answer_questions(
         if file.lines:
             print(f"{len(file.lines):,} of {len(questions):,} answers are there", flush=True)
         if missing := file.missing:
-            _require_room(request, base, missing)
+            from ..data.check import require_pictures
+            from .answer_worker import require_room
+
+            require_pictures(request.data)
+            require_room(base, missing, request.generation.max_new_tokens)
             _answer_missing(request, base, file, missing)
         return file.all_lines()
-
-
-def _require_room(request: Request, base: Base, questions: Sequence[Question]) -> None:
-    from ..data.check import require_pictures
-    from ..models.loading import config_of, load_processor
-    from .answer_worker import require_room
-
-    require_pictures(request.data)
-    new, limit = request.generation.max_new_tokens, config_of(base).seq_length
-    require_room(load_processor(base), limit, questions, new)
 
 
 def _answer_missing(
@@ -149,27 +143,30 @@ def answers(
     request: Request, base: Base, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
     """Each question with its answer, in order; several processes are started for several."""
-    from .answer_worker import Answer, Job, answer_parts, batches
+    from .answer_worker import Answer, answer_parts, batches
     from .decoding.static_cache import chosen
 
     placement = request.place()
-    device = "cpu" if placement.on_cpu else "cuda"
     parts = list(batches(questions, request.batch_size))
     number = min(placement.processes, len(parts))
     steps = -(-len(parts) // number) * request.generation.max_new_tokens
-    cache = chosen(request.cache, device, steps, base, request.weights)
-    job = Job(base, device, request.weights, request.generation, cache)
+    cache = chosen(request.cache, request.device, steps, base, request.weights)
+    request = replace(request, cache=cache)
     if number == 1:
-        told: Generator[list[Any], None, None] = answer_parts(job, parts)
+        told: Generator[list[Any], None, None] = answer_parts(request, base, parts)
     else:
-        told = _answers_of_processes(job, parts, environments(number, placement.on_cpu))
+        every = environments(number, placement.on_cpu)
+        told = _answers_of_processes(request, base, parts, every)
     with closing(told):
         for part, replies in zip(parts, told, strict=True):
             yield from zip(part, (Answer(*answer) for answer in replies), strict=True)
 
 
 def _answers_of_processes(
-    job: "Job", parts: Sequence[Sequence[Question]], every: list[dict[str, str]]
+    request: Request,
+    base: Base,
+    parts: Sequence[Sequence[Question]],
+    every: list[dict[str, str]],
 ) -> Generator[list[Any], None, None]:
     """Answers to batches that processes take in turn, in order."""
     command = python_module("glm4v_patched.inference.answer_worker")
@@ -179,7 +176,7 @@ def _answers_of_processes(
     try:
         for first, process in enumerate(processes):
             with suppress(OSError):  # it has ended
-                pickle.dump((job, parts[first :: len(every)]), process.stdin)
+                pickle.dump((request, base, parts[first :: len(every)]), process.stdin)
                 process.stdin.flush()  # it stays open until all is answered
         for part, process in zip(parts, cycle(processes), strict=False):
             try:

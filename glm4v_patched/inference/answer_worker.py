@@ -1,7 +1,7 @@
 """Answers batches of questions with a loaded model.
 
 ``python -m glm4v_patched.inference.answer_worker`` does so in a process of its own, on the GPU that
-it sees: it takes a pickled :class:`Job` with all of its batches from its standard input, and writes
+it sees: it takes a pickled request with all of its batches from its standard input, and writes
 the answers to each batch to its standard output. It ends when its input does.
 """
 
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, TextStreamer
@@ -23,6 +23,9 @@ from ..models.base import Base
 from ..models.loading import Loaded, load_processor
 from .decoding.static_cache import StaticCaches
 from .questions import Generation, Question
+
+if TYPE_CHECKING:
+    from .answer import Request
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024
@@ -50,16 +53,6 @@ class Words(TextStreamer):
         self.say(text)
 
 
-class Job(NamedTuple):
-    """What a process that answers has to load."""
-
-    base: Base
-    device: str
-    weights: str | None
-    generation: Generation
-    cache: str = "dynamic"
-
-
 class Answerer:
     """Answers questions with one model.
 
@@ -80,7 +73,6 @@ class Answerer:
         own, config = self.model.generation_config, self.model.config
         ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
         self.end_ids = [ends] if isinstance(ends, int) else list(ends)
-        self._generate_by(generation)
 
     def answer(
         self, prompts: Sequence[Any], number: int = 0, streamer: "Words | None" = None
@@ -117,7 +109,12 @@ class Answerer:
     ) -> torch.Tensor:
         """The new ids of each row, ``[B, R]``; arguments and errors are those of :meth:`answer`,
         and others those of the model's ``generate``."""
-        self._generate_by(generation)
+        # All of it anew: what the folder says of sampling and lengths is for other uses.
+        self.model.generation_config = GenerationConfig(
+            **generation.given(),
+            eos_token_id=self.end_ids,
+            pad_token_id=self.model.config.pad_token_id,
+        )
         if generation.do_sample:
             # As torch takes it, whatever the seed.
             torch.manual_seed((generation.seed * 1_000_003 + number) % 2**64)
@@ -137,14 +134,6 @@ class Answerer:
                 f"--batch-size, or --max-new-tokens ({error})"
             ) from None
         return ids[:, length:]
-
-    def _generate_by(self, generation: Generation) -> None:
-        # All of it anew: what the folder says of sampling and lengths is for other uses.
-        self.model.generation_config = GenerationConfig(
-            **generation.given(),
-            eos_token_id=self.end_ids,
-            pad_token_id=self.model.config.pad_token_id,
-        )
 
     def encode(self, prompts: Sequence[Any]):
         """Model inputs on the model's device; as :func:`encode`."""
@@ -175,12 +164,12 @@ def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
 
 
 def answer_parts(
-    job: Job, parts: Iterable[Sequence[Question]], tells: bool = True
+    request: "Request", base: Base, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded.
     """
-    processor, left = load_processor(job.base), iter(parts)
+    processor, left = load_processor(base), iter(parts)
     number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))
     waiting: deque = deque()
     readers = ThreadPoolExecutor(number)
@@ -192,8 +181,8 @@ def answer_parts(
 
     try:
         read(islice(left, number + 1))
-        loaded = loading.load(job.base, job.device, job.weights, tells)
-        answerer = Answerer(loaded, job.generation, job.cache)
+        loaded = loading.load(base, request.device, request.weights, tells)
+        answerer = Answerer(loaded, request.generation, request.cache)
         while waiting:
             rows, batch = waiting.popleft()
             read(islice(left, 1))
@@ -207,13 +196,10 @@ def answer_parts(
         readers.shutdown(cancel_futures=True)
 
 
-def require_room(processor, limit: int, questions: Sequence[Question], new: int) -> None:
-    """Raise ``ValueError`` naming the rows that leave no room for an answer; opens no picture.
-
-    Args:
-        limit: Position ids that the model has (``seq_length``); a picture takes three.
-        new: Tokens of an answer.
-    """
+def require_room(base: Base, questions: Sequence[Question], new: int) -> None:
+    """Raise ``ValueError`` naming the rows that leave no room for an answer of so many tokens; no
+    picture is opened."""
+    processor, limit = load_processor(base), loading.config_of(base).seq_length
     found: list[tuple[int, int]] = []
     for some in batches(questions, 64):
         lengths = positions_of(processor, [question.prompt for question in some])
@@ -237,10 +223,10 @@ def serve() -> None:
     """Answer what comes on standard input, and write each batch's answers as they come."""
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
-    job, parts = pickle.load(sys.stdin.buffer)
+    request, base, parts = pickle.load(sys.stdin.buffer)
     end_with_stdin()
     try:
-        for answers in answer_parts(job, parts, tells=False):
+        for answers in answer_parts(request, base, parts, tells=False):
             pickle.dump([*map(tuple, answers)], replies)
             replies.flush()
     except (ValueError, RuntimeError, OSError) as error:

@@ -129,19 +129,15 @@ class AnswersFile:
                 self.file.truncate(start)
                 return
             start += len(text)
-            fault = None
             try:
                 told = json.loads(text)
                 key = told["row"], told.get("swapped", False)
-                line = Line(known[key], told["answer"], told["finish_reason"])
-                if key in self.lines:
-                    fault = f"answers row {key[0]} a second time"
-                elif told.get("reference") != line.question.reference:
-                    fault = f"has another reference than row {key[0]}"
+                line = Line(known.pop(key), told["answer"], told["finish_reason"])
             except DAMAGED:
-                fault = "is no answer to a row of the data"
-            if fault:
-                raise ValueError(f"{self.path}:{number} {fault}; take the line out, {CURE}")
+                raise ValueError(
+                    f"{self.path}:{number} is no answer to a row of the data that has none before "
+                    f"it; take the line out, {CURE}"
+                ) from None
             self.lines[key] = line
 
     @property

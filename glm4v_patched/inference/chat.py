@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 HELP = """\
 /image PATH  show a picture with the next question; may be given several times
 /reset       begin a new conversation
-/help        this
 /exit        end, as the end of the input does"""
 
 
@@ -103,8 +102,6 @@ class Chat:
             self.images.append(path)
         elif command == "/reset":
             self.messages, self.images = [*self.start], []
-        elif command == "/help":
-            self._say(f"{HELP}\n")
         elif command == "/exit":
             return False
         else:

@@ -6,7 +6,7 @@ What can be known is checked before a weight is read: packages, rows, disk, memo
 import gc
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -39,7 +39,6 @@ from .questions import read_questions, spread
 # Whose names, also such as it does not publish, layer_by_layer uses.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
 OUTSIDE_LAYERS = ["re:.*output_layer", r"re:.*vision\.linear_proj\..*"]
-SHARD = "5GB"
 
 
 class Format(NamedTuple):
@@ -146,14 +145,16 @@ def export(
         )
     with new_folder(out) as partial:
         if base.adapters is not None:
-            merge(model, partial / "merged", revision, check=False)
+            merge(model, partial / "merged", revision)
             base = Base(str(partial / "merged"))
         before = after = None
         if evaluation is not None:
             evaluation = replace(evaluation, model=base.model, revision=base.revision)
             before = evaluate(evaluation)
+        from .layer_by_layer import quantise
+
         start = time.monotonic()
-        _quantise(base, partial, FORMATS[format], conversations, device)
+        quantise(base, partial, FORMATS[format], conversations, device)
         gc.collect()  # of the model, before it is loaded again
         seconds = time.monotonic() - start
         for path in taken_over(held):
@@ -218,29 +219,3 @@ def needs_of(
     if format.tower:
         kept.append(sum(size.images for size in sizes) * vision.num_positions * vision.hidden_size)
     return saved, weights + statistics + max(kept) * width
-
-
-def _quantise(
-    base: Base, out: Path, format: Format, conversations: Sequence[list[dict]], device: str
-) -> None:
-    from llmcompressor.core import reset_session
-
-    from ..data.collate import ConversationCollator
-    from ..models.loading import load
-    from .layer_by_layer import quantise
-
-    model: Any
-    model, processor = load(base, device)
-    collate: Callable[[list[list[dict]]], dict] = ConversationCollator(processor)
-
-    def encode(some: list[list[dict]]) -> dict:
-        batch = collate(some)  # one row: nothing is padded, and no loss is wanted
-        wanted = ("input_ids", "pixel_values")
-        return {name: batch[name].to(model.device) for name in wanted if name in batch}
-
-    try:
-        quantise(model, processor, conversations, encode, format.scheme, format.ignore)
-        model.save_pretrained(out, max_shard_size=SHARD)
-        processor.save_pretrained(out)
-    finally:
-        reset_session()  # it keeps the model

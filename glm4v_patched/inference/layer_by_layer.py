@@ -6,12 +6,13 @@ once (100 GB at the real size). Here each layer is called by itself, on what wen
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from llmcompressor import oneshot
-from llmcompressor.core import LifecycleCallbacks
+from llmcompressor.core import LifecycleCallbacks, reset_session
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.utils.hooks import HooksMixin
 from llmcompressor.pipelines.registry import CalibrationPipeline
@@ -21,8 +22,13 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import applied
+from ..data.collate import ConversationCollator
+from ..models.base import Base
+from ..models.loading import load
+from .export import Format
 
 NAME = "glm4v_layer_by_layer"
+SHARD = "5GB"
 
 
 class _Reached(Exception):
@@ -79,26 +85,34 @@ def _inputs_of(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tu
 
 
 def quantise(
-    model: Any,
-    processor: Any,
-    conversations: Sequence[list[dict]],
-    encode: Callable[[list[list[dict]]], dict],
-    scheme: str,
-    ignore: list[str],
+    base: Base, out: Path, format: Format, conversations: Sequence[list[dict]], device: str
 ) -> None:
-    """Quantise the linear layers of a model in place, by GPTQ."""
+    """Quantise the linear layers of a model by GPTQ, and save it."""
+    model: Any
+    model, processor = load(base, device)
+    collate: Any = ConversationCollator(processor)
+
+    def encode(row: list[list[dict]]) -> dict:
+        batch = collate(row)  # one row: nothing is padded, and no loss is wanted
+        wanted = ("input_ids", "pixel_values")
+        return {name: batch[name].to(model.device) for name in wanted if name in batch}
+
     rows: Any = conversations
-    batches: Any = torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode)
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=_is_doubt)
-    with applied():  # it asks AutoConfig about the model's folder, whose own code is not run
-        oneshot(
-            model=model,
-            processor=processor,
-            dataset=batches,
-            recipe=GPTQModifier(targets="Linear", scheme=scheme, ignore=ignore),
-            pipeline=NAME,
-        )
+    try:
+        with applied():  # it asks AutoConfig about the model's folder, whose own code is not run
+            oneshot(
+                model=model,
+                processor=processor,
+                dataset=torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode),
+                recipe=GPTQModifier(targets="Linear", scheme=format.scheme, ignore=format.ignore),
+                pipeline=NAME,
+            )
+        model.save_pretrained(out, max_shard_size=SHARD)
+        processor.save_pretrained(out)
+    finally:
+        reset_session()  # it keeps the model
 
 
 def _is_doubt(record: Any) -> bool:

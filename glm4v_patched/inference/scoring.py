@@ -1,10 +1,10 @@
 """How answers are compared with references, and whether they depend on the pictures; needs no
 torch."""
 
-import importlib.util
 import math
 import random
 import re
+import runpy
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,18 +47,14 @@ def load_metric(text: str) -> tuple[str, Metric]:
         raise ValueError(f"--metric {text}: {expected}")
     if name in METRICS:
         raise ValueError(f"--metric {text}: {name} is computed anyway; give yours another name")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # its name ends in .py
-    module = importlib.util.module_from_spec(spec)
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)  # it may import its neighbours, as a script may
     try:
-        spec.loader.exec_module(module)
+        function: Any = runpy.run_path(str(path)).get(name)
     except Exception as error:
         raise ValueError(f"--metric {text}: {path} fails: {error!r}") from error
     finally:
         sys.path.remove(folder)
-    function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"--metric {text}: {path} has no function {name}")
     return name, function

@@ -31,30 +31,24 @@ OLDEST, NEWEST = "0.26.0", "0.33.0"
 logger = logging.getLogger("vllm.glm4v_patched")
 
 
-_GLM4V = "vllm.model_executor.models.glm4v"
-# Names of vLLM's that are used here, with the parameters that they must have.
-_NAMES: tuple[tuple[str, str, str | None], ...] = (
-    ("vllm.model_executor.models.config", "MODELS_CONFIG_MAP", None),
-    ("vllm.transformers_utils.config", "uses_mrope", "config"),
-    (
-        _GLM4V,
-        "GLM4VForCausalLM.forward",
-        "self input_ids positions intermediate_tensors inputs_embeds kwargs",
-    ),
-    (_GLM4V, "GLM4VForCausalLM.get_mrope_input_positions", "self input_tokens mm_features"),
-    (_GLM4V, "GLM4VForCausalLM.compute_logits", "self hidden_states"),
-    (_GLM4V, "GLM4VForCausalLM.hf_to_vllm_mapper", None),
-    (_GLM4V, "GLM4VProcessingInfo.get_supported_mm_limits", "self"),
-    (
-        _GLM4V,
-        "GLM4VMultiModalProcessor._apply_hf_processor_tokens_only",
-        "self prompt_tokens",
-    ),
-    (_GLM4V, "GLM4VProcessingInfo.get_num_image_tokens", "self"),
-    (_GLM4V, "GLM4VDummyInputsBuilder", None),
-    ("vllm.model_executor.models.utils", "WeightsMapper._map_name", "self key"),
-    ("vllm.multimodal", "MULTIMODAL_REGISTRY.register_processor", "processor info dummy_inputs"),
-)
+# Names of vLLM's that are used here, by module, with the parameters that they must have.
+_NAMES: dict[str, dict[str, str | None]] = {
+    "vllm.model_executor.models.config": {"MODELS_CONFIG_MAP": None},
+    "vllm.transformers_utils.config": {"uses_mrope": "config"},
+    "vllm.model_executor.models.utils": {"WeightsMapper._map_name": "self key"},
+    "vllm.multimodal": {"MULTIMODAL_REGISTRY.register_processor": "processor info dummy_inputs"},
+    "vllm.model_executor.models.glm4v": {
+        "GLM4VForCausalLM.forward": "self input_ids positions intermediate_tensors inputs_embeds "
+        "kwargs",
+        "GLM4VForCausalLM.get_mrope_input_positions": "self input_tokens mm_features",
+        "GLM4VForCausalLM.compute_logits": "self hidden_states",
+        "GLM4VForCausalLM.hf_to_vllm_mapper": None,
+        "GLM4VProcessingInfo.get_supported_mm_limits": "self",
+        "GLM4VProcessingInfo.get_num_image_tokens": "self",
+        "GLM4VMultiModalProcessor._apply_hf_processor_tokens_only": "self prompt_tokens",
+        "GLM4VDummyInputsBuilder": None,
+    },
+}
 
 
 def register() -> None:
@@ -109,7 +103,8 @@ def check_vllm() -> None:
 
     if Version(vllm.__version__) < Version(OLDEST):
         raise RuntimeError(_moved([f"tests run with {OLDEST} to {NEWEST}"]))
-    faults = [fault for name in _NAMES if (fault := _fault_of(*name)) is not None]
+    every = [(module, *of) for module, names in _NAMES.items() for of in names.items()]
+    faults = [fault for each in every if (fault := _fault_of(*each)) is not None]
     if not faults:
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
         if hooks.get(ARCHITECTURE) is not SharedPositions:

@@ -78,7 +78,7 @@ def chat_in_browser(options: Namespace) -> None:
     with folder_of_uploads() as folder:
         # Before gradio is imported, which reads it then.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_RUN_HISTORY": "False"}
-        page = make_page(Conversations(models, queues, generation, options.system))
+        page = make_page(models, queues, generation, options.system)
         app = HostGuard(application(page), hosts_of(HOST, None))
         print(f"the page is http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         # Of a browser that still listens at the end, uvicorn would print a traceback.
@@ -89,9 +89,8 @@ def chat_in_browser(options: Namespace) -> None:
 def folder_of_uploads() -> Iterator[str]:
     """A folder that is gone when this process ends, also when it is told to by a signal; after
     ``kill -9``, when the next one begins."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # Which uvicorn raises again when it has ended; run_server makes it of SIGHUP.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for left in Path(tempfile.gettempdir()).glob(f"{UPLOADS}*"):
         # The process that made it holds a lock on it; root could remove other users', too.
         with suppress(OSError), _held(left):
@@ -116,57 +115,48 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-class Conversations:
-    """One conversation with each of the models, which are asked the same."""
+def ask(
+    queues: "Sequence[AnswerQueue]",
+    generation: Generation,
+    said: str,
+    pictures: Sequence[str],
+    before: Sequence[list[dict]],
+) -> Iterator[list[list[dict]]]:
+    """Ask each of several models the same, one after the other.
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        queues: "Sequence[AnswerQueue]",
-        generation: Generation,
-        system: str | None = None,
-    ):
-        self.names, self.queues, self.generation = names, queues, generation
-        self.start = [{"role": "system", "content": system}] if system else []
+    Args:
+        pictures: Paths.
+        before: The messages so far, of each model.
 
-    def ask(
-        self, said: str, pictures: Sequence[str], before: Sequence[list[dict]]
-    ) -> Iterator[list[list[dict]]]:
-        """Ask each of the models, one after the other.
+    Yields:
+        The messages of each model, with as much of the answers as there is.
+    """
+    from .serving.answer_queue import Ask, Ended
 
-        Args:
-            pictures: Paths.
-            before: The messages so far, of each model.
-
-        Yields:
-            The messages of each model, with as much of the answers as there is.
-        """
-        from .serving.answer_queue import Ask, Ended
-
-        for picture in pictures:
-            require_size(Path(picture).read_bytes(), Limits())
-            check_picture(picture)
-        if not said.strip():
-            raise ValueError("write a question" + " about the picture" * bool(pictures))
-        asked = question(said, pictures)
-        every = [[*(_answered(messages) or self.start), asked] for messages in before]
-        yield [*every]
-        for number, answers in enumerate(self.queues):
-            prompt, text = every[number], ""
-            events: queue.Queue[Event] = queue.Queue()
-            ask = Ask(Wanted(prompt=prompt, generation=self.generation), events.put)
-            answers.submit(ask)
-            try:
-                while not isinstance(event := events.get(), Ended):
-                    if isinstance(event, ApiError):
-                        raise event
-                    text += event
-                    every[number] = [*prompt, {"role": "assistant", "content": text}]
-                    yield [*every]
-                every[number] = [*prompt, {"role": "assistant", "content": text or NO_WORDS}]
+    for picture in pictures:
+        require_size(Path(picture).read_bytes(), Limits())
+        check_picture(picture)
+    if not said.strip():
+        raise ValueError("write a question" + " about the picture" * bool(pictures))
+    asked = question(said, pictures)
+    every = [[*_answered(messages), asked] for messages in before]
+    yield [*every]
+    for number, answers in enumerate(queues):
+        prompt, text = every[number], ""
+        events: queue.Queue[Event] = queue.Queue()
+        waiting = Ask(Wanted(prompt=prompt, generation=generation), events.put)
+        answers.submit(waiting)
+        try:
+            while not isinstance(event := events.get(), Ended):
+                if isinstance(event, ApiError):
+                    raise event
+                text += event
+                every[number] = [*prompt, {"role": "assistant", "content": text}]
                 yield [*every]
-            finally:
-                ask.cancelled.set()  # of a reader that stopped
+            every[number] = [*prompt, {"role": "assistant", "content": text or NO_WORDS}]
+            yield [*every]
+        finally:
+            waiting.cancelled.set()  # of a reader that stopped
 
 
 def _answered(messages: list[dict]) -> list[dict]:
@@ -176,16 +166,22 @@ def _answered(messages: list[dict]) -> list[dict]:
     return messages[:-1] if messages and messages[-1]["role"] == "user" else messages
 
 
-def make_page(conversations: Conversations) -> Any:
+def make_page(
+    models: Sequence[str],
+    queues: "Sequence[AnswerQueue]",
+    generation: Generation,
+    system: str | None,
+) -> Any:
     """The page, as gradio's Blocks."""
     import gradio
 
-    nothing_said: list[list[dict]] = [[] for _ in conversations.names]
+    begun = [{"role": "system", "content": system}] if system else []
+    nothing_said: list[list[dict]] = [begun for _ in models]
     nothing_typed: dict[str, Any] = {"text": "", "files": []}
 
-    def ask(given: dict, before: list[list[dict]]) -> Iterator[list[Any]]:
+    def answer(given: dict, before: list[list[dict]]) -> Iterator[list[Any]]:
         try:
-            for every in conversations.ask(given["text"], given["files"], before):
+            for every in ask(queues, generation, given["text"], given["files"], before):
                 yield [nothing_typed, every, *[shown(messages, waits=True) for messages in every]]
         except (ValueError, ApiError) as error:
             # The question stays where it was typed.
@@ -193,10 +189,9 @@ def make_page(conversations: Conversations) -> Any:
             raise gradio.Error(str(error), title="Not answered", print_exception=False) from None
 
     def stop_asking(every: list[list[dict]]) -> Any:
-        boxes = [*map(shown, every)]
-        return boxes if len(boxes) > 1 else boxes[0]  # gradio takes no list for one output
+        return dict(zip(boxes, map(shown, every), strict=True))
 
-    names = [Path(name).name or name for name in conversations.names]
+    names = [Path(name).name or name for name in models]
     with gradio.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as page:
         gradio.Markdown(f"# {TITLE}\n{' and '.join(names)}, on this machine")
         every = gradio.State(nothing_said)
@@ -220,11 +215,11 @@ def make_page(conversations: Conversations) -> Any:
         all_of_it = [entry, every, *boxes]
         # One at a time: the models share what is drawn, and the GPU.
         how = {"api_name": "ask", "concurrency_limit": 1, "show_progress": "hidden"}
-        asking = entry.submit(ask, [entry, every], all_of_it, **how)
+        asking = entry.submit(answer, [entry, every], all_of_it, **how)
         stop.click(stop_asking, every, boxes, cancels=[asking])
         gradio.on(
             [new.click, *[box.clear for box in boxes]],
-            lambda: [nothing_typed, nothing_said, *nothing_said],
+            lambda: [nothing_typed, nothing_said, *[[] for _ in models]],
             None,
             all_of_it,
             cancels=[asking],

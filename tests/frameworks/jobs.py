@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 PYTHON = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
 # What ends with an adapter, and has no command of its own to merge it.
-MERGE = (*RUN, "-m", "glm4v_patched", "merge", "adapter", "--out", "merged", "--no-check")
+MERGE = (*RUN, "-m", "glm4v_patched", "merge", "adapter", "--out", "merged")
 # What users write for their frameworks, by the name that it has for them.
 FILES = {path.name: path.read_text() for path in (HERE / "files").iterdir() if path.is_file()}
 ZERO3 = {"deepspeed.json": FILES["deepspeed.json"]}

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from glm4v_patched.inference.chat import Chat
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
 from glm4v_patched.inference.serving.limits import ApiError
-from glm4v_patched.inference.web import ANSWERING, Conversations, preview, shown
+from glm4v_patched.inference.web import ANSWERING, preview, shown
 from tests.helpers.processes import ROOT, cpu_environment, heed_signals, serving
 
 NEW = 6
@@ -130,19 +131,19 @@ def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def conversations(answerer, adapted):
+def ask_both(answerer, adapted):
     queues = [AnswerQueue(each, 1024) for each in (answerer, adapted)]
-    yield Conversations(["model", "adapters"], queues, Generation(max_new_tokens=NEW))
+    yield partial(web.ask, queues, Generation(max_new_tokens=NEW))
     for queue in queues:
         queue.stop()
 
 
-def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerer, adapted, cat):
+def test_both_models_are_asked_the_same_turn_after_turn(ask_both, answerer, adapted, cat):
     picture = {"type": "image", "image": cat}
     asked = {"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}
-    *growing, every = conversations.ask("What is it?", [cat], [[], []])
+    *growing, every = ask_both("What is it?", [cat], [[], []])
     assert growing[0] == [[asked], [asked]] and len(growing) > 4
-    *_, second = conversations.ask("And now?", [], every)
+    *_, second = ask_both("And now?", [], every)
     for each, messages in zip((answerer, adapted), second, strict=True):
         assert [message["role"] for message in messages] == ["user", "assistant"] * 2
         for end in (1, 3):
@@ -151,23 +152,23 @@ def test_both_models_are_asked_the_same_turn_after_turn(conversations, answerer,
     assert second[0][1] != second[1][1]
 
 
-def test_a_question_that_was_stopped_is_not_asked_again(conversations):
-    stopped = conversations.ask("What is it?", [], [[], []])
+def test_a_question_that_was_stopped_is_not_asked_again(ask_both):
+    stopped = ask_both("What is it?", [], [[], []])
     next(stopped)
-    *_, every = conversations.ask("And now?", [], next(stopped))
+    *_, every = ask_both("And now?", [], next(stopped))
     stopped.close()
     # The first model had begun to answer, the second one had not.
     roles = [[message["role"] for message in messages] for messages in every]
     assert roles == [["user", "assistant"] * 2, ["user", "assistant"]]
     # An empty answer is no turn.
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": web.NO_WORDS}
-    assert next(conversations.ask("a", [], [[asked, said]] * 2)) == [[asked]] * 2
+    assert next(ask_both("a", [], [[asked, said]] * 2)) == [[asked]] * 2
     # Something moves until an answer begins.
     assert shown([asked], waits=True) == [asked, ANSWERING] and shown([asked]) == [asked]
     assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
 
 
-def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words):
+def test_what_cannot_be_asked_is_told(ask_both, cat, tmp_path, words):
     (tmp_path / "text.png").write_text("no picture")
     Image.new("1", (12_500, 8_000)).save(tmp_path / "large.png")
     for said, picture, named in (
@@ -177,7 +178,7 @@ def test_what_cannot_be_asked_is_told(conversations, cat, tmp_path, words):
         ("word " * 3000, "my cat.png", "1,024 positions"),
     ):
         with words.refused((ValueError, ApiError), named):
-            list(conversations.ask(said, [str(tmp_path / picture)], [[], []]))
+            list(ask_both(said, [str(tmp_path / picture)], [[], []]))
 
 
 @pytest.mark.parametrize("kind", ["webp", "tif"])

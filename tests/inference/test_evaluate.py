@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,9 @@ from PIL import ExifTags, Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.messages import pictures_of
-from glm4v_patched.inference import answer, sheet_fonts
+from glm4v_patched.inference import answer, contact_sheet
 from glm4v_patched.inference.answer_worker import Answer
-from glm4v_patched.inference.contact_sheet import MOST_CELLS, draw_sheet
+from glm4v_patched.inference.contact_sheet import BLACK, MOST_CELLS, draw_lines, draw_sheet, wrap
 from glm4v_patched.inference.questions import Question
 from glm4v_patched.inference.scoring import (
     exact_match,
@@ -25,10 +24,7 @@ from glm4v_patched.inference.scoring import (
     swap_pictures,
     token_f1,
 )
-from glm4v_patched.inference.sheet_fonts import Fonts
 from glm4v_patched.models import loading
-
-BLACK = (0, 0, 0)
 
 
 @pytest.fixture
@@ -217,13 +213,13 @@ def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(pi
 
 
 def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, monkeypatch):
-    written, draw = [], Fonts.draw_lines
+    written = []
 
-    def record(self, lines, *rest):
+    def record(lines, width):
         written.extend(text for text, _ in lines)
-        return draw(self, lines, *rest)
+        return draw_lines(lines, width)
 
-    monkeypatch.setattr(Fonts, "draw_lines", record)
+    monkeypatch.setattr(contact_sheet, "draw_lines", record)
     rows = [question(row, "a") for row in range(100)]
     rows[7] = question(7, "a", picture("orange"), picture("blue"))
     draw_sheet(rows, ["b" if row in (7, 90) else "a" for row in range(100)], tmp_path / "s.png")
@@ -232,35 +228,42 @@ def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, mo
     shown = [int(name[4:].partition(",")[0]) for name in names]
     assert shown[:2] == [7, 90] and len(shown) == MOST_CELLS
     assert shown[2:] == sorted(shown[2:]) and shown[2] < 5 and shown[-1] > 90
-    assert written[-1].startswith(f"98 of 100 answers are the reference; {MOST_CELLS} rows")
+    assert written[0].startswith(f"98 of 100 answers are the reference; {MOST_CELLS} rows")
 
 
-def test_a_character_is_drawn_in_the_font_that_has_it_or_as_its_code_point(tmp_path, monkeypatch):
+@pytest.fixture
+def fonts(monkeypatch):
+    """Has these files be the fonts of this machine."""
+
+    def be(*files: str | None) -> None:
+        monkeypatch.setattr(contact_sheet, "_files", lambda: [*files])
+        contact_sheet._font_of.cache_clear()
+
+    yield be
+    monkeypatch.undo()
+    contact_sheet._font_of.cache_clear()
+
+
+def test_a_character_is_drawn_in_the_font_that_has_it_or_as_its_code_point(tmp_path, fonts):
     """The fonts here are DejaVu Sans, a damaged file, and STIX, which alone has Ⓐ."""
-    own = sheet_fonts._files()[0]
+    own = contact_sheet._files()[0]
     (tmp_path / "damaged.ttf").write_bytes(b"no font")
-    others = [str(tmp_path / "damaged.ttf"), own.replace("DejaVuSans", "STIXGeneral")]
-    monkeypatch.setattr(sheet_fonts, "_files", lambda: [own, *others])
-    for name in ("_face", "_face_of"):
-        monkeypatch.setattr(sheet_fonts, name, cache(getattr(sheet_fonts, name).__wrapped__))
-    fonts = Fonts()
-    drawn, as_code = (fonts.draw_lines([(text, BLACK)], 200, 1).tobytes() for text in "Ⓐ文")
-    assert fonts.missing == {"文"}
-    assert as_code == Fonts().draw_lines([("U+6587", BLACK)], 200, 1).tobytes()
-    assert drawn != Fonts().draw_lines([("U+24B6", BLACK)], 200, 1).tobytes()
-    # Long texts are broken where the cell ends; a joiner is none that lacks a font.
+    fonts(own, str(tmp_path / "damaged.ttf"), own.replace("DejaVuSans", "STIXGeneral"))
+    assert wrap("Ⓐ文é", 280) == ["Ⓐ U+6587 é"]
+    texts = ("Ⓐ", "U+24B6", "\u2005")
+    drawn, as_code, nothing = (draw_lines([(text, BLACK)], 200).tobytes() for text in texts)
+    assert drawn != as_code and drawn.strip(b"\xff") != nothing.strip(b"\xff") == b""
+    # A joiner is none that lacks a font.
+    assert wrap("Ⓐ\u200dⒶ\ufe0f", 280) == ["ⒶⒶ"]
+    # Long texts are broken where the cell ends.
     for text in ("words " * 100, "A" * 300, "Ⓐ" * 190):
-        lines = fonts._wrap(text, 280, 4)
+        lines = wrap(text, 280)
         assert len(lines) == 4 and lines[-1].endswith("…")
-        assert all(200 < sheet_fonts._length(line) <= 280 for line in lines)
-    fonts.draw_lines([("Ⓐ\u200dⒶ\ufe0f", BLACK)], 200, 1)
-    assert fonts.missing == {"文"}
-    # Without matplotlib, there is Pillow's own.
-    monkeypatch.setattr(sheet_fonts, "_files", lambda: [None])
-    sheet_fonts._face_of.cache_clear()
-    fonts = Fonts()
-    fonts.draw_lines([(" !~…é", BLACK)], 200, 1)
-    assert fonts.missing == {"é"}
+        for line in lines:
+            black = (np.asarray(draw_lines([(line, BLACK)], 400)) < 200).any((0, 2)).nonzero()[0]
+            assert 200 < black.max() <= 280
+    fonts(None)  # without matplotlib, there is Pillow's own
+    assert wrap(" !~…é", 280) == ["!~… U+00E9"]
 
 
 class Counted(str):

@@ -87,7 +87,7 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
 
 @by_compressor
 def test_adapters_are_merged_first_and_it_loads_without_this_package(files, learned, tmp_path):
-    merge(str(files.adapters), tmp_path / "merged", check=False)
+    merge(str(files.adapters), tmp_path / "merged")
     assert export(files.adapters, tmp_path / "out", learned) == 0
     wanted, base = logits(tmp_path / "merged", learned), logits(files.model, learned)
     found = logits(tmp_path / "out", learned)
@@ -107,7 +107,7 @@ assert type(model).__module__.startswith("transformers_modules."), type(model)
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
-    monkeypatch.setattr(module, "_quantise", lambda *_: pytest.fail("it was quantised"))
+    monkeypatch.setattr(module, "new_folder", lambda *_: pytest.fail("it was written"))
     versions = {"llmcompressor": "0.15.0", "transformers": "5.17.0"}
     monkeypatch.setattr(module, "version", versions.__getitem__)
     monkeypatch.setattr(module, "requires", lambda name: ["transformers<=5.17.0,>=5.15.0"])

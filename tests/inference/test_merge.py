@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
@@ -47,8 +48,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_those_of_peft(files, tmp_path, kind):
     folder = adapters_on(files.model, tmp_path / "adapters", **KINDS[kind])
-    difference = merge(str(folder), tmp_path / "merged")
-    assert difference is not None and difference.merged < 1e-4 < 0.01 < difference.adapters
+    merge(str(folder), tmp_path / "merged")
     model = GLM4VForCausalLM.from_pretrained(files.model)
     wanted = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
     found, before = weights_of(tmp_path / "merged"), weights_of(files.model)
@@ -71,8 +71,7 @@ def test_files_and_dtypes_of_the_base_are_kept(files, tmp_path):
     tensors = load_file(path)
     save_file(tensors | {norm: tensors[norm].float()}, path, metadata={"format": "pt"})
     folder = adapters_on(sharded, tmp_path / "adapters", r=4, lora_alpha=32)
-    difference = merge(str(folder), tmp_path / "merged")
-    assert difference is not None and difference.merged < difference.allowed < difference.adapters
+    merge(str(folder), tmp_path / "merged")
     assert len([*sharded.glob("*.safetensors")]) > 3
     for path in sharded.glob("*.safetensors"):
         before, after = load_file(path), load_file(tmp_path / "merged" / path.name)
@@ -125,17 +124,10 @@ def test_the_folder_is_one_that_save_pretrained_writes_answers_so_and_can_be_pub
     assert (tmp_path / "published" / "model.safetensors").is_file()
 
 
-def test_a_merge_that_went_wrong_is_noticed_and_leaves_nothing(files, tmp_path, monkeypatch):
-    right = module.merged_weight
-    wrong = lambda layer, weight, name: 2 * right(layer, weight, name) - weight  # noqa: E731
-    monkeypatch.setattr(module, "merged_weight", wrong)
-    with pytest.raises(RuntimeError, match="was not merged; .* logits differ by"):
-        merge(str(files.adapters), tmp_path / "merged")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_weight_that_was_merged_wrongly_is_noticed_by_itself(files, monkeypatch):
-    """Adapters that change a layer's output by 4%, which logits in bf16 hide, twice."""
+def test_a_weight_that_was_merged_wrongly_is_noticed_and_nothing_is_left(
+    files, tmp_path, monkeypatch
+):
+    """Adapters that change a layer's output by 4%, twice, in bf16."""
     with torch.device("meta"):
         model = GLM4VForCausalLM(GLM4VForCausalLM.config_class.from_pretrained(files.model))
     layers = module.adapted_layers(find_source(str(files.adapters)), model)
@@ -144,11 +136,14 @@ def test_a_weight_that_was_merged_wrongly_is_noticed_by_itself(files, monkeypatc
     scale = 0.04 * weight.float().std() / layer.get_delta_weight("default").std()
     layer.lora_B["default"].weight *= scale
     module.merged_weight(layer, weight, name)
+    delta = LoraLinear.get_delta_weight
+    monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda *args: 2 * delta(*args))
     layer.merged_adapters.clear()
-    delta = layer.get_delta_weight
-    monkeypatch.setattr(layer, "get_delta_weight", lambda *args: 2 * delta(*args))
     with pytest.raises(RuntimeError, match=f"{name}: the output of the merged weight differs"):
         module.merged_weight(layer, weight, name)
+    with pytest.raises(RuntimeError, match="the output of the merged weight differs"):
+        merge(str(files.adapters), tmp_path / "merged")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_more_than_lora_is_refused_by_name(files, tmp_path, words):
@@ -185,7 +180,7 @@ def test_a_model_of_the_hub_that_lacks_a_weight_is_named_with_it(files, tmp_path
     of_hub = module.Base(str(model), adapters=files.adapters)
     monkeypatch.setattr(module, "find_source", lambda *_: of_hub)
     with pytest.raises(ValueError, match=rf"lacks 1 of \d+ weights .*{FIRST}"):
-        merge("our-org/adapters", tmp_path / "merged", check=False)
+        merge("our-org/adapters", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

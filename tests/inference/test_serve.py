@@ -104,13 +104,13 @@ def test_a_mistake_is_told(files, endless, adapters, refused):
         for arguments, named in (
             (["--port", port], "cannot be listened at"),
             (["--api-key", ""], "--api-key"),
-            (["--adapter", "a=x", "--adapter", "a=y"], "--adapter: of 2, 1"),
+            (["--adapter", "a=x", "--adapter", "a=y"], "--adapter a: "),
             (["--adapter", f"a={endless}"], "--adapter a="),
             (["--adapter", f"a={files.adapters}"], "--adapter a="),
-            (["--served-model-name", "a", "--adapter", f"a={adapters['one']}"], "--adapter a="),
+            (["--served-model-name", "a", "--adapter", f"a={adapters['one']}"], "--adapter a: "),
         ):
             command = ["serve", endless, "--device", "cpu", "--port", "0", *arguments]
-            refused(command, named, served=endless.parent, taken=f"--port {port}")
+            refused(command, named, served=endless.parent, port=port)
 
 
 def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answerer):
@@ -237,6 +237,8 @@ def of_user(*parts: dict) -> dict:
     ("given", "match"),
     [
         ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
+        ({"n": True}, "n is true, .*expected 1"),
+        ({"logprobs": True}, "logprobs is true, which this server cannot do; expected nothing"),
         ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
         ({"top_q": 1}, "top_q: is not read; expected one of model, "),
@@ -310,8 +312,9 @@ def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
 
     with ThreadPoolExecutor(16) as threads:
         together = [*threads.map(ask, range(16))]
-    assert re.search(r", \d at once: length", server.log.read_text())
     assert together == [*map(ask, range(16))] and len({*together}) > 8
+    # The line of a batch may come after its answers.
+    assert re.search(r", \d+ at once: length", server.log.read_text())
 
 
 # Clients that nobody here wrote, unchanged; ``nox -f tests/noxfile.py -s clients`` installs them.
@@ -416,8 +419,8 @@ def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
     asks = [asking(told, ("plain", n), max_tokens=2) for n in range(17)]
     asks += [asking(told, ("seed", n), seed=3, max_tokens=2) for n in range(2)]
     asks += [asking(told, ("hot", n), generation=hot, max_tokens=2 + n) for n in range(2)]
-    asks += [asking(told, ("presence", n), presence=0.5 * n, max_tokens=2) for n in (1, 2)]
-    asks += [asking(told, ("frequency", 0), frequency=0.5, max_tokens=2)]
+    asks += [asking(told, ("presence", n), presence_penalty=0.5 * n, max_tokens=2) for n in (1, 2)]
+    asks += [asking(told, ("frequency", 0), frequency_penalty=0.5, max_tokens=2)]
     asks += [asking(told, ("seen", n), prompt=prompt, max_tokens=2) for n in range(2)]
     gone = asking(told, "gone")
     gone.cancelled.set()
@@ -486,7 +489,7 @@ def test_a_server_that_was_started_under_nohup_stays(monkeypatch):
 
 
 def row(said: list, tokenizer=None, stop=(), most=9, **options) -> Row:
-    wanted = Wanted(prompt="", generation=Generation(), stop=stop)
+    wanted = Wanted.model_construct(prompt="", generation=Generation(), stop=stop)
     return Row(Ask(wanted, said.append), tokenizer, most, [2], **options)
 
 
@@ -494,6 +497,7 @@ def test_a_text_that_stops_an_answer_does_not_leak_where_it_spans_pieces():
     for pieces, stop, expected in (
         (["Hello", " E", "ND", "!"], ("END",), "Hello"),
         ([" a ", " b "], (), "a  b"),
+        (["a", "b", "cd"], ("no", "x" * 1000, "cd"), "ab"),
         (["ab", "c"], ("bc", "b"), "a"),
     ):
         said: list = []
@@ -547,16 +551,3 @@ def test_ctrl_c_ends_it_while_it_answers(server):
     assert "Traceback" not in server.log.read_text()
     for each in silent:
         each.close()
-
-
-def test_a_long_text_that_stops_an_answer_is_compared_with_what_is_there_alone():
-    class Stop(str):
-        slices = 0
-
-        def __getitem__(self, key):
-            self.slices += 1
-            return str.__getitem__(self, key)
-
-    stop = Stop("x" * 1000)
-    row([], stop=[stop]).on_finalized_text("now")
-    assert stop.slices <= len("now")

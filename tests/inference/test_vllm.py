@@ -181,7 +181,8 @@ class FakeVllm(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(vllm=SimpleNamespace(__version__=vllm_plugin.NEWEST))
-        for module, path, wanted in vllm_plugin._NAMES:
+        every = vllm_plugin._NAMES.items()
+        for module, path, wanted in ((m, *of) for m, names in every for of in names.items()):
             holder = self.setdefault(module, SimpleNamespace())
             *owners, name = path.split(".")
             for owner in owners:

@@ -1,9 +1,6 @@
 """Answers requests with a loaded model, several in a batch, on a thread of its own.
 
-transformers' own server (``transformers.cli.serving``) does not stand here: up to 5.24 it batches
-models of text alone (its continuous batching is handed no pictures), ends an answer after a text
-that stops it and not before, leaves temperature out where the model's folder is greedy, goes on for
-clients that are gone, and is another one in each of 4.57, 5.0, 5.12 and 5.23.
+docs/serving.md says why transformers' own server does not stand here.
 """
 
 import threading
@@ -183,9 +180,9 @@ class AnswerQueue:
             generation, number = replace(generation, seed=wanted.seed), 0
         self._number += 1
         options: dict[str, Any] = {"stopping_criteria": [Rows(rows)]}
-        if wanted.presence or wanted.frequency:
+        if any(wanted.penalties):
             length = batch["input_ids"].shape[1]
-            options["logits_processor"] = [Penalties(length, wanted.presence, wanted.frequency)]
+            options["logits_processor"] = [Penalties(length, *wanted.penalties)]
         with self.using(wanted.model):
             answerer.generate(batch, generation, number, **options)
         if left := [row for row in rows if not row.reason]:
@@ -212,7 +209,7 @@ def stopped() -> ApiError:
 class Row(Words):
     """Hands on the answer to a request as it comes, up to the first of the texts that end it.
 
-    What may be the beginning of such a text, and white space at the end, is held back.
+    As much as may be the beginning of such a text, and white space at the end, is held back.
 
     Args:
         most: Tokens that the answer may have.
@@ -263,11 +260,8 @@ class Row(Words):
             text, self.is_stopped = text[: min(found)], True
         ready = text.rstrip()
         if not (stream_end or self.is_stopped):
-            # A stop may be long, and what is held is short.
-            most = len(text) + 1
-            begun = (e[:size] for e in self.stop for size in range(1, min(len(e), most)))
-            longest = max((len(each) for each in begun if text.endswith(each)), default=0)
-            ready = ready[: len(text) - longest].rstrip()
+            longest = max(map(len, self.stop), default=1)
+            ready = ready[: max(len(text) - longest + 1, 0)].rstrip()
         self.held = text[len(ready) :]
         if ready:
             self.has_begun = True

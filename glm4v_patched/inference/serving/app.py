@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..questions import Generation
-from .answer_queue import AnswerQueue, Ask, Ended, Event
-from .guard import BODY, Guard
+from .answer_queue import AnswerQueue, Ask, Ended, Event, as_api_error
+from .guard import BODY, Guard, refusal
 from .limits import ApiError, Limits, log
 from .replies import ChatReply, ResponseReply, TextReply, event
 from .requests import (
@@ -154,7 +154,4 @@ async def _told(request: Request, error: Exception) -> Response:
         told = f"{request.method} {request.url.path}: {error.detail}; this server has POST "
         told += f"{', '.join(ENDPOINTS)}, GET /v1/models and GET /health"
         error = ApiError(error.status_code, told)
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, f"{type(error).__name__}: {error}")
-    log(request.url.path, error)
-    return JSONResponse(error.body(), error.status)
+    return refusal(request.url.path, as_api_error(error))

@@ -52,7 +52,7 @@ class HostGuard:
             if scope["type"] == "http":
                 receive = await self.admit(scope, receive)
         except ApiError as error:
-            await refuse(scope, send, error)
+            await refusal(scope["path"], error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
         finally:
@@ -85,7 +85,7 @@ class Guard(HostGuard):
     async def admit(self, scope: Message, receive: Receive) -> Receive:
         if scope["path"] in OPEN_PATHS:
             return receive
-        check_hosts(dict(scope["headers"]), self.hosts)
+        await super().admit(scope, receive)
         self._check_key_and_type(scope)
         if scope["method"] != "POST":
             return receive
@@ -212,12 +212,10 @@ def _without_port(given: bytes) -> str:
     return (name if colon and port.isdecimal() else host).strip("[]").lower()
 
 
-async def refuse(scope: Message, send: Send, error: ApiError) -> None:
-    """Answer a request with an error, of which a line is printed."""
-    log(scope["path"], error)
-    content = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+def refusal(path: str, error: ApiError) -> Any:
+    """The response to a request that is refused, of which a line is printed."""
+    from starlette.responses import JSONResponse  # which serve.py looks for
+
+    log(path, error)
+    headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+    return JSONResponse(error.body(), error.status, headers)

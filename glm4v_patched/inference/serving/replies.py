@@ -16,7 +16,7 @@ class TextReply:
     made_at = "created"
 
     def __init__(self, wanted: Wanted):
-        self.include_usage = wanted.include_usage
+        self.include_usage = wanted.stream_options.include_usage
         name = f"{self.prefix}-{uuid.uuid4().hex}"
         self.head = {"id": name, self.made_at: int(time.time()), "model": wanted.model}
 

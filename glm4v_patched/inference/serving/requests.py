@@ -5,7 +5,7 @@ What the server cannot do is refused, unless the request asks for what it does a
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -21,17 +21,7 @@ IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "ignore_eos": (False,),
-    "include": ([],),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
@@ -39,18 +29,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "stop_token_ids": ([],),
-    "store": (False,),
-    "suffix": ("",),
     "text": ({"format": {"type": "text"}},),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
-    "use_beam_search": (False,),
 }
+# 0, false, or nothing in it.
+OFF = ["chat_template_kwargs", "continue_final_message", "echo", "ignore_eos", "include"]
+OFF += ["include_stop_str_in_output", "logit_bias", "logprobs", "min_p", "min_tokens", "store"]
+OFF += ["stop_token_ids", "suffix", "tools", "top_logprobs", "use_beam_search"]
+NEUTRAL |= dict.fromkeys(OFF, ())
 # The same of a message, a part of it, and its picture: clients send back what they got.
-NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}
+NEUTRAL_OF_MESSAGES = dict.fromkeys(("annotations", "tool_calls", "logprobs"), ())
 IGNORED_OF_MESSAGES = ("name", "cache_control", "detail", "min_pixels", "max_pixels")
 """The template shows no names, and the model sees pictures in one size."""
 ROLES = {"developer": "system"}
@@ -94,10 +83,6 @@ class Request(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    def asked(self) -> Any:
-        """Messages, or a text to continue."""
-        raise NotImplementedError
-
 
 class ChatRequest(Request):
     """Of ``/v1/chat/completions``."""
@@ -133,38 +118,34 @@ class ResponseRequest(Request):
         return [{"role": "system", "content": self.instructions or ""}, *asked]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
+Asking = ChatRequest | TextRequest | ResponseRequest
+
+
+class Wanted(Request):
     """What is to be answered.
 
     Args:
         prompt: Messages as the processor takes them, with pictures as the bytes of files; or a text
             to continue.
-        model: One of the names that are served.
         max_tokens: Of the answer, if the client says so.
-        presence, frequency: OpenAI's penalties of tokens that the answer has.
-        seed: Of what is drawn, if the client says so.
-        stop: Texts before which the answer ends.
     """
 
     prompt: list[dict] | str
     generation: Generation
     model: str = ""
     max_tokens: int | None = None
-    presence: float = 0
-    frequency: float = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    include_usage: bool = False
 
     def goes_with(self, other: "Wanted") -> bool:
         """Whether both may be answered in one batch. What a seed draws depends on the batch."""
         one, two = (
-            (w.model, w.generation, w.presence, w.frequency, isinstance(w.prompt, str))
-            for w in (self, other)
+            (w.model, w.generation, w.penalties, isinstance(w.prompt, str)) for w in (self, other)
         )
         return one == two and self.seed is None and other.seed is None
+
+    @property
+    def penalties(self) -> tuple[float, float]:
+        """OpenAI's, of tokens that the answer has: presence and frequency."""
+        return self.presence_penalty, self.frequency_penalty
 
     @property
     def pictures(self) -> int:
@@ -172,7 +153,7 @@ class Wanted:
 
 
 def read_request(
-    kind: type[Request], body: dict[str, Any], names: Sequence[str], defaults: Generation
+    kind: type[Asking], body: dict[str, Any], names: Sequence[str], defaults: Generation
 ) -> Wanted:
     """Check the JSON of a request, whose pictures :class:`guard.Guard` has checked.
 
@@ -196,17 +177,13 @@ def read_request(
     if len({*lengths.values()}) > 1:
         told = " and ".join(f"{key} is {value}" for key, value in lengths.items())
         raise ApiError(400, f"{told}, which say the same: give one of them", "max_tokens")
-    return Wanted(
+    given = {key: value for key, value in request if key in Request.model_fields}
+    given["model"] = model_called(request.model, names)
+    return Wanted.model_construct(
+        **given,
         prompt=asked if isinstance(asked, str) else _messages(asked),
-        model=model_called(request.model, names),
         generation=_generation(request, defaults),
         max_tokens=next(iter(lengths.values()), None),
-        presence=request.presence_penalty,
-        frequency=request.frequency_penalty,
-        seed=request.seed,
-        stop=tuple(request.stop),
-        stream=request.stream,
-        include_usage=request.stream_options.include_usage,
     )
 
 
@@ -227,19 +204,13 @@ def _plain(
     """Without the keys that change nothing at their values, null among them."""
     plain = {k: v for k, v in given.items() if v is not None and k not in ignored}
     for key in neutral.keys() & plain.keys():
-        value = plain.pop(key)
+        value, values = plain.pop(key), neutral[key]
         # As JSON, where true is not 1.
-        if not any(
-            value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral[key]
-        ):
-            expected = " or ".join(json.dumps(each) for each in neutral[key])
-            raise ApiError(
-                400,
-                f"{key} is {as_words(value)}, which this server cannot do; expected {expected}, or "
-                "leave it out",
-                key,
-                "unsupported_parameter",
-            )
+        same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in values)
+        if not (any(same) if values else not value):
+            expected = " or ".join(map(json.dumps, values)) or "nothing"
+            told = f"{key} is {as_words(value)}, which this server cannot do; expected {expected}"
+            raise ApiError(400, told, key, "unsupported_parameter")
     return plain
 
 
@@ -282,7 +253,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
 def _part(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
-    part = _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES | {"logprobs": ([],)})
+    part = _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES)
     if part.get("type") in TEXTS:
         return part | {"type": "text"}
     if part.get("type") not in IMAGES:

@@ -29,12 +29,10 @@ LOCAL_NAME = "localhost"
 def serve(options: Namespace) -> None:
     """Serve until the process is told to end."""
     limits, generation = _limits(options), Generation.of(options)
-    adapters = dict(options.adapter)
-    if len(adapters) < len(options.adapter):
-        raise ValueError(
-            f"--adapter: of {len(options.adapter)}, {len(adapters)} have different names"
-        )
     name = options.served_model_name or options.model
+    names = [name, *(each for each, _ in options.adapter)]
+    if twice := [each for each in {*names} if names.count(each) > 1]:
+        raise ValueError(f"--adapter {twice[0]}: another that is served has this name, too")
     program = choose_vllm(options)
     if not program:
         require_packages("serve")
@@ -42,8 +40,7 @@ def serve(options: Namespace) -> None:
     place(1, options.device)
     listener = listen(options.host, options.port)
     base = find_source(options.model, options.revision, options.weights)
-    others = find_adapters(base, name, adapters, options.weights)
-    names = [name, *others]
+    others = find_adapters(base, dict(options.adapter), options.weights)
     if program:
         address = options.host, options.port
         command = vllm_command(program, base, name, others, address, generation)
@@ -104,6 +101,8 @@ def _limits(options: Namespace) -> Limits:
 
 def choose_vllm(options: Namespace) -> str | None:
     """vLLM's program, if it is to serve."""
+    if options.engine == "transformers":
+        return None
     cannot = {
         "--device cpu": options.device == "cpu",
         "weights in fewer bytes": options.weights is not None,
@@ -111,20 +110,18 @@ def choose_vllm(options: Namespace) -> str | None:
     }
     told = " and ".join(each for each, is_asked in cannot.items() if is_asked)
     program = find_vllm()
-    if options.engine == "transformers" or (options.engine == "auto" and (told or not program)):
+    if program and not told:
+        return program
+    if options.engine == "auto":
         return None
     if told:
         raise ValueError(
             f"--engine vllm does not take {told}; leave it out, or take --engine transformers"
         )
-    if not program:
-        raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
-    return program
+    raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
 
 
-def find_adapters(
-    base: Base, name: str, adapters: Mapping[str, str], weights: str | None
-) -> dict[str, Base]:
+def find_adapters(base: Base, adapters: Mapping[str, str], weights: str | None) -> dict[str, Base]:
     """By their names, the adapters that are served beside a model."""
     others = {}
     for each, folder in adapters.items():
@@ -137,8 +134,6 @@ def find_adapters(
                 f"{told}: they are adapters of {found.model}, and the model that is served is "
                 f"{base.model}; expected one and the same"
             )
-        if each == name:
-            raise ValueError(f"{told}: the model has this name, too")
         others[each] = found
     return others
 
@@ -177,25 +172,16 @@ def with_adapters(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address. Connections wait in it until they are accepted."""
-    if not 0 <= port <= 65535:  # getaddrinfo() takes the lower 16 bits of others
-        raise ValueError(f"--port {port}: expected 0 to 65535")
+    """A socket at the address, at once: until one listens, others may bind it, and would fail when
+    they have loaded a model. Connections wait in it until they are accepted."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # At once: until one listens, others may bind the same address (SO_REUSEADDR), and would
-        # fail when they have loaded a model.
-        listener.listen()
-    except OSError as error:
-        told = error.strerror or error
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
         raise ValueError(
-            f"--host {host} --port {port} cannot be listened at: {told}; give another, or --port 0 "
-            "for one that is free"
+            f"--host {host} --port {port} cannot be listened at: {error}; give another, or "
+            "--port 0 for one that is free"
         ) from None
-    return listener
 
 
 def hosts_of(host: str, api_key: str | None) -> list[str] | None:
