@@ -42,6 +42,7 @@ GRADIENT_ATOL = 2e-5
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
 LORA = {"r": 2, "target_modules": ["query_key_value"], "init_lora_weights": False}
 LANGUAGE_LORA = {"target_modules": r".*encoder.*query_key_value"}
+TOKENS = {"trainable_token_indices": {"word_embeddings": [1, 2], "output_layer": [1, 2]}}
 EVERYWHERE = {"target_modules": ["output_layer", "word_embeddings", "conv", "dense", "fc1"]}
 
 
@@ -241,13 +242,17 @@ def patched_and_ours(model, **options):
     return model, ours
 
 
-@pytest.mark.parametrize("options", [{}, LANGUAGE_LORA, EVERYWHERE])
+@pytest.mark.parametrize("options", [{}, LANGUAGE_LORA, EVERYWHERE, TOKENS])
 def test_an_adapter_on_it_before_computes_what_it_does_on_ours(options, generating, tmp_path):
     model, ours = patched_and_ours(generating, **options)
     assert not torch.equal(logits(ours), logits(tiny_model()))
     assert torch.equal(logits(model), logits(ours))
     assert_equal(gradients(model.train()), gradients(ours.train()))
-    assert all("lora" in name for name in gradients(model))
+    assert all("lora" in name or "token_adapter" in name for name in gradients(model))
+    layer = model.get_base_model().transformer.output_layer
+    for wrapped in ("token_adapter", "base_layer"):
+        layer = getattr(layer, wrapped, layer)
+    assert computes_loss(layer)
     if not options:  # merged, it is saved as ours
         merged = model.eval().merge_and_unload()
         merged.save_pretrained(tmp_path)
