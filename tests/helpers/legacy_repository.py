@@ -4,7 +4,7 @@ It computes what that repository computes on unpadded rows with one image each, 
 its defects, which a test can show on it and show cured:
 
 - padded rows in training: the images are silently replaced by plain tokens
-- labels: 1600 for an image whatever its size, and an error on rows without one
+- labels: one number for an image whatever its size, and an error on rows without one
 - rows without an image skip the tower, so that processes sharing sharded weights part ways
 - checkpointing: torch's own, non-reentrant whatever is asked for, never the tower's layers, and
   switched on through a method of a form that transformers gave up
@@ -32,7 +32,6 @@ from glm4v_patched.remote.tokenization_chatglm import SPECIAL_TOKENS
 from tests.helpers.tiny import (
     BOI,
     EOI,
-    NUM_IMAGE_TOKENS,
     PAD,
     golden_bytes,
     golden_json,
@@ -129,11 +128,6 @@ def legacy_model(folder: Path, **arguments) -> Iterator[PreTrainedModel]:
     write_legacy_repository(folder / "repository")
     with remote_code_under(folder / "modules"):
         yield AutoModel.from_pretrained(folder / "repository", trust_remote_code=True, **arguments)
-
-
-def count_labels_of_small_images(model: PreTrainedModel) -> None:
-    """Let the model train on tiny images, for which the published code has too many labels."""
-    sys.modules[type(model).__module__].LABELS_OF_AN_IMAGE = NUM_IMAGE_TOKENS
 
 
 def image_row(seed: int) -> dict[str, torch.Tensor]:
