@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import glm4v_patched
 from hub_upload import files
-from hub_upload.layout import MANIFEST, our_code
+from hub_upload.layout import INDEX, MANIFEST, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
 from hub_upload.verify import FAILED, Target, check_files
 from tests.helpers.legacy_repository import write_legacy_repository
@@ -30,8 +29,15 @@ def write_original(folder: Path) -> Path:
     write_legacy_repository(folder)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    where = {}
+    for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):
+        shard = f"model-{number:05d}-of-00002.safetensors"
+        save_file({n: weights[n] for n in part}, folder / shard, metadata={"format": "pt"})
+        where |= dict.fromkeys(part, shard)
     size = sum(weight.nbytes for weight in weights.values())
-    save_torch_state_dict(weights, folder, max_shard_size=size * 3 // 5)
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
     (folder / "LICENSE").write_text(LICENSE_TEXT)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     return folder
