@@ -28,7 +28,6 @@ from tests.distributed.strategies import (
     zero_config,
 )
 from tests.helpers.legacy_repository import (
-    count_labels_of_small_images,
     image_row,
     legacy_model,
     remote_code_under,
@@ -57,7 +56,6 @@ def load(code: str, trained: str, folder: Path):
                     folder / "legacy", trust_remote_code=True, dtype=dtype
                 )
             torch.distributed.barrier()
-        count_labels_of_small_images(model)
     else:
         model = tiny_model(dtype)
     model = select_weights(model, "lora_both" if trained == "adapters" else "all")
@@ -162,6 +160,5 @@ def test_the_published_code_is_told_that_its_format_is_old_and_checkpoints_one_t
     assert type(ours)._set_gradient_checkpointing is PreTrainedModel._set_gradient_checkpointing
     assert warned.text == ""
     with legacy_model(tmp_path, dtype=torch.float32) as model:
-        count_labels_of_small_images(model)
         assert recomputed_layers(model) == ["GLMBlock"] * 2
     assert warned.text.count("old version of the checkpointing format") == 1

@@ -20,6 +20,7 @@ from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_processes
+from tests.remote.rows import assert_close
 
 # fp32 sums in another order differ by some 1e-6, but the Trainer's history has four decimals.
 ATOL = 2e-4
@@ -123,9 +124,7 @@ def saved_by(recipe: Recipe) -> dict[str, torch.Tensor]:
 
 def assert_same_bits(got: Recipe, want: Recipe) -> None:
     assert history_of(got) == history_of(want)
-    mine, others = saved_by(got), saved_by(want)
-    assert mine.keys() == others.keys()
-    assert [name for name in others if not torch.equal(mine[name], others[name])] == []
+    assert_close(saved_by(got), saved_by(want))
 
 
 def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:

@@ -24,7 +24,6 @@ from tests.frameworks.any_trainer_script import Collator
 from tests.frameworks.results_table import Missed, Row
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
-from tests.helpers.tiny import NUM_IMAGE_TOKENS
 
 JUDGE = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
 PREFERENCE_JUDGE = Path(__file__).with_name("preference_judge.py")
@@ -78,11 +77,6 @@ class Models:
             return folder
         if name == "published":
             write_legacy_repository(folder)
-            # The published code counts 1600 labels for a picture of any size.
-            code, labels = folder / "modeling_chatglm.py", "LABELS_OF_AN_IMAGE = "
-            code.write_text(
-                code.read_text().replace(f"{labels}1600", f"{labels}{NUM_IMAGE_TOKENS}")
-            )
         elif name == "random":
             build_from_scratch(folder, self.conversations, seed=0)
         elif name == "blind":

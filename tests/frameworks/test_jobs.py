@@ -14,8 +14,9 @@ import torch
 
 from tests.frameworks import drawn_task
 from tests.frameworks.jobs import JOBS, Job
-from tests.frameworks.results_table import job
+from tests.frameworks.results_table import PAGE, RESULTS, job, read, table
 from tests.helpers.processes import cpu_environment, gpu_environment
+from tests.tables import on_page
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +72,13 @@ def test_a_job_learns_from_pictures(wanted, models, tmp_path):
             drawn_task.succeed(tmp_path, *wanted.then, environment=environment)
         seen = models.conversations
         drawn_task.measure(wanted.measure, tmp_path, wanted.out, seen, done, wanted.logged)
+
+
+def test_the_page_has_the_rows_of_the_file_which_are_those_of_jobs():
+    page, rows = PAGE.read_text(), read(RESULTS)
+    assert page == on_page(page, RESULTS, table(rows)), (
+        "python -m tests.frameworks.results_table --page"
+    )
+    jobs = [(one.system, one.name) for one in JOBS]
+    assert len({*jobs}) == len(jobs)
+    assert {(row.system, row.job) for row in rows if row.system != "peft"} <= {*jobs}

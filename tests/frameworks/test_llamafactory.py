@@ -12,7 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.helpers.steps import count_runs
-from tests.helpers.tiny import grown_image, padded, pictures, text, tiny_model
+from tests.helpers.tiny import tiny_model
+from tests.remote.rows import assert_close, gradients, two_rows
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llamafactory") is None,
@@ -36,8 +37,9 @@ def llamafactory():
         del sys.modules[name]
 
 
-def gradients(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """And how often each layer ran. LLaMA-Factory prepares the loaded model, then adds adapters."""
+def trained(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Gradients, and how often each layer ran. LLaMA-Factory prepares the loaded model, then adds
+    adapters."""
     model = tiny_model()
     model.transformer.vision.requires_grad_(weights != "frozen vision")
     if prepare:
@@ -47,10 +49,7 @@ def gradients(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict
         config = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
         model = get_peft_model(model, config)
     runs = count_runs(model)
-    rows = padded([[*text(3, seed=1), *grown_image(), *text(6, seed=2)], text(7, seed=3)], "left")
-    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
-    model.train()(**rows, pixel_values=pictures(1), labels=labels).loss.backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, runs
+    return gradients(model.train(), **two_rows()), runs
 
 
 @pytest.mark.parametrize("weights", ["all", "frozen vision", "adapters"])
@@ -60,12 +59,11 @@ def test_gradients_equal_plain_ones_and_layers_are_recomputed(reentrant, weights
     settings = SimpleNamespace(
         **dict.fromkeys(off, False), use_unsloth_gc=False, use_reentrant_gc=reentrant
     )
-    want, _ = gradients(weights)
-    got, runs = gradients(
+    want, _ = trained(weights)
+    got, runs = trained(
         weights, lambda model: llamafactory.prepare_model_for_training(model, settings)
     )
-    assert got.keys() == want.keys()
-    assert [name for name, gradient in want.items() if not torch.equal(got[name], gradient)] == []
+    assert_close(got, want)
     assert len(runs) == 4
     for name, number in runs.items():
         assert number == (1 if weights == "frozen vision" and "vision" in name else 2), name

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load
+from torch.nn.utils.rnn import pad_sequence
 
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -121,11 +122,10 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 def padded(rows: list[list[int]], side: str) -> dict[str, torch.Tensor]:
     """``input_ids`` and ``attention_mask`` of rows padded on one side."""
-    length = max(map(len, rows))
-    ids, masks = [], []
-    for row in rows:
-        pad, one = [PAD] * (length - len(row)), [1] * len(row)
-        zero = [0] * len(pad)
-        ids.append(pad + row if side == "left" else row + pad)
-        masks.append(zero + one if side == "left" else one + zero)
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)}
+    ids = [torch.tensor(row) for row in rows]
+    masks = [torch.ones_like(row) for row in ids]
+    options = {"batch_first": True, "padding_side": side}
+    return {
+        "input_ids": pad_sequence(ids, padding_value=PAD, **options),
+        "attention_mask": pad_sequence(masks, **options),
+    }

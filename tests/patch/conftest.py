@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 
-from tests.helpers.legacy_repository import count_labels_of_small_images, legacy_model
+from tests.helpers.legacy_repository import legacy_model
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     with legacy_model(tmp_path_factory.mktemp("legacy"), dtype=torch.float32) as model:
-        count_labels_of_small_images(model)
         yield model
 
 

@@ -59,6 +59,9 @@ def test_a_reward_model_trains_its_head_beside_adapters():
     config = LoraConfig(r=2, task_type="SEQ_CLS", **names)
     model = get_peft_model(ChatGLMForSequenceClassification(tiny_config(num_labels=1)), config)
     assert "base_model.model.score.modules_to_save.default.weight" in trained(model)
+    config = LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["dense", "classifier"])
+    with pytest.raises(ValueError, match="target_modules names 'classifier'"):
+        get_peft_model(ChatGLMForSequenceClassification(tiny_config(num_labels=1)), config)
 
 
 @pytest.mark.parametrize("targets", ["All-Linear", {"dense"}, None])

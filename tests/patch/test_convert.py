@@ -34,6 +34,7 @@ from tests.helpers.tiny import (
     three_id_image,
     tiny_model,
 )
+from tests.remote.rows import assert_close, gradients
 
 # As in parity/test_golden.py. Measured: logits 1.8e-5, gradients 6.0e-6 (Intel, AVX-512).
 ATOL = 4e-5
@@ -42,6 +43,7 @@ GRADIENT_ATOL = 2e-5
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 500}
 LORA = {"r": 2, "target_modules": ["query_key_value"], "init_lora_weights": False}
 LANGUAGE_LORA = {"target_modules": r".*encoder.*query_key_value"}
+TOKENS = {"trainable_token_indices": {"word_embeddings": [1, 2], "output_layer": [1, 2]}}
 EVERYWHERE = {"target_modules": ["output_layer", "word_embeddings", "conv", "dense", "fc1"]}
 
 
@@ -61,16 +63,8 @@ def logits(model, inputs=None) -> torch.Tensor:
     return model(**(unlabelled_row() if inputs is None else inputs)).logits
 
 
-def gradients(model) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    model(**padded_images()).loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
+def gradients_of(model) -> dict[str, torch.Tensor]:
+    return gradients(model, **padded_images())
 
 
 def snapshot_of(model: nn.Module) -> dict:
@@ -108,7 +102,7 @@ def test_the_same_object_comes_back_with_our_classes_and_the_same_tensors(legacy
     random_state = torch.get_rng_state()
     assert patch_model(legacy) is legacy and tensors() == before
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert_equal(legacy.state_dict(), state)
+    assert_close(legacy.state_dict(), state)
     got = {name: list(value.shape) for name, value in legacy.state_dict().items()}
     assert got == golden_json("param_shapes.json")
     ours = {name: type(module) for name, module in tiny_model().named_modules()}
@@ -137,7 +131,7 @@ def test_modes_frozen_parameters_and_hooks_stay(legacy):
     patch_model(legacy)
     assert state(legacy) == before
     assert not tower.transformer.layers[0].mlp.activation_fn.training
-    gradients(legacy)
+    gradients_of(legacy)
     assert fired[:3] == ["model", "tower", "block"] and set(fired[3:]) == {"backward", "boi"}
 
 
@@ -209,10 +203,10 @@ def test_checkpointing_stays_as_it_was_and_can_be_switched_after(was_on, legacy,
         assert block._gradient_checkpointing_func.keywords["use_reentrant"] is False
     assert not hasattr(legacy.transformer.encoder, "gradient_checkpointing")
     runs = count_runs(legacy)
-    assert_equal(gradients(legacy), gradients(tiny_model().train()))
+    assert_close(gradients_of(legacy), gradients_of(tiny_model().train()))
     assert set(runs.values()) == {2 if was_on else 1}
     legacy.gradient_checkpointing_disable()
-    gradients(legacy)
+    gradients_of(legacy)
     assert set(runs.values()) == {3 if was_on else 2}
 
 
@@ -241,13 +235,18 @@ def patched_and_ours(model, **options):
     return model, ours
 
 
-@pytest.mark.parametrize("options", [{}, LANGUAGE_LORA, EVERYWHERE])
+@pytest.mark.parametrize("options", [{}, LANGUAGE_LORA, EVERYWHERE, TOKENS])
 def test_an_adapter_on_it_before_computes_what_it_does_on_ours(options, generating, tmp_path):
     model, ours = patched_and_ours(generating, **options)
     assert not torch.equal(logits(ours), logits(tiny_model()))
     assert torch.equal(logits(model), logits(ours))
-    assert_equal(gradients(model.train()), gradients(ours.train()))
-    assert all("lora" in name for name in gradients(model))
+    assert_close(gradients_of(model.train()), gradients_of(ours.train()))
+    learned = [name for name, weight in model.named_parameters() if weight.grad is not None]
+    assert all("lora" in name or "token_adapter" in name for name in learned)
+    layer = model.get_base_model().transformer.output_layer
+    for wrapped in ("token_adapter", "base_layer"):
+        layer = getattr(layer, wrapped, layer)
+    assert computes_loss(layer)
     if not options:  # merged, it is saved as ours
         merged = model.eval().merge_and_unload()
         merged.save_pretrained(tmp_path)
@@ -263,9 +262,9 @@ def test_copies_that_peft_trains_whole_become_ours(generating):
     assert types == {type(tiny_model().transformer.vision.linear_proj)}
     output_layer = model.get_base_model().transformer.output_layer
     assert computes_loss(output_layer.modules_to_save["default"])
-    got, want = gradients(model.train()), gradients(ours.train())
+    got, want = gradients_of(model.train()), gradients_of(ours.train())
     assert any("modules_to_save" in name for name in got)
-    assert_equal(got, want)
+    assert_close(got, want)
     for inputs in (padded_images(), padded_images() | {"skip_logits": True}):
         assert torch.equal(model(**inputs).loss, ours(**inputs).loss)
 

@@ -162,8 +162,11 @@ if __name__ == "__main__":
 )
 def test_options_reach_apply_and_the_processes_that_are_started(given, variable, options, quick):
     (quick / "script.py").write_text(CHILDREN)
+    (quick / "sitecustomize.py").touch()  # of others, which comes after ours
+    path = os.pathsep.join([str(quick), os.environ["PYTHONPATH"]])
     value = json.dumps(variable) if variable else ""
-    done = run(*RUN, *given.split(), "script.py", "--rms-norm", GLM4V_PATCHED=value)
+    environment = {"GLM4V_PATCHED": value, "PYTHONPATH": path}
+    done = run(*RUN, *given.split(), "script.py", "--rms-norm", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n" if not options else json.loads(done.stdout) == options
     assert applied(quick) == [[options, []]] * 3

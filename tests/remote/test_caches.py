@@ -124,3 +124,15 @@ def test_what_was_cropped_away_is_not_taken_for_what_came_after(model):
     cache.crop(-7)
     with pytest.raises(ValueError, match="give position_ids"):
         model(torch.tensor([[7]]), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_rows_go_on_where_a_turn_of_given_positions_was_taken_back(model):
+    rows, cache = torch.tensor([text(26, seed=1)]), DynamicCache(config=model.config)
+    want = model(rows).logits
+    model(rows[:, :20], past_key_values=cache)
+    model(rows[:, :5], past_key_values=cache, position_ids=torch.arange(20, 25)[None])
+    cache.crop(-5)
+    for part in (slice(20, 23), slice(23, 26)):
+        got = model(rows[:, part], past_key_values=cache).logits
+        assert (got - want[:, part]).abs().max() <= ATOL
