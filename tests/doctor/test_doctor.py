@@ -78,6 +78,12 @@ def test_nothing_is_wrong_with_a_sound_machine(sound, monkeypatch):
     assert faults() == {}
 
 
+@pytest.mark.parametrize("runs", [(12, 0), (12, 8), (13, 0)])
+def test_a_driver_of_torchs_major_cuda_or_a_newer_one_is_no_fault(sound, monkeypatch, runs):
+    monkeypatch.setattr(nvidia_driver, "cuda_of_driver", lambda: runs)  # torch has 12.8
+    assert "driver" not in faults()
+
+
 # Each fault: what of the machine is replaced, and by what.
 NO_GPU = (machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
 OLDER_DRIVER = (nvidia_driver, "cuda_of_driver", lambda: (11, 8))
