@@ -305,6 +305,16 @@ def test_a_small_disk_and_rows_that_cannot_be_used_are_told(asked, monkeypatch, 
     assert "1.0 kB are free there, and the model (" in found["memory and disk"].found
 
 
+def test_rows_that_are_left_out_are_a_warning(asked, tmp_path):
+    said = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+    rows = "".join(json.dumps({"messages": each}) + "\n" for each in (said, []))
+    (tmp_path / "some.jsonl").write_text(rows)
+    sets = [f"data.train={tmp_path / 'some.jsonl'}", "data.eval=null"]
+    assert checks(asked, *sets)["data"].verdict == "fails"
+    found = checks(asked, *sets, "data.on_bad=skip")["data"]
+    assert found.verdict == "warning" and "1 rows left out" in found.found
+
+
 def test_a_folder_that_another_run_holds_is_told_and_left_as_it_is(asked, tmp_path):
     with locked(tmp_path / "out"):
         before = (tmp_path / "out" / "run.lock").read_bytes()
