@@ -92,6 +92,15 @@ def test_idle_is_when_nothing_but_communication_runs():
     }
 
 
+def test_a_kernel_that_ends_within_a_longer_one_takes_none_of_its_time_away():
+    kernels = [
+        ("nvjet_a", 0.0, 3000.0),
+        ("triton_a", 1000.0, 500.0),  # on another stream, beside the first
+        ("triton_b", 2000.0, 2000.0),  # half of it beside the first
+    ]
+    assert time_by_kind(kernels)["idle"] == 0
+
+
 def test_steps_to_warm_up_are_not_timed_and_their_losses_are_kept(monkeypatch):
     monkeypatch.setattr(worker, "timer", iter([0, 100, 100, 101, 101, 103]).__next__)
     losses = iter(torch.tensor([3.0, 2.0, 1.0]))

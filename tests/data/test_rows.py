@@ -130,6 +130,13 @@ def test_paths_are_of_the_folder_and_one_of_windows_is_told_as_one_of_linux(file
         files.path_of("photos\\a.png")
 
 
+def test_a_picture_whose_name_has_a_backslash_is_found(files, tmp_path):
+    (tmp_path / "photos").mkdir()
+    for name in ("photos/a.png", "photos\\a.png"):  # the second is a name of one file
+        (tmp_path / name).touch()
+    assert files.path_of("photos\\a.png") == str(tmp_path / "photos\\a.png")
+
+
 class Server(SimpleHTTPRequestHandler):
     """Sends files of the folder that the server has; some in another way."""
 

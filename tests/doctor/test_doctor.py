@@ -78,6 +78,12 @@ def test_nothing_is_wrong_with_a_sound_machine(sound, monkeypatch):
     assert faults() == {}
 
 
+@pytest.mark.parametrize("runs", [(12, 0), (12, 8), (13, 0)])
+def test_a_driver_of_torchs_major_cuda_or_a_newer_one_is_no_fault(sound, monkeypatch, runs):
+    monkeypatch.setattr(nvidia_driver, "cuda_of_driver", lambda: runs)  # torch has 12.8
+    assert "driver" not in faults()
+
+
 # Each fault: what of the machine is replaced, and by what.
 NO_GPU = (machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
 OLDER_DRIVER = (nvidia_driver, "cuda_of_driver", lambda: (11, 8))
@@ -302,6 +308,16 @@ def test_a_small_disk_and_rows_that_cannot_be_used_are_told(asked, monkeypatch, 
     found = checks(asked)
     assert found["memory and disk"].verdict == "fails" and found["data"].verdict == "ok"
     assert "1.0 kB are free there, and the model (" in found["memory and disk"].found
+
+
+def test_rows_that_are_left_out_are_a_warning(asked, tmp_path):
+    said = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+    rows = "".join(json.dumps({"messages": each}) + "\n" for each in (said, []))
+    (tmp_path / "some.jsonl").write_text(rows)
+    sets = [f"data.train={tmp_path / 'some.jsonl'}", "data.eval=null"]
+    assert checks(asked, *sets)["data"].verdict == "fails"
+    found = checks(asked, *sets, "data.on_bad=skip")["data"]
+    assert found.verdict == "warning" and "1 rows left out" in found.found
 
 
 def test_a_folder_that_another_run_holds_is_told_and_left_as_it_is(asked, tmp_path):

@@ -151,6 +151,14 @@ def test_of_many_at_once_one_holds_a_folder(tmp_path):
     assert most == {1}
 
 
+def test_an_empty_folder_stays_if_it_was_there_and_goes_if_it_was_made_for_the_lock(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("there", "made"):
+        with locked(tmp_path / name):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
 def test_places_that_cannot_be_a_folder_are_named(tmp_path, words):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")

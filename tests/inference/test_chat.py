@@ -17,7 +17,7 @@ from PIL import Image
 
 from glm4v_patched.cli import main
 from glm4v_patched.inference import web
-from glm4v_patched.inference.answer_worker import Answer, Answerer
+from glm4v_patched.inference.answer_worker import Answer, Answerer, positions_of
 from glm4v_patched.inference.chat import Chat
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
@@ -94,6 +94,18 @@ def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(
     assert "".join(told).strip() == answer.text and len(told) > 1
     assert cut == " (cut at --max-new-tokens 6)\n"
     assert len(answerer.encode([prompt])["pixel_values"]) == 2
+
+
+def test_a_question_is_asked_if_its_answer_just_fits_and_refused_with_a_position_less(
+    answerer, asked
+):
+    [taken] = positions_of(answerer.processor, [[{"role": "user", "content": "Hello"}]])
+    limit = taken + answerer.generation.max_new_tokens
+    with pytest.raises(ValueError, match=f"of the model's {limit - 1:,} positions"):
+        Chat(answerer, limit - 1, output=io.StringIO()).ask("Hello")
+    assert asked == []
+    Chat(answerer, limit, output=io.StringIO()).ask("Hello")
+    assert len(asked) == 1
 
 
 def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):

@@ -15,6 +15,7 @@ from glm4v_patched.inference import merge as module
 from glm4v_patched.inference.merge import merge
 from glm4v_patched.inference.questions import read_questions
 from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load_processor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from hub_upload.build import build, read_source
 
@@ -122,6 +123,15 @@ def test_the_folder_is_one_that_save_pretrained_writes_answers_so_and_can_be_pub
     source = read_source(str(merged), "zai-org/glm-4v-9b", "LoRA on shapes")
     build(source, tmp_path / "published", "our-org/glm-4v-9b-shapes")
     assert (tmp_path / "published" / "model.safetensors").is_file()
+
+
+def test_the_processor_of_the_adapters_goes_with_their_model(files, tmp_path):
+    adapters = moved_to(files.model, files, tmp_path / "adapters")
+    processor = load_processor(find_source(str(adapters)))
+    processor.chat_template = processor.tokenizer.chat_template = "hello"
+    processor.save_pretrained(adapters)
+    merge(str(adapters), tmp_path / "merged")
+    assert load_processor(find_source(str(tmp_path / "merged"))).chat_template == "hello"
 
 
 def test_a_weight_that_was_merged_wrongly_is_noticed_and_nothing_is_left(

@@ -242,6 +242,13 @@ def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limi
         assert (status, body["error"]["code"]) == (400, code)
 
 
+@pytest.mark.parametrize("key", ["metadata", "tools"])
+def test_a_message_hides_no_picture_under_a_name_that_a_request_has_for_other_things(key):
+    part = {"type": "text", "text": "", key: [{"image_url": "http://example.org/a.png"}]}
+    status, body = ask({"messages": [{"role": "user", "content": [part]}]})
+    assert (status, body["error"]["code"]) == (400, "url_not_allowed")
+
+
 def test_pictures_are_counted_together():
     small, large = data_url(png((10, 10))), data_url(png((1000, 1000), 1, "1"))
     assert ask({"messages": about(*[small] * 4)}, Limits(max_pixels=100))[0] == 200
