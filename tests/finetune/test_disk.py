@@ -89,14 +89,20 @@ def test_a_checkpoint_has_the_size_of_what_each_stage_writes(stage):
 
 
 @pytest.mark.parametrize(
-    ("trained", "targets", "precision"),
-    [("full", None, "bf16"), ("lm", None, "fp32"), ("tower+adapter", None, "bf16")]
-    + [("qlora", None, "bf16"), ("lora_all", "all-linear", "fp32"), ("lora_lm", ["dense"], "bf16")],
+    ("trained", "precision", "more"),
+    [
+        ("full", "bf16", {}),
+        ("lm", "fp32", {}),
+        ("tower+adapter", "bf16", {}),
+        ("qlora", "bf16", {"engine.zero_stage": 0}),
+        ("lora_all", "fp32", {"lora.targets": "all-linear"}),
+        ("lora_lm", "bf16", {"lora.targets": ["dense"]}),
+        ("lora_all", "bf16", {"lora.use_dora": True, "engine.zero_stage": 0}),
+    ],
 )
-def test_the_saved_model_has_the_size_of_its_weights(trained, targets, precision):
-    lora = {"trained": trained, "lora.rank": 4, "lora.targets": targets}
-    lora |= {"engine.zero_stage": 0} if trained == "qlora" else {}
-    options = recipe(lora | {"engine.precision": precision}).engine_options()
+def test_the_saved_model_has_the_size_of_its_weights(trained, precision, more):
+    asked = {"trained": trained, "lora.rank": 4, "engine.precision": precision}
+    options = recipe(asked | more).engine_options()
     model = select_weights(tiny_model(), "lora_lm" if trained == "qlora" else trained, options.lora)
     weights, adapters = model.named_parameters(), is_lora(trained)
     saved = sum(weight.numel() for name, weight in weights if not adapters or "lora_" in name)

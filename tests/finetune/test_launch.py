@@ -92,8 +92,12 @@ def test_a_diverged_training_is_told_by_what_its_processes_said(mine, runs):
         return ONE_FAILED
 
     runs(run)
-    with pytest.raises(RuntimeError, match=r"^training diverged: in step 7 \(settings: .*json\)$"):
+    told = r"^training diverged: in step 7 \(settings: .*json\)"
+    with pytest.raises(RuntimeError, match=f"{told}$"):
         launch(mine, HERE)
+    # A stream may also end at a row, with a checkpoint.
+    with pytest.raises(RuntimeError, match=rf"(?s){told}\nto continue from .* --resume$"):
+        launch(mine.override({"data.stream": True, "trainer.save_steps": 1}), HERE, overwrite=True)
     # A report of before is no report of a run that dies without one.
     runs(lambda command: ONE_FAILED)
     with pytest.raises(RuntimeError, match=f"failed: {ONE_FAILED}"):
