@@ -43,6 +43,9 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeyp
     require_space(saving, 1000 * GB, monkeypatch)
 
 
+BEST = {"load_best_model_at_end": True, "eval_steps": 10}
+
+
 @pytest.mark.parametrize(
     ("asked", "counted", "most"),
     [
@@ -50,6 +53,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeyp
         ({"max_steps": 10, "save_steps": 3}, None, 3),
         ({"max_steps": 10, "save_steps": 5, "save_total_limit": 1}, None, 1),
         ({"max_steps": 1000, "save_steps": 10, "save_total_limit": 2}, None, 3),
+        ({"max_steps": 1000, "save_steps": 10, "save_total_limit": 2} | BEST, None, 4),
         ({"max_steps": 1000, "save_steps": 10}, None, 99),
         ({"num_train_epochs": 4.5, "save_strategy": "epoch"}, None, 4),
         ({"num_train_epochs": 4.5, "save_strategy": "epoch", "save_total_limit": 1}, None, 2),
@@ -60,7 +64,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeyp
 def test_an_old_checkpoint_goes_when_a_new_one_is_complete(asked, counted, most):
     """``counted``: the steps, once all rows have been seen."""
     changes = {f"trainer.{name}": value for name, value in ({"max_steps": None} | asked).items()}
-    assert checkpoints_at_once(recipe(changes).trainer, counted) == most
+    assert checkpoints_at_once(recipe(changes | {"data.eval": 0.1}).trainer, counted) == most
 
 
 def test_a_stream_that_ends_at_a_bad_row_has_room_for_its_checkpoint(tmp_path):

@@ -187,8 +187,10 @@ def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_die
     monkeypatch.setattr(launching.time, "sleep", interrupt)
     end = "exit 3" if parent_dies else "wait"
     command = f"sleep 1000 & kill -STOP $!; echo $! > {file}; {end}"
+    before = signal.getsignal(signal.SIGTERM)
     with nullcontext() if parent_dies else pytest.raises(KeyboardInterrupt):
         launching._run(["/bin/sh", "-c", command], [dict(os.environ)])
+    assert signal.getsignal(signal.SIGTERM) == before
     monkeypatch.undo()
     child = psutil.Process(int(file.read_text()))
     assert not psutil.wait_procs([child], timeout=10)[1] or child.status() == "zombie"
