@@ -124,22 +124,15 @@ def train(recipe, tmp_path) -> list[str]:
 
 
 @pytest.fixture
-def commands(monkeypatch) -> list[list[str]]:
-    """Of training processes, which do nothing here, so that nothing is told of what they did."""
-    asked: list[list[str]] = []
-    monkeypatch.setattr(launch, "_run", lambda command, _: asked.append(command) or "")
-    monkeypatch.setattr(ending, "describe_end", lambda *_: "")
-    return asked
-
-
-def add_checkpoint(folder: Path, step: int, processes: int = 2) -> Path:
-    checkpoint = folder / "out" / f"checkpoint-{step}"
+def checkpoint(tmp_path, recipe) -> Path:
+    """Of the recipe on two processes, after its fourth step."""
+    checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "latest").write_text("x")
-    mine = Recipe.read(folder / "recipe.json")
+    mine = Recipe.read(tmp_path / "recipe.json")
     checked = check_data(mine)
     rows = Rows(checked.row_digests, checked.row_lines)
-    write_manifest(checkpoint, Origin(settings_of(mine, processes), identify(base_of(mine)), rows))
+    write_manifest(checkpoint, Origin(settings_of(mine, 2), identify(base_of(mine)), rows))
     return checkpoint
 
 
@@ -165,19 +158,22 @@ def test_what_is_typed_reaches_the_training(typed, reached, train, monkeypatch):
 
 
 def test_training_continues_from_the_checkpoint_it_names(
-    tmp_path, train, commands, monkeypatch, capsys
+    tmp_path, train, checkpoint, monkeypatch, capsys
 ):
+    commands = []
+    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or "")
+    monkeypatch.setattr(ending, "describe_end", lambda *_: "")
     monkeypatch.chdir(tmp_path)
-    checkpoint = add_checkpoint(tmp_path, 4)
     assert main([*train, "--resume-from", "out/checkpoint-4"]) == 0
     assert "checkpoint-4, after step 4" in capsys.readouterr().out
     plan = Plan.read(Path(commands[0][-1]))
     assert (tmp_path / plan.checkpoint).samefile(checkpoint)
 
 
-def test_a_training_that_failed_says_how_to_continue(tmp_path, recipe, train, monkeypatch, capsys):
+def test_a_training_that_failed_says_how_to_continue(
+    tmp_path, recipe, train, checkpoint, monkeypatch, capsys
+):
     monkeypatch.setenv("PATH", os.defpath)
-    checkpoint = add_checkpoint(tmp_path, 4)
     monkeypatch.setattr(launch, "_run", lambda command, _: "process 0 ended with status 1")
     assert main([*train, "--resume"]) == 1
     message = capsys.readouterr().err

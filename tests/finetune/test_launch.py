@@ -74,8 +74,6 @@ def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_check
     before = contents(mine.out)
     with pytest.raises(ValueError, match=r"holds a finished training; .*\(--overwrite\)$"):
         launch(mine, HERE)
-    with pytest.raises(ValueError, match="is finished"):
-        launch(mine, HERE, resume=True)
     with pytest.raises(ValueError, match="plan.json"):
         launch(mine.override({"data.train": f"{mine.out}/plan.json"}), HERE, overwrite=True)
     assert contents(mine.out) == before and len(processes) == 1
