@@ -1,4 +1,4 @@
-"""Manifests and configs that are damaged in any way: an error of one line, never a pass."""
+"""Manifests that are damaged in any way: an error of one line, never a pass."""
 
 import copy as copying
 import json
