@@ -164,6 +164,7 @@ DEFECTS = [
     ("files", amended("config.json", rope_ratio=2)),
     ("files", added("notes.txt", b"mine")),
     ("weights", signed(truncated)),
+    ("weights", signed(without(INDEX))),
     ("weights", signed(an_index_that_names_the_wrong_shard)),
     ("config", fields("config.json", architectures=["ChatGLMModel"])),
     ("config", fields("config.json", boi_token_id=4)),
