@@ -99,14 +99,14 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
 
 def test_why_processes_failed_is_what_they_printed(tmp_path):
     began = time.monotonic()
-    for code, error in (
-        ("print('OutOfMemoryError', flush=True); 1 / 0", "OutOfMemoryError"),
-        ("print('a'); print('b'); exit(1)", "a\nb"),
-        ("exit(3)", "ended with status 3 and printed nothing"),
-        ("print('Error')", ""),
-        ("import time; print('Error', flush=True); time.sleep(60)", "not done after 3 s"),
+    for seconds, code, error in (
+        (30, "print('OutOfMemoryError', flush=True); 1 / 0", "OutOfMemoryError"),
+        (30, "print('a'); print('b'); exit(1)", "a\nb"),
+        (30, "exit(3)", "ended with status 3 and printed nothing"),
+        (30, "print('Error')", ""),
+        (1, "import time; print('Error', flush=True); time.sleep(60)", "not done after 1 s"),
     ):
-        assert training.run([sys.executable, "-c", code], tmp_path, {}, 3) == error
+        assert training.run([sys.executable, "-c", code], tmp_path, {}, seconds) == error
     assert time.monotonic() - began < 50  # what is late was ended
 
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from glm4v_patched.engine import gpus
-from glm4v_patched.engine.environment import ROOT, python_module, training_environment
+from glm4v_patched.engine.environment import (
+    ROOT,
+    environments_of_ranks,
+    python_module,
+    training_environment,
+)
 from glm4v_patched.engine.folders import fault_of_folder
 from glm4v_patched.engine.gpus import Gpu, Gpus, find_gpus, free_on_gpus
 from glm4v_patched.engine.nvidia_driver import cuda_of_driver
@@ -57,6 +62,14 @@ def test_what_the_reader_sets_stays(monkeypatch):
     found = training_environment(2, on_cpu=True)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in found and found["OMP_NUM_THREADS"] == "1"
     assert (found["CUDA_VISIBLE_DEVICES"], found["DS_ACCELERATOR"]) == ("", "cpu")
+
+
+def test_each_process_knows_which_one_it_is_and_all_meet_at_one_place():
+    ranks = environments_of_ranks(3)
+    for rank, found in enumerate(ranks):
+        assert (found["RANK"], found["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "3"
+    assert len({(found["MASTER_ADDR"], found["MASTER_PORT"]) for found in ranks}) == 1
 
 
 @pytest.mark.parametrize("missing", [os.W_OK, os.X_OK])

@@ -25,11 +25,10 @@ from glm4v_patched.engine.memory_plan import (
     recomputed_flop,
     states,
 )
-from glm4v_patched.engine.options import ALL_WEIGHTS, EngineOptions, LoraOptions
-from glm4v_patched.engine.trainable import select_weights
+from glm4v_patched.engine.options import ALL_WEIGHTS, EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import tiny_config, tiny_model
+from tests.helpers.tiny import tiny_config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REAL = ChatGLMConfig()
@@ -50,15 +49,6 @@ def decided(trained="full", tower="full", language="full", live=1e9, **options) 
 def chosen(options: EngineOptions, free: float, steps: int | None = None) -> EngineOptions:
     """For the real model and so many GiB."""
     return decide(REAL, options, TWO_ROWS, free * GIB, steps)
-
-
-@pytest.mark.parametrize("trained", ["lora_lm", "lora_all"])
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_adapters_are_counted_as_peft_makes_them(trained, use_dora):
-    lora = LoraOptions(rank=3, use_dora=use_dora)
-    model = select_weights(tiny_model(), trained, lora)
-    made = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    assert count_trained(tiny_config(), asked(trained, lora=lora)) == made
 
 
 def test_parameters_are_counted_as_the_model_has_them():
@@ -138,7 +128,7 @@ def test_states_by_stage_optimizer_and_offload():
 def test_more_memory_never_means_more_work_and_what_is_chosen_fits_if_anything_does(trained):
     work = []
     smallest = estimate(REAL, decided(trained, live=5e8), TWO_ROWS)
-    for free in (16, 24.5, 32, 48, 80, 96, 120, 141, 180, 288):
+    for free in (16, 24.5, 48, 80, 141, 288):
         options = chosen(asked(trained), free)
         size = estimate(REAL, options, TWO_ROWS)
         assert size < (free - 2) * GIB or size == smallest

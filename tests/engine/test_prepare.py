@@ -106,9 +106,13 @@ def test_the_limit_of_memory_holds_while_the_model_is_built_unless_it_is_quantis
         done.append("build")
         return tiny_model(dtype=given.get("dtype"))
 
-    for trained, order in (("lora_lm", [0.25, "build"]), ("qlora", ["build", 0.25])):
+    for trained, limit, order in (
+        ("lora_lm", 25.0, [0.25, "build"]),
+        ("qlora", 25.0, ["build", 0.25]),
+        ("lora_lm", 200.0, [1.0, "build"]),  # more than there is
+    ):
         done.clear()
-        prepare_model(replace(PLAIN, trained=trained, memory_limit=25.0), build)
+        prepare_model(replace(PLAIN, trained=trained, memory_limit=limit), build)
         assert done[:2] == order
 
 

@@ -40,7 +40,7 @@ def offloading() -> SimpleNamespace:
     return SimpleNamespace(**{BUFFER: buffer, VIEWS: views})
 
 
-def test_gradients_are_where_the_weights_are_and_a_renamed_name_is_told():
+def test_gradients_are_where_the_weights_are():
     optimizer = offloading()
     forward_twice(optimizer, OFFLOADING, device="meta")  # which stands for the GPU
     buffer, views = getattr(optimizer, BUFFER), getattr(optimizer, VIEWS)
@@ -48,12 +48,6 @@ def test_gradients_are_where_the_weights_are_and_a_renamed_name_is_told():
     placed = {name: (view.storage_offset(), view.numel()) for name, view in views.items()}
     assert placed == {7: (0, 4), 3: (4, 1), 5: (5, 3)}
     assert all(view._base is buffer for view in views.values())
-    for name in (VIEWS, BUFFER):
-        optimizer = offloading()
-        del vars(optimizer)[name]
-        with pytest.raises(RuntimeError, match=f"has no {name} .*install a tested one"):
-            forward_twice(optimizer, OFFLOADING, device="meta")
-        assert name not in vars(optimizer)
 
 
 class Zero:

@@ -49,8 +49,9 @@ def asked(tmp_path, model_folder) -> Path:
 
 @pytest.fixture(scope="session")
 def drawn(tmp_path_factory) -> Recipe:
-    """A tiny model and 20 rows, to be only read: ten steps of LoRA, one process without ZeRO."""
-    changes = {"trained": "lora_lm", "engine.zero_stage": 0}
+    """A tiny model and 20 rows, to be only read: ten steps of LoRA, one process without ZeRO, which
+    starts no others to read rows: that takes longer than the steps."""
+    changes = {"trained": "lora_lm", "engine.zero_stage": 0, "trainer.dataloader_num_workers": 0}
     return drawn_recipe(tmp_path_factory.mktemp("drawn"), changes)
 
 

@@ -43,6 +43,9 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeyp
     require_space(saving, 1000 * GB, monkeypatch)
 
 
+BEST = {"load_best_model_at_end": True, "eval_steps": 10}
+
+
 @pytest.mark.parametrize(
     ("asked", "counted", "most"),
     [
@@ -50,6 +53,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeyp
         ({"max_steps": 10, "save_steps": 3}, None, 3),
         ({"max_steps": 10, "save_steps": 5, "save_total_limit": 1}, None, 1),
         ({"max_steps": 1000, "save_steps": 10, "save_total_limit": 2}, None, 3),
+        ({"max_steps": 1000, "save_steps": 10, "save_total_limit": 2} | BEST, None, 4),
         ({"max_steps": 1000, "save_steps": 10}, None, 99),
         ({"num_train_epochs": 4.5, "save_strategy": "epoch"}, None, 4),
         ({"num_train_epochs": 4.5, "save_strategy": "epoch", "save_total_limit": 1}, None, 2),
@@ -60,7 +64,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeyp
 def test_an_old_checkpoint_goes_when_a_new_one_is_complete(asked, counted, most):
     """``counted``: the steps, once all rows have been seen."""
     changes = {f"trainer.{name}": value for name, value in ({"max_steps": None} | asked).items()}
-    assert checkpoints_at_once(recipe(changes).trainer, counted) == most
+    assert checkpoints_at_once(recipe(changes | {"data.eval": 0.1}).trainer, counted) == most
 
 
 def test_a_stream_that_ends_at_a_bad_row_has_room_for_its_checkpoint(tmp_path):
@@ -89,14 +93,20 @@ def test_a_checkpoint_has_the_size_of_what_each_stage_writes(stage):
 
 
 @pytest.mark.parametrize(
-    ("trained", "targets", "precision"),
-    [("full", None, "bf16"), ("lm", None, "fp32"), ("tower+adapter", None, "bf16")]
-    + [("qlora", None, "bf16"), ("lora_all", "all-linear", "fp32"), ("lora_lm", ["dense"], "bf16")],
+    ("trained", "precision", "more"),
+    [
+        ("full", "bf16", {}),
+        ("lm", "fp32", {}),
+        ("tower+adapter", "bf16", {}),
+        ("qlora", "bf16", {"engine.zero_stage": 0}),
+        ("lora_all", "fp32", {"lora.targets": "all-linear"}),
+        ("lora_lm", "bf16", {"lora.targets": ["dense"]}),
+        ("lora_all", "bf16", {"lora.use_dora": True, "engine.zero_stage": 0}),
+    ],
 )
-def test_the_saved_model_has_the_size_of_its_weights(trained, targets, precision):
-    lora = {"trained": trained, "lora.rank": 4, "lora.targets": targets}
-    lora |= {"engine.zero_stage": 0} if trained == "qlora" else {}
-    options = recipe(lora | {"engine.precision": precision}).engine_options()
+def test_the_saved_model_has_the_size_of_its_weights(trained, precision, more):
+    asked = {"trained": trained, "lora.rank": 4, "engine.precision": precision}
+    options = recipe(asked | more).engine_options()
     model = select_weights(tiny_model(), "lora_lm" if trained == "qlora" else trained, options.lora)
     weights, adapters = model.named_parameters(), is_lora(trained)
     saved = sum(weight.numel() for name, weight in weights if not adapters or "lora_" in name)

@@ -26,6 +26,8 @@ from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, train_here
 
+TOKENS = 4  # of an answer, on which an evaluation spends most of its time
+
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory) -> Recipe:
@@ -39,6 +41,7 @@ def drawn(tmp_path_factory) -> Recipe:
         "lora.dropout": 0.3,
         "engine.zero_stage": 0,
         "data.eval": 0.25,
+        "data.eval_max_new_tokens": TOKENS,
     }
     return drawn_recipe(tmp_path_factory.mktemp("evaluated"), changes)
 
@@ -46,6 +49,13 @@ def drawn(tmp_path_factory) -> Recipe:
 @pytest.fixture(scope="module")
 def report(drawn) -> dict:
     return train_here(drawn)
+
+
+@pytest.fixture
+def mine(mine) -> Recipe:
+    """Read by one process: another number changes nothing, and their starts take most of the
+    time."""
+    return mine.override({"trainer.dataloader_num_workers": 0})
 
 
 assert_equal = partial(assert_close, rtol=0, atol=0)
@@ -77,13 +87,13 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, m
     lengths = sorted(map(int, checked.eval.column("in_table")))
     for room in (lengths[-1], lengths[0], 0):  # rows without room for an answer are passed over
         fitting = sum(length <= room for length in lengths)
-        assert len(sample(room + 64).questions) == min(fitting, 8)
+        assert len(sample(room + TOKENS).questions) == min(fitting, 8)
     asked = sample(1024)
     model = load(base_of(drawn.override({"model": drawn.out})), "cpu")
     usual = model.model.generation_config
     matches = asked.answer(model.model, draws=True)
     assert model.model.generation_config is usual
-    alone = Answerer(model, Generation(max_new_tokens=64))
+    alone = Answerer(model, Generation(max_new_tokens=TOKENS))
     # In batches of as many: of a model that hardly learned, rounding may decide a token.
     prompts = [question.prompt for question in asked.questions]
     batches = [prompts[:4], prompts[4:]]

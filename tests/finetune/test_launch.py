@@ -74,8 +74,6 @@ def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_check
     before = contents(mine.out)
     with pytest.raises(ValueError, match=r"holds a finished training; .*\(--overwrite\)$"):
         launch(mine, HERE)
-    with pytest.raises(ValueError, match="is finished"):
-        launch(mine, HERE, resume=True)
     with pytest.raises(ValueError, match="plan.json"):
         launch(mine.override({"data.train": f"{mine.out}/plan.json"}), HERE, overwrite=True)
     assert contents(mine.out) == before and len(processes) == 1
@@ -92,8 +90,12 @@ def test_a_diverged_training_is_told_by_what_its_processes_said(mine, runs):
         return ONE_FAILED
 
     runs(run)
-    with pytest.raises(RuntimeError, match=r"^training diverged: in step 7 \(settings: .*json\)$"):
+    told = r"^training diverged: in step 7 \(settings: .*json\)"
+    with pytest.raises(RuntimeError, match=f"{told}$"):
         launch(mine, HERE)
+    # A stream may also end at a row, with a checkpoint.
+    with pytest.raises(RuntimeError, match=rf"(?s){told}\nto continue from .* --resume$"):
+        launch(mine.override({"data.stream": True, "trainer.save_steps": 1}), HERE, overwrite=True)
     # A report of before is no report of a run that dies without one.
     runs(lambda command: ONE_FAILED)
     with pytest.raises(RuntimeError, match=f"failed: {ONE_FAILED}"):
@@ -183,8 +185,10 @@ def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_die
     monkeypatch.setattr(launching.time, "sleep", interrupt)
     end = "exit 3" if parent_dies else "wait"
     command = f"sleep 1000 & kill -STOP $!; echo $! > {file}; {end}"
+    before = signal.getsignal(signal.SIGTERM)
     with nullcontext() if parent_dies else pytest.raises(KeyboardInterrupt):
         launching._run(["/bin/sh", "-c", command], [dict(os.environ)])
+    assert signal.getsignal(signal.SIGTERM) == before
     monkeypatch.undo()
     child = psutil.Process(int(file.read_text()))
     assert not psutil.wait_procs([child], timeout=10)[1] or child.status() == "zombie"

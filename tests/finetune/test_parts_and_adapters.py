@@ -10,8 +10,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
-from glm4v_patched.engine.options import PARTS, LoraOptions, part_of
-from glm4v_patched.engine.trainable import select_weights
+from glm4v_patched.engine.options import PARTS, part_of
 from glm4v_patched.finetune.adapter_card import CARD, write_card
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
@@ -78,11 +77,6 @@ def test_adapters_are_what_the_recipe_says_and_go_on_as_they_are(short):
     assert not any(part_of(name) == "adapter" for name in names)
     again = short.override({"model": short.out, "trained": "lora_all", "lora.rank": 4})
     assert base_of(again).adapters == base_of(again.override(lora)).adapters == Path(short.out)
-
-
-def test_alpha_is_twice_the_rank():
-    model = select_weights(tiny_model(), "lora_lm", LoraOptions(rank=32))
-    assert model.peft_config["default"].lora_alpha == 64
 
 
 def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path):

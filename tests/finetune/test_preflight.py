@@ -36,16 +36,6 @@ def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, words):
     words("\n".join(lines))
 
 
-def test_a_folder_that_is_not_there_is_told_as_such_and_ids_of_the_hub_are_not_looked_up(
-    asked, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert told(asked) == told(asked, "model=o/n_a.me") == []
-    for name in ("modle", "/no/such", "./org/name", "-a/b", "a--b/c", "ä/b", "~/model", "a/b.git"):
-        [line] = told(asked, f"model={name}")
-        assert "there is no such folder; expected a folder, or an id of the Hub" in line
-
-
 def index_of(*names: object) -> str:
     return json.dumps({"weight_map": {str(number): name for number, name in enumerate(names)}})
 
@@ -127,12 +117,13 @@ def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus)
         assert len(faults) == (told is not None) and (not told or told in faults[0])
 
 
-@pytest.mark.parametrize("place", ["{link}", "{model}/out", "{parent}"])
+@pytest.mark.parametrize("place", ["{link}", "{link}/out", "{model}", "{model}/out", "{parent}"])
 def test_a_run_never_writes_to_its_model_s_folder(asked, model_folder, tmp_path, place):
     (tmp_path / "link").symlink_to(model_folder)
     out = place.format(model=model_folder, link=tmp_path / "link", parent=model_folder.parent)
     [line] = told(asked, f"out={out}")
     assert "model's" in line and "folder of its own" in line
+    assert told(asked, f"out={model_folder}_out") == []
 
 
 ANYTHING = (st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=6)) | (

@@ -192,35 +192,9 @@ documents = st.recursive(
 )
 
 
-def recipe_or_error(path: Path) -> Recipe | None:
-    """None for an error, which must name the file, or the command line, in each line."""
-    try:
-        return Recipe.read(path)
-    except RecipeError as error:
-        lines = str(error).split("\n")
-        assert all(line.startswith((f"{path}:", "and ")) for line in lines), lines
-        assert all(len(line) < 900 and line.isprintable() for line in lines), lines
-        return None
-
-
 @each_profile
-def test_any_document_is_a_recipe_or_an_error_that_names_the_file(profile, tmp_path):
-    @profile
-    @given(documents)
-    def check(values):
-        # Lone surrogates and NaN are in files as escapes and as words.
-        (tmp_path / "r.json").write_text(json.dumps(values))
-        (tmp_path / "r.yaml").write_text(yaml.safe_dump(values))
-        for name in ("r.json", "r.yaml"):
-            found = recipe_or_error(tmp_path / name)
-            assert found is None or found == Recipe.of(values)
-
-    check()
-
-
-@each_profile
-def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, tmp_path):
-    """Bytes are cut out, put in or changed."""
+def test_any_file_is_a_recipe_or_an_error_that_names_it(profile, tmp_path):
+    """Of any document, and of a recipe of which bytes are cut out, put in or changed."""
     written = tmp_path / "source.json"
     recipe({"model": "ä/\U0001f600", "trained": "lora_all"}).write(written)
     json_, yaml_ = written.read_bytes(), RIGHT.encode()
@@ -229,15 +203,25 @@ def test_damage_gives_a_recipe_or_an_error_that_names_the_file(profile, tmp_path
     @profile
     @given(st.data())
     def check(data):
+        # Lone surrogates and NaN are in files as escapes and as words.
+        values = data.draw(documents)
         sources = [(".json", json_), (".yaml", json_), (".yaml", yaml_)]
+        sources += [(".json", json.dumps(values).encode())]
+        sources += [(".yaml", yaml.safe_dump(values).encode())]
         suffix, content = data.draw(st.sampled_from(sources))
-        for _ in range(data.draw(st.integers(1, 3))):
+        for _ in range(data.draw(st.integers(0, 3))):
             start = data.draw(st.integers(0, len(content)))
             end = data.draw(st.integers(start, min(start + 12, len(content))))
             put = data.draw(st.binary(max_size=4) | st.sampled_from([*marks, b"\n", b"\t"]))
             content = content[:start] + put + content[end:]
-        (tmp_path / f"damaged{suffix}").write_bytes(content)
-        recipe_or_error(tmp_path / f"damaged{suffix}")
+        path = tmp_path / f"file{suffix}"
+        path.write_bytes(content)
+        try:
+            Recipe.read(path)
+        except RecipeError as error:
+            lines = str(error).split("\n")
+            assert all(line.startswith((f"{path}:", "and ")) for line in lines), lines
+            assert all(len(line) < 900 and line.isprintable() for line in lines), lines
 
     check()
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from glm4v_patched.finetune.other_names import refusal
 from glm4v_patched.finetune.recipe import RecipeError, fields
-from glm4v_patched.finetune.recipe_trainer import TrainerFields, installed_fields
+from glm4v_patched.finetune.recipe_trainer import TrainerFields, installed_fields, is_longer
 from tests.helpers.recipes import recipe
 
 
@@ -62,6 +62,13 @@ def test_warm_up_is_in_steps_or_a_share_of_them():
         assert trainer().warmup(steps) == found  # the first step of a warm-up has the rate 0
     for asked, found in ((7, 7), (0, 0), (0.5, 50), (0.29, 29)):
         assert trainer(warmup_steps=asked).warmup(100) == found
+
+
+def test_runs_are_longer_by_the_same_measure_alone():
+    four, epochs = {"max_steps": 4}, {"num_train_epochs": 2.0}
+    assert is_longer(four, {"max_steps": 5}) and not is_longer(four, four)
+    for there, now in ((four, epochs), (epochs, four), (None, four), ([], four)):
+        assert not is_longer(there, now)
 
 
 def test_evaluation_has_batches_of_its_own_or_those_of_training():

@@ -17,6 +17,7 @@ from glm4v_patched.finetune.run_folder import (
     close_record,
     locked,
     read_record,
+    remove_weights,
     require_usable,
 )
 from glm4v_patched.models.base import Base
@@ -104,6 +105,12 @@ def test_what_peft_writes_is_a_run_s_only_where_adapters_are_trained(tmp_path):
     assert read_record(out) == {"model.safetensors"}
     close_record(out, adapters=True)
     assert read_record(out) == {"model.safetensors", "README.md"}
+
+
+def test_of_a_run_that_came_to_nothing_all_files_of_weights_go(tmp_path):
+    out = files(tmp_path / "out", *MODEL, *ADAPTERS)
+    remove_weights(out)
+    assert {*contents(out)} == {"config.json", "adapter_config.json", "README.md"}
 
 
 def test_links_in_a_folder_go_and_what_they_lead_to_stays(tmp_path):

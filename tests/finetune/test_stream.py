@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,13 @@ from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.finetune.row_faults import BadRow, RowFaults
 from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement
-from tests.helpers.recipes import drawn_recipe, recipe, train_here
+from tests.helpers.recipes import (
+    drawn_recipe,
+    planned,
+    recipe,
+    train_here,
+    train_in_processes,
+)
 
 STREAM = {
     "data.check": "first 4",
@@ -101,7 +108,8 @@ def test_of_many_rows_that_are_left_out_twenty_are_told(capsys):
     faults = RowFaults(ends=False)
     for last in (15, 50):
         faults.see([f"row {number}" for number in range(last)], [])
-    assert capsys.readouterr().out.count("left out: row") == 20 and len(faults.found) == 50
+    faults.conclude(step=3)
+    assert capsys.readouterr().out.count("left out: row") == 20 and faults.number == 50
 
 
 def test_so_many_rows_are_looked_at_as_the_recipe_says_and_some_for_their_length():
@@ -110,16 +118,27 @@ def test_so_many_rows_are_looked_at_as_the_recipe_says_and_some_for_their_length
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2], ids=["of nothing but bad rows", "with a good row"])
-def test_a_bad_row_of_one_process_ends_both_under_zero_3(asked, rows):
+def test_a_bad_row_of_one_process_ends_both_under_zero_3(asked, tmp_path):
     """Also where that process has nothing to learn in a step: the other is not left waiting."""
     place = cut(asked, 14)
     changes = {"engine.zero_stage": 3, "trainer.max_steps": 12, "trainer.save_steps": 100}
-    changes |= {"trainer.per_device_train_batch_size": rows}
-    two = asked.override(changes | {"trainer.gradient_accumulation_steps": 1})
-    with pytest.raises(RuntimeError) as stopped:
-        launch(two, Placement(2, on_cpu=True))
-    assert place in str(stopped.value) and "--resume" in str(stopped.value)
-    launch(two.override({"data.on_bad": "skip"}), Placement(2, on_cpu=True), resume=True)
-    report = json.loads(Path(two.out, "training.json").read_text())
-    assert report["finished"] and all(float(step["loss"]) < 99 for step in report["history"])
+    changes |= {"trainer.gradient_accumulation_steps": 1}
+    runs = [
+        asked.override(
+            changes
+            | {"trainer.per_device_train_batch_size": rows, "out": str(tmp_path / f"out_{rows}")}
+        )
+        for rows in (1, 2)
+    ]
+    ended = train_in_processes(diverging=[planned(run, processes=2) for run in runs])
+    assert not ended.status, ended.output[-8000:]
+    for run, rank in product(runs, "01"):
+        assert place in Path(run.out, f"outcome-{rank}.txt").read_text()
+    skipping = [run.override({"data.on_bad": "skip"}) for run in runs]
+    ended = train_in_processes(
+        *(planned(run, starting_point(run, 2, True, base_of(run)), processes=2) for run in skipping)
+    )
+    assert not ended.status, ended.output[-8000:]
+    for run in runs:
+        report = json.loads(Path(run.out, "training.json").read_text())
+        assert report["finished"] and all(float(step["loss"]) < 99 for step in report["history"])

@@ -14,7 +14,7 @@ from glm4v_patched.engine.memory_plan import GIB, OUTSIDE_TORCH, Batch
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import summary, worker
-from glm4v_patched.finetune.plan import Plan, check_data, make_plan
+from glm4v_patched.finetune.plan import Plan, check_data, digest_of, make_plan
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
 from glm4v_patched.finetune.summary import (
@@ -39,6 +39,14 @@ def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
     assert json.loads(plan.path.read_text())["options"]["lora"]["targets"] == ["dense"]
 
 
+def test_a_plan_is_for_its_rows_as_they_are_packed_and_for_those_of_evaluation(drawn):
+    every = check_data(drawn)
+    checked = check_data(drawn.override({"data.eval": 0.2}))
+    others = [replace(checked, **change) for change in ({"pack_to": 100}, {"eval": None})]
+    others += [every, replace(checked, eval=every)]
+    assert len({digest_of(each) for each in (checked, *others)}) == 5
+
+
 def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monkeypatch):
     """Of the real size, on GPUs of which others use some."""
     recipe = mine.override({"engine.language": "auto"})
@@ -55,8 +63,9 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
         found.append(plan.options.language)
     assert found[0] != found[1]
     monkeypatch.setattr(planning, "free_on_gpus", lambda number: [140 * GIB, 75 * GIB][:number])
-    of_two_machines = make_plan(recipe, Placement(2, local_processes=1), checked, base_of(recipe))
-    assert of_two_machines.free == 140 * GIB  # the second GPU is of no process here
+    for local, least in ((2, 75), (1, 140)):  # on two machines, the second GPU is of no process
+        placement = Placement(2, local_processes=local)
+        assert make_plan(recipe, placement, checked, base_of(recipe)).free == least * GIB
     limited = recipe.override({"engine.memory_limit": 75.0})
     assert make_plan(limited, Placement(1), checked, base_of(recipe)).free < 80 * GIB
     # What is outside of torch is not free.

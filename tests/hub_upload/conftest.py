@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
 from tests.helpers.legacy_repository import remote_code_under
@@ -58,7 +58,8 @@ def hub(monkeypatch, tmp_path):
         for name, value in hub.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))
+        for module in (_http, file_download):
+            monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: CERTIFICATES)
         yield hub
     monkeypatch.undo()

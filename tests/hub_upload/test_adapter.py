@@ -1,6 +1,7 @@
 """Adapters are built, verified and published as a model is, and name no folder of this machine."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from glm4v_patched.finetune.adapter_card import BASE, NOT_ON_HUB, PLACE, WHERE
 from hub_upload.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST
 from tests.helpers.answering import write_files
-from tests.helpers.publishable import TAG, as_files
+from tests.helpers.publishable import TAG, amended, as_files, signed
 
 NAME, BASE_ID, COMMIT = "our-org/glm-4v-shapes", "zai-org/glm-4v-9b", "a" * 40
 CARD = f"""---
@@ -100,6 +101,24 @@ def test_what_others_cannot_use_or_trust_is_not_built(adapters, build, tmp_path,
     status, said = build(folder)
     assert status == 1 and told in said, said
     assert not (tmp_path / "out").exists()
+
+
+OF_A_STRANGER = [
+    {"megatron_config": {"a": "b"}},  # by which peft imports a module
+    {"auto_mapping": {"parent_library": "b"}},
+    {"base_model_name_or_path": "evil-org/evil"},
+    {"revision": "main"},
+]
+
+
+@pytest.mark.parametrize("fields", OF_A_STRANGER, ids=str)
+def test_settings_that_no_build_writes_fail_their_check_although_the_manifest_agrees(
+    adapters, build, run, tmp_path, fields
+):
+    assert build(adapters)[0] == 0
+    signed(amended(ADAPTER_CONFIG, **fields))(tmp_path / "out")
+    status, told = run("verify", tmp_path / "out")
+    assert status == 1 and re.findall(r"(?m)^(\w+) +failed", told) == ["adapters"], told
 
 
 def test_a_base_that_nobody_else_finds_has_to_be_named(adapters, build):

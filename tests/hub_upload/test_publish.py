@@ -2,9 +2,11 @@
 is not, whatever happens in between."""
 
 import shutil
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+from huggingface_hub import HfApi
 
 import glm4v_patched
 from hub_upload import verify
@@ -97,9 +99,13 @@ def test_published_twice_nothing_changes(hub, publish, copy):
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_private_is_what_was_asked_for(hub, publish, copy, private):
+def test_private_is_what_was_asked_for(hub, publish, copy, monkeypatch, private):
+    create = Mock(wraps=HfApi().create_repo)
+    monkeypatch.setattr(HfApi, "create_repo", create)
     assert publish(copy, "--push", *["--private"] * private)[0] == 0
     assert hub.repositories[NAME].private == private
+    # Where it is not, the organisation's settings decide.
+    assert create.call_args.kwargs["private"] == (True if private else None)
     status, output = publish(copy, "--push", "--private")
     assert status == (not private) and ("make it private" in output) == (not private)
 
@@ -165,12 +171,13 @@ def test_foreign_content_is_refused_unless_told(hub, publish, copy, of_this_clon
 
 def test_files_of_our_older_version_are_deleted(hub, publish, of_this_clone, built):
     publish(of_this_clone("0.1.0", {"left.py": b"# of the older version\n"}), "--push")
-    newer = of_this_clone("0.2.0", {"loss.py": b"# newer\n"})
-    status, output = publish(newer, "--push")
     repository = hub.repositories[NAME]
+    repository.add_commit({"new.py": b"# of a name that is ours by now\n"})
+    newer = of_this_clone("0.2.0", {"loss.py": b"# newer\n", "new.py": b"# newer\n"})
+    status, output = publish(newer, "--push")
     assert status == 0 and "delete 1 (" in output and is_whole(repository.files, newer)
     assert repository.tags["v0.2.0"] == repository.head != repository.tags["v0.1.0"]
-    assert len(repository.commits) == 3
+    assert len(repository.commits) == 4
 
 
 def test_a_tag_is_never_moved(hub, publish, copy, of_this_clone, monkeypatch):

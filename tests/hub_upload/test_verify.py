@@ -164,6 +164,7 @@ DEFECTS = [
     ("files", amended("config.json", rope_ratio=2)),
     ("files", added("notes.txt", b"mine")),
     ("weights", signed(truncated)),
+    ("weights", signed(without(INDEX))),
     ("weights", signed(an_index_that_names_the_wrong_shard)),
     ("config", fields("config.json", architectures=["ChatGLMModel"])),
     ("config", fields("config.json", boi_token_id=4)),
@@ -258,7 +259,8 @@ def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypat
     told = json.dumps([STEPS[0], PASSED, "-"])
     load_check(f"print({told!r}, flush=True)\n{program}")
     monkeypatch.setattr(verifying, "SECONDS", 0.5)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.setenv(name, "hf_secret")
     report = verify(str(built))
     assert report.failures == [STEPS[1]] and ENDS[program] in by_name(report)[STEPS[1]].detail
     assert [by_name(report)[step].status for step in STEPS] == [PASSED, FAILED, SKIPPED]

@@ -140,17 +140,14 @@ def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, 
     assert Placement(8, local_processes=2).share == 1 / 4
 
 
-def test_an_id_of_the_hub_has_its_form(monkeypatch):
-    assert fault_of_model(f"our-org/{'a' * 88}") is None
-    for odd in (
-        f"our-org/{'a' * 97}",
-        "our-org",
-        "our--org/a",
-        "a/b/c",
-        "our-org/a.git",
-        "our-org/ä",
-    ):
-        assert "there is no such folder" in fault_of_model(odd)
+def test_what_is_no_folder_and_has_not_the_form_of_an_id_is_told(monkeypatch):
+    """Without a look at the Hub."""
+    for name in (f"our-org/{'a' * 88}", "o/n_a.me"):
+        assert fault_of_model(name) is None
+    odd = ["our-org", "our--org/a", "a/b/c", "our-org/a.git", "our-org/ä", f"our-org/{'a' * 97}"]
+    for name in [*odd, "/no/such", "./org/name", "-a/b", "~/model"]:
+        told = fault_of_model(name)
+        assert told.startswith("there is no such folder; expected a folder, or an id of the Hub")
     # Older releases of huggingface_hub take letters beyond ASCII.
     monkeypatch.setattr("huggingface_hub.utils.validate_repo_id", lambda name: None)
     assert "there is no such folder" in fault_of_model("our-org/ä")

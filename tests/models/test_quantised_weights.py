@@ -104,6 +104,15 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     assert all(found <= len(alive) - n + 1 for n, found in enumerate(left))
 
 
+def test_of_a_model_that_is_loaded_layers_outside_of_both_towers_stay_as_they_are():
+    """As those of one that is quantised when it is built."""
+    given = trainable.quantization_options(torch.bfloat16, "cpu")["quantization_config"]
+    for name, module in tiny_model().named_modules():
+        if type(module) is Linear:
+            left_out = any(name.startswith(one) for one in given.llm_int8_skip_modules)
+            assert left_out == (".layers." not in name), name
+
+
 REFUSED = [
     ("answer", ["--cache", "static", "--weights", "4bit"], "--cache static with --weights 4bit"),
     ("answer", ["--cache", "graph", "--weights", "8bit"], "--cache graph with --weights 8bit"),
