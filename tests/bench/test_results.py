@@ -80,8 +80,9 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
         (fail(make_row(gpus=1)), {"hardware": "1 GPU", SPEED: "out of memory"}),
         (fail(make_row(), "a|b\nis <none>"), {SPEED: "a|b is <none>"}),
     ],
+    ids=["a frozen tower", "chosen policies", "the original's code", "no memory", "an error"],
 )
-def test_what_the_documented_table_has_no_row_of(row, told):
+def test_a_row_is_shown_with_what_it_has_and_no_more(row, told):
     assert told.items() <= cells_of(row).items()
 
 

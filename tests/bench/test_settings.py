@@ -145,6 +145,9 @@ def test_the_recipe_has_what_is_measured_and_the_engines_defaults_else(files):
     too_short = {"text_tokens": 2, "shortest_text": None, "model": str(folder / "model")}
     with pytest.raises(ValueError, match="--text-tokens 2 leaves no room"):
         write_rows(folder / "short", replace(settings, **too_short), 1)
+
+
+def test_the_speed_of_a_gpu_is_its_share_of_that_of_all():
     measured = {"samples_per_s": 8.0, "peak_allocated_gib": 1.5, "predicted_gib": 1.4}
     report = {"measured": measured, "world_size": 2, "history": [{"step": 1, "loss": 3.5}]}
     report["policies"] = {"tower": "full", "language": "none", "gathered": 1e9}

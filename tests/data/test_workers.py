@@ -29,7 +29,7 @@ def test_each_process_gets_its_share_of_the_cores_but_one(machine):
         assert default_workers(processes, pictures=4, side=1120) == number
 
 
-def test_batches_fit_into_shared_memory(machine):
+def test_batches_fit_into_half_of_the_shared_memory(machine):
     batch = 4 * 3 * 4 * 1120**2  # fp32
     machine(32, shared_memory=2 * 2 * 3 * 5 * batch)
     assert default_workers(2, pictures=4, side=1120) == 5

@@ -95,7 +95,7 @@ def test_the_estimate_is_near_the_measured_peak(options, batch, peak):
     assert estimate(REAL, options, batch) / GIB == pytest.approx(peak, rel=0.08, abs=1.5)
 
 
-def test_states_by_stage_optimizer_and_offload():
+def test_states_take_so_many_bytes_a_weight_by_stage_optimizer_and_offload():
     tower, language = count_parameters(REAL)
     weights = tower + language
 

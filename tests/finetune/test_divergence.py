@@ -75,7 +75,10 @@ def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_t
     assert run.watch.verdict is None
     run.step(1.0)
     assert "in step 1 (learning rate" in run.watch.verdict
-    for done in (0, 30):  # what is left of the run is shorter than the limit
+
+
+def test_the_limit_is_no_more_than_the_steps_that_are_left():
+    for done in (0, 30):
         run = Run(limit=5, max_steps=done + 2, logs=False, done=done)
         run.step(NAN)
         run.step(NAN)

@@ -78,17 +78,26 @@ def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
     assert report["evaluations"][-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
 
 
-def test_some_rows_are_answered_as_the_saved_model_answers_them(drawn, report, monkeypatch):
-    checked, answers = check_data(drawn), []
+@pytest.fixture
+def sample(drawn):
+    """The rows that are answered, of a model with so many positions."""
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
-    monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
-    assert Path(drawn.out, "answers.png").is_file()
-    sample = partial(evaluation.Sample, checked.eval, processor, drawn)
-    lengths = sorted(map(int, checked.eval.column("in_table")))
-    for room in (lengths[-1], lengths[0], 0):  # rows without room for an answer are passed over
+    return partial(evaluation.Sample, check_data(drawn).eval, processor, drawn)
+
+
+def test_rows_whose_answer_just_fits_are_asked_and_those_without_room_passed_over(drawn, sample):
+    lengths = sorted(map(int, check_data(drawn).eval.column("in_table")))
+    for room in (lengths[-1], lengths[0], 0):
         fitting = sum(length <= room for length in lengths)
         assert len(sample(room + TOKENS).questions) == min(fitting, 8)
-    asked = sample(1024)
+
+
+def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings_stay(
+    drawn, report, sample, monkeypatch
+):
+    asked, answers = sample(1024), []
+    monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
+    assert Path(drawn.out, "answers.png").is_file()
     model = load(base_of(drawn.override({"model": drawn.out})), "cpu")
     usual = model.model.generation_config
     matches = asked.answer(model.model, draws=True)

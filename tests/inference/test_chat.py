@@ -232,7 +232,7 @@ assert tempfile.gettempdir() == before
 """
 
 
-def test_uploads_are_gone_at_every_ending(tmp_path):
+def test_uploads_are_gone_at_every_ending_and_temporary_files_lie_where_they_did(tmp_path):
     """Also those on their way, in the usual folder of temporary files; after ``kill -9``, when the
     next page begins, and not those of a page that runs."""
     environment = cpu_environment() | {"TMPDIR": str(tmp_path)}

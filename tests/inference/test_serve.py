@@ -411,7 +411,9 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
     return sizes[:-1]
 
 
-def test_a_batch_is_of_requests_that_draw_alike(answerer, monkeypatch):
+def test_a_batch_is_of_requests_that_draw_alike_and_of_sixteen_rows_or_pictures_at_most(
+    answerer, monkeypatch
+):
     told: dict[object, list] = {}
     seen = [*[{"type": "image", "image": png()}] * 9, {"type": "text", "text": "a"}]
     prompt = [{"role": "user", "content": seen}]

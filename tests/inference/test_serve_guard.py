@@ -293,7 +293,9 @@ def test_nothing_is_fetched_from_a_private_network(shop, monkeypatch):
     pictures._require_public("host", "93.184.216.34")
 
 
-def test_what_a_public_name_leads_to_is_looked_at_again(shop, monkeypatch):
+def test_what_a_public_name_leads_to_is_looked_at_again_and_pictures_share_one_limit(
+    shop, monkeypatch
+):
     """The name was public when it was looked up, and is this machine when it is connected to; a
     redirect leads inside."""
     port, asked = shop

@@ -214,9 +214,9 @@ def test_an_image_processor_is_that_of_its_revision(hub, published, tmp_path):
         assert load("AutoImageProcessor", "our-org/model", **where).size["height"] == side
 
 
-def test_what_a_repository_of_the_hub_is(hub, published, tmp_path):
-    """A private one for whoever may read it; an adapter at a revision that its base has not; none
-    where the Hub cannot be reached, which is asked once."""
+def test_a_private_repository_is_a_glm4v_for_whoever_may_read_it_and_the_hub_is_asked_once(
+    hub, published, tmp_path
+):
     where = {"cache_dir": str(tmp_path / "cache")}
     config = {"config.json": (published / "config.json").read_bytes()}
     hub.add_repository("our-org/private", config, private=True)
@@ -224,6 +224,18 @@ def test_what_a_repository_of_the_hub_is(hub, published, tmp_path):
     for option in ("token", "use_auth_token"):
         place = {"cache_dir": str(tmp_path / option), option: hub.token}
         assert Repository("our-org/private", place).holds_glm4v()
+    hub.requests.clear()
+    hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
+    assert not Repository("our-org/unknown", where).holds_glm4v()
+    asked = {request.path for request in hub.requests}
+    assert asked == {"/our-org/unknown/resolve/main/config.json"}
+
+
+def test_an_adapters_base_is_looked_for_without_its_subfolder_and_revision(
+    hub, published, tmp_path
+):
+    where = {"cache_dir": str(tmp_path / "cache")}
+    config = {"config.json": (published / "config.json").read_bytes()}
     base = hub.add_repository("our-org/base", config)
     named = json.dumps({"base_model_name_or_path": "our-org/base"}).encode()
     places = {"adapter_config.json": named, "text/adapter_config.json": named}
@@ -232,11 +244,6 @@ def test_what_a_repository_of_the_hub_is(hub, published, tmp_path):
     assert "v2" not in base.refs
     for place in ({}, {"subfolder": "text"}):
         assert Repository("our-org/adapter", where | {"revision": "v2"} | place).holds_glm4v()
-    hub.requests.clear()
-    hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
-    assert not Repository("our-org/unknown", where).holds_glm4v()
-    asked = {request.path for request in hub.requests}
-    assert asked == {"/our-org/unknown/resolve/main/config.json"}
 
 
 def test_a_hub_that_never_answers_is_named_or_the_cache_is_taken(

@@ -47,6 +47,13 @@ def test_an_image_costs_three_positions(image):
     assert grow([*grown_image(), *text(125)]).last_position == 127
 
 
+def test_positions_of_packed_rows_restart_with_each(image):
+    first, second = [*text(2), *image], [*image, *text(1)]
+    places = torch.tensor([[*range(len(first)), *range(len(second))]])
+    got = grow([*first, *second], position_ids=places).position_ids.tolist()
+    assert got == [[0, 1, 2, 3, 3, 3, 3, 4, 0, 1, 1, 1, 1, 2, 3]]
+
+
 # Wrong use: what is given, and what of it the error names.
 
 IDS = torch.tensor([text(6)])
