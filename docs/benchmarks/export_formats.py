@@ -101,9 +101,8 @@ def train(folder: Path, task: Task, device: str) -> None:
 
 def export_all(folder: Path, task: Task, device: str) -> dict:
     from glm4v_patched.data.rows import Source
-    from glm4v_patched.inference.answer import Request
     from glm4v_patched.inference.export import export
-    from glm4v_patched.inference.questions import Generation
+    from glm4v_patched.inference.questions import Generation, Request
 
     asked = Request(
         model=str(folder / "trained"),

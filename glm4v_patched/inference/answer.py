@@ -5,61 +5,19 @@ import pickle
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import cycle
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
-from ..data.rows import Source
 from ..engine.environment import python_module, training_environment
 from ..models.base import Base, identify
-from ..models.find import find_source
-from ..models.placement import Placement, place
-from ..models.quantised_weights import check_weights
 from .answers_file import AnswersFile, Line
-from .questions import (
-    Generation,
-    Question,
-    digest_pictures,
-    digest_questions,
-    read_questions,
-)
+from .questions import Question, Request, digest_pictures, digest_questions, read_questions
 
 if TYPE_CHECKING:
     from .answer_worker import Answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the command line asks for.
-
-    Args:
-        model: Folder of a model or of adapters, or an id of the Hub.
-        data: Of the rows.
-        processes: None for one on each GPU; on a CPU, for a single one.
-        cache: One of :data:`command.CACHES`.
-    """
-
-    model: str
-    data: Source
-    revision: str | None = None
-    device: Any = "cuda"
-    processes: int | None = None
-    batch_size: int = 8
-    weights: str | None = None
-    generation: Generation = Generation()
-    cache: str = "auto"
-
-    def place(self) -> Placement:
-        """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
-        check_weights(self.weights, self.device, self.cache)
-        return place(self.processes, self.device)
-
-    def find(self) -> Base:
-        """Raises as :meth:`place` and :func:`find_source`."""
-        self.place()
-        return find_source(self.model, self.revision, self.weights)
 
 
 def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Line]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, TextStreamer
@@ -22,10 +22,7 @@ from ..models import loading
 from ..models.base import Base
 from ..models.loading import Loaded, load_processor
 from .decoding.static_cache import StaticCaches
-from .questions import Generation, Question
-
-if TYPE_CHECKING:
-    from .answer import Request
+from .questions import Generation, Question, Request
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024
@@ -164,7 +161,7 @@ def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
 
 
 def answer_parts(
-    request: "Request", base: Base, parts: Iterable[Sequence[Question]], tells: bool = True
+    request: Request, base: Base, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded.

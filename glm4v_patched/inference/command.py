@@ -171,7 +171,7 @@ def _name_and_folder(text: str) -> tuple[str, str]:
 
 
 def _request(options: argparse.Namespace, path: str):
-    from .answer import Request
+    from .questions import Request
 
     names = {each.name for each in fields(Request)} & vars(options).keys() - {"data"}
     given = {name: getattr(options, name) for name in names}

@@ -10,10 +10,10 @@ from typing import Any
 
 from .. import __version__
 from ..atomic import require_file, write_atomically
-from .answer import Request, answer_questions, settings_of
+from .answer import answer_questions, settings_of
 from .answers_file import Line
 from .contact_sheet import draw_sheet
-from .questions import digest_pictures, read_questions
+from .questions import Request, digest_pictures, read_questions
 from .scoring import METRICS, Metric, load_metric, mean_score, swap_pictures
 
 ANSWERS, REPORT, SHEET = "answers.jsonl", "metrics.json", "answers.png"

@@ -22,7 +22,6 @@ from ..models.base import Base
 from ..models.check_weights import quantised_by
 from ..models.find import find_source
 from ..terminal_text import in_bytes, pip_install
-from .answer import Request
 from .evaluate import describe, evaluate
 from .merge import (
     bytes_of,
@@ -34,7 +33,7 @@ from .merge import (
     taken_over,
     weights_of,
 )
-from .questions import read_questions, spread
+from .questions import Request, read_questions, spread
 
 # Whose names, also such as it does not publish, layer_by_layer uses.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
@@ -154,7 +153,8 @@ def export(
         from .layer_by_layer import quantise
 
         start = time.monotonic()
-        quantise(base, partial, FORMATS[format], conversations, device)
+        of = FORMATS[format]
+        quantise(base, partial, of.scheme, of.ignore, conversations, device)
         gc.collect()  # of the model, before it is loaded again
         seconds = time.monotonic() - start
         for path in taken_over(held):

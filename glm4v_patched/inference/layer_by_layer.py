@@ -25,7 +25,6 @@ from .. import applied
 from ..data.collate import ConversationCollator
 from ..models.base import Base
 from ..models.loading import load
-from .export import Format
 
 NAME = "glm4v_layer_by_layer"
 SHARD = "5GB"
@@ -85,9 +84,19 @@ def _inputs_of(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tu
 
 
 def quantise(
-    base: Base, out: Path, format: Format, conversations: Sequence[list[dict]], device: str
+    base: Base,
+    out: Path,
+    scheme: str,
+    ignore: list[str],
+    conversations: Sequence[list[dict]],
+    device: str,
 ) -> None:
-    """Quantise the linear layers of a model by GPTQ, and save it."""
+    """Quantise the linear layers of a model by GPTQ, and save it.
+
+    Args:
+        scheme: A preset of compressed-tensors.
+        ignore: Patterns of the names of layers that stay as they are.
+    """
     model: Any
     model, processor = load(base, device)
     collate: Any = ConversationCollator(processor)
@@ -106,7 +115,7 @@ def quantise(
                 model=model,
                 processor=processor,
                 dataset=torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode),
-                recipe=GPTQModifier(targets="Linear", scheme=format.scheme, ignore=format.ignore),
+                recipe=GPTQModifier(targets="Linear", scheme=scheme, ignore=ignore),
                 pipeline=NAME,
             )
         model.save_pretrained(out, max_shard_size=SHARD)

@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
 from ..data.pictures import Stamp
 from ..data.rows import Fault, Source, describe_faults, read_rows, split_rows
+from ..models.base import Base
+from ..models.find import find_source
+from ..models.placement import Placement, place
+from ..models.quantised_weights import check_weights
 from ..option_fields import faults_of_fields, option
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
@@ -89,6 +93,38 @@ class Generation:
         given = {name: value for name, value in asdict(self).items() if value is not None}
         del given["seed"]
         return given | {"do_sample": self.do_sample}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asks for.
+
+    Args:
+        model: Folder of a model or of adapters, or an id of the Hub.
+        data: Of the rows.
+        processes: None for one on each GPU; on a CPU, for a single one.
+        cache: One of :data:`command.CACHES`.
+    """
+
+    model: str
+    data: Source
+    revision: str | None = None
+    device: Any = "cuda"
+    processes: int | None = None
+    batch_size: int = 8
+    weights: str | None = None
+    generation: Generation = Generation()
+    cache: str = "auto"
+
+    def place(self) -> Placement:
+        """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
+        check_weights(self.weights, self.device, self.cache)
+        return place(self.processes, self.device)
+
+    def find(self) -> Base:
+        """Raises as :meth:`place` and :func:`find_source`."""
+        self.place()
+        return find_source(self.model, self.revision, self.weights)
 
 
 def read_questions(path: str | Path | Source, with_reference: bool = False) -> list[Question]:

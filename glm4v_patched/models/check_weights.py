@@ -5,6 +5,7 @@ weights it has.
 """
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,10 +39,15 @@ class Shape(NamedTuple):
 
 
 def fault_of_model_folder(folder: Path) -> str | None:
-    # The end of a pipe would be waited for, by whichever library reads it.
-    odd = (of for of in folder.iterdir() if of.exists() and not (of.is_file() or of.is_dir()))
-    if found := next(odd, None):
-        return f"{found.name} in it is a pipe, a socket or a device; expected files alone"
+    try:
+        there = [folder / name for name in os.listdir(folder)]
+    except OSError as error:
+        return f"a folder that cannot be read: {error.strerror}"
+    # The end of a pipe would be waited for, by whichever library reads it. By os.path, to which
+    # what may not be looked at is not there.
+    for path in filter(os.path.exists, there):
+        if not (os.path.isfile(path) or os.path.isdir(path)):
+            return f"{path.name} in it is a pipe, a socket or a device; expected files alone"
     if (folder / "adapter_config.json").is_file():
         return None
     if not (folder / "config.json").exists():

@@ -16,10 +16,10 @@ from glm4v_patched.cli import main
 from glm4v_patched.data.rows import Source
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import questions
-from glm4v_patched.inference.answer import Request, answer_file
+from glm4v_patched.inference.answer import answer_file
 from glm4v_patched.inference.answer_worker import Answer, Answerer, require_room
 from glm4v_patched.inference.decoding import static_cache
-from glm4v_patched.inference.questions import Generation, Question, read_questions
+from glm4v_patched.inference.questions import Generation, Question, Request, read_questions
 from glm4v_patched.inference.serving import serve
 from glm4v_patched.models.base import Base, identify
 from glm4v_patched.models.find import find_source
