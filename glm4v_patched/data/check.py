@@ -32,7 +32,7 @@ from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
 from .messages import pictures_of, replace_pictures
 from .pictures import Stamp, times_of
-from .rows import Fault, Row, as_source, cure_of, describe_faults, read_rows
+from .rows import Fault, Row, cure_of, describe_faults, read_rows
 from .source import Source
 from .stored_rows import ROWS_AT_ONCE, column, kept_rows, store_rows, values
 
@@ -57,11 +57,6 @@ class _Read(NamedTuple):
     faults: list[list[Fault]]
     """Of each set."""
     good: list[int]
-
-
-def check_file(path: str | Path, *arguments: Any, **options: Any) -> CheckedData:
-    """:func:`check_sets` for one set."""
-    return check_sets([as_source(path)], *arguments, **options)
 
 
 def check_sets(

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.data import decoding
-from glm4v_patched.data.check import check_file
+from glm4v_patched.data.check import check_sets
 from glm4v_patched.data.check_cache import Memory, default_path
 from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
@@ -231,7 +231,7 @@ def test_a_damaged_memory_is_begun_anew(
 def test_where_no_memory_can_be_kept_all_is_checked(tmp_path, processor, write, caplog):
     path = write(colours())
     for memory in (tmp_path, path / "below.sqlite"):
-        assert check_file(path, processor, 1024, memory=memory).counts.rows == 1
+        assert check_sets([Source(str(path))], processor, 1024, memory=memory).counts.rows == 1
         assert f"{memory} is not used" in caplog.text
 
 

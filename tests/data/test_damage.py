@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from glm4v_patched.data.check import check_file
+from glm4v_patched.data.check import check_sets
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.source import Source
 from tests.helpers.data_forms import found, said
 
 COLOURS = ("red", "green", "blue", "white")
@@ -181,7 +182,7 @@ def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, pro
 def assert_never_silent(folder: Path, processor, memory: Path) -> int:
     """Returns how many rows are trained on."""
     path = folder / "data.jsonl"
-    check = partial(check_file, path, processor, 1024, memory=memory)
+    check = partial(check_sets, [Source(str(path))], processor, 1024, memory=memory)
     try:
         checked = check(on_bad="skip")
     except ValueError as error:

@@ -134,10 +134,12 @@ def test_a_bad_row_of_one_process_ends_both_under_zero_3(asked, tmp_path):
     assert not ended.status, ended.output[-8000:]
     for run, rank in product(runs, "01"):
         assert place in Path(run.out, f"outcome-{rank}.txt").read_text()
-    skipping = [run.override({"data.on_bad": "skip"}) for run in runs]
-    ended = train_in_processes(
-        *(planned(run, starting_point(run, 2, True, base_of(run)), processes=2) for run in skipping)
-    )
+    plans = []
+    for run in runs:
+        skipping = run.override({"data.on_bad": "skip"})
+        checkpoint = starting_point(skipping, 2, True, base_of(skipping))
+        plans.append(planned(skipping, checkpoint, processes=2))
+    ended = train_in_processes(*plans)
     assert not ended.status, ended.output[-8000:]
     for run in runs:
         report = json.loads(Path(run.out, "training.json").read_text())

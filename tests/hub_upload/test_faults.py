@@ -172,7 +172,7 @@ def test_a_full_disk_and_a_full_quota_are_told_alike():
             assert "make room" in reason_of(error)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, as Linux has it")
 def test_a_full_disk_stops_a_command_before_anything_is_sent(hub, ask, monkeypatch):
     """That of the output, and that of what is downloaded."""
     with monkeypatch.context() as patch, open("/dev/full", "w") as disk:
