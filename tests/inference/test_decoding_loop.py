@@ -8,22 +8,18 @@ from functools import wraps
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
-    DynamicCache,
     GenerationMixin,
-    LlamaConfig,
-    LlamaForCausalLM,
     StaticCache,
+    StoppingCriteria,
 )
 
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
 from glm4v_patched.inference.decoding.recorded_calls import RecordedCalls, record_tower
 from glm4v_patched.inference.decoding.static_cache import StaticCaches, compiling
-from glm4v_patched.remote.cached_rows import CACHED_ROWS
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
 from tests.helpers.waits import Calls, Operators
@@ -83,57 +79,40 @@ class Put:
 def both_loops(
     model, batch: dict, theirs: dict | None = None, ours=None, **options
 ) -> torch.Tensor:
-    """The ids of our loop. All that transformers' loop returns is the same, and what it leaves:
-    caches, and torch's random numbers."""
-    outputs, random = [], []
-    for more in (theirs or {}, {"custom_generate": draw_ahead} | (ours or {})):
-        torch.manual_seed(0)
-        output = model.generate(**batch, **options, **more, return_dict_in_generate=True)
-        outputs.append(output)
-        random.append(torch.get_rng_state())
-    assert len({type(output) for output in outputs}) == 1 and torch.equal(*random)
-    want, got = ({n: x for n, x in output.items() if x is not None} for output in outputs)
-    assert want.keys() == got.keys()
-    want, got = (output.sequences for output in outputs)
+    """The ids of our loop, which are those of transformers'."""
+    want, got = (
+        model.generate(**batch, **options, **seeded)
+        for seeded in map(seed, (theirs or {}, {"custom_generate": draw_ahead} | (ours or {})))
+    )
     assert got.dtype == want.dtype and got.is_contiguous() and torch.equal(got, want)
-    caches = [output.past_key_values for output in outputs]
-    assert len({(type(each), int(each.get_seq_length())) for each in caches}) == 1
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        for name in ("keys", "values"):
-            assert torch.equal(*(getattr(layer, name) for layer in layers))
-    assert len({getattr(cache, CACHED_ROWS)[-1].length for cache in caches}) == 1
     return got
 
 
+def seed(options: dict) -> dict:
+    torch.manual_seed(0)
+    return options
+
+
 @pytest.mark.parametrize("late", [0, 3], ids="{} late".format)
-@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_and_all_that_is_left_are_those_of_transformers_loop(
-    model, mode, cache, late, monkeypatch
-):
+def test_tokens_are_those_of_transformers_loop(model, mode, late, monkeypatch):
     monkeypatch.setitem(loop.LATE, "cpu", late)
     theirs, ours = Put(), Put()
     streams = ({"streamer": theirs}, {"tokens_to": ours}) if mode.startswith("greedy") else ()
     batch = batch_of(grown_image() if late else three_id_image(), 3)
-    got = both_loops(model, batch, *streams, **MODES[mode], **cache)
+    got = both_loops(model, batch, *streams, **MODES[mode], **STATIC)
     if streams:
         assert ours.given == theirs.given and ours.ended == theirs.ended == 1
         assert len(ours.given) == 1 + got.shape[1] - batch["input_ids"].shape[1]
 
 
-def test_a_cache_is_continued_and_ids_come_back_as_ids(model, two_late):
-    """As a chat does: the next question comes with the cache of the last answer."""
-    first = batch_of(three_id_image(), 1)
-    first["input_ids"] = first["input_ids"].to(torch.int32)
-    pixels, outputs = {"pixel_values": first["pixel_values"]}, []
-    for more in (GREEDY | ENDS, GREEDY | ENDS | {"custom_generate": draw_ahead}):
-        cache = {CACHE: DynamicCache(config=model.config)}
-        output = model.generate(**first, **more, **cache, return_dict_in_generate=True)
-        ids = torch.cat([output.sequences, torch.tensor([text(5, seed=9)])], dim=1)
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | pixels
-        outputs.append(model.generate(**batch, **more, **{CACHE: output[CACHE]}))
-        assert outputs[-1].dtype == outputs[0].dtype
-    assert torch.equal(*outputs)
+def test_a_cache_that_was_drawn_into_beyond_the_end_is_used_again(model, two_late):
+    caches, batch = StaticCaches(model, 64, draws_ahead=True), batch_of(three_id_image(), 3)
+    wanted = [model.generate(**batch, **GREEDY, **ends) for ends in (ENDS, NEVER)]
+    for _ in range(2):
+        for ends, want in zip((ENDS, NEVER), wanted, strict=True):
+            options = caches.options(3, 60)
+            assert torch.equal(model.generate(**batch, **GREEDY, **ends, **options), want)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
@@ -169,77 +148,30 @@ def test_the_compiled_step_is_transformers_own(model, num_rows, two_late, monkey
     torch._dynamo.reset()
 
 
-def test_a_row_that_has_ended_needs_no_room(model, two_late):
-    batch = batch_of(three_id_image(), 1)
-    length, grown = batch["input_ids"].shape[1], model(**batch).logits.shape[1]
-    drawn = model.generate(**batch, **GREEDY, **NEVER)[0, length:].tolist()
-
-    def cache():
-        return {CACHE: StaticCache(config=model.config, max_cache_len=grown + 4)}
-
-    # Room for the tokens up to the fourth, which are put there when the fifth is drawn.
-    got = both_loops(model, batch, cache(), cache(), **GREEDY, eos_token_id=drawn[4])
-    assert drawn.index(drawn[4]) == 4 and got.shape[1] == length + 5
-    with pytest.raises(ValueError, match=f"has room for {grown + 4} positions but the rows"):
-        model.generate(**batch, **GREEDY, **NEVER, **cache(), custom_generate=draw_ahead)
-
-
-def test_a_callers_function_is_called_as_often_as_by_transformers_loop(model, two_late):
+def test_a_callers_criterion_is_called_as_often_as_by_transformers_loop(model, two_late):
     """It may count, and so no token is drawn before it is known that one is wanted."""
     calls: list[list] = []
 
-    def allowed(row: int, ids: torch.Tensor) -> range:
-        calls[-1].append((row, ids.tolist()))
-        return range(500)
+    class Third(StoppingCriteria):
+        def __call__(self, input_ids, scores, **options):
+            calls[-1].append(input_ids.tolist())
+            return torch.full((len(input_ids),), len(calls[-1]) == 3)
 
     for more in ({}, {"custom_generate": draw_ahead}):
         calls.append([])
-        given = GREEDY | ENDS | {"prefix_allowed_tokens_fn": allowed} | more
+        given = GREEDY | NEVER | STATIC | {"stopping_criteria": [Third()]} | more
         model.generate(**batch_of(three_id_image()), **given)
-    assert calls[0] == calls[1]
-
-
-def refused(model, error: type[Exception], told: str, **given) -> None:
-    asked = GREEDY | {"return_dict_in_generate": True} | given
-    with pytest.raises(error, match=told):
-        model.generate(**asked, custom_generate=draw_ahead)
-
-
-def test_what_only_transformers_loop_does_is_refused_and_so_are_other_models(model):
-    batch = padded([text(6)], "left")
-    for options, told in (
-        ({"num_beams": 2}, "num_beams=2 and options that make this beam_search"),
-        ({"prompt_lookup_num_tokens": 2}, "options that make this assisted_generation"),
-        ({"streamer": Put()}, r"a streamer \(give it as tokens_to\)"),
-        ({"output_scores": True, "output_logits": True}, "output_scores, output_logits"),
-        ({"use_cache": False}, "use_cache=False"),
-        ({"prefill_chunk_size": 4}, "prefill_chunk_size=4"),
-    ):
-        told = f"given .*{told}.*leave out custom_generate"
-        refused(model, ValueError, told, **batch, **options)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=600, num_hidden_layers=1, **sizes))
-    refused(llama, ValueError, "LlamaForCausalLM without advance_drawn_inputs", **batch)
-    embeds = model.get_input_embeddings()(batch["input_ids"])
-    refused(model, ValueError, "inputs_embeds", inputs_embeds=embeds)
-    prompted = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    virtual = get_peft_model(tiny_model(), prompted).eval()
-    told = "0 drawn ids are new to it, expected 1 .*virtual"
-    refused(virtual, RuntimeError, told, **batch_of([]))
+    assert calls[0] == calls[1] and len(calls[0]) == 3
 
 
 def test_a_transformers_that_differs_is_told(model, monkeypatch):
     monkeypatch.delattr(GenerationMixin, "_valid_auto_compile_criteria")
-    told = "no _valid_auto_compile_criteria .* install tr"
-    refused(model, RuntimeError, told, **padded([text(6)], "left"))
-    monkeypatch.setattr(StaticCache, "get_seq_length", lambda *_: 999)
-    with pytest.raises(RuntimeError, match="holds 999 positions after its last 2 were taken out"):
-        loop._uncache(StaticCache(config=model.config, max_cache_len=64), 30, 2)
+    with pytest.raises(RuntimeError, match="no _valid_auto_compile_criteria .* install tr"):
+        model.generate(**padded([text(6)], "left"), **GREEDY, custom_generate=draw_ahead)
 
 
-@pytest.mark.parametrize("cache", [{}, STATIC], ids=["dynamic", "static"])
 @pytest.mark.parametrize("mode", ["greedy, ends", "min_new_tokens", "max_time"])
-def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two_late):
+def test_nothing_waits_for_the_device_between_two_tokens(model, mode, two_late):
     """From the first token to the end; with transformers' loop every step does."""
     between, forward = {}, model.forward
     for name, more in {"theirs": {}, "ours": {"custom_generate": draw_ahead}}.items():
@@ -252,7 +184,7 @@ def test_nothing_waits_for_the_device_between_two_tokens(model, mode, cache, two
 
             patch.setattr(model, "forward", wraps(forward)(step))
             torch.manual_seed(0)
-            model.generate(**batch_of(three_id_image(), 3), **MODES[mode], **cache, **more)
+            model.generate(**batch_of(three_id_image(), 3), **MODES[mode], **STATIC, **more)
         assert len(marks) > 3
         # From the second step to the last one.
         between[name] = [last - first for first, last in zip(marks[1], marks[-1], strict=True)]
@@ -291,32 +223,29 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode, compiled):
     caches = StaticCaches(model, 64, fullgraph=True)
 
     def drawn(**more) -> torch.Tensor:
-        """The ids, and what is left: torch's random numbers."""
         given = caches.options(3, 60) if compiled else {}
         torch.manual_seed(0)
-        ids = model.generate(**batch, **mode, **given, **more)
-        return torch.cat([ids.flatten().cpu(), torch.cuda.get_rng_state().long()])
+        return model.generate(**batch, **mode, **given, **more)
 
-    def without_a_wait(function):
-        def run(self):
-            torch.cuda.set_sync_debug_mode("error" if self.drawn > 1 else "default")
-            try:
-                return function(self)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+    call = loop._Suppressed.__call__
 
-        return run
+    def call_and_forbid(self, *given):
+        torch.cuda.set_sync_debug_mode("error" if self.is_suppressed is not None else "default")
+        return call(self, *given)
 
     # Few ids end a row: torch.isin sorts many, and waits.
     length = batch["input_ids"].shape[1]
-    rows = drawn(**NEVER)[: 3 * (length + NEW)].view(3, -1)[:, length:].tolist()
+    rows = drawn(**NEVER)[:, length:].tolist()
     for ends in ([row[7 - 2 * number] for number, row in enumerate(rows)], None):
         wanted = drawn(eos_token_id=ends)
         assert torch.equal(drawn(eos_token_id=ends, custom_generate=draw_ahead), wanted)
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("step", "draw"):
-                patch.setattr(loop._Drawing, name, without_a_wait(getattr(loop._Drawing, name)))
-            assert torch.equal(drawn(eos_token_id=ends, custom_generate=draw_ahead), wanted)
+            patch.setattr(loop._Suppressed, "__call__", call_and_forbid)
+            try:
+                got = drawn(eos_token_id=ends, custom_generate=draw_ahead)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(got, wanted)
 
 
 def test_a_given_step_draws_all_tokens_but_the_first(model, two_late):
