@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import os
 import re
 import runpy
 import shutil
@@ -68,11 +69,12 @@ def memory_in_use() -> list[Use]:
 
 
 def share_in_use() -> float | None:
-    """Of the last sampling period, the share in which the first GPU ran a kernel; None where
-    ``nvidia-smi`` does not say."""
-    told = _nvidia_smi("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits")
-    first = (told.splitlines() or [""])[0].strip()
-    return int(first) / 100 if first.isdecimal() else None
+    """Of the last sampling period, the share in which the first GPU that this process sees ran a
+    kernel; None where ``nvidia-smi`` does not say."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    asked = f"--id={seen}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"
+    told = _nvidia_smi(*asked).strip()
+    return int(told) / 100 if told.isdecimal() else None
 
 
 def links() -> list[tuple[int, int, str]]:

@@ -10,7 +10,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class Answerer:
             records = cache == "graph"
             self.caches = StaticCaches(self.model, STEP, draws_ahead=True, records=records)
         self.rows: int | None = None
+        is_cuda = self.model.device.type == "cuda"
+        self.copies = torch.cuda.Stream(self.model.device) if is_cuda else None
         own, config = self.model.generation_config, self.model.config
         ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
         self.end_ids = [ends] if isinstance(ends, int) else list(ends)
@@ -133,8 +135,20 @@ class Answerer:
         return ids[:, length:]
 
     def encode(self, prompts: Sequence[Any]):
-        """Model inputs on the model's device; as :func:`encode`."""
-        return encode(self.processor, prompts).to(self.model.device)
+        """As :func:`encode`, on the model's device."""
+        return self.place(encode(self.processor, prompts))
+
+    def place(self, batch):
+        """A batch of :func:`encode` on the model's device, pictures in its dtype. In a thread of
+        its own: a GPU goes on computing meanwhile. What was placed before must have been answered
+        before it is freed."""
+        if self.copies is None:
+            return batch.to(self.model.device)
+        # Of this stream the copy waits for nothing that is computed.
+        with torch.cuda.stream(self.copies):
+            batch = batch.to(self.model.device, self.model.dtype)
+        self.copies.synchronize()
+        return batch
 
 
 def encode(processor, prompts: Sequence[Any]) -> Any:
@@ -164,7 +178,8 @@ def answer_parts(
     request: Request, base: Base, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
-    threads, and those of the first ones while the model is loaded.
+    threads, and those of the first ones while the model is loaded; the next batch is copied to the
+    GPU while it answers.
     """
     processor, left = load_processor(base), iter(parts)
     number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))
@@ -180,12 +195,19 @@ def answer_parts(
         read(islice(left, number + 1))
         loaded = loading.load(base, request.device, request.weights, tells)
         answerer = Answerer(loaded, request.generation, request.cache)
-        while waiting:
+
+        def place() -> tuple[list[int], Future] | None:
+            if not waiting:
+                return None
             rows, batch = waiting.popleft()
             read(islice(left, 1))
+            return rows, readers.submit(lambda: answerer.place(batch.result()))
+
+        following = place()
+        while following is not None:
+            (rows, batch), following = following, place()
             try:
-                encoded = batch.result().to(answerer.model.device)
-                answers = answerer.answer_encoded(encoded, rows[0])
+                answers = answerer.answer_encoded(batch.result(), rows[0])
             except (ValueError, RuntimeError, OSError) as error:
                 raise RuntimeError(f"rows {rows}: {error}") from error
             yield answers

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from argparse import Namespace
 from pathlib import Path
 
@@ -131,6 +132,27 @@ def test_each_batch_and_each_seed_draws_its_own_tokens(files):
 
     [first, second] = drawn()
     assert [first, second] == drawn() and len({first, second, *drawn(seed=3)}) == 4
+
+
+def test_the_next_batch_is_placed_while_one_answers(files, monkeypatch):
+    placed, place, answer = [threading.Event() for _ in range(3)], Answerer.place, Answerer.generate
+    numbers = iter(range(3))
+
+    def tell(self, batch):
+        number = next(numbers)
+        found = place(self, batch)
+        placed[number].set()
+        return found
+
+    def wait(self, *given, **options):
+        assert placed[min(given[2] + 1, 2)].wait(timeout=60)
+        return answer(self, *given, **options)
+
+    monkeypatch.setattr(Answerer, "place", tell)
+    monkeypatch.setattr(Answerer, "generate", wait)
+    rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in range(3)]
+    asked = request(files, batch_size=1)
+    assert len([*module.answers(asked, Base(asked.model), rows)]) == 3
 
 
 def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer, monkeypatch):
