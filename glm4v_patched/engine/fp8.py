@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..remote.configuration_chatglm import ChatGLMConfig
-from ..remote.modeling_chatglm import MLP as LanguageMLP
 from ..remote.modeling_chatglm import GLMBlock
 from ..remote.visual import MLP
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
 from .e4m3 import E4M3
-from .fp8_activations import quantise_rows_of_gelu, quantise_rows_of_swiglu
-from .fp8_numbers import product, product_to_read, quantise_rows
+from .fp8_activations import quantise_rows_of_gelu
+from .fp8_numbers import Quantised, product, product_to_read, quantise_rows
 from .nvidia_driver import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
@@ -161,8 +160,10 @@ def _after(scale: Tensor, weight: Tensor) -> Tensor:
     return (bits | nothing.to(bits.dtype)).view(weight.dtype)
 
 
-def _in_computed_type(x: Tensor) -> Tensor:
-    """As autocast casts the input of a linear layer."""
+def _in_computed_type(x: Any) -> Any:
+    """As autocast casts the input of a linear layer; what is quantised stays."""
+    if isinstance(x, Quantised):
+        return x
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -183,7 +184,8 @@ class Linear(nn.Linear):
 
 class HeldLinear(nn.Linear):
     """Holds its frozen weight in fp8: ``weight`` ``(O, I)`` as bytes, ``weight_scale`` ``(O, 1)``
-    as bits, types that no cast of a model changes."""
+    as bits, types that no cast of a model changes. In the place of its input it takes
+    :class:`fp8_numbers.Quantised`, where no gradient is wanted."""
 
     weight_scale: Tensor
     transposed: Tensor | None
@@ -202,19 +204,6 @@ class HeldLinear(nn.Linear):
 
     def quantised(self) -> tuple[Tensor, Tensor]:
         return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
-
-
-class ReadMLP(LanguageMLP):
-    """Of a model that is only read: SwiGLU quantises for the second product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        last: Any = self.dense_4h_to_h
-        if torch.is_grad_enabled() or type(last) is not HeldLinear:  # adapters may come later
-            return super().forward(x)
-        wide = self.dense_h_to_4h(x)
-        quantised = quantise_rows_of_swiglu(wide.reshape(-1, wide.shape[-1]))
-        weight, scale = last.quantised()
-        return _finish(product_to_read(*quantised, weight, scale, last.bias), x)
 
 
 class FrozenTowerMLP(MLP):
@@ -263,10 +252,6 @@ def hold_in_fp8(model: nn.Module, device: torch.device) -> None:
         if not any(size % MULTIPLE for size in linear.weight.shape):
             _hold(linear, keeps_transposed=False)
     _fuse_activations(model)
-    for layer in checkpointed_layers(model):
-        mlp = getattr(layer, "mlp", None)
-        if type(mlp) is LanguageMLP and type(mlp.dense_4h_to_h) is HeldLinear:  # no adapter's
-            mlp.__class__ = ReadMLP
     model.to(device)
 
 

@@ -1,5 +1,7 @@
 """Numbers of fp8 (e4m3) with a scale for each row, and their products."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,9 +9,30 @@ from .e4m3 import E4M3, LARGEST, SMALLEST
 from .few_rows import COLUMNS, MOST_ROWS, WIDTH, parts_of_product
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+class Quantised(NamedTuple):
+    """What a layer of a model that is only read is given in the place of ``(..., channels)`` in
+    bf16: numbers in e4m3, and the scales ``(..., 1)`` in fp32 that give it back."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    def reshape(self, *shape: int) -> "Quantised":
+        return Quantised(self.numbers.reshape(*shape), self.scale.reshape(*shape[:-1], 1))
+
+
+def quantise_rows(x: Tensor | Quantised) -> tuple[Tensor, Tensor]:
     """``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in fp32 that
     give it back. NaN and infinity make their row NaN."""
+    if isinstance(x, Quantised):
+        return x
     if x.is_cuda and not torch.compiler.is_compiling():
         from . import fp8_triton  # takes Triton
 

@@ -1,5 +1,5 @@
-"""The kernel that quantises rows, as they are or of GELU or SwiGLU; importing it takes Triton,
-which torch for GPUs brings."""
+"""The kernels that quantise rows, as they are or of GELU or SwiGLU, and that compute these without
+quantising; importing it takes Triton, which torch for GPUs brings."""
 
 import torch
 import triton  # type: ignore
@@ -44,6 +44,28 @@ def _gelu(x):
 
 
 @triton.jit
+def _silu(x):
+    return x * _inverse(1.0 + _exp2(-1.4426950408889634 * x))
+
+
+@triton.jit
+def quantise_row(
+    value, numbers, scales, row, at, channels, largest_number: tl.constexpr, smallest: tl.constexpr
+):
+    """Store one row in e4m3, and its scale; ``value`` is 0 where ``at`` is beyond the channels."""
+    largest = tl.maximum(tl.max(tl.abs(value), axis=0), smallest)
+    # The maximum passes over NaN, which is to make its row NaN.
+    broken = tl.max((value != value).to(tl.int32), axis=0)
+    largest = tl.where(broken > 0, float("nan"), largest)
+    tl.store(
+        numbers + row * channels + at,
+        (value * (largest_number / largest)).to(numbers.dtype.element_ty),
+        mask=at < channels,
+    )
+    tl.store(scales + row, largest / largest_number)
+
+
+@triton.jit
 def triton_quantise_rows(  # profiles know kernels by their names
     x,
     bias,
@@ -68,17 +90,39 @@ def triton_quantise_rows(  # profiles know kernels by their names
         value = _gelu(value + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32))
     if function == "swiglu":
         up = tl.load(x + row * width + channels + at, mask=inside, other=0.0).to(tl.float32)
-        value = value * _inverse(1.0 + _exp2(-1.4426950408889634 * value)) * up
-    largest = tl.maximum(tl.max(tl.abs(value), axis=0), smallest)
-    # The maximum passes over NaN, which is to make its row NaN.
-    broken = tl.max((value != value).to(tl.int32), axis=0)
-    largest = tl.where(broken > 0, float("nan"), largest)
-    tl.store(
-        numbers + row * channels + at,
-        (value * (largest_number / largest)).to(numbers.dtype.element_ty),
-        mask=inside,
-    )
-    tl.store(scales + row, largest / largest_number)
+        value = _silu(value) * up
+    quantise_row(value, numbers, scales, row, at, channels, largest_number, smallest)
+
+
+@triton.jit
+def triton_activate(x, out, width, channels, block: tl.constexpr, function: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < channels
+    value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if function == "gelu":
+        value = _gelu(value)
+    if function == "swiglu":
+        up = tl.load(x + row * width + channels + at, mask=inside, other=0.0).to(tl.float32)
+        # Rounded between, as torch does it in two steps.
+        value = _silu(value).to(out.dtype.element_ty).to(tl.float32) * up
+    tl.store(out + row * channels + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def activate(x: Tensor, function: str) -> Tensor:
+    """``gelu`` of ``(..., C)``, in its own memory, or ``swiglu`` of ``(..., 2 * C)``, in its
+    dtype."""
+    x, width = x.contiguous(), x.shape[-1]
+    out, block = x, 2048
+    if function == "swiglu":
+        out = x.new_empty(*x.shape[:-1], width // 2)
+    if rows := x.numel() // width:
+        channels = out.shape[-1]
+        with torch.cuda.device_of(x):
+            triton_activate[rows, triton.cdiv(channels, block)](
+                x, out, width, channels, block, function, num_warps=8
+            )
+    return out
 
 
 def quantise_rows(

@@ -41,12 +41,16 @@ class PatchEmbedding(nn.Module):
         self.position_embedding = nn.Embedding(vision.num_positions, vision.hidden_size)
 
     def forward(self, pixels_N3SS: Tensor) -> Tensor:
-        patches_NPV = self.proj(pixels_N3SS).flatten(2).transpose(1, 2)
+        patches_NPV = self.project(pixels_N3SS)
         class_N1V = self.cls_embedding.expand(len(pixels_N3SS), 1, -1)
         tokens_NTV = torch.cat((class_N1V, patches_NPV), dim=1)
         # Through the module and not its weight: a sharded table is gathered only for its forward.
         positions = torch.arange(tokens_NTV.shape[1], device=tokens_NTV.device)
         return tokens_NTV + self.position_embedding(positions)
+
+    def project(self, pixels_N3SS: Tensor) -> Tensor:
+        """``(N, P, V)``."""
+        return self.proj(pixels_N3SS).flatten(2).transpose(1, 2)
 
 
 class Attention(nn.Module):

@@ -53,6 +53,18 @@ def test_products_and_gradients_are_near_those_of_fp64(kind, held):
     assert all(one < BF16 for one in of[2:])
 
 
+@pytest.mark.parametrize("rows", [1, 33, 65, 100, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_that_are_only_read_are_near_those_of_fp64(kind, rows):
+    into, out = KINDS[kind]
+    linear = layer(True, into, out, device="cuda")
+    weight = layer(False, into, out, device="cuda").weight.detach().double()
+    x = torch.randn(rows, into, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = linear(x)
+    assert 0.01 < apart(found, x.double() @ weight.t() + linear.bias.double()) < QUANTISED
+
+
 @each_kind
 @pytest.mark.parametrize("policy", ["none", "selective"])
 def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):

@@ -1,17 +1,42 @@
 """Layers of a model that is only read, with kernels of their own."""
 
 import importlib.util
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from glm4v_patched.engine.reading import ReadSelfAttention, ReadTowerLayer, read_only
+from glm4v_patched.engine import fp8, reading
+from glm4v_patched.engine.fp8_numbers import Quantised, quantise_rows
+from glm4v_patched.engine.reading import (
+    READ,
+    ReadPatchEmbedding,
+    ReadSelfAttention,
+    ReadTowerLayer,
+    ReadTowerMLP,
+    attend_to_parts,
+    read_only,
+)
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.modeling_chatglm import RotaryEmbedding, SelfAttention, apply_rotary
-from glm4v_patched.remote.visual import TransformerLayer
-from tests.helpers.fp8 import build
+from glm4v_patched.remote.modeling_chatglm import (
+    GLM4VForCausalLM,
+    RMSNorm,
+    RotaryEmbedding,
+    SelfAttention,
+    apply_rotary,
+)
+from glm4v_patched.remote.visual import PatchEmbedding, TransformerLayer
+from tests.helpers.fp8 import apart, build
 from tests.helpers.tiny import grown_image, pictures, text
+
+if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
+    from glm4v_patched.engine.fp8_triton import activate
+    from glm4v_patched.engine.reading_triton import add_norm, add_rms_norm
+
+SHALLOW_TOWER = {"num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
@@ -25,9 +50,55 @@ def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: has_triton or None)
     read_only(model)
     kinds = {type(each) for each in model.modules()}
-    assert kinds.isdisjoint({ReadSelfAttention, ReadTowerLayer}) is not has_triton
+    assert kinds.isdisjoint(READ.values()) is not has_triton
     with torch.no_grad():
         assert torch.equal(model(**given).logits, wanted)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_what_kernels_make_is_what_layers_take(monkeypatch, weights):
+    """With plain steps in the place of the kernels."""
+
+    def quantised(x: torch.Tensor) -> Quantised:
+        return Quantised(*quantise_rows(x.flatten(0, -2))).reshape(*x.shape)
+
+    def add_norm(x, norm, y, quantises):
+        added = x + norm(y)
+        return added, quantised(added) if quantises else added
+
+    def add_rms_norm(x, norm, y, quantises):
+        added = x if y is None else x + y
+        return added, quantised(norm(added)) if quantises else norm(added)
+
+    def rotate(heads, rotated_heads, cos, sin):
+        heads[:, :, :rotated_heads] = apply_rotary(heads[:, :, :rotated_heads], cos, sin)
+
+    def activate(x, function):
+        gate, up = x.chunk(2, dim=-1)
+        return gelu(x) if function == "gelu" else silu(gate) * up
+
+    model, rows = build().eval().requires_grad_(False), text(3) + grown_image() + text(4)
+    if weights == "fp8":
+        monkeypatch.setattr(fp8, "_on_cpu", True)
+        fp8.hold_in_fp8(model, torch.device("cpu"))
+    given = {"input_ids": torch.tensor([rows]), "pixel_values": pictures(1)}
+    with torch.no_grad():
+        wanted = model(**given).logits
+        steps = {"add_norm": add_norm, "add_rms_norm": add_rms_norm, "rotate": rotate}
+        for name, kernels in (("reading_triton", steps), ("fp8_triton", {"activate": activate})):
+            module = ModuleType(name)
+            vars(module).update(kernels)
+            monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.{name}", module)
+        taken = []
+        takes = lambda x: isinstance(x, torch.Tensor) and not taken.append(x.shape)  # noqa: E731
+        monkeypatch.setattr(reading, "_takes", takes)
+        swiglu = lambda x: quantise_rows(activate(x, "swiglu"))  # noqa: E731
+        monkeypatch.setattr(reading, "quantise_rows_of_swiglu", swiglu)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+        read_only(model)
+        assert {*READ.values()} - {*map(type, model.modules())} <= {ReadTowerMLP}
+        found = model(**given).logits
+    assert taken and torch.equal(found, wanted)
 
 
 @pytest.mark.gpu
@@ -49,6 +120,88 @@ def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(in_fp32):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_a_model_on_a_gpu_reads_and_draws_as_before(weights):
+    torch.manual_seed(0)
+    config = ChatGLMConfig(num_layers=2, seq_length=2048, vision_config=SHALLOW_TOWER)
+    config._attn_implementation = "sdpa"
+    with torch.device("cuda"):
+        model = GLM4VForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    model.requires_grad_(False)
+    if weights == "fp8":
+        fp8.hold_in_fp8(model, torch.device("cuda"))
+    begin, end, filling = config.boi_token_id, config.eoi_token_id, config.pad_token_id
+    ids = torch.tensor([[begin, filling, end, 7, 8, 9], [7, 8, 9, 7, 8, 9]], device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    given["pixel_values"] = torch.randn(1, 3, 1120, 1120, device="cuda").bfloat16()
+
+    def logits() -> tuple[torch.Tensor, ...]:
+        """Of 8 tokens that are prescribed, so that both models are asked the same."""
+        return model.generate(
+            **given, cache_implementation="static", disable_compile=True, output_logits=True,
+            return_dict_in_generate=True, prefix_allowed_tokens_fn=lambda _, ids: [100 + len(ids)],
+        ).logits  # fmt: skip
+
+    wanted = logits()
+    read_only(model)
+    kinds = {type(each) for each in model.modules()}
+    assert {*READ.values()} - kinds == ({ReadTowerMLP} if weights else set())
+    for found, before in zip(logits(), wanted, strict=True):
+        assert apart(found, before) < (0.05 if weights else 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, keys", [(1, 2048), (3, 129), (32, 1792)])
+@pytest.mark.parametrize("heads, channels", [(32, 128), (4, 16)])
+def test_one_query_attends_where_its_mask_lets_it(batch, keys, heads, channels):
+    torch.manual_seed(0)
+    made: dict = {"device": "cuda", "dtype": torch.bfloat16}
+    query = torch.randn(batch, 1, heads + 4, channels, **made)[:, :, :heads].transpose(1, 2)
+    key, value = (torch.randn(batch, 2, keys, channels, **made) for _ in range(2))
+    mask = torch.rand(batch, 1, 1, keys, device="cuda") > 0.3
+    mask[..., 0], mask[..., keys - 70 :] = True, False  # some blocks have nothing to see
+    for given in (mask, mask[:1]):
+        with torch.no_grad():
+            found = attend_to_parts(query, key, value, given)
+        exact = scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), attn_mask=given, enable_gqa=True
+        )
+        assert apart(found, exact.transpose(1, 2).flatten(2)) < 0.005
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 300])
+def test_sums_and_their_norms_are_torchs_and_quantised_alike(rows):
+    torch.manual_seed(0)
+    made: dict = {"device": "cuda", "dtype": torch.bfloat16}
+    x, y = torch.randn(2, rows, 4096, **made), torch.randn(2, rows, 4096, **made)
+    norm = RMSNorm(4096, 1e-5).to(**made)
+    nn.init.normal_(norm.weight)
+    with torch.no_grad():
+        for other, wanted in ((y, x + y), (None, x)):
+            added, normed = add_rms_norm(x, norm, other, False)
+            assert torch.equal(added, wanted)
+            assert (normed != norm(wanted)).float().mean() < 0.01
+            again, quantised = add_rms_norm(x, norm, other, True)
+            assert torch.equal(again, added)
+            assert_quantised(quantised, normed)
+
+
+@pytest.mark.gpu
+def test_gelu_and_swiglu_are_torchs():
+    torch.manual_seed(0)
+    x = torch.randn(2, 300, 6000, device="cuda").mul(3).bfloat16()
+    gate, up = x.chunk(2, dim=-1)
+    for wanted, found in ((silu(gate) * up, activate(x, "swiglu")), (gelu(x), activate(x, "gelu"))):
+        # Beyond, torch's GELU has the error of its own of 1 + erf.
+        differs = (found != wanted)[wanted.abs() > 1e-3]
+        assert differs.float().mean() < 0.005
+        assert torch.allclose(found, wanted, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.gpu
 def test_a_layer_of_the_tower_normalises_and_adds_as_torch_does():
     torch.manual_seed(0)
     config = ChatGLMConfig(num_layers=1)
@@ -63,6 +216,28 @@ def test_a_layer_of_the_tower_normalises_and_adds_as_torch_does():
         wanted = layer(x)
         layer.__class__ = ReadTowerLayer
         found = layer(x)
+        added, quantised = add_norm(x, layer.input_layernorm, found, True)
     # Sums in another order change what is rounded, in few places.
     assert (found != wanted).float().mean() < 0.01
     assert torch.allclose(found, wanted, rtol=2**-7, atol=2**-6)
+    assert torch.equal(add_norm(x, layer.input_layernorm, found, False)[1], added)
+    assert_quantised(quantised, added)
+
+
+@pytest.mark.gpu
+def test_patches_are_multiplied_as_they_are_convolved():
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        embedding = PatchEmbedding(ChatGLMConfig(num_layers=1))
+        pixels = torch.randn(2, 3, 1120, 1120).bfloat16()
+    embedding.bfloat16()
+    with torch.no_grad():
+        wanted = embedding(pixels)
+        embedding.__class__ = ReadPatchEmbedding
+        assert apart(embedding(pixels), wanted) < 0.005
+
+
+def assert_quantised(found: Quantised, of: torch.Tensor) -> None:
+    numbers, scale = quantise_rows(of.flatten(0, -2))
+    assert torch.equal(found.scale.flatten(0, -2), scale)
+    assert torch.equal(found.numbers.flatten(0, -2).view(torch.uint8), numbers.view(torch.uint8))
