@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from ..remote.modeling_chatglm import MLP, GLMBlock, RMSNorm, SelfAttention
 from ..remote.visual import MLP as TowerMLP
 from ..remote.visual import PatchEmbedding, TransformerLayer
+from .few_rows import multiprocessors
 from .fp8 import FrozenTowerMLP, HeldLinear
 from .fp8_activations import quantise_rows_of_swiglu
 from .fp8_numbers import product_to_read
@@ -138,9 +139,9 @@ def _are_of_one_id(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool
         has_mask
         and mask.shape[1] == query.shape[2] == 1
         and heads <= MOST_HEADS * key.shape[1]
-        and channels >= 16
-        and channels & (channels - 1) == 0
+        and channels in (16, 32, 64, 128)
         and query.is_cuda
+        and multiprocessors(query.device) > 0
         and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
         and not torch.is_grad_enabled()

@@ -144,9 +144,11 @@ class Answerer:
         before it is freed."""
         if self.copies is None:
             return batch.to(self.model.device)
-        # Of this stream the copy waits for nothing that is computed.
+        # Of this stream the copies wait for nothing that is computed.
         with torch.cuda.stream(self.copies):
-            batch = batch.to(self.model.device, self.model.dtype)
+            if (pixels := batch.get("pixel_values")) is not None:
+                batch["pixel_values"] = pixels.to(self.model.device, self.model.dtype)
+            batch = batch.to(self.model.device)
         self.copies.synchronize()
         return batch
 

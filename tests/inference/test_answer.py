@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import threading
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +155,22 @@ def test_the_next_batch_is_placed_while_one_answers(files, monkeypatch):
     rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in range(3)]
     asked = request(files, batch_size=1)
     assert len([*module.answers(asked, Base(asked.model), rows)]) == 3
+
+
+@pytest.mark.parametrize("has_picture", [False, True])
+def test_of_what_is_copied_to_a_gpu_pictures_have_the_models_type(
+    answerer, monkeypatch, has_picture
+):
+    copied = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    copies = SimpleNamespace(synchronize=lambda: copied.append(True))
+    monkeypatch.setattr(answerer, "copies", copies)
+    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float16)
+    monkeypatch.setattr(answerer, "model", model)
+    message = {"role": "user", "content": "Which?", "image": Image.new("RGB", (30, 30))}
+    batch = answerer.encode([[message]] if has_picture else ["Once"])
+    assert copied and batch["input_ids"].dtype == torch.int64
+    assert not has_picture or batch["pixel_values"].dtype == torch.float16
 
 
 def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer, monkeypatch):
