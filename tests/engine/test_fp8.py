@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm4v_patched.engine import few_rows, flash_attention_3, fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu, quantise_rows_of_swiglu
-from glm4v_patched.engine.fp8_numbers import product_to_read, quantise_rows
+from glm4v_patched.engine.fp8_numbers import product, product_to_read, quantise_rows
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
@@ -334,6 +334,26 @@ def test_products_of_few_rows_are_those_of_many(rows, has_bias):
     exact = (left[0].float() * left[1]) @ (right[0].float() * right[1]).t()
     exact = exact if bias is None else exact + bias
     assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), exact, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "computed"),
+    [(33, 3072, 33), (33, 9216, 272), (256, 9216, 272), (272, 9216, 272), (300, 9216, 300)],
+)
+def test_rows_are_added_where_cublas_has_no_kernel_for_so_few(monkeypatch, rows, width, computed):
+    torch.manual_seed(0)
+    multiply, seen = torch._scaled_mm, []
+
+    def noted(left, *given, **options):
+        seen.append(len(left))
+        return multiply(left, *given, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    left, right = quantise_rows(torch.randn(rows, width)), quantise_rows(torch.randn(16, width))
+    found = product(*left, *right, bias=torch.arange(16.0))
+    exact = (left[0].float() * left[1]) @ (right[0].float() * right[1]).t() + torch.arange(16.0)
+    assert seen == [computed] and found.shape == (rows, 16)
     torch.testing.assert_close(found.float(), exact, rtol=0.01, atol=0.01)
 
 
