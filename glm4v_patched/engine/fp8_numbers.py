@@ -11,7 +11,7 @@ from .few_rows import COLUMNS, MOST_ROWS, WIDTH, parts_of_product
 
 # cuBLAS has no kernel for fewer rows of more channels (CUBLAS_STATUS_NOT_SUPPORTED; on Hopper 256
 # rows of 9,216 are too few and 257 are not, and 127 of 3,072 are enough: issue 4582 of pytorch/ao).
-FEWEST_WIDE_ROWS, WIDEST_OF_FEW = 272, 3072
+FEWEST_WIDE_ROWS, WIDEST_OF_FEW = 272, 3072  # rows: 257, up to the next multiple of 16
 
 
 class Quantised(NamedTuple):
@@ -63,8 +63,7 @@ def product(
     if rows < FEWEST_WIDE_ROWS and width > WIDEST_OF_FEW:
         filling = 0, 0, 0, FEWEST_WIDE_ROWS - rows
         numbers = pad(left.view(torch.uint8), filling).view(E4M3)
-        given = numbers, pad(left_scale, filling, value=1.0), right, right_scale, bias
-        return product(*given)[:rows]
+        return product(numbers, pad(left_scale, filling), right, right_scale, bias)[:rows]
     if left.is_cpu:  # in tests; torch 2.11 takes one scale for all there
         one = left_scale.new_ones(())
         sums = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)

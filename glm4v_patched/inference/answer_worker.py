@@ -198,16 +198,17 @@ def answer_parts(
         loaded = loading.load(base, request.device, request.weights, tells)
         answerer = Answerer(loaded, request.generation, request.cache)
 
-        def place() -> tuple[list[int], Future] | None:
+        def take() -> tuple[list[int], Future] | None:
+            """The rows of the next batch, which is being placed."""
             if not waiting:
                 return None
             rows, batch = waiting.popleft()
             read(islice(left, 1))
             return rows, readers.submit(lambda: answerer.place(batch.result()))
 
-        following = place()
+        following = take()
         while following is not None:
-            (rows, batch), following = following, place()
+            (rows, batch), following = following, take()
             try:
                 answers = answerer.answer_encoded(batch.result(), rows[0])
             except (ValueError, RuntimeError, OSError) as error:

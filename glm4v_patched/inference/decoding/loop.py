@@ -57,7 +57,7 @@ def draw_ahead(
             (:class:`recorded_calls.RecordedCalls`); it is not compiled then.
 
     Returns:
-        What ``generate`` returns without ``custom_generate``.
+        The ids that ``generate`` returns without ``custom_generate``, ``(B, L)``.
     """
     assert generation_config.num_beams == 1, "beams are for transformers' own loop"
     device, (rows, given) = input_ids.device, input_ids.shape
