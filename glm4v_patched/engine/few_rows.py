@@ -5,6 +5,8 @@ so few rows do, and than the reductions that inductor makes of one row's product
 docs/benchmarks has the figures.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,21 @@ BLOCKS_A_PROCESSOR = 2
 MOST_ROWS = 32
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+class Parts(NamedTuple):
+    """A product ``(..., N)`` as sums that are yet to be added, scaled and rounded, which the kernel
+    that takes it does: of a layer in a step that is recorded."""
+
+    parts: Tensor  # (P, M, N) fp32
+    shape: torch.Size
+    dtype: torch.dtype
+    left_scale: Tensor | None  # (M, 1) fp32, of factors in fp8
+    right_scale: Tensor | None  # (N, 1) fp32
+    bias: Tensor | None  # (N,)
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "Parts":
+        return self  # how channels are counted is for what takes them
 
 
 @torch.library.custom_op("glm4v_patched::parts_of_product", mutates_args=())

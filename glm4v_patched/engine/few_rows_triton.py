@@ -6,9 +6,12 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from .early_kernels import overlaps
+from .few_rows import Parts
 
 # Blocks of weights on their way at a time: of bf16 16 KiB each, with the rows' 4 or 8.
 STAGES = 4
+
+KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -50,16 +53,76 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
 
 
 @triton.jit
+def sum_parts(
+    parts,
+    left_scale,
+    right_scale,
+    bias,
+    number,
+    rows,
+    columns,
+    row,
+    column,
+    inside,
+    is_scaled: tl.constexpr,
+    has_bias: tl.constexpr,
+):
+    """fp32, of one row."""
+    total = tl.zeros(column.shape, tl.float32)
+    for part in range(number):
+        total += tl.load(parts + (part * rows + row) * columns + column, mask=inside, other=0.0)
+    if is_scaled:
+        total *= tl.load(left_scale + row) * tl.load(right_scale + column, mask=inside, other=0.0)
+    if has_bias:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def load_row(
+    x,
+    left_scale,
+    right_scale,
+    bias,
+    number,
+    rows,
+    columns,
+    row,
+    column,
+    inside,
+    kind: tl.constexpr,
+    is_parts: tl.constexpr,
+    is_scaled: tl.constexpr,
+    has_bias: tl.constexpr,
+):
+    """fp32, of one row of a tensor, or of a product in parts, rounded to ``kind``."""
+    if is_parts:
+        value = sum_parts(
+            x, left_scale, right_scale, bias, number, rows, columns, row, column, inside,
+            is_scaled, has_bias,
+        )  # fmt: skip
+        value = value.to(kind).to(tl.float32)
+    else:
+        value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
 def triton_sum_of_parts(
     parts,
     left_scale,
     right_scale,
     bias,
-    out,
     number,
+    residual,
+    out,
     rows,
     columns,
+    kind: tl.constexpr,
+    is_parts: tl.constexpr,
+    is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
+    has_residual: tl.constexpr,
     block: tl.constexpr,
     is_early: tl.constexpr,
 ):
@@ -69,27 +132,38 @@ def triton_sum_of_parts(
     row = tl.program_id(1)
     column = tl.program_id(0) * block + tl.arange(0, block)
     inside = column < columns
-    total = tl.zeros((block,), tl.float32)
-    for part in range(number):
-        total += tl.load(parts + (part * rows + row) * columns + column, mask=inside, other=0.0)
-    total *= tl.load(left_scale + row) * tl.load(right_scale + column, mask=inside, other=0.0)
-    if has_bias:
-        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
+    # Rounded before something is added to it, as a layer's own output is.
+    total = load_row(
+        parts, left_scale, right_scale, bias, number, rows, columns, row, column, inside, kind,
+        is_parts, is_scaled, has_bias,
+    )  # fmt: skip
+    place = row * columns + column
+    if has_residual:
+        total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(kind), mask=inside)
 
 
-def sum_of_parts(
-    parts: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None
-) -> Tensor:
-    """bf16 ``(M, N)`` of :func:`parts_of_product`'s ``(parts, M, N)``, scaled by ``(M, 1)`` and
-    ``(N, 1)``, and a bias ``(N,)``."""
-    number, rows, columns = parts.shape
-    out = parts.new_empty(rows, columns, dtype=torch.bfloat16)
-    block, is_early = 512, overlaps(parts.device)
-    with torch.cuda.device_of(parts):
+def operands(x: Tensor | Parts) -> tuple[tuple, tuple]:
+    """What :func:`load_row` is given of ``x``: tensors and their number, and what to take them for.
+    What is not there is another tensor, which is not read."""
+    if not isinstance(x, Parts):
+        return (x, x, x, x, 0), (KINDS[x.dtype], False, False, False)
+    parts, is_scaled, has_bias = x.parts, x.left_scale is not None, x.bias is not None
+    scales = (x.left_scale, x.right_scale) if is_scaled else (parts, parts)
+    given = (parts, *scales, x.bias if has_bias else parts, len(parts))
+    return given, (KINDS[x.dtype], True, is_scaled, has_bias)
+
+
+def sum_of_parts(of: Parts, residual: Tensor | None = None) -> Tensor:
+    """The product, of its shape and dtype, and what is added to it."""
+    _, rows, columns = of.parts.shape
+    out = of.parts.new_empty(of.shape, dtype=of.dtype)
+    block, is_early = 512, overlaps(out.device)
+    given, flags = operands(of)
+    with torch.cuda.device_of(out):
         triton_sum_of_parts[triton.cdiv(columns, block), rows](
-            parts, left_scale, right_scale, parts if bias is None else bias.contiguous(), out,
-            number, rows, columns, bias is not None, block, is_early, launch_pdl=is_early,
+            *given, out if residual is None else residual.contiguous(), out, rows, columns, *flags,
+            residual is not None, block, is_early, launch_pdl=is_early,
         )  # fmt: skip
     return out
 

@@ -190,7 +190,7 @@ class HeldLinear(nn.Linear):
     weight_scale: Tensor
     transposed: Tensor | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         x = _in_computed_type(x)
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from .e4m3 import E4M3
+from .few_rows import Parts
 from .fp8_numbers import quantise_rows
 
 
@@ -26,12 +27,12 @@ def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return _quantise_rows(x, bias)
 
 
-def quantise_rows_of_swiglu(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows_of_swiglu(x: Tensor | Parts) -> tuple[Tensor, Tensor]:
     """SiLU of the first half of the channels times the second, in e4m3 with a scale for each row.
     It has no gradient. Compilers make three kernels of it where rows are few.
 
     Args:
-        x: ``(T, 2 * C)``.
+        x: ``(T, 2 * C)``, or a product in parts of such a shape.
 
     Returns:
         As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
@@ -39,9 +40,9 @@ def quantise_rows_of_swiglu(x: Tensor) -> tuple[Tensor, Tensor]:
     return _quantise_rows(x, None)
 
 
-def _quantise_rows(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantise_rows(x: Tensor | Parts, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     # Outside of compilers the operator's dispatch would take longer than the kernel.
-    is_kernel = x.is_cuda and not torch.compiler.is_compiling()
+    is_kernel = isinstance(x, Parts) or (x.is_cuda and not torch.compiler.is_compiling())
     return (_by_kernel if is_kernel else _operator)(x, bias)
 
 
@@ -61,8 +62,12 @@ def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return numbers, x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-@_operator.register_kernel("cuda")
-def _by_kernel(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _by_kernel(x: Tensor | Parts, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     from . import fp8_triton  # takes Triton
 
     return fp8_triton.quantise_rows(x, bias, "swiglu" if bias is None else "gelu")
+
+
+@_operator.register_kernel("cuda")
+def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _by_kernel(x, bias)

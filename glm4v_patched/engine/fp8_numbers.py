@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
-from .few_rows import COLUMNS, MOST_ROWS, WIDTH, parts_of_product
+from .few_rows import COLUMNS, MOST_ROWS, WIDTH, Parts, parts_of_product
 
 # cuBLAS has no kernel for fewer rows of more channels (CUBLAS_STATUS_NOT_SUPPORTED; on Hopper 256
 # rows of 9,216 are too few and 257 are not, and 127 of 3,072 are enough: issue 4582 of pytorch/ao).
@@ -93,9 +93,10 @@ def product_to_read(
         return product(left, left_scale, right, right_scale, bias)
     parts = parts_of_product(left, right, 0)
     if left.is_cuda and not torch.compiler.is_compiling():
-        from . import few_rows_triton  # takes Triton
+        from .few_rows_triton import sum_of_parts  # takes Triton
 
-        return few_rows_triton.sum_of_parts(parts, left_scale, right_scale, bias)
+        shape = torch.Size((rows, len(right)))
+        return sum_of_parts(Parts(parts, shape, torch.bfloat16, left_scale, right_scale, bias))
     return _rounded(parts.sum(0), left_scale, right_scale, bias)
 
 

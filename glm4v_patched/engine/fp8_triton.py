@@ -1,6 +1,9 @@
 """The kernels that quantise rows, as they are or of GELU or SwiGLU, and that compute these without
 quantising; importing it takes Triton, which torch for GPUs brings."""
 
+import math
+from typing import Any
+
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
@@ -8,7 +11,8 @@ from torch import Tensor
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
 from .early_kernels import overlaps
-from .few_rows import MOST_ROWS
+from .few_rows import MOST_ROWS, Parts
+from .few_rows_triton import load_row, operands
 
 
 @triton.jit
@@ -68,11 +72,19 @@ def quantise_row(
 @triton.jit
 def triton_quantise_rows(  # profiles know kernels by their names
     x,
+    left_scale,
+    right_scale,
     bias,
+    number,
+    gelu_bias,
     numbers,
     scales,
     width,
     channels,
+    kind: tl.constexpr,
+    is_parts: tl.constexpr,
+    is_scaled: tl.constexpr,
+    has_bias: tl.constexpr,
     largest_number: tl.constexpr,
     smallest: tl.constexpr,
     block: tl.constexpr,
@@ -82,69 +94,108 @@ def triton_quantise_rows(  # profiles know kernels by their names
     if is_early:
         tl.extra.cuda.gdc_wait()  # until the kernel before has written the rows
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)  # times the width it may pass 2**31
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # may pass 2**31
     at = tl.arange(0, block)
     inside = at < channels
-    value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    value = load_row(
+        x, left_scale, right_scale, bias, number, rows, width, row, at, inside, kind, is_parts,
+        is_scaled, has_bias,
+    )  # fmt: skip
     if function == "gelu":
-        value = _gelu(value + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32))
+        value = _gelu(value + tl.load(gelu_bias + at, mask=inside, other=0.0).to(tl.float32))
     if function == "swiglu":
-        up = tl.load(x + row * width + channels + at, mask=inside, other=0.0).to(tl.float32)
+        up = load_row(
+            x, left_scale, right_scale, bias, number, rows, width, row, channels + at, inside,
+            kind, is_parts, is_scaled, has_bias,
+        )  # fmt: skip
         value = _silu(value) * up
     quantise_row(value, numbers, scales, row, at, channels, largest_number, smallest)
 
 
 @triton.jit
-def triton_activate(x, out, width, channels, block: tl.constexpr, function: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def triton_activate(
+    x,
+    left_scale,
+    right_scale,
+    bias,
+    number,
+    out,
+    width,
+    channels,
+    kind: tl.constexpr,
+    is_parts: tl.constexpr,
+    is_scaled: tl.constexpr,
+    has_bias: tl.constexpr,
+    block: tl.constexpr,
+    function: tl.constexpr,
+    is_early: tl.constexpr,
+):
+    if is_early:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < channels
-    value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    value = load_row(
+        x, left_scale, right_scale, bias, number, rows, width, row, at, inside, kind, is_parts,
+        is_scaled, has_bias,
+    )  # fmt: skip
     if function == "gelu":
         value = _gelu(value)
     if function == "swiglu":
-        up = tl.load(x + row * width + channels + at, mask=inside, other=0.0).to(tl.float32)
+        up = load_row(
+            x, left_scale, right_scale, bias, number, rows, width, row, channels + at, inside,
+            kind, is_parts, is_scaled, has_bias,
+        )  # fmt: skip
         # Rounded between, as torch does it in two steps.
-        value = _silu(value).to(out.dtype.element_ty).to(tl.float32) * up
-    tl.store(out + row * channels + at, value.to(out.dtype.element_ty), mask=inside)
+        value = _silu(value).to(kind).to(tl.float32) * up
+    tl.store(out + row * channels + at, value.to(kind), mask=inside)
 
 
-def activate(x: Tensor, function: str) -> Tensor:
+def activate(x: Tensor | Parts, function: str) -> Tensor:
     """``gelu`` of ``(..., C)``, in its own memory, or ``swiglu`` of ``(..., 2 * C)``, in its
     dtype."""
-    x, width = x.contiguous(), x.shape[-1]
-    out, block = x, 2048
-    if function == "swiglu":
-        out = x.new_empty(*x.shape[:-1], width // 2)
-    if rows := x.numel() // width:
-        channels = out.shape[-1]
-        with torch.cuda.device_of(x):
+    x, block = _contiguous(x), 2048
+    (*leading, width), device = x.shape, x.parts.device if isinstance(x, Parts) else x.device
+    channels = width // 2 if function == "swiglu" else width
+    in_place = function == "gelu" and isinstance(x, Tensor)
+    out: Any = x if in_place else torch.empty(*leading, channels, dtype=x.dtype, device=device)
+    is_early = overlaps(device)
+    if rows := out.numel() // channels:
+        given, flags = operands(x)
+        with torch.cuda.device_of(out):
             triton_activate[rows, triton.cdiv(channels, block)](
-                x, out, width, channels, block, function, num_warps=8
-            )
+                *given, out, width, channels, *flags, block, function, is_early,
+                launch_pdl=is_early, num_warps=8,
+            )  # fmt: skip
     return out
 
 
 def quantise_rows(
-    x: Tensor, bias: Tensor | None = None, function: str = "none"
+    x: Tensor | Parts, bias: Tensor | None = None, function: str = "none"
 ) -> tuple[Tensor, Tensor]:
     """As :func:`fp8_numbers.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
     ``swiglu``."""
-    x, (rows, width) = x.contiguous(), x.shape
-    bias, channels = x if bias is None else bias.contiguous(), width
-    if function == "swiglu":
-        channels = width // 2
-    numbers = x.new_empty(rows, channels, dtype=E4M3)
-    scales = x.new_empty(rows, 1, dtype=torch.float32)
+    x = _contiguous(x)
+    of, (*leading, width) = x.parts if isinstance(x, Parts) else x, x.shape
+    channels, rows = width // 2 if function == "swiglu" else width, math.prod(leading)
+    numbers = of.new_empty(rows, channels, dtype=E4M3)
+    scales = of.new_empty(rows, 1, dtype=torch.float32)
     if rows:
         block = triton.next_power_of_2(channels)
         # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200, where rows are
         # many; few leave most of the GPU idle.
         warps = min(max(block // 1024, 1), 8) if rows > MOST_ROWS else min(max(block // 256, 1), 32)
-        is_early = overlaps(x.device)
-        with torch.cuda.device_of(x):
+        is_early = overlaps(of.device)
+        given, flags = operands(x)
+        with torch.cuda.device_of(of):
             triton_quantise_rows[(rows,)](
-                x, bias, numbers, scales, width, channels, LARGEST, SMALLEST, block, function,
-                is_early, launch_pdl=is_early, num_warps=warps,
+                *given, numbers if bias is None else bias.contiguous(), numbers, scales, width,
+                channels, *flags, LARGEST, SMALLEST, block, function, is_early,
+                launch_pdl=is_early, num_warps=warps,
             )  # fmt: skip
     return numbers, scales
+
+
+def _contiguous(x: Tensor | Parts) -> Any:
+    return x if isinstance(x, Parts) else x.contiguous()

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ..remote.modeling_chatglm import RMSNorm
 from .e4m3 import E4M3, LARGEST, SMALLEST
 from .early_kernels import overlaps
-from .few_rows import BLOCKS_A_PROCESSOR, multiprocessors
+from .few_rows import BLOCKS_A_PROCESSOR, Parts, multiprocessors
+from .few_rows_triton import KINDS, load_row, operands
 from .fp8_numbers import Quantised
 from .fp8_triton import quantise_row
 
@@ -60,25 +61,39 @@ def triton_add_norm(  # profiles know kernels by their names
 def triton_add_rms_norm(
     x,
     y,
+    left_scale,
+    right_scale,
+    y_bias,
+    number,
     weight,
     added,
     out,
     scales,
     width,
     eps,
+    kind: tl.constexpr,
+    is_parts: tl.constexpr,
+    is_scaled: tl.constexpr,
+    has_bias: tl.constexpr,
     block: tl.constexpr,
     adds: tl.constexpr,
     quantises: tl.constexpr,
     largest_number: tl.constexpr,
     smallest: tl.constexpr,
+    is_early: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    if is_early:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = tl.arange(0, block)
     inside = at < width
-    kind: tl.constexpr = x.dtype.element_ty
     value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     if adds:
-        value += tl.load(y + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        value += load_row(
+            y, left_scale, right_scale, y_bias, number, rows, width, row, at, inside, kind,
+            is_parts, is_scaled, has_bias,
+        )  # fmt: skip
         value = value.to(kind).to(tl.float32)
         tl.store(added + row * width + at, value.to(kind), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
@@ -89,6 +104,50 @@ def triton_add_rms_norm(
         quantise_row(value, out, scales, row, at, width, largest_number, smallest)
     else:
         tl.store(out + row * width + at, value, mask=inside)
+
+
+@triton.jit
+def triton_rotate_parts(
+    parts,
+    left_scale,
+    right_scale,
+    bias,
+    number,
+    cos,
+    sin,
+    out,
+    width,
+    rotated_heads,
+    kind: tl.constexpr,
+    is_parts: tl.constexpr,
+    is_scaled: tl.constexpr,
+    has_bias: tl.constexpr,
+    angle_kind: tl.constexpr,
+    channels: tl.constexpr,
+    is_early: tl.constexpr,
+):
+    """One head of one row. Angles of the channels that are not rotated change nothing."""
+    if is_early:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
+    at = tl.arange(0, channels)
+    place = head * channels + at
+    inside = place < width
+    value = load_row(
+        parts, left_scale, right_scale, bias, number, rows, width, row, place, inside, kind,
+        is_parts, is_scaled, has_bias,
+    )  # fmt: skip
+    if head < rotated_heads:
+        neighbour = load_row(
+            parts, left_scale, right_scale, bias, number, rows, width, row, place ^ 1, inside,
+            kind, is_parts, is_scaled, has_bias,
+        )  # fmt: skip
+        left = value * tl.load(cos + row * channels + at).to(tl.float32)
+        right = neighbour * tl.load(sin + row * channels + at).to(tl.float32)
+        value = left.to(angle_kind).to(tl.float32) + right.to(angle_kind).to(tl.float32)
+        value = value.to(angle_kind).to(tl.float32)
+    tl.store(out + row * width + place, value.to(kind), mask=inside)
 
 
 @triton.jit
@@ -212,6 +271,57 @@ def triton_join_parts(
     tl.store(out + head * channels + at, joined.to(out.dtype.element_ty))
 
 
+@triton.jit
+def triton_write_one(
+    key,
+    value,
+    keys,
+    values,
+    length,
+    key_of_row,
+    key_of_group,
+    value_of_row,
+    value_of_group,
+    rows,
+    groups,
+    room,
+    channels: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_groups: tl.constexpr,
+    is_early: tl.constexpr,
+):
+    if is_early:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(length)
+    group = tl.arange(0, block_groups)[None, :, None]
+    at = tl.arange(0, channels)[None, None, :]
+    for first in range(0, rows, block_rows):
+        row = first + tl.arange(0, block_rows)[:, None, None]
+        inside = (row < rows) & (group < groups) & (position < room)
+        place = ((row.to(tl.int64) * groups + group) * room + position) * channels + at
+        new = tl.load(key + row * key_of_row + group * key_of_group + at, mask=inside)
+        tl.store(keys + place, new, mask=inside)
+        new = tl.load(value + row * value_of_row + group * value_of_group + at, mask=inside)
+        tl.store(values + place, new, mask=inside)
+    tl.debug_barrier()  # all have read where to write
+    tl.store(length, position + 1)
+
+
+def write_one(keys: Tensor, values: Tensor, length: Tensor, key: Tensor, value: Tensor) -> None:
+    """Write a key and a value of each row ``(B, G, 1, C)`` behind those that are there, and count
+    them: ``keys`` and ``values`` are ``(B, G, K, C)`` and contiguous, ``length`` one number."""
+    batch, groups, room, channels = keys.shape
+    is_early = overlaps(keys.device)
+    with torch.cuda.device_of(keys):
+        triton_write_one[1,](
+            key, value, keys, values, length, *key.stride()[:2], *value.stride()[:2], batch,
+            groups, room, channels, min(triton.next_power_of_2(batch), 32),
+            triton.next_power_of_2(groups),
+            is_early, launch_pdl=is_early, num_warps=8,
+        )  # fmt: skip
+
+
 def attend_to_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """As :func:`reading.attend_to_parts`."""
     (batch, heads, _, channels), (_, groups, keys, _) = query.shape, key.shape
@@ -260,19 +370,20 @@ def add_norm(
 
 
 def add_rms_norm(
-    x: Tensor, norm: RMSNorm, y: Tensor | None, quantises: bool
+    x: Tensor, norm: RMSNorm, y: Tensor | Parts | None, quantises: bool
 ) -> tuple[Tensor, Tensor | Quantised]:
     """``x + y``, of ``(..., width)`` in bf16 or fp16 each, and ``norm`` of it, quantised if so."""
-    x, width = x.contiguous(), x.shape[-1]
-    y, added = (x, x) if y is None else (y.contiguous(), torch.empty_like(x))
+    x, width, is_early = x.contiguous(), x.shape[-1], overlaps(x.device)
+    added = x if y is None else torch.empty_like(x)
     normed = _room_for(x) if quantises else torch.empty_like(x)
     out, scales = normed if isinstance(normed, Quantised) else (normed, x)
     if rows := x.numel() // width:
+        given, flags = operands(x if y is None else y)
         with torch.cuda.device_of(x):
             triton_add_rms_norm[(rows,)](
-                x, y, norm.weight, added, out, scales, width, norm.eps,
-                triton.next_power_of_2(width), added is not x, quantises, LARGEST, SMALLEST,
-                num_warps=8, **EXACT,
+                x, *given, norm.weight, added, out, scales, width, norm.eps, *flags,
+                triton.next_power_of_2(width), y is not None, quantises, LARGEST, SMALLEST,
+                is_early, launch_pdl=is_early, num_warps=8, **EXACT,
             )  # fmt: skip
     return added, normed
 
@@ -280,6 +391,23 @@ def add_rms_norm(
 def _room_for(x: Tensor) -> Quantised:
     scales = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     return Quantised(torch.empty_like(x, dtype=E4M3), scales)
+
+
+def rotate_parts(
+    heads: Parts, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor, channels: int
+) -> Tensor:
+    """``(B, R, H, C)`` of a product's heads, of which the first are rotated."""
+    *leading, width = heads.shape
+    cos, sin = (x.expand(*leading, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
+    out = heads.parts.new_empty(*leading, width // channels, channels, dtype=heads.dtype)
+    given, flags = operands(heads)
+    is_early = overlaps(out.device)
+    with torch.cuda.device_of(out):
+        triton_rotate_parts[heads.parts.shape[1], width // channels](
+            *given, cos, sin, out, width, rotated_heads, *flags, KINDS[cos.dtype], channels,
+            is_early, launch_pdl=is_early, num_warps=1, **EXACT,
+        )  # fmt: skip
+    return out
 
 
 def rotate(heads_BRHC: Tensor, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from glm4v_patched.engine import fp8, reading
+from glm4v_patched.engine.few_rows import Parts
+from glm4v_patched.engine.fp8_activations import quantise_rows_of_swiglu
 from glm4v_patched.engine.fp8_numbers import Quantised, quantise_rows
 from glm4v_patched.engine.reading import (
     READ,
@@ -18,6 +21,7 @@ from glm4v_patched.engine.reading import (
     ReadTowerLayer,
     ReadTowerMLP,
     attend_to_parts,
+    in_parts,
     read_only,
 )
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -33,8 +37,9 @@ from tests.helpers.fp8 import apart, build
 from tests.helpers.tiny import grown_image, pictures, text
 
 if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
+    from glm4v_patched.engine.few_rows_triton import sum_of_parts
     from glm4v_patched.engine.fp8_triton import activate
-    from glm4v_patched.engine.reading_triton import add_norm, add_rms_norm
+    from glm4v_patched.engine.reading_triton import add_norm, add_rms_norm, rotate_parts, write_one
 
 SHALLOW_TOWER = {"num_hidden_layers": 2}
 
@@ -55,8 +60,9 @@ def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton
         assert torch.equal(model(**given).logits, wanted)
 
 
+@pytest.mark.parametrize("has_kernels", [False, True])
 @pytest.mark.parametrize("weights", [None, "fp8"])
-def test_what_kernels_make_is_what_layers_take(monkeypatch, weights):
+def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_kernels):
     """With plain steps in the place of the kernels."""
 
     def quantised(x: torch.Tensor) -> Quantised:
@@ -67,15 +73,23 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights):
         return added, quantised(added) if quantises else added
 
     def add_rms_norm(x, norm, y, quantises):
-        added = x if y is None else x + y
+        added = x if y is None else x + whole(y)
         return added, quantised(norm(added)) if quantises else norm(added)
 
     def rotate(heads, rotated_heads, cos, sin):
         heads[:, :, :rotated_heads] = apply_rotary(heads[:, :, :rotated_heads], cos, sin)
 
+    def rotate_parts(heads, rotated_heads, cos, sin, channels):
+        heads = whole(heads).unflatten(-1, (-1, channels))
+        rotate(heads, rotated_heads, cos, sin)
+        return heads
+
     def activate(x, function):
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = whole(x).chunk(2, dim=-1)
         return gelu(x) if function == "gelu" else silu(gate) * up
+
+    def sum_of_parts(of, residual):
+        return whole(of) + residual
 
     model, rows = build().eval().requires_grad_(False), text(3) + grown_image() + text(4)
     for module in model.modules():
@@ -85,23 +99,43 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights):
         monkeypatch.setattr(fp8, "_on_cpu", True)
         fp8.hold_in_fp8(model, torch.device("cpu"))
     given = {"input_ids": torch.tensor([rows]), "pixel_values": pictures(1)}
+    kernels = {
+        "reading_triton": (add_norm, add_rms_norm, rotate, rotate_parts),
+        "fp8_triton": (activate,),
+        "few_rows_triton": (sum_of_parts,),
+    }
+    for name, functions in kernels.items():
+        module: Any = ModuleType(name)
+        vars(module).update({each.__name__: each for each in functions})
+        monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.{name}", module)
     with torch.no_grad():
         wanted = model(**given).logits
-        steps = {"add_norm": add_norm, "add_rms_norm": add_rms_norm, "rotate": rotate}
-        for name, kernels in (("reading_triton", steps), ("fp8_triton", {"activate": activate})):
-            module = ModuleType(name)
-            vars(module).update(kernels)
-            monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.{name}", module)
-        taken = []
-        takes = lambda x: isinstance(x, torch.Tensor) and not taken.append(x.shape)  # noqa: E731
-        monkeypatch.setattr(reading, "_takes", takes)
-        swiglu = lambda x: quantise_rows(activate(x, "swiglu"))  # noqa: E731
+        monkeypatch.setattr(reading, "_takes", lambda x: isinstance(x, torch.Tensor))
+        monkeypatch.setattr(reading, "_has_kernel", lambda layer: has_kernels)
+        swiglu = lambda x: quantise_rows(activate(x, "swiglu").flatten(0, -2))  # noqa: E731
         monkeypatch.setattr(reading, "quantise_rows_of_swiglu", swiglu)
+        products = []
+        summed = lambda x, weight, parts: (x.float() @ weight.float().T)[None]  # noqa: E731
+        noted = lambda *given: products.append(given) or summed(*given)  # noqa: E731
+        monkeypatch.setattr(reading, "parts_of_product", noted)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
         read_only(model)
         assert {*READ.values()} - {*map(type, model.modules())} <= {ReadTowerMLP}
         found = model(**given).logits
-    assert taken and torch.equal(found, wanted)
+    assert len(products) == has_kernels * 4 * model.config.num_layers
+    # Sums in another order round differently, to 3 bits in fp8.
+    assert torch.equal(found, wanted) or (has_kernels and apart(found, wanted) < 0.03)
+
+
+def whole(x: torch.Tensor | Parts) -> torch.Tensor:
+    if isinstance(x, torch.Tensor):
+        return x
+    total = x.parts.sum(0)
+    if x.left_scale is not None:
+        total = total * x.left_scale * x.right_scale.T
+    if x.bias is not None:
+        total = total + x.bias.float()
+    return total.to(x.dtype).view(x.shape)
 
 
 @pytest.mark.gpu
@@ -190,6 +224,70 @@ def test_sums_and_their_norms_are_torchs_and_quantised_alike(rows):
             again, quantised = add_rms_norm(x, norm, other, True)
             assert torch.equal(again, added)
             assert_quantised(quantised, normed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
+    torch.manual_seed(0)
+    made: dict = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(rows, 1, 4096, **made)
+
+    def product(out: int) -> tuple[Parts, torch.Tensor]:
+        linear: Any = nn.Linear(4096, out, **made).requires_grad_(False)
+        exact = x.double() @ linear.weight.double().T + linear.bias.double()
+        if is_held:
+            fp8._hold(linear, keeps_transposed=False)
+        parts = in_parts(linear, x)
+        assert isinstance(parts, Parts) and apart(whole(parts), exact) < (0.05 if is_held else 0.01)
+        return parts, whole(parts)
+
+    def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+        # Sums in another order round differently, in few places.
+        assert found.shape == wanted.shape and (found != wanted).float().mean() < 0.02
+        assert torch.allclose(found, wanted, rtol=2**-7, atol=2**-7)
+
+    norm = RMSNorm(4096, 1e-5).to(**made)
+    nn.init.normal_(norm.weight)
+    with torch.no_grad():
+        parts, wanted = product(4096)
+        assert_near(sum_of_parts(parts), wanted)
+        assert_near(sum_of_parts(parts, x), wanted + x)
+        added, normed = add_rms_norm(x, norm, parts, False)
+        assert_near(added, wanted + x)
+        assert_near(normed, norm(added))
+        assert_quantised(add_rms_norm(x, norm, parts, True)[1], normed)
+        parts, wanted = product(4608)
+        cos, sin = RotaryEmbedding(ChatGLMConfig()).cuda()(
+            torch.randint(0, 8000, (rows, 1), device="cuda"), torch.bfloat16
+        )
+        heads = wanted.unflatten(-1, (-1, 128))
+        wanted = torch.cat((apply_rotary(heads[:, :, :34], cos, sin), heads[:, :, 34:]), dim=2)
+        assert_near(rotate_parts(parts, 34, cos, sin, 128), wanted)
+        parts, wanted = product(2 * 13696)
+        gate, up = wanted.chunk(2, dim=-1)
+        assert_near(activate(parts, "swiglu"), silu(gate) * up)
+        numbers, scale = quantise_rows_of_swiglu(parts)
+        assert apart(numbers.float() * scale, (silu(gate) * up).flatten(0, 1).double()) < 0.04
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, groups", [(1, 2), (3, 2), (70, 2), (5, 1)])
+def test_one_key_of_each_row_is_written_and_counted(batch, groups):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        keys, values = torch.zeros(2, batch, groups, 9, 128).bfloat16()
+        heads = torch.randn(batch, 1, 2 * groups + 3, 128).bfloat16().transpose(1, 2)
+        key, value, length = heads[:, 3 : 3 + groups], heads[:, 3 + groups :], torch.tensor(3)
+    write_one(keys, values, length, key, value)
+    assert length.item() == 4
+    for kept, new in ((keys, key), (values, value)):
+        assert torch.equal(kept[:, :, 3:4], new) and kept.count_nonzero() == new.count_nonzero()
+    length.fill_(9)  # no room is left: nothing is written beyond
+    before = keys.clone()
+    write_one(keys, values, length, key, value)
+    assert torch.equal(keys, before)
 
 
 @pytest.mark.gpu

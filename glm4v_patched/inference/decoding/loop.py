@@ -68,7 +68,7 @@ def draw_ahead(
     criteria = [each for each in stopping_criteria if type(each) is not MaxLengthCriteria]
     pad = None
     if any(hasattr(each, "eos_token_id") for each in criteria):
-        pad = _private(generation_config, "_pad_token_tensor").to(device)
+        pad = private(generation_config, "_pad_token_tensor").to(device)
     is_known = all(map(_is_of_transformers, [*logits_processor, *criteria]))
     unfinished = torch.ones(rows, dtype=torch.bool, device=device)
     reports = Reports(unfinished, LATE.get(device.type, 0) if is_known else 0, tokens_to)
@@ -77,7 +77,7 @@ def draw_ahead(
 
     # The first step is the model's own; transformers does not compile it, either.
     forward: Any = step or model.__call__
-    compiles = _private(model, "_valid_auto_compile_criteria")
+    compiles = private(model, "_valid_auto_compile_criteria")
     if step is None and compiles(model_kwargs, generation_config):
         os.environ["TOKENIZERS_PARALLELISM"] = "0"  # as transformers does: inductor forks
         forward = model.get_compiled_call(generation_config.compile_config)
@@ -121,11 +121,11 @@ def draw_ahead(
     return ids[:, : length if reports.end is None else given + reports.end].contiguous()
 
 
-def _private(owner: Any, name: str) -> Any:
+def private(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {name} in {type(owner).__name__}, "
-            "which glm4v_patched.inference.decoding.loop needs: install transformers"
+            "which glm4v_patched.inference.decoding needs: install transformers"
             f"{TESTED_TRANSFORMERS}, or take --cache dynamic"
         )
     return getattr(owner, name)

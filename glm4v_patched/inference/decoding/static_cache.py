@@ -7,13 +7,17 @@ cache is kept for the next call of as many rows.
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import CompileConfig, StaticCache
+from transformers.cache_utils import StaticLayer
 
+from ...engine.reading import HEAD_CHANNELS
 from ...models.base import Base
 from ...models.check_weights import quantised_by
 from ...models.quantised_weights import kept_cache
-from ...remote.keywords import named_cache
-from .loop import draw_ahead
+from ...remote.keywords import WANTS_CACHE_POSITION, named_cache
+from .loop import draw_ahead, private
 from .recorded_calls import RecordedCalls, record_tower
 
 # A step is compiled in about a minute, in which so many are made that are only recorded.
@@ -63,6 +67,10 @@ class StaticCaches:
         self._cache = self._graph = None  # their memory is for the next one
         self._rows, self._room = rows, -(-positions // self.step) * self.step
         self._cache = StaticCache(config=self.model.config, max_cache_len=self._room)
+        if self.model.device.type == "cuda" and not WANTS_CACHE_POSITION:
+            for layer in self._cache.layers:
+                private(layer, "cumulative_length")
+                layer.__class__ = OneKeyLayer
         return self._cache
 
     def options(self, rows: int, positions: int) -> dict[str, Any]:
@@ -77,6 +85,23 @@ class StaticCaches:
         else:
             given["compile_config"] = compiling(rows, **self.compiled)
         return given
+
+
+class OneKeyLayer(StaticLayer):
+    """Takes the key and the value of one drawn id by one kernel, and not by five."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_one = self.is_initialized and key_states.shape[-2] == 1
+        is_eager = key_states.is_cuda and not torch.compiler.is_compiling()
+        *_, channels = key_states.shape
+        if not (is_one and is_eager and channels in HEAD_CHANNELS):
+            return super().update(key_states, value_states, *args, **kwargs)
+        from ...engine.reading_triton import write_one  # takes Triton
+
+        keys: Any = self.keys
+        values: Any = self.values
+        write_one(keys, values, self.cumulative_length, key_states, value_states)
+        return keys, values
 
 
 def compiling(
