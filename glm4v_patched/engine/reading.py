@@ -156,7 +156,9 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
     *leading, width = x.shape
     rows, kind = math.prod(leading), type(layer)
     most: dict[type, int] = {nn.Linear: MOST_ROWS_IN_BF16, HeldLinear: MOST_ROWS}
-    is_bare = not vars(layer).keys() & {"forward"} and not layer._forward_hooks
+    is_bare = "forward" not in vars(layer) and not (
+        layer._forward_hooks or layer._forward_pre_hooks
+    )
     if not (0 < rows <= most.get(kind, 0) and is_bare and (isinstance(x, Quantised) or _takes(x))):
         return layer(x)
     linear: Any = layer
