@@ -42,7 +42,7 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     settings = asdict(speed) | {"cache": speed.kept}
     settings["packages"] = ["torch", "transformers", *PACKAGES.get(speed.weights or "", [])]
     if speed.against is not None:
-        settings |= {"cache": "dynamic", "draw_ahead": False}
+        settings["cache"] = "dynamic"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out, environment = folder / "rows.json", training_environment(1, speed.device == "cpu")

@@ -28,7 +28,7 @@ def measure(settings: dict, out: Path) -> None:
     bandwidth = copy_bandwidth(device)
     model = build_original(settings) if settings["against"] else build(settings)
     weights = bytes_a_token(model)
-    same = ("new_tokens", "prompt_tokens", "cache", "draw_ahead")
+    same = ("new_tokens", "prompt_tokens", "cache")
     common: dict[str, Any] = {name: settings[name] for name in same}
     common |= {"device": name_of(device), "weights_gb": weights / 1e9}
     common["bandwidth_gb_s"] = bandwidth / 1e9
@@ -97,9 +97,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     if settings["cache"] != "dynamic":
         from ..inference.decoding.static_cache import StaticCaches
 
-        changes = json.loads(settings["compile_options"])
-        kept = {"draws_ahead": settings["draw_ahead"], "records": settings["cache"] == "graph"}
-        caches = StaticCaches(model, step=256, **kept, changes=changes, fullgraph=True)
+        caches = StaticCaches(model, step=256)
         images = model.config.vision.num_image_tokens + 2
         positions = images + settings["prompt_tokens"] + new
 
@@ -116,7 +114,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
         assert ids.shape[1] == inputs["input_ids"].shape[1] + tokens
         return time.perf_counter() - began
 
-    # At first it compiles, and records a CUDA graph.
+    # At first a step is recorded.
     ready = seconds(min(6, new)) + seconds(min(6, new))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -178,9 +178,7 @@ class Speed:
     batch: tuple[int, ...] = option((1, 8, 32), "rows at once, each number measured", **_ONE)
     new_tokens: int = option(128, "of each answer", type=at_least(2))
     prompt_tokens: int = option(40, "ids of text beside a prompt's picture", **_ONE)
-    cache: str = option("auto", "auto: static, if steps compile on a GPU", choices=CACHES)
-    draw_ahead: bool = option(False, "do not wait for the device between two tokens")
-    compile_options: str = option("{}", "laid over ours for inductor", **_JSON)
+    cache: str = option("auto", "auto: static, if steps can be recorded", choices=CACHES)
     repeats: int = option(3, "timed answers of each batch; their median counts", **_ONE)
     attn_implementation: str = "sdpa"
     config: str | None = None
@@ -196,9 +194,6 @@ class Speed:
     def _conflicts(self) -> Iterator[str]:
         if self.device == "cpu" and self.config is None:
             yield REAL_ON_CPU
-        if self.draw_ahead and self.kept == "dynamic":
-            of = f"--cache {self.cache}, --weights {self.weights}"
-            yield f"--draw-ahead with a cache that is dynamic ({of}): leave out one of them"
         if self.against is None:
             return
         if self.weights is not None:

@@ -139,7 +139,6 @@ GENERATION: dict[str, Column] = {
     "device": _figure("device", "{}"),
     "weights": _figure("weights", "{}"),
     "cache": _figure("cache", "{}"),
-    "draws ahead": lambda row: "yes" if row.get("draw_ahead") else "-",
     "batch": lambda row: str(row["batch"]),
     "first token, s": _figure("first_token_s", "{:.3f}"),
     "tokens/s": _figure("tokens_per_s", "{:,.1f}"),

@@ -6,7 +6,15 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from .early_kernels import overlaps
-from .few_rows import Parts
+from .few_rows import (
+    COLUMNS,
+    MOST_ROWS,
+    WIDTH,
+    Parts,
+    blocks_a_part,
+    multiprocessors,
+    parts_for,
+)
 
 # Blocks of weights on their way at a time: of bf16 16 KiB each, with the rows' 4 or 8.
 STAGES = 4
@@ -15,8 +23,17 @@ KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 
 @triton.jit
+def take_turn(is_early: tl.constexpr):
+    """Wait until the kernel before has written what it writes, and let the next one be started."""
+    if is_early:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def triton_product_of_few_rows(  # profiles know kernels by their names
     x,
+    scales,
     weight,
     out,
     rows,
@@ -26,39 +43,58 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_width: tl.constexpr,
+    parts: tl.constexpr,
+    groups: tl.constexpr,
     is_early: tl.constexpr,
 ):
+    """``groups``: of a row's channels with scales: none, one, as many as parts, or as blocks."""
     part = tl.program_id(1)
     column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
-    row = tl.arange(0, block_rows)[:, None]
+    row = tl.arange(0, block_rows)
     at = tl.arange(0, block_width)[None, :]
     weights_at = weight + column.to(tl.int64)[:, None] * width + at  # it may pass 2**31
-    rows_at = x + row * width + at
+    rows_at = x + row[:, None] * width + at
     # Weights are the left factor: tensor cores take 64 of those, and as few as 8 of the right one.
     total = tl.zeros((block_columns, block_rows), tl.float32)
     first = part * blocks_a_part
     last = tl.minimum(first + blocks_a_part, width // block_width)
     if is_early:
         tl.extra.cuda.gdc_wait()  # until the kernel before has written the rows
+    by_block: tl.constexpr = groups > 1 and groups != parts
+    if groups > 0:
+        scales_at = scales + row * groups
+        if groups == parts:
+            scales_at += part
+        if by_block:
+            scales_at += first
+        scale = tl.load(scales_at, mask=row < rows, other=0.0)
     for block in range(first, last):
         # Each weight is read once: what else is cached is to stay.
         weights = tl.load(weights_at + block * block_width, eviction_policy="evict_first")
-        values = tl.load(rows_at + block * block_width, mask=row < rows, other=0.0)
-        # Of fp8, tensor cores keep 14 bits of a sum: it is added to fp32 after each block.
-        total = tl.dot(weights, values.T, total, max_num_imprecise_acc=block_width)
+        values = tl.load(rows_at + block * block_width, mask=row[:, None] < rows, other=0.0)
+        if by_block:  # the next one's scale is on its way while this one is multiplied
+            scales_at += 1
+            next_scale = tl.load(scales_at, mask=(row < rows) & (block + 1 < last), other=0.0)
+            total += tl.dot(weights, values.T) * scale[None, :]
+            scale = next_scale
+        else:
+            # Of fp8, tensor cores keep 14 bits of a sum: it is added to fp32 after each block.
+            total = tl.dot(weights, values.T, total, max_num_imprecise_acc=block_width)
+    if groups > 0 and not by_block:
+        total *= scale[None, :]
     if is_early:
         # Not before: what is started then would take shared memory from this.
         tl.extra.cuda.gdc_launch_dependents()
-    tl.store(out + (part * rows + row) * columns + column[None, :], total.T, mask=row < rows)
+    out_at = out + (part * rows + row[:, None]) * columns + column[None, :]
+    tl.store(out_at, total.T, mask=row[:, None] < rows)
 
 
 @triton.jit
 def sum_parts(
     parts,
-    left_scale,
-    right_scale,
+    scale,
     bias,
-    number,
+    number: tl.constexpr,
     rows,
     columns,
     row,
@@ -69,10 +105,10 @@ def sum_parts(
 ):
     """fp32, of one row."""
     total = tl.zeros(column.shape, tl.float32)
-    for part in range(number):
+    for part in tl.static_range(number):  # all are on their way at once
         total += tl.load(parts + (part * rows + row) * columns + column, mask=inside, other=0.0)
     if is_scaled:
-        total *= tl.load(left_scale + row) * tl.load(right_scale + column, mask=inside, other=0.0)
+        total *= tl.load(scale + column, mask=inside, other=0.0)
     if has_bias:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     return total
@@ -81,10 +117,9 @@ def sum_parts(
 @triton.jit
 def load_row(
     x,
-    left_scale,
-    right_scale,
+    scale,
     bias,
-    number,
+    number: tl.constexpr,
     rows,
     columns,
     row,
@@ -98,7 +133,7 @@ def load_row(
     """fp32, of one row of a tensor, or of a product in parts, rounded to ``kind``."""
     if is_parts:
         value = sum_parts(
-            x, left_scale, right_scale, bias, number, rows, columns, row, column, inside,
+            x, scale, bias, number, rows, columns, row, column, inside,
             is_scaled, has_bias,
         )  # fmt: skip
         value = value.to(kind).to(tl.float32)
@@ -110,10 +145,9 @@ def load_row(
 @triton.jit
 def triton_sum_of_parts(
     parts,
-    left_scale,
-    right_scale,
+    scale,
     bias,
-    number,
+    number: tl.constexpr,
     residual,
     out,
     rows,
@@ -126,15 +160,13 @@ def triton_sum_of_parts(
     block: tl.constexpr,
     is_early: tl.constexpr,
 ):
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(is_early)
     row = tl.program_id(1)
     column = tl.program_id(0) * block + tl.arange(0, block)
     inside = column < columns
     # Rounded before something is added to it, as a layer's own output is.
     total = load_row(
-        parts, left_scale, right_scale, bias, number, rows, columns, row, column, inside, kind,
+        parts, scale, bias, number, rows, columns, row, column, inside, kind,
         is_parts, is_scaled, has_bias,
     )  # fmt: skip
     place = row * columns + column
@@ -147,10 +179,9 @@ def operands(x: Tensor | Parts) -> tuple[tuple, tuple]:
     """What :func:`load_row` is given of ``x``: tensors and their number, and what to take them for.
     What is not there is another tensor, which is not read."""
     if not isinstance(x, Parts):
-        return (x, x, x, x, 0), (KINDS[x.dtype], False, False, False)
-    parts, is_scaled, has_bias = x.parts, x.left_scale is not None, x.bias is not None
-    scales = (x.left_scale, x.right_scale) if is_scaled else (parts, parts)
-    given = (parts, *scales, x.bias if has_bias else parts, len(parts))
+        return (x, x, x, 0), (KINDS[x.dtype], False, False, False)
+    parts, is_scaled, has_bias = x.parts, x.scale is not None, x.bias is not None
+    given = parts, x.scale if is_scaled else parts, x.bias if has_bias else parts, len(parts)
     return given, (KINDS[x.dtype], True, is_scaled, has_bias)
 
 
@@ -168,31 +199,41 @@ def sum_of_parts(of: Parts, residual: Tensor | None = None) -> Tensor:
     return out
 
 
-def parts_of_product(
-    x: Tensor, weight: Tensor, parts: int, blocks: int, sizes: tuple[int, int, int]
-) -> Tensor:
-    """As :func:`few_rows.parts_of_product`.
+def parts_of_product(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    """``x @ weight.T``, as sums over parts of the width that are yet to be added: as many as fill
+    the GPU, each of :data:`WIDTH` times :func:`blocks_a_part` channels, but the last.
 
     Args:
-        blocks: Of the width, in each part.
-        sizes: Rows, columns and width of a block.
+        x: ``(M, K)`` of bf16, fp16 or e4m3, at most :data:`MOST_ROWS` rows.
+        weight: ``(N, K)`` of the same dtype, multiples of :data:`COLUMNS` and :data:`WIDTH`.
+        scales: ``(M, 1)``, ``(M, P)`` or ``(M, K / WIDTH)`` fp32, contiguous, of ``x`` in e4m3.
+
+    Returns:
+        ``(P, M, N)`` fp32.
 
     Raises:
         ValueError: sizes that the kernel does not take.
     """
-    most, block_columns, block_width = sizes
     (rows, width), columns = x.shape, len(weight)
-    if rows > most or columns % block_columns or width % block_width or width != weight.shape[1]:
+    if rows > MOST_ROWS or columns % COLUMNS or width % WIDTH or width != weight.shape[1]:
         raise ValueError(
             f"a product of ({rows}, {width}) with ({columns}, {weight.shape[1]}).T: expected at "
-            f"most {most} rows, one width that is a multiple of {block_width}, and a multiple of "
-            f"{block_columns} columns"
+            f"most {MOST_ROWS} rows, one width that is a multiple of {WIDTH}, and a multiple of "
+            f"{COLUMNS} columns"
+        )
+    parts = parts_for(columns, width, multiprocessors(x.device))
+    groups = 0 if scales is None else scales.shape[1]
+    if groups not in {0, 1, parts, width // WIDTH}:
+        raise ValueError(
+            f"{groups} scales for each row of {width} channels: expected 1, {parts} or "
+            f"{width // WIDTH}"
         )
     x, weight = x.contiguous(), weight.contiguous()
     out, is_early = x.new_empty(parts, rows, columns, dtype=torch.float32), overlaps(x.device)
     with torch.cuda.device_of(x):
-        triton_product_of_few_rows[columns // block_columns, parts](
-            x, weight, out, rows, columns, width, blocks, *sizes, is_early, launch_pdl=is_early,
-            num_warps=4, num_stages=STAGES,
+        triton_product_of_few_rows[columns // COLUMNS, parts](
+            x, x if scales is None else scales, weight, out, rows, columns, width,
+            blocks_a_part(width, parts), 16 if rows <= 16 else MOST_ROWS, COLUMNS, WIDTH,
+            parts, groups, is_early, launch_pdl=is_early, num_warps=4, num_stages=STAGES,
         )  # fmt: skip
     return out

@@ -26,11 +26,13 @@ from transformers.activations import ACT2FN
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLMBlock
 from ..remote.visual import MLP
+from . import few_rows
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
 from .e4m3 import E4M3
+from .few_rows import Parts
 from .fp8_activations import quantise_rows_of_gelu
-from .fp8_numbers import Quantised, product, product_to_read, quantise_rows
+from .fp8_numbers import Quantised, product, quantise_rows
 from .nvidia_driver import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
@@ -195,12 +197,26 @@ class HeldLinear(nn.Linear):
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
             return _finish(self.without_bias(rows), x, self.bias)
-        return _finish(product_to_read(*quantise_rows(rows), *self.quantised(), bias=self.bias), x)
+        if few_rows.takes(rows.shape[0], self.weight):
+            from .few_rows_triton import sum_of_parts  # takes Triton
+
+            return _finish(sum_of_parts(self.in_parts(rows)), x)
+        return _finish(product(*quantise_rows(rows), *self.quantised(), bias=self.bias), x)
 
     def without_bias(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return product_to_read(*quantise_rows(x), *self.quantised())
+            return product(*quantise_rows(x), *self.quantised())
         return _Held.apply(x, self.weight, self.weight_scale, self.transposed)
+
+    def in_parts(self, x: Any) -> Parts:
+        """The product of so few rows that :func:`few_rows.takes` them, left in parts."""
+        from .few_rows_triton import parts_of_product  # takes Triton
+
+        numbers, scales = quantise_rows(x.reshape(-1, self.in_features))
+        weight, scale = self.quantised()
+        shape = torch.Size((*x.shape[:-1], self.out_features))
+        parts = parts_of_product(numbers, weight, scales)
+        return Parts(parts, shape, torch.bfloat16, scale, self.bias)
 
     def quantised(self) -> tuple[Tensor, Tensor]:
         return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
@@ -218,7 +234,7 @@ class FrozenTowerMLP(MLP):
         wide = fc1.without_bias(x.reshape(-1, fc1.in_features))
         quantised = quantise_rows_of_gelu(wide, fc1.bias)
         weight, scale = fc2.quantised()
-        return _finish(product_to_read(*quantised, weight, scale, fc2.bias), x)
+        return _finish(product(*quantised, weight, scale, fc2.bias), x)
 
 
 def _finish(found: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -24,50 +24,47 @@ def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
     """
-    return _quantise_rows(x, bias)
-
-
-def quantise_rows_of_swiglu(x: Tensor | Parts) -> tuple[Tensor, Tensor]:
-    """SiLU of the first half of the channels times the second, in e4m3 with a scale for each row.
-    It has no gradient. Compilers make three kernels of it where rows are few.
-
-    Args:
-        x: ``(T, 2 * C)``, or a product in parts of such a shape.
-
-    Returns:
-        As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
-    """
-    return _quantise_rows(x, None)
-
-
-def _quantise_rows(x: Tensor | Parts, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     # Outside of compilers the operator's dispatch would take longer than the kernel.
-    is_kernel = isinstance(x, Parts) or (x.is_cuda and not torch.compiler.is_compiling())
-    return (_by_kernel if is_kernel else _operator)(x, bias)
+    is_kernel = x.is_cuda and not torch.compiler.is_compiling()
+    return (_gelu_by_kernel if is_kernel else _gelu)(x, bias)
 
 
 # So that compilers call it as it is.
-@torch.library.custom_op("glm4v_patched::quantise_rows", mutates_args=())
-def _operator(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU with a bias, SwiGLU without."""
-    if bias is not None:
-        return quantise_rows(gelu(x.float() + bias.float()))
-    gate, up = x.float().chunk(2, dim=-1)
-    return quantise_rows(silu(gate) * up)
+@torch.library.custom_op("glm4v_patched::quantise_rows_of_gelu", mutates_args=())
+def _gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return quantise_rows(gelu(x.float() + bias.float()))
 
 
-@_operator.register_fake
-def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    numbers = x.new_empty(len(x), x.shape[1] // (2 if bias is None else 1), dtype=E4M3)
-    return numbers, x.new_empty(len(x), 1, dtype=torch.float32)
+@_gelu.register_fake
+def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-def _by_kernel(x: Tensor | Parts, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gelu_by_kernel(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     from . import fp8_triton  # takes Triton
 
-    return fp8_triton.quantise_rows(x, bias, "swiglu" if bias is None else "gelu")
+    return fp8_triton.quantise_rows(x, bias, "gelu")
 
 
-@_operator.register_kernel("cuda")
-def _(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _by_kernel(x, bias)
+@_gelu.register_kernel("cuda")
+def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return _gelu_by_kernel(x, bias)
+
+
+def quantise_rows_of_swiglu(x: Tensor | Parts, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """SiLU of the first half of the channels times the second, in e4m3. It has no gradient.
+
+    Args:
+        x: ``(T, 2 * C)``, or a product in parts of such a shape.
+        group: Channels that share a scale, all if None. On a GPU, where several blocks compute a
+            row then; the last group may have less.
+
+    Returns:
+        As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)`` or ``(T, groups)``.
+    """
+    if isinstance(x, Parts) or x.is_cuda:
+        from . import fp8_triton  # takes Triton
+
+        return fp8_triton.quantise_rows(x, None, "swiglu", group)
+    gate, up = x.float().chunk(2, dim=-1)
+    return quantise_rows(silu(gate) * up)

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
-from .few_rows import COLUMNS, MOST_ROWS, WIDTH, Parts, parts_of_product
 
 # cuBLAS has no kernel for fewer rows of more channels (CUBLAS_STATUS_NOT_SUPPORTED; on Hopper 256
 # rows of 9,216 are too few and 257 are not, and 127 of 3,072 are enough: issue 4582 of pytorch/ao).
@@ -16,7 +15,8 @@ FEWEST_WIDE_ROWS, WIDEST_OF_FEW = 272, 3072  # rows: 257, up to the next multipl
 
 class Quantised(NamedTuple):
     """What a layer of a model that is only read is given in the place of ``(..., channels)`` in
-    bf16: numbers in e4m3, and the scales ``(..., 1)`` in fp32 that give it back."""
+    bf16: numbers in e4m3, and the scales in fp32 that give it back, ``(..., 1)``, or of groups of
+    channels ``(..., groups)``."""
 
     numbers: Tensor
     scale: Tensor
@@ -30,7 +30,8 @@ class Quantised(NamedTuple):
         return self.numbers.shape
 
     def reshape(self, *shape: int) -> "Quantised":
-        return Quantised(self.numbers.reshape(*shape), self.scale.reshape(*shape[:-1], 1))
+        groups = self.scale.shape[-1]
+        return Quantised(self.numbers.reshape(*shape), self.scale.reshape(*shape[:-1], groups))
 
 
 def quantise_rows(x: Tensor | Quantised) -> tuple[Tensor, Tensor]:
@@ -77,27 +78,6 @@ def product(
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-
-
-def product_to_read(
-    left: Tensor,
-    left_scale: Tensor,
-    right: Tensor,
-    right_scale: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """As :func:`product`, where no gradient is wanted, with a bias ``(N,)`` added before it is
-    rounded; of few rows, by the kernel for these (:mod:`few_rows`)."""
-    rows, width = left.shape
-    if not 0 < rows <= MOST_ROWS or len(right) % COLUMNS or width % WIDTH:
-        return product(left, left_scale, right, right_scale, bias)
-    parts = parts_of_product(left, right, 0)
-    if left.is_cuda and not torch.compiler.is_compiling():
-        from .few_rows_triton import sum_of_parts  # takes Triton
-
-        shape = torch.Size((rows, len(right)))
-        return sum_of_parts(Parts(parts, shape, torch.bfloat16, left_scale, right_scale, bias))
-    return _rounded(parts.sum(0), left_scale, right_scale, bias)
 
 
 def _rounded(sums: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None) -> Tensor:

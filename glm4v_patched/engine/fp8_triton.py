@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
 from .early_kernels import overlaps
-from .few_rows import MOST_ROWS, Parts
-from .few_rows_triton import load_row, operands
+from .few_rows import Parts
+from .few_rows_triton import load_row, operands, take_turn
 
 
 @triton.jit
@@ -53,31 +53,25 @@ def _silu(x):
 
 
 @triton.jit
-def quantise_row(
-    value, numbers, scales, row, at, channels, largest_number: tl.constexpr, smallest: tl.constexpr
-):
-    """Store one row in e4m3, and its scale; ``value`` is 0 where ``at`` is beyond the channels."""
+def quantise(value, numbers, scale, inside, largest_number: tl.constexpr, smallest: tl.constexpr):
+    """Store values in e4m3, and the scale of all; they are 0 where they are not ``inside``."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), smallest)
-    # The maximum passes over NaN, which is to make its row NaN.
+    # The maximum passes over NaN, which is to make all NaN.
     broken = tl.max((value != value).to(tl.int32), axis=0)
     largest = tl.where(broken > 0, float("nan"), largest)
-    tl.store(
-        numbers + row * channels + at,
-        (value * (largest_number / largest)).to(numbers.dtype.element_ty),
-        mask=at < channels,
-    )
-    tl.store(scales + row, largest / largest_number)
+    quantised = (value * (largest_number / largest)).to(numbers.dtype.element_ty)
+    tl.store(numbers, quantised, mask=inside)
+    tl.store(scale, largest / largest_number)
 
 
 @triton.jit
-def triton_quantise_rows(  # profiles know kernels by their names
+def triton_activate(  # profiles know kernels by their names
     x,
-    left_scale,
-    right_scale,
+    scale,
     bias,
-    number,
+    number: tl.constexpr,
     gelu_bias,
-    numbers,
+    out,
     scales,
     width,
     channels,
@@ -85,117 +79,93 @@ def triton_quantise_rows(  # profiles know kernels by their names
     is_parts: tl.constexpr,
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
+    has_gelu_bias: tl.constexpr,
     largest_number: tl.constexpr,
     smallest: tl.constexpr,
+    group,
     block: tl.constexpr,
     function: tl.constexpr,
+    quantises: tl.constexpr,
     is_early: tl.constexpr,
 ):
-    if is_early:
-        tl.extra.cuda.gdc_wait()  # until the kernel before has written the rows
-        tl.extra.cuda.gdc_launch_dependents()
+    """One group of a row's channels."""
+    take_turn(is_early)
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # may pass 2**31
     at = tl.arange(0, block)
-    inside = at < channels
+    inside = at < group
+    at += tl.program_id(1) * group
+    inside &= at < channels
     value = load_row(
-        x, left_scale, right_scale, bias, number, rows, width, row, at, inside, kind, is_parts,
-        is_scaled, has_bias,
-    )  # fmt: skip
-    if function == "gelu":
-        value = _gelu(value + tl.load(gelu_bias + at, mask=inside, other=0.0).to(tl.float32))
-    if function == "swiglu":
-        up = load_row(
-            x, left_scale, right_scale, bias, number, rows, width, row, channels + at, inside,
-            kind, is_parts, is_scaled, has_bias,
-        )  # fmt: skip
-        value = _silu(value) * up
-    quantise_row(value, numbers, scales, row, at, channels, largest_number, smallest)
-
-
-@triton.jit
-def triton_activate(
-    x,
-    left_scale,
-    right_scale,
-    bias,
-    number,
-    out,
-    width,
-    channels,
-    kind: tl.constexpr,
-    is_parts: tl.constexpr,
-    is_scaled: tl.constexpr,
-    has_bias: tl.constexpr,
-    block: tl.constexpr,
-    function: tl.constexpr,
-    is_early: tl.constexpr,
-):
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    inside = at < channels
-    value = load_row(
-        x, left_scale, right_scale, bias, number, rows, width, row, at, inside, kind, is_parts,
-        is_scaled, has_bias,
-    )  # fmt: skip
+        x, scale, bias, number, rows, width, row, at, inside, kind, is_parts, is_scaled, has_bias
+    )
+    if has_gelu_bias:
+        value += tl.load(gelu_bias + at, mask=inside, other=0.0).to(tl.float32)
     if function == "gelu":
         value = _gelu(value)
     if function == "swiglu":
         up = load_row(
-            x, left_scale, right_scale, bias, number, rows, width, row, channels + at, inside,
-            kind, is_parts, is_scaled, has_bias,
+            x, scale, bias, number, rows, width, row, channels + at, inside, kind, is_parts,
+            is_scaled, has_bias,
         )  # fmt: skip
-        # Rounded between, as torch does it in two steps.
-        value = _silu(value).to(kind).to(tl.float32) * up
-    tl.store(out + row * channels + at, value.to(kind), mask=inside)
+        value = _silu(value)
+        if not quantises:  # rounded between, as torch does it in two steps
+            value = value.to(kind).to(tl.float32)
+        value = tl.where(inside, value * up, 0.0)
+    out += row * channels + at
+    if quantises:
+        scales += row * tl.num_programs(1) + tl.program_id(1)
+        quantise(value, out, scales, inside, largest_number, smallest)
+    else:
+        tl.store(out, value.to(kind), mask=inside)
 
 
 def activate(x: Tensor | Parts, function: str) -> Tensor:
     """``gelu`` of ``(..., C)``, in its own memory, or ``swiglu`` of ``(..., 2 * C)``, in its
     dtype."""
-    x, block = _contiguous(x), 2048
-    (*leading, width), device = x.shape, x.parts.device if isinstance(x, Parts) else x.device
-    channels = width // 2 if function == "swiglu" else width
-    in_place = function == "gelu" and isinstance(x, Tensor)
-    out: Any = x if in_place else torch.empty(*leading, channels, dtype=x.dtype, device=device)
-    is_early = overlaps(device)
-    if rows := out.numel() // channels:
-        given, flags = operands(x)
-        with torch.cuda.device_of(out):
-            triton_activate[rows, triton.cdiv(channels, block)](
-                *given, out, width, channels, *flags, block, function, is_early,
-                launch_pdl=is_early, num_warps=8,
-            )  # fmt: skip
+    *leading, width = x.shape
+    if function == "gelu" and isinstance(x, Tensor):
+        out = x = x.contiguous()
+    else:
+        channels = width // 2 if function == "swiglu" else width
+        out = _of(x).new_empty(*leading, channels, dtype=x.dtype)
+    _activate(x, None, function, out, None, 2048)
     return out
 
 
 def quantise_rows(
-    x: Tensor | Parts, bias: Tensor | None = None, function: str = "none"
+    x: Tensor | Parts, bias: Tensor | None = None, function: str = "none", group: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """As :func:`fp8_numbers.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
     ``swiglu``."""
-    x = _contiguous(x)
-    of, (*leading, width) = x.parts if isinstance(x, Parts) else x, x.shape
+    *leading, width = x.shape
     channels, rows = width // 2 if function == "swiglu" else width, math.prod(leading)
-    numbers = of.new_empty(rows, channels, dtype=E4M3)
-    scales = of.new_empty(rows, 1, dtype=torch.float32)
-    if rows:
-        block = triton.next_power_of_2(channels)
-        # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200, where rows are
-        # many; few leave most of the GPU idle.
-        warps = min(max(block // 1024, 1), 8) if rows > MOST_ROWS else min(max(block // 256, 1), 32)
-        is_early = overlaps(of.device)
-        given, flags = operands(x)
-        with torch.cuda.device_of(of):
-            triton_quantise_rows[(rows,)](
-                *given, numbers if bias is None else bias.contiguous(), numbers, scales, width,
-                channels, *flags, LARGEST, SMALLEST, block, function, is_early,
-                launch_pdl=is_early, num_warps=warps,
-            )  # fmt: skip
+    numbers = _of(x).new_empty(rows, channels, dtype=E4M3)
+    group = group or channels
+    scales = numbers.new_empty(rows, triton.cdiv(channels, group), dtype=torch.float32)
+    _activate(x, bias, function, numbers, scales, group)
     return numbers, scales
 
 
-def _contiguous(x: Tensor | Parts) -> Any:
-    return x if isinstance(x, Parts) else x.contiguous()
+def _activate(
+    x: Any, bias: Tensor | None, function: str, out: Tensor, scales: Tensor | None, group: int
+) -> None:
+    """Into ``out``, quantised if there are scales, of so many channels each."""
+    x = x if isinstance(x, Parts) else x.contiguous()
+    width, channels = x.shape[-1], out.shape[-1]
+    if not (rows := out.numel() // channels):
+        return
+    given, flags = operands(x)
+    is_early, block = overlaps(out.device), triton.next_power_of_2(group)
+    # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200.
+    warps = min(max(block // (256 if isinstance(x, Parts) else 1024), 1), 8)
+    with torch.cuda.device_of(out):
+        triton_activate[rows, triton.cdiv(channels, group)](
+            *given, out if bias is None else bias.contiguous(), out,
+            out if scales is None else scales, width, channels, *flags, bias is not None, LARGEST,
+            SMALLEST, group, block, function, scales is not None, is_early, launch_pdl=is_early,
+            num_warps=warps,
+        )  # fmt: skip
+
+
+def _of(x: Tensor | Parts) -> Tensor:
+    return x.parts if isinstance(x, Parts) else x

@@ -6,23 +6,26 @@ what reads the prompt would take longer than most runs do.
 
 import importlib.util
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
+from transformers.cache_utils import StaticLayer
 
-from ..remote.modeling_chatglm import MLP, GLMBlock, RMSNorm, SelfAttention
+from ..remote.cached_rows import is_static
+from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
 from ..remote.visual import MLP as TowerMLP
 from ..remote.visual import PatchEmbedding, TransformerLayer
-from .few_rows import COLUMNS, MOST_ROWS, WIDTH, Parts, multiprocessors, parts_of_product
+from . import few_rows
+from .few_rows import Parts, multiprocessors
 from .fp8 import FrozenTowerMLP, HeldLinear
 from .fp8_activations import quantise_rows_of_swiglu
-from .fp8_numbers import Quantised, product_to_read, quantise_rows
+from .fp8_numbers import Quantised, product
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_ROWS_IN_BF16 = 16  # cuBLAS is as fast with more
 HEAD_CHANNELS = (16, 32, 64, 128)
 MOST_HEADS = 16
 """That share keys: the smallest block of a tensor core's left factor."""
@@ -81,138 +84,131 @@ class ReadMLP(MLP):
             wide = self.dense_h_to_4h(x)
             weight, scale = last.quantised()
             quantised = quantise_rows_of_swiglu(wide.reshape(-1, wide.shape[-1]))
-            out = product_to_read(*quantised, weight, scale, last.bias)
+            out = product(*quantised, weight, scale, last.bias)
             return out.to(wide.dtype).unflatten(0, wide.shape[:-1])
         from .fp8_triton import activate  # takes Triton
 
         wide = in_parts(self.dense_h_to_4h, x)
-        if not is_held or wide.dtype != torch.bfloat16:
+        if not _is_held(last, wide):
             return in_parts(last, activate(wide, "swiglu"))
         *leading, width = wide.shape
         rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
-        quantised = quantise_rows_of_swiglu(rows)
+        is_few = few_rows.takes(math.prod(leading), last.weight)
+        group = few_rows.channels_of_a_part(last.weight) if is_few else None
+        quantised = quantise_rows_of_swiglu(rows, group)
         return in_parts(last, Quantised(*quantised).reshape(*leading, width // 2))
 
 
 class ReadBlock(GLMBlock):
-    """Adds, normalises and quantises in one step."""
+    """Adds, normalises and quantises in one step, for the block behind it, too."""
+
+    behind: "tuple[ReadBlock, ...]" = ()  # in which torch sees no layers
+    handed: tuple[Any, Any] | None = None  # what will be its input, and that normalised
 
     def layer_forward(self, x_BRD: Tensor, *attention_inputs) -> Tensor:
+        handed, self.handed = self.handed, None
         if not _takes(x_BRD):
             return super().layer_forward(x_BRD, *attention_inputs)
         from .few_rows_triton import sum_of_parts
         from .reading_triton import add_rms_norm  # takes Triton
 
-        attention, mlp = self.self_attention, self.mlp
-        quantises = _is_held(attention.query_key_value, x_BRD)
-        _, given = add_rms_norm(x_BRD, self.input_layernorm, None, quantises)
-        attended = attention(given, *attention_inputs)
-        quantises = _is_held(mlp.dense_h_to_4h, x_BRD)
-        norm = self.post_attention_layernorm
-        x_BRD, given = add_rms_norm(x_BRD, norm, attended, quantises)
-        out = mlp(given)
-        return sum_of_parts(out, x_BRD) if isinstance(out, Parts) else x_BRD + out
+        if handed is None or handed[0] is not x_BRD:
+            handed = add_rms_norm(x_BRD, self.input_layernorm, None, self._quantises(x_BRD))
+        attended = self.self_attention(handed[1], *attention_inputs)
+        del handed
+        quantises = _is_held(self.mlp.dense_h_to_4h, x_BRD)
+        x_BRD, given = add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
+        out = self.mlp(given)
+        (block,) = self.behind or (None,)
+        if block is None or block.input_layernorm.weight.device != x_BRD.device:
+            return sum_of_parts(out, x_BRD) if isinstance(out, Parts) else x_BRD + out
+        block.handed = add_rms_norm(x_BRD, block.input_layernorm, out, block._quantises(x_BRD))
+        return block.handed[0]
+
+    def _quantises(self, x_BRD: Tensor) -> bool:
+        return _is_held(self.self_attention.query_key_value, x_BRD)
 
 
 class ReadSelfAttention(SelfAttention):
-    """Rotates queries and keys where they are. Of a drawn id, attends to the parts of a cache of
-    fixed size side by side; compiled steps do, too."""
+    """Rotates queries and keys where they are. Of one id of each row, writes its key and value to a
+    cache of fixed size as it rotates, and attends to the cache's parts side by side."""
 
-    def project(self, layer: nn.Module, x: Any) -> Any:
-        # Kernels take blocks of whole heads.
-        return in_parts(layer, x) if self.head_dim in HEAD_CHANNELS else layer(x)
+    def forward(
+        self, x_BRD: Any, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
+    ) -> Any:
+        given = cos, sin, attention_mask, past_key_values, fills, attention_kwargs
+        kept = self._kept(x_BRD, attention_mask, past_key_values, fills)
+        if kept is None:
+            return super().forward(x_BRD, *given)
+        from .reading_triton import attend_to_kept, rotate_and_keep  # takes Triton
 
-    def attend(
-        self, query_BHRC, key_BGKC, value_BGKC, attention_mask, **attention_kwargs
-    ) -> Tensor:
-        given = query_BHRC, key_BGKC, value_BGKC, attention_mask
-        if self.config._attn_implementation == "sdpa" and _are_of_one_id(*given):
-            return attend_to_parts(*given)
-        return super().attend(*given, **attention_kwargs)
+        heads = in_parts(self.query_key_value, x_BRD)
+        query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
+        quantises = (
+            _is_held(self.dense, heads)
+            and few_rows.takes(len(query_BHC), self.dense.weight)
+            and self.head_dim == few_rows.WIDTH
+        )
+        return in_parts(self.dense, attend_to_kept(query_BHC, kept, attention_mask, quantises))
 
-    def rotate(self, heads_BRHC: Any, cos: Tensor, sin: Tensor) -> Any:
-        queries, groups, _ = self.split_sizes
-        if isinstance(heads_BRHC, Parts):
-            from .reading_triton import rotate_parts
+    def _kept(self, x: Any, mask: Any, cache: Any, fills: Any) -> Any:
+        """The cache's layer, if it is of fixed size and not empty, and kernels take what it holds
+        and what a mask for all heads shows of it to one id of each row."""
+        if not is_static(cache) or fills != (False, ()) or x.shape[1] != 1:
+            return None
+        kept = cache.layers[self.layer_idx]
+        is_kept = type(kept) is StaticLayer and kept.is_initialized and _takes(kept.keys)
+        has_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4
+        fits = (
+            self.config._attn_implementation == "sdpa"
+            and self.num_key_value_groups <= MOST_HEADS
+            and self.head_dim in HEAD_CHANNELS
+        )
+        if not (fits and is_kept and has_mask and mask.shape[1] == 1):
+            return None
+        is_alike = kept.keys.dtype == kept.values.dtype == x.dtype
+        is_run = multiprocessors(kept.keys.device) > 0
+        return kept if is_alike and is_run and kept.keys.is_contiguous() else None
 
-            given = heads_BRHC, queries + groups, cos, sin, self.head_dim
-            return rotate_parts(*given).split(self.split_sizes, dim=2)
+    def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         if not _takes(heads_BRHC) or not heads_BRHC.is_contiguous():
             return super().rotate(heads_BRHC, cos, sin)
         from .reading_triton import rotate  # takes Triton
 
+        queries, groups, _ = self.split_sizes
         rotate(heads_BRHC, queries + groups, cos, sin)
         return heads_BRHC.split(self.split_sizes, dim=2)
 
 
-def _is_held(layer: nn.Module, x: Tensor) -> bool:
-    """Whether the layer takes :class:`fp8_numbers.Quantised` in the place of ``x``."""
+def _is_held(layer: nn.Module, x: Any) -> bool:
+    """Whether the layer takes :class:`fp8_numbers.Quantised` in the place of ``x``: with a scale
+    for each row, or, of a few rows, for groups of channels."""
     return type(layer) is HeldLinear and x.dtype == torch.bfloat16
 
 
 def in_parts(layer: nn.Module, x: Any) -> Any:
     """``layer(x)``; of a few rows, if nothing is wrapped around the layer, left in parts to the
     kernel that takes them next."""
-    *leading, width = x.shape
-    rows, kind = math.prod(leading), type(layer)
-    most: dict[type, int] = {nn.Linear: MOST_ROWS_IN_BF16, HeldLinear: MOST_ROWS}
     is_bare = "forward" not in vars(layer) and not (
         layer._forward_hooks or layer._forward_pre_hooks
     )
-    if not (0 < rows <= most.get(kind, 0) and is_bare and (isinstance(x, Quantised) or _takes(x))):
-        return layer(x)
     linear: Any = layer
-    if not _has_kernel(linear):
+    *leading, width = x.shape
+    if not (
+        is_bare
+        and type(layer) in (nn.Linear, HeldLinear)
+        and (isinstance(x, Quantised) or _takes(x))
+        and few_rows.takes(math.prod(leading), linear.weight)
+    ):
         return layer(x)
-    shape = torch.Size((*leading, linear.out_features))
-    if kind is nn.Linear and x.dtype == linear.weight.dtype:
-        parts = parts_of_product(x.reshape(rows, width), linear.weight, 0)
-        return Parts(parts, shape, x.dtype, None, None, linear.bias)
-    if kind is nn.Linear or x.dtype != torch.bfloat16:
+    if type(layer) is HeldLinear:
+        return linear.in_parts(x) if x.dtype == torch.bfloat16 else layer(x)
+    if x.dtype != linear.weight.dtype:
         return layer(x)
-    numbers, left_scale = quantise_rows(x.reshape(rows, width))
-    weight, right_scale = linear.quantised()
-    parts = parts_of_product(numbers, weight, 0)
-    return Parts(parts, shape, x.dtype, left_scale, right_scale, linear.bias)
+    from .few_rows_triton import parts_of_product  # takes Triton
 
-
-def _has_kernel(linear: nn.Linear) -> bool:
-    """Whether the kernel for few rows takes the layer's sizes, and runs on its device."""
-    fits = not linear.out_features % COLUMNS and not linear.in_features % WIDTH
-    return fits and multiprocessors(linear.weight.device) > 0
-
-
-def _are_of_one_id(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool:
-    """Whether a query of each row, at most 16 heads of which share a key, looks where a mask for
-    all heads lets it."""
-    has_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4
-    heads, channels = query.shape[1], query.shape[3]
-    return (
-        has_mask
-        and mask.shape[1] == query.shape[2] == 1
-        and heads <= MOST_HEADS * key.shape[1]
-        and channels in HEAD_CHANNELS
-        and query.is_cuda
-        and multiprocessors(query.device) > 0
-        and query.dtype in DTYPES
-        and query.dtype == key.dtype == value.dtype
-        and not torch.is_grad_enabled()
-    )
-
-
-@torch.library.custom_op("glm4v_patched::attend_to_parts", mutates_args=(), device_types="cuda")
-def attend_to_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """``(B, 1, H * C)`` of attention of one query a row ``(B, H, 1, C)`` to keys and values ``(B,
-    G, K, C)``, under a mask ``(B or 1, 1, 1, K)`` that is true where it looks."""
-    from .reading_triton import attend_to_parts  # takes Triton
-
-    return attend_to_parts(query, key, value, mask)
-
-
-@attend_to_parts.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    batch, heads, _, channels = query.shape
-    return query.new_empty(batch, 1, heads * channels)
+    parts = parts_of_product(x.reshape(-1, width), linear.weight)
+    return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)
 
 
 def _takes(x: Any) -> bool:
@@ -234,6 +230,11 @@ def read_only(model: nn.Module) -> None:
             if {*map(type, norms)} != {RMSNorm}:
                 continue
         module.__class__ = READ.get(type(module), type(module))
+    for module in model.modules():
+        if isinstance(module, GLMTransformer):
+            for block, behind in pairwise(module.layers):
+                if {type(block), type(behind)} == {ReadBlock}:
+                    vars(block)["behind"] = (behind,)
 
 
 READ: dict[type, type] = {

@@ -1,5 +1,7 @@
 """The kernels of :mod:`reading`; importing it takes Triton, which torch for GPUs brings."""
 
+from typing import Any
+
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
@@ -9,9 +11,9 @@ from ..remote.modeling_chatglm import RMSNorm
 from .e4m3 import E4M3, LARGEST, SMALLEST
 from .early_kernels import overlaps
 from .few_rows import BLOCKS_A_PROCESSOR, Parts, multiprocessors
-from .few_rows_triton import KINDS, load_row, operands
+from .few_rows_triton import KINDS, load_row, operands, take_turn
 from .fp8_numbers import Quantised
-from .fp8_triton import quantise_row
+from .fp8_triton import quantise
 
 # A compiler that fuses steps would leave out roundings between them.
 EXACT = {"enable_fp_fusion": False}
@@ -54,17 +56,17 @@ def triton_add_norm(  # profiles know kernels by their names
     tl.store(out + row * width + at, added, mask=inside)
     if quantises:
         value = added.to(tl.float32)
-        quantise_row(value, numbers, scales, row, at, width, largest_number, smallest)
+        numbers += row * width + at
+        quantise(value, numbers, scales + row, inside, largest_number, smallest)
 
 
 @triton.jit
 def triton_add_rms_norm(
     x,
     y,
-    left_scale,
-    right_scale,
+    y_scale,
     y_bias,
-    number,
+    number: tl.constexpr,
     weight,
     added,
     out,
@@ -82,42 +84,44 @@ def triton_add_rms_norm(
     smallest: tl.constexpr,
     is_early: tl.constexpr,
 ):
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     at = tl.arange(0, block)
     inside = at < width
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    take_turn(is_early)
     value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     if adds:
         value += load_row(
-            y, left_scale, right_scale, y_bias, number, rows, width, row, at, inside, kind,
-            is_parts, is_scaled, has_bias,
+            y, y_scale, y_bias, number, rows, width, row, at, inside, kind, is_parts, is_scaled,
+            has_bias,
         )  # fmt: skip
         value = value.to(kind).to(tl.float32)
         tl.store(added + row * width + at, value.to(kind), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     value = (value * scale * factor).to(kind)
     if quantises:
         value = value.to(tl.float32)
-        quantise_row(value, out, scales, row, at, width, largest_number, smallest)
+        quantise(value, out + row * width + at, scales + row, inside, largest_number, smallest)
     else:
         tl.store(out + row * width + at, value, mask=inside)
 
 
 @triton.jit
-def triton_rotate_parts(
-    parts,
-    left_scale,
-    right_scale,
+def triton_rotate_and_keep(
+    heads,
+    scale,
     bias,
-    number,
+    number: tl.constexpr,
     cos,
     sin,
-    out,
+    query,
+    keys,
+    values,
+    length,
     width,
-    rotated_heads,
+    query_heads,
+    groups,
+    room,
     kind: tl.constexpr,
     is_parts: tl.constexpr,
     is_scaled: tl.constexpr,
@@ -127,27 +131,32 @@ def triton_rotate_parts(
     is_early: tl.constexpr,
 ):
     """One head of one row. Angles of the channels that are not rotated change nothing."""
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(is_early)
     row, rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
     at = tl.arange(0, channels)
     place = head * channels + at
     inside = place < width
     value = load_row(
-        parts, left_scale, right_scale, bias, number, rows, width, row, place, inside, kind,
-        is_parts, is_scaled, has_bias,
+        heads, scale, bias, number, rows, width, row, place, inside, kind, is_parts, is_scaled,
+        has_bias,
     )  # fmt: skip
-    if head < rotated_heads:
+    if head < query_heads + groups:
         neighbour = load_row(
-            parts, left_scale, right_scale, bias, number, rows, width, row, place ^ 1, inside,
-            kind, is_parts, is_scaled, has_bias,
+            heads, scale, bias, number, rows, width, row, place ^ 1, inside, kind, is_parts,
+            is_scaled, has_bias,
         )  # fmt: skip
+        # Each product is rounded to the type of the angles, as the products of tensors are.
         left = value * tl.load(cos + row * channels + at).to(tl.float32)
         right = neighbour * tl.load(sin + row * channels + at).to(tl.float32)
         value = left.to(angle_kind).to(tl.float32) + right.to(angle_kind).to(tl.float32)
         value = value.to(angle_kind).to(tl.float32)
-    tl.store(out + row * width + place, value.to(kind), mask=inside)
+    if head < query_heads:
+        tl.store(query + (row * query_heads + head) * channels + at, value.to(kind))
+    else:
+        position = tl.load(length)
+        kept_at = (row * groups + (head - query_heads) % groups) * room + position
+        kept = keys if head < query_heads + groups else values
+        tl.store(kept + kept_at * channels + at, value.to(kind), mask=(position < room) & inside)
 
 
 @triton.jit
@@ -184,21 +193,14 @@ def triton_attend_to_part(
     query,
     key,
     value,
+    length,
     mask,
     largest,
     sums,
     out,
-    query_of_row,
-    query_of_head,
-    key_of_row,
-    key_of_group,
-    key_width,
-    value_of_row,
-    value_of_group,
-    value_width,
     mask_of_row,
     mask_width,
-    keys,
+    room,
     groups,
     heads,
     blocks_a_part,
@@ -209,14 +211,14 @@ def triton_attend_to_part(
     is_early: tl.constexpr,
 ):
     """One part of the keys, for the ``heads`` that share a group's; ``scale`` is to the base 2."""
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Written a step ago: the kernel before writes the key that is not counted yet.
+    keys = tl.minimum(tl.load(length) + 1, room)
+    take_turn(is_early)
     row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
     head, at = tl.arange(0, block_heads), tl.arange(0, channels)
     is_head = head < heads
     head += group * heads
-    queries_at = query + row * query_of_row + head[:, None] * query_of_head + at[None, :]
+    queries_at = query + (row * groups * heads + head[:, None]) * channels + at[None, :]
     queries = tl.load(queries_at, mask=is_head[:, None], other=0.0)
     highest = tl.full((block_heads,), float("-inf"), tl.float32)
     total = tl.zeros((block_heads,), tl.float32)
@@ -226,11 +228,9 @@ def triton_attend_to_part(
         position = number * block + tl.arange(0, block)
         inside = position < keys
         looks = tl.load(mask + row * mask_of_row + position * mask_width, mask=inside, other=0)
-        keys_at = key + row * key_of_row + group * key_of_group + position[:, None] * key_width
-        keys_of_block = tl.load(keys_at + at[None, :], mask=inside[:, None], other=0.0)
-        values_at = value + row * value_of_row + group * value_of_group
-        values_at += position[:, None] * value_width
-        values = tl.load(values_at + at[None, :], mask=inside[:, None], other=0.0)
+        kept_at = ((row * groups + group) * room + position[:, None]) * channels + at[None, :]
+        keys_of_block = tl.load(key + kept_at, mask=inside[:, None], other=0.0)
+        values = tl.load(value + kept_at, mask=inside[:, None], other=0.0)
         scores = tl.dot(queries, keys_of_block.T) * scale
         scores = tl.where((looks != 0)[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
@@ -251,102 +251,93 @@ def triton_join_parts(
     largest,
     sums,
     parts,
+    length,
     out,
+    scales,
     number,
+    kind: tl.constexpr,
     channels: tl.constexpr,
     block: tl.constexpr,
+    quantises: tl.constexpr,
+    largest_number: tl.constexpr,
+    smallest: tl.constexpr,
     is_early: tl.constexpr,
 ):
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    take_turn(is_early)
     head, part, at = tl.program_id(0), tl.arange(0, block), tl.arange(0, channels)
+    if head == 0:  # nothing reads the length any more
+        tl.store(length, tl.load(length) + 1)
     place, is_part = head * number + part, part < number
     highest = tl.load(largest + place, mask=is_part, other=float("-inf"))
     factor = tl.exp2(highest - tl.max(highest, axis=0))
     total = tl.sum(factor * tl.load(sums + place, mask=is_part, other=0.0), axis=0)
     parts_at = parts + place[:, None] * channels + at[None, :]
     weighed = tl.load(parts_at, mask=is_part[:, None], other=0.0)
-    joined = tl.sum(weighed * factor[:, None], axis=0) / total
-    tl.store(out + head * channels + at, joined.to(out.dtype.element_ty))
+    joined = (tl.sum(weighed * factor[:, None], axis=0) / total).to(kind)
+    out += head * channels + at
+    if quantises:
+        value = joined.to(tl.float32)
+        quantise(value, out, scales + head, at < channels, largest_number, smallest)
+    else:
+        tl.store(out, joined)
 
 
-@triton.jit
-def triton_write_one(
-    key,
-    value,
-    keys,
-    values,
-    length,
-    key_of_row,
-    key_of_group,
-    value_of_row,
-    value_of_group,
-    rows,
-    groups,
-    room,
-    channels: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_groups: tl.constexpr,
-    is_early: tl.constexpr,
-):
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    position = tl.load(length)
-    group = tl.arange(0, block_groups)[None, :, None]
-    at = tl.arange(0, channels)[None, None, :]
-    for first in range(0, rows, block_rows):
-        row = first + tl.arange(0, block_rows)[:, None, None]
-        inside = (row < rows) & (group < groups) & (position < room)
-        place = ((row.to(tl.int64) * groups + group) * room + position) * channels + at
-        new = tl.load(key + row * key_of_row + group * key_of_group + at, mask=inside)
-        tl.store(keys + place, new, mask=inside)
-        new = tl.load(value + row * value_of_row + group * value_of_group + at, mask=inside)
-        tl.store(values + place, new, mask=inside)
-    tl.debug_barrier()  # all have read where to write
-    tl.store(length, position + 1)
+def rotate_and_keep(
+    heads: Tensor | Parts, sizes: tuple[int, int, int], cos_BR1C: Tensor, sin_BR1C: Tensor, kept
+) -> Tensor:
+    """Queries ``(B, H, C)`` of one id of each row, rotated. Keys, rotated, and values are written
+    to ``kept``, a ``StaticLayer``, behind those that are there; :func:`attend_to_kept`
+    counts them.
 
-
-def write_one(keys: Tensor, values: Tensor, length: Tensor, key: Tensor, value: Tensor) -> None:
-    """Write a key and a value of each row ``(B, G, 1, C)`` behind those that are there, and count
-    them: ``keys`` and ``values`` are ``(B, G, K, C)`` and contiguous, ``length`` one number."""
-    batch, groups, room, channels = keys.shape
-    is_early = overlaps(keys.device)
-    with torch.cuda.device_of(keys):
-        triton_write_one[1,](
-            key, value, keys, values, length, *key.stride()[:2], *value.stride()[:2], batch,
-            groups, room, channels, min(triton.next_power_of_2(batch), 32),
-            triton.next_power_of_2(groups),
-            is_early, launch_pdl=is_early, num_warps=8,
+    Args:
+        heads: ``(B, 1, (H + G + G) * C)``: of queries, keys and values.
+        sizes: ``H, G, G``.
+    """
+    queries, groups, _ = sizes
+    rows, _, width = heads.shape
+    channels = width // sum(sizes)
+    cos, sin = (x.expand(rows, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
+    query = kept.keys.new_empty(rows, queries, channels)
+    heads = heads if isinstance(heads, Parts) else heads.contiguous()
+    given, flags = operands(heads)
+    is_early = overlaps(query.device)
+    with torch.cuda.device_of(query):
+        triton_rotate_and_keep[rows, sum(sizes)](
+            *given, cos, sin, query, kept.keys, kept.values, kept.cumulative_length, width,
+            queries, groups, kept.keys.shape[2], *flags, KINDS[cos.dtype], channels, is_early,
+            launch_pdl=is_early, num_warps=1, **EXACT,
         )  # fmt: skip
+    return query
 
 
-def attend_to_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """As :func:`reading.attend_to_parts`."""
-    (batch, heads, _, channels), (_, groups, keys, _) = query.shape, key.shape
-    is_early, blocks = overlaps(query.device), triton.cdiv(keys, BLOCK)
+def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantises: bool) -> Tensor | Quantised:
+    """``(B, 1, H * C)`` of attention to what ``kept``, a ``StaticLayer``, holds and
+    :func:`rotate_and_keep` has added, under a mask ``(B or 1, 1, 1, room)`` that is true where it
+    looks. Quantised, a head's channels have a scale."""
+    (batch, heads, channels), (_, groups, room, _) = query_BHC.shape, kept.keys.shape
+    is_early, blocks = overlaps(query_BHC.device), triton.cdiv(room, BLOCK)
     # As many parts as fill the GPU once.
-    wanted = BLOCKS_A_PROCESSOR * multiprocessors(query.device) // (batch * groups)
+    wanted = BLOCKS_A_PROCESSOR * multiprocessors(query_BHC.device) // (batch * groups)
     blocks_a_part = triton.cdiv(blocks, min(max(wanted, 1), MOST_PARTS))
     parts = triton.cdiv(blocks, blocks_a_part)
-    found = query.new_empty(batch * heads, parts, channels + 2, dtype=torch.float32)
-    out = query.new_empty(batch, 1, heads * channels)
+    found = query_BHC.new_empty(batch * heads, parts, channels + 2, dtype=torch.float32)
+    out = _room_for(query_BHC.view(batch, 1, heads * channels), channels if quantises else 0)
+    numbers, scales = out if isinstance(out, Quantised) else (out, out)
     # Three tensors in one: their elements are counted, not their rows.
     largest, sums, weighed = found.view(-1).split(
         [batch * heads * parts, batch * heads * parts, batch * heads * parts * channels]
     )
-    with torch.cuda.device_of(query):
+    with torch.cuda.device_of(query_BHC):
         triton_attend_to_part[batch * groups, parts](
-            query, key, value, mask, largest, sums, weighed,
-            query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3],
-            mask.stride(0) if len(mask) > 1 else 0, mask.stride(3),
-            keys, groups, heads // groups, blocks_a_part, channels**-0.5 * LOG2_E,
-            channels, BLOCK_HEADS, BLOCK, is_early, launch_pdl=is_early, num_warps=4,
+            query_BHC, kept.keys, kept.values, kept.cumulative_length, mask, largest, sums,
+            weighed, mask.stride(0) if len(mask) > 1 else 0, mask.stride(3), room, groups,
+            heads // groups, blocks_a_part, channels**-0.5 * LOG2_E, channels, BLOCK_HEADS, BLOCK,
+            is_early, launch_pdl=is_early, num_warps=4,
         )  # fmt: skip
         triton_join_parts[batch * heads,](
-            largest, sums, weighed, out, parts, channels, triton.next_power_of_2(parts), is_early,
-            launch_pdl=is_early, num_warps=4,
+            largest, sums, weighed, kept.cumulative_length, numbers, scales, parts,
+            KINDS[query_BHC.dtype], channels, triton.next_power_of_2(parts),
+            quantises, LARGEST, SMALLEST, is_early, launch_pdl=is_early, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -358,7 +349,7 @@ def add_norm(
     so."""
     x, y = x.contiguous(), y.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    quantised = _room_for(x) if quantises else None
+    quantised: Any = _room_for(x, width) if quantises else None
     numbers, scales = quantised or (out, out)
     if rows := x.numel() // width:
         with torch.cuda.device_of(x):
@@ -375,39 +366,27 @@ def add_rms_norm(
     """``x + y``, of ``(..., width)`` in bf16 or fp16 each, and ``norm`` of it, quantised if so."""
     x, width, is_early = x.contiguous(), x.shape[-1], overlaps(x.device)
     added = x if y is None else torch.empty_like(x)
-    normed = _room_for(x) if quantises else torch.empty_like(x)
+    normed = _room_for(x, width if quantises else 0)
     out, scales = normed if isinstance(normed, Quantised) else (normed, x)
+    block = triton.next_power_of_2(width)
     if rows := x.numel() // width:
-        given, flags = operands(x if y is None else y)
+        y = x if y is None else y
+        given, flags = operands(y if isinstance(y, Parts) else y.contiguous())
         with torch.cuda.device_of(x):
             triton_add_rms_norm[(rows,)](
-                x, *given, norm.weight, added, out, scales, width, norm.eps, *flags,
-                triton.next_power_of_2(width), y is not None, quantises, LARGEST, SMALLEST,
-                is_early, launch_pdl=is_early, num_warps=8, **EXACT,
+                x, *given, norm.weight, added, out, scales, width, norm.eps, *flags, block,
+                added is not x, quantises, LARGEST, SMALLEST, is_early, launch_pdl=is_early,
+                num_warps=8, **EXACT,
             )  # fmt: skip
     return added, normed
 
 
-def _room_for(x: Tensor) -> Quantised:
-    scales = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+def _room_for(x: Tensor, group: int) -> Tensor | Quantised:
+    *leading, width = x.shape
+    if not group:
+        return torch.empty_like(x)
+    scales = x.new_empty(*leading, width // group, dtype=torch.float32)
     return Quantised(torch.empty_like(x, dtype=E4M3), scales)
-
-
-def rotate_parts(
-    heads: Parts, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor, channels: int
-) -> Tensor:
-    """``(B, R, H, C)`` of a product's heads, of which the first are rotated."""
-    *leading, width = heads.shape
-    cos, sin = (x.expand(*leading, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
-    out = heads.parts.new_empty(*leading, width // channels, channels, dtype=heads.dtype)
-    given, flags = operands(heads)
-    is_early = overlaps(out.device)
-    with torch.cuda.device_of(out):
-        triton_rotate_parts[heads.parts.shape[1], width // channels](
-            *given, cos, sin, out, width, rotated_heads, *flags, KINDS[cos.dtype], channels,
-            is_early, launch_pdl=is_early, num_warps=1, **EXACT,
-        )  # fmt: skip
-    return out
 
 
 def rotate(heads_BRHC: Tensor, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor) -> None:

@@ -107,8 +107,7 @@ def answers(
     placement = request.place()
     parts = list(batches(questions, request.batch_size))
     number = min(placement.processes, len(parts))
-    steps = -(-len(parts) // number) * request.generation.max_new_tokens
-    cache = chosen(request.cache, request.device, steps, base, request.weights)
+    cache = chosen(request.cache, request.device, base, request.weights)
     request = replace(request, cache=cache)
     if number == 1:
         told: Generator[list[Any], None, None] = answer_parts(request, base, parts)

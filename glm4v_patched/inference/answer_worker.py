@@ -53,10 +53,8 @@ class Words(TextStreamer):
 class Answerer:
     """Answers questions with one model.
 
-    With a ``static`` cache steps are compiled on a GPU for as many rows as the first batch has, and
-    other batches have a ``dynamic`` one; with ``graph`` they are recorded for each number of rows.
-    Nothing waits between them (:func:`loop.draw_ahead`). Beams, which transformers does not
-    compile, have a ``dynamic`` one.
+    With a ``static`` cache steps are recorded on a GPU, for each number of rows, and nothing waits
+    between them (:func:`loop.draw_ahead`). Beams have a ``dynamic`` one.
     """
 
     def __init__(self, loaded: Loaded, generation: Generation, cache: str = "dynamic"):
@@ -64,9 +62,7 @@ class Answerer:
         self.generation = generation
         self.caches = None
         if cache != "dynamic" and generation.num_beams == 1:
-            records = cache == "graph"
-            self.caches = StaticCaches(self.model, STEP, draws_ahead=True, records=records)
-        self.rows: int | None = None
+            self.caches = StaticCaches(self.model, STEP)
         is_cuda = self.model.device.type == "cuda"
         self.copies = torch.cuda.Stream(self.model.device) if is_cuda else None
         own, config = self.model.generation_config, self.model.config
@@ -118,11 +114,10 @@ class Answerer:
             # As torch takes it, whatever the seed.
             torch.manual_seed((generation.seed * 1_000_003 + number) % 2**64)
         rows, length = batch["input_ids"].shape
-        self.rows = self.rows or rows
         try:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
             with torch.no_grad():
-                if self.caches is not None and (self.caches.records or rows == self.rows):
+                if self.caches is not None:
                     options |= self.caches.options(rows, length + generation.max_new_tokens)
                 if streamer is not None:
                     options["tokens_to" if "custom_generate" in options else "streamer"] = streamer

@@ -41,8 +41,7 @@ def chat(options: Namespace) -> None:
     from .decoding.static_cache import chosen
 
     loaded = load(base, options.device, options.weights)
-    steps = generation.max_new_tokens
-    cache = chosen(options.cache, options.device, steps, base, options.weights)
+    cache = chosen(options.cache, options.device, base, options.weights)
     answerer = Answerer(loaded, generation, cache)
     Chat(answerer, config_of(base).seq_length, options.system, options.image).run(sys.stdin)
 

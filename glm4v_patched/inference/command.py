@@ -9,9 +9,8 @@ from ..option_fields import add_option
 from ..terminal_text import doing
 from .questions import Generation
 
-# static: one size for all steps, which are compiled on a GPU; graph: they are recorded, and
-# replayed; auto: what pays.
-CACHES = ("auto", "static", "graph", "dynamic")
+# static: one size for all steps, which are recorded on a GPU and replayed; auto: what pays.
+CACHES = ("auto", "static", "dynamic")
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
 ALL = [each.name for each in fields(Generation)]
 AS_THEY_COME = [name for name in ALL if name != "num_beams"]

@@ -49,9 +49,9 @@ def chat_in_browser(options: Namespace) -> None:
     """
     if options.image:
         raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
-    if options.cache in ("static", "graph"):
+    if options.cache == "static":
         raise ValueError(
-            f"--cache {options.cache} with --web: CUDA graphs belong to one thread; leave it out"
+            "--cache static with --web: CUDA graphs belong to one thread; leave it out"
         )
     generation = Generation.of(options)
     require_packages("chat --web")

@@ -19,9 +19,8 @@ def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
 
     Args:
         weights: How they are held, or the method that the model was saved quantised by. With fp8
-            alone a cache may be of fixed size: transformers compiles no layers of bitsandbytes,
-            those of 8 bits wait for the device, and those of compressed-tensors copy between the
-            host and the GPU in every step.
+            alone a cache may be of fixed size: of bitsandbytes' layers those of 8 bits wait for the
+            device, and those of compressed-tensors copy between the host and the GPU in every step.
 
     Raises:
         ValueError: steps with such weights cannot have the cache.
@@ -32,7 +31,7 @@ def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
     if cache != "dynamic" and not fixed:
         told = f"--weights {weights}" if weights in WEIGHTS else f"a model saved by {weights}"
         raise ValueError(
-            f"--cache {cache} with {told}: it is for steps that are compiled or recorded, and "
+            f"--cache {cache} with {told}: it is for steps that are recorded, and "
             "those of such layers are not; leave out --cache"
         )
     return cache

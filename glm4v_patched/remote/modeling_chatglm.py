@@ -145,7 +145,7 @@ class SelfAttention(nn.Module):
         self, x_BRD, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
     ) -> Tensor:
         """``fills``: whether the cache was empty, and further arguments of its ``update``."""
-        heads_BRHC = self.project(self.query_key_value, x_BRD).unflatten(-1, (-1, self.head_dim))
+        heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
         query, key, value = (part.transpose(1, 2) for part in self.rotate(heads_BRHC, cos, sin))
         if past_key_values is not None:
             was_empty, where = fills
@@ -153,11 +153,7 @@ class SelfAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx, *where)
             if was_empty:
                 key, value = new  # all there is to see, without the room that is left
-        attended = self.attend(query, key, value, attention_mask, **attention_kwargs)
-        return self.project(self.dense, attended)
-
-    def project(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return layer(x)
+        return self.dense(self.attend(query, key, value, attention_mask, **attention_kwargs))
 
     def attend(
         self, query_BHRC, key_BGKC, value_BGKC, attention_mask, **attention_kwargs

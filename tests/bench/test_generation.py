@@ -53,10 +53,7 @@ def a_second_a_step(monkeypatch):
 
 
 @pytest.mark.usefixtures("a_second_a_step")
-@pytest.mark.parametrize("asked", [[], ["--draw-ahead"]], ids=["transformers' loop", "ours"])
-def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
-    config, tmp_path, monkeypatch, asked
-):
+def test_every_batch_is_measured_by_the_loop_of_answers(config, tmp_path, monkeypatch):
     calls = []
 
     @wraps(static_cache.draw_ahead)  # generate reads its signature
@@ -69,7 +66,7 @@ def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
         tmp_path / "generate_cpu.json",
         ["--new-tokens", "4", "--repeats", 1, "--python", "other"],
     )
-    generate("--config", config, "--batch", 1, 2, *sizes, *asked, "--out", out)
+    generate("--config", config, "--batch", 1, 2, *sizes, "--out", out)
     for number, row in enumerate(json.loads(out.read_text()), start=1):
         named = ("batch", "implementation", "new_tokens", "cache", "device", "weights")
         assert [row[name] for name in named] == [number, "ours", 4, "static", "cpu", None]
@@ -79,16 +76,15 @@ def test_every_batch_is_measured_by_the_loop_that_was_asked_for(
         assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
         assert row["tokens_per_s"] == pytest.approx(number * row["steps_per_s"])
         assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
-        assert row["draw_ahead"] == bool(asked) == ("--draw-ahead" in row["command"])
     # Of each batch: twice to warm up, the first token, and the whole answer.
-    assert len(calls) == (8 if asked else 0)
+    assert len(calls) == 8
 
 
 def test_prints_the_table_of_rows(tmp_path, capsys, words):
     file = tmp_path / "generate.json"
     row = {"workload": "generate", "implementation": "ours", "device": "cpu"}
     fast = {"first_token_s": 0.25, "tokens_per_s": 1234.56, "bandwidth_share": 0.5}
-    fast |= {"batch": 8, "draw_ahead": True, "weights": "fp8"}
+    fast |= {"batch": 8, "weights": "fp8"}
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
     words(capsys.readouterr().out)

@@ -34,12 +34,10 @@ ANSWERS = (
 GENERATION = (
     ("--gpus 1", "--gpus"),
     ("--against none", "--against none"),
-    ("--draw-ahead --cache dynamic", "--cache dynamic"),
     ("--weights 8bit", "--weights 8bit needs a GPU"),
     ("--device cuda", "no GPU"),
     ("--device cuda --weights 4bit", "--weights 4bit needs not_there"),
     ("--device cuda --weights 8bit --cache static", "--cache static"),
-    ("--device cuda --weights 4bit --draw-ahead", "--draw-ahead with"),
     ("--device cuda --weights fp8 --against original", "--weights fp8 is not"),
 )
 CASES = [

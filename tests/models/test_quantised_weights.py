@@ -118,7 +118,7 @@ def test_of_a_model_that_is_loaded_layers_outside_of_both_towers_stay_as_they_ar
 
 REFUSED = [
     ("answer", ["--cache", "static", "--weights", "4bit"], "--cache static with --weights 4bit"),
-    ("answer", ["--cache", "graph", "--weights", "8bit"], "--cache graph with --weights 8bit"),
+    ("answer", ["--cache", "static", "--weights", "8bit"], "--cache static with --weights 8bit"),
     ("chat", ["--device", "cpu", "--weights", "8bit"], "--weights 8bit needs a GPU"),
     ("serve", ["--device", "cpu", "--weights", "fp8", "--port", "0"], "--weights fp8 needs a GPU"),
 ]
@@ -137,12 +137,12 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
 
 def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
     assert kept_cache("auto", None, otherwise="static") == "static"
-    assert kept_cache("auto", "fp8", otherwise="graph") == "graph"
+    assert kept_cache("auto", "fp8", otherwise="static") == "static"
     assert kept_cache("auto", "8bit", otherwise="static") == "dynamic"
     assert kept_cache("dynamic", "fp8", otherwise="static") == "dynamic"
-    assert kept_cache("auto", "compressed-tensors", otherwise="graph") == "dynamic"
-    with pytest.raises(ValueError, match="--cache graph with a model saved by compressed-tensors"):
-        kept_cache("graph", "compressed-tensors", otherwise="graph")
+    assert kept_cache("auto", "compressed-tensors", otherwise="static") == "dynamic"
+    with pytest.raises(ValueError, match="--cache static with a model saved by compressed-tensors"):
+        kept_cache("static", "compressed-tensors", otherwise="static")
 
 
 def test_a_missing_package_or_gpu_is_named(files, monkeypatch):

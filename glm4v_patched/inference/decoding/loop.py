@@ -7,8 +7,7 @@ next step's inputs only then, while the device has nothing to do. Here the answe
 host behind the steps that are queued already, and looked at when it has come. What was drawn beyond
 the end is cut off the ids; the cache and torch's random numbers have to be made anew after it, as
 :class:`static_cache.StaticCaches` and :class:`..answer_worker.Answerer` do. Tokens are those of
-transformers' loop, bit for bit: its logits processors and stopping criteria run, in its order, and
-a step is its compiled call.
+transformers' loop, bit for bit: its logits processors and stopping criteria run, in its order.
 
 Only what these two ask for is done: one answer a row, drawn or greedy. Processors and criteria that
 are not transformers' own may count how often they are called: with these, the device is asked after
@@ -16,7 +15,6 @@ every token. Two of transformers' own wait by themselves: ``no_repeat_ngram_size
 host, and ``torch.isin`` sorts ids that end a row if there are more than about ten.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -54,7 +52,7 @@ def draw_ahead(
         tokens_to: A streamer, in the place of generate's ``streamer``. It is given each token up to
             :data:`LATE` tokens later.
         step: Called in the place of the model from the second token on
-            (:class:`recorded_calls.RecordedCalls`); it is not compiled then.
+            (:class:`recorded_calls.RecordedCalls`).
 
     Returns:
         The ids that ``generate`` returns without ``custom_generate``, ``(B, L)``.
@@ -68,19 +66,14 @@ def draw_ahead(
     criteria = [each for each in stopping_criteria if type(each) is not MaxLengthCriteria]
     pad = None
     if any(hasattr(each, "eos_token_id") for each in criteria):
-        pad = private(generation_config, "_pad_token_tensor").to(device)
+        pad = _private(generation_config, "_pad_token_tensor").to(device)
     is_known = all(map(_is_of_transformers, [*logits_processor, *criteria]))
     unfinished = torch.ones(rows, dtype=torch.bool, device=device)
     reports = Reports(unfinished, LATE.get(device.type, 0) if is_known else 0, tokens_to)
     if tokens_to is not None:
         tokens_to.put(input_ids.cpu())
 
-    # The first step is the model's own; transformers does not compile it, either.
-    forward: Any = step or model.__call__
-    compiles = private(model, "_valid_auto_compile_criteria")
-    if step is None and compiles(model_kwargs, generation_config):
-        os.environ["TOKENIZERS_PARALLELISM"] = "0"  # as transformers does: inductor forks
-        forward = model.get_compiled_call(generation_config.compile_config)
+    forward: Any = step or model
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     outputs = model(**inputs, return_dict=True)
     model_kwargs[CACHE] = outputs[CACHE]
@@ -121,11 +114,11 @@ def draw_ahead(
     return ids[:, : length if reports.end is None else given + reports.end].contiguous()
 
 
-def private(owner: Any, name: str) -> Any:
+def _private(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {name} in {type(owner).__name__}, "
-            "which glm4v_patched.inference.decoding needs: install transformers"
+            "which glm4v_patched.inference.decoding.loop needs: install transformers"
             f"{TESTED_TRANSFORMERS}, or take --cache dynamic"
         )
     return getattr(owner, name)

@@ -75,7 +75,7 @@ def _cache(options: Namespace, base: Base, others: Mapping[str, Base]) -> str:
     from ..decoding.static_cache import chosen
 
     # A recorded step has the adapters that it was recorded with.
-    return chosen("dynamic" if others else "auto", options.device, 0, base, options.weights)
+    return chosen("dynamic" if others else "auto", options.device, base, options.weights)
 
 
 def _limits(options: Namespace) -> Limits:
