@@ -40,7 +40,8 @@ def _measure(speed: Speed, python: str | None, timeout: float) -> list[dict]:
     if speed.against is not None and python is not None:
         command = [python, *command[1:]]
     settings = asdict(speed) | {"cache": speed.kept}
-    settings["packages"] = ["torch", "transformers", *PACKAGES.get(speed.weights or "", [])]
+    settings["packages"] = ["torch", "transformers", "fa3-fwd"]
+    settings["packages"] += PACKAGES.get(speed.weights or "", [])
     if speed.against is not None:
         settings["cache"] = "dynamic"
     with tempfile.TemporaryDirectory() as name:

@@ -9,13 +9,14 @@ import statistics
 import sys
 import time
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+
+from ..installed_versions import versions
 
 # Versions of transformers that run the published code; later ones lack what it calls.
 PUBLISHED_RUNS_ON = "4.44"
@@ -32,8 +33,7 @@ def measure(settings: dict, out: Path) -> None:
     common: dict[str, Any] = {name: settings[name] for name in same}
     common |= {"device": name_of(device), "weights_gb": weights / 1e9}
     common["bandwidth_gb_s"] = bandwidth / 1e9
-    common["versions"] = {"python": sys.version.split()[0]}
-    common["versions"] |= {name: version(name) for name in settings["packages"]}
+    common["versions"] = versions(settings["packages"])
     rows: list[dict] = []
     for batch in settings["batch"]:
         row = {"batch": batch, **common}

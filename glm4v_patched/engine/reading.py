@@ -1,7 +1,6 @@
 """Layers of a model that is only read, on a GPU, whose element-wise steps are one kernel each.
 
-In training these are compiled. Answers compile only the steps after the first token, for compiling
-what reads the prompt would take longer than most runs do.
+In training these are compiled, which would take longer than most runs of answers do.
 """
 
 import importlib.util
@@ -120,7 +119,7 @@ class ReadBlock(GLMBlock):
         x_BRD, given = add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
         out = self.mlp(given)
         (block,) = self.behind or (None,)
-        if block is None or block.input_layernorm.weight.device != x_BRD.device:
+        if block is None or not (_is_bare(self) and _is_bare(block)):
             return sum_of_parts(out, x_BRD) if isinstance(out, Parts) else x_BRD + out
         block.handed = add_rms_norm(x_BRD, block.input_layernorm, out, block._quantises(x_BRD))
         return block.handed[0]
@@ -186,16 +185,20 @@ def _is_held(layer: nn.Module, x: Any) -> bool:
     return type(layer) is HeldLinear and x.dtype == torch.bfloat16
 
 
+def _is_bare(module: nn.Module) -> bool:
+    """Whether nothing of others sees what goes into a module and comes out of it."""
+    return "forward" not in vars(module) and not (
+        module._forward_hooks or module._forward_pre_hooks
+    )
+
+
 def in_parts(layer: nn.Module, x: Any) -> Any:
     """``layer(x)``; of a few rows, if nothing is wrapped around the layer, left in parts to the
     kernel that takes them next."""
-    is_bare = "forward" not in vars(layer) and not (
-        layer._forward_hooks or layer._forward_pre_hooks
-    )
     linear: Any = layer
     *leading, width = x.shape
     if not (
-        is_bare
+        _is_bare(layer)
         and type(layer) in (nn.Linear, HeldLinear)
         and (isinstance(x, Quantised) or _takes(x))
         and few_rows.takes(math.prod(leading), linear.weight)

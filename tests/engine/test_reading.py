@@ -72,21 +72,25 @@ def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton
 def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_products):
     """With plain steps in the place of the kernels, where a prompt is read and an id is drawn."""
     model, rows = build().eval().requires_grad_(False), text(20) + grown_image() + text(4)
-    for module in model.modules():
-        if isinstance(module, (nn.LayerNorm, RMSNorm)):  # all are ones, and one does for another
+    for module in model.modules():  # all are ones or zeros, and one does for another
+        if isinstance(module, (nn.LayerNorm, RMSNorm)):
             nn.init.normal_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            nn.init.normal_(module.bias)
     if weights == "fp8":
         monkeypatch.setattr(fp8, "_on_cpu", True)
         fp8.hold_in_fp8(model, torch.device("cpu"))
 
-    def logits() -> torch.Tensor:
+    def logits() -> list[torch.Tensor]:
         cache = StaticCache(config=model.config, max_cache_len=64)
         given = {"input_ids": torch.tensor([rows, rows]), "pixel_values": pictures(2)}
         read = model(**given, past_key_values=cache).logits
-        mask = torch.ones(2, len(rows) + 1, dtype=torch.long)
-        given = {"input_ids": torch.tensor([[7], [8]]), "attention_mask": mask}
-        drawn = model(**given, past_key_values=cache).logits
-        return torch.cat((read, drawn), dim=1)
+        drawn, mask = [read], torch.ones(2, len(rows) + 1, dtype=torch.long)
+        for ids in ([[7], [8]], [[3, 4], [5, 6]]):
+            given = {"input_ids": torch.tensor(ids), "attention_mask": mask}
+            drawn.append(model(**given, past_key_values=cache).logits)
+            mask = torch.cat((mask, mask[:, :2]), dim=1)
+        return drawn
 
     layers = model.config.num_layers
     with torch.no_grad():
@@ -96,14 +100,28 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         read_only(model)
         assert {*READ.values()} - {*map(type, model.modules())} <= {ReadTowerMLP}
         found = logits()
-    # Of the drawn id; what is read has more rows.
-    assert calls.count("parts_of_product") == has_products * 4 * layers
+    # Of one id; of two, where only layers in fp8 and the MLP are asked; not of the prompt's rows.
+    assert calls.count("parts_of_product") == has_products * (8 if weights else 6) * layers
     assert calls.count("attend_to_kept") == (0 if WANTS_CACHE_POSITION else layers)
     # A block's input is normalised where it is made, but for the first block's.
-    assert calls.count("add_rms_norm") == 2 * 2 * layers
-    assert calls.count("sum_of_parts") == has_products
-    # Sums in another order round differently, to 3 bits in fp8.
-    assert torch.equal(found, wanted) or apart(found, wanted) < 0.03
+    assert calls.count("add_rms_norm") == 3 * 2 * layers
+    for one, other in zip(found, wanted, strict=True):
+        # Sums in another order round differently, to 3 bits in fp8.
+        assert torch.equal(one, other) or apart(one, other) < 0.03
+
+
+def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch):
+    model = build().eval().requires_grad_(False)
+    blocks = model.transformer.encoder.layers
+    blocks[0].register_forward_hook(lambda block, given, out: out.add_(1.0))
+    linear = blocks[1].mlp.dense_4h_to_h
+    linear.register_forward_hook(lambda linear, given, out: out + 10)
+    with torch.no_grad():
+        wanted = model(torch.tensor([text(9)])).logits
+        put_in_the_place_of_kernels(monkeypatch, model, True)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+        read_only(model)
+        assert apart(model(torch.tensor([text(9)])).logits, wanted) < 0.01
 
 
 @pytest.mark.gpu
