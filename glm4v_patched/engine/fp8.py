@@ -253,7 +253,7 @@ def use_fp8(model: nn.Module, options: EngineOptions) -> None:
         return
     for name, linear in linear_layers(model, options.compile is True):
         if options.holds_fp8 and not linear.weight.requires_grad:
-            _hold(linear, keeps_transposed=_is_needed_transposed(name, options))
+            hold_layer(linear, keeps_transposed=_is_needed_transposed(name, options))
         else:
             linear.__class__ = Linear
     if options.compile is True and not trains_tower(options.trained):
@@ -266,7 +266,7 @@ def hold_in_fp8(model: nn.Module, device: torch.device) -> None:
     layer by layer: a GPU never holds it in full. Adapters are in, and stay as they are."""
     for _, linear in linear_layers(model, compiled=True):
         if not any(size % MULTIPLE for size in linear.weight.shape):
-            _hold(linear, keeps_transposed=False)
+            hold_layer(linear, keeps_transposed=False)
     _fuse_activations(model)
     model.to(device)
 
@@ -302,7 +302,8 @@ def _is_needed_transposed(name: str, options: EngineOptions) -> bool:
     return options.keeps_transposed and has_gradient
 
 
-def _hold(linear: nn.Linear, keeps_transposed: bool) -> None:
+def hold_layer(linear: nn.Linear, keeps_transposed: bool) -> None:
+    """Quantise a layer's frozen weight, and make it a :class:`HeldLinear`."""
     old: Any = linear.weight
     with internals.gathered(old), torch.no_grad():
         numbers, scale = quantise_rows(old.detach().to(_device_to_quantise_on(old)))

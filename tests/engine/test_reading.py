@@ -251,7 +251,7 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         linear: Any = nn.Linear(4096, out, **made).requires_grad_(False)
         exact = x.double() @ linear.weight.double().T + linear.bias.double()
         if is_held:
-            fp8._hold(linear, keeps_transposed=False)
+            fp8.hold_layer(linear, keeps_transposed=False)
         parts = in_parts(linear, x)
         assert isinstance(parts, Parts) and apart(whole(parts), exact) < (0.05 if is_held else 0.01)
         return parts, whole(parts)

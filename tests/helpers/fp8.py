@@ -31,7 +31,7 @@ def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where)
     linear = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16, **where)
     if held:
         linear.requires_grad_(False)
-        fp8._hold(linear, keeps_transposed=bias)
+        fp8.hold_layer(linear, keeps_transposed=bias)
     else:
         linear.__class__ = fp8.Linear
     return linear

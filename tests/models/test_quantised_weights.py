@@ -79,7 +79,7 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
     monkeypatch.setattr(fp8, "_on_cpu", True)
-    model, left, hold = tiny_model(), [], fp8._hold
+    model, left, hold = tiny_model(), [], fp8.hold_layer
     layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
     alive = [weakref.ref(layer.weight) for layer in layers]
     del layers
@@ -94,7 +94,7 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
         hold(linear, keeps_transposed)
 
     monkeypatch.setattr(trainable, "_quantised", replaced)
-    monkeypatch.setattr(fp8, "_hold", held)
+    monkeypatch.setattr(fp8, "hold_layer", held)
     if way == "fp8":
         loading.hold(lambda: model, "cpu", "fp8")
     else:

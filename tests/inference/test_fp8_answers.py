@@ -1,0 +1,32 @@
+"""docs/benchmarks/fp8_answers.py, on a CPU."""
+
+import json
+import runpy
+import sys
+
+from glm4v_patched.engine import fp8
+from tests.helpers.processes import ROOT
+
+KINDS = {
+    *(f"language.{name}" for name in fp8.LANGUAGE_TARGETS),
+    *(f"tower.{name}" for name in {*fp8.TOWER_TARGETS} - {*fp8.NEVER}),
+}
+
+
+def test_each_kind_of_layer_is_held_in_fp8_alone_and_all_together(files, tmp_path, monkeypatch):
+    rows = [json.loads(line) for line in files.data.read_text().splitlines()]
+    data = files.data.with_name("with_answers.jsonl")
+    data.write_text(
+        "".join(json.dumps(row) + "\n" for row in rows if row["messages"][-1]["role"] != "user")
+    )
+    out = tmp_path / "report.json"
+    given = [files.model, data, "--out", out, "--device", "cpu", "--batch-size", 2]
+    monkeypatch.setattr(sys, "argv", ["fp8_answers.py", *map(str, given)])
+    monkeypatch.setattr(fp8, "_on_cpu", True)
+    runpy.run_path(str(ROOT / "docs" / "benchmarks" / "fp8_answers.py"), run_name="__main__")
+    report = json.loads(out.read_text())
+    assert report["rows"] == 4 < report["tokens"]
+    found = {name: each for name, each in report.items() if isinstance(each, dict)}
+    distances = {name: found[name]["relative_distance"] for name in (*KINDS, "all")}
+    assert found.keys() == {*distances, "versions"}
+    assert min(distances.values()) > 0 and max(distances.values()) == distances["all"] < 0.1
