@@ -2,7 +2,7 @@
 
 The kernel (:mod:`few_rows_triton`) reads them at more of the memory's bandwidth than cuBLAS's for
 so few rows do: docs/benchmarks has the figures. In fp8, groups of a row's channels have scales,
-so that many blocks of a GPU quantise one row.
+so that several blocks of a kernel's grid quantise one row.
 """
 
 from typing import NamedTuple
@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Sizes of the kernel's blocks: the fastest of 400 settings on an H200, or within 2 % of it, for all
-# products of a step. Each has 80 KiB of weights and rows under way, so two fit a multiprocessor.
+# Sizes of the kernel's blocks: the fastest of 400 settings on an H200, or within 2 % of it, for the
+# products of a layer. Each has up to 96 KiB of weights and rows under way, so two fit a
+# multiprocessor.
 COLUMNS, WIDTH = 64, 128
 BLOCKS_A_PROCESSOR = 2
 MOST_ROWS = 32

@@ -153,7 +153,6 @@ def triton_sum_of_parts(
     rows,
     columns,
     kind: tl.constexpr,
-    is_parts: tl.constexpr,
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
     has_residual: tl.constexpr,
@@ -164,11 +163,11 @@ def triton_sum_of_parts(
     row = tl.program_id(1)
     column = tl.program_id(0) * block + tl.arange(0, block)
     inside = column < columns
+    total = sum_parts(
+        parts, scale, bias, number, rows, columns, row, column, inside, is_scaled, has_bias
+    )
     # Rounded before something is added to it, as a layer's own output is.
-    total = load_row(
-        parts, scale, bias, number, rows, columns, row, column, inside, kind,
-        is_parts, is_scaled, has_bias,
-    )  # fmt: skip
+    total = total.to(kind).to(tl.float32)
     place = row * columns + column
     if has_residual:
         total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
@@ -190,11 +189,11 @@ def sum_of_parts(of: Parts, residual: Tensor | None = None) -> Tensor:
     _, rows, columns = of.parts.shape
     out = of.parts.new_empty(of.shape, dtype=of.dtype)
     block, is_early = 512, overlaps(out.device)
-    given, flags = operands(of)
+    given, (kind, _, *flags) = operands(of)
     with torch.cuda.device_of(out):
         triton_sum_of_parts[triton.cdiv(columns, block), rows](
-            *given, out if residual is None else residual.contiguous(), out, rows, columns, *flags,
-            residual is not None, block, is_early, launch_pdl=is_early,
+            *given, out if residual is None else residual.contiguous(), out, rows, columns, kind,
+            *flags, residual is not None, block, is_early, launch_pdl=is_early,
         )  # fmt: skip
     return out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
 from .early_kernels import overlaps
-from .few_rows import Parts
+from .few_rows import MOST_ROWS, Parts
 from .few_rows_triton import load_row, operands, take_turn
 
 
@@ -156,8 +156,10 @@ def _activate(
         return
     given, flags = operands(x)
     is_early, block = overlaps(out.device), triton.next_power_of_2(group)
-    # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200.
-    warps = min(max(block // (256 if isinstance(x, Parts) else 1024), 1), 8)
+    # 8 are the fastest of 4, 8 and 16 for GELU of 15,360 channels on an H200. Of few rows, which
+    # leave most of the GPU idle, each warp has less.
+    a_warp = 1024 if scales is not None and rows > MOST_ROWS else 256
+    warps = min(max(block // a_warp, 1), 8)
     with torch.cuda.device_of(out):
         triton_activate[rows, triton.cdiv(channels, group)](
             *given, out if bias is None else bias.contiguous(), out,

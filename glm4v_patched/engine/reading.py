@@ -1,6 +1,6 @@
 """Layers of a model that is only read, on a GPU, whose element-wise steps are one kernel each.
 
-In training these are compiled, which would take longer than most runs of answers do.
+In training layers are compiled, which would take longer than most runs of answers do.
 """
 
 import importlib.util
@@ -9,6 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
@@ -21,11 +23,12 @@ from ..remote.visual import PatchEmbedding, TransformerLayer
 from . import few_rows
 from .few_rows import Parts, multiprocessors
 from .fp8 import FrozenTowerMLP, HeldLinear
-from .fp8_activations import quantise_rows_of_swiglu
-from .fp8_numbers import Quantised, product
+from .fp8_numbers import Quantised
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_CHANNELS = (16, 32, 64, 128)
+# Of the keys in a layer of StaticCache. Without them, drawn ids attend as others do.
+HAS_COUNTERS = Version(transformers.__version__) >= Version("5.4")
 MOST_HEADS = 16
 """That share keys: the smallest block of a tensor core's left factor."""
 
@@ -52,7 +55,7 @@ class ReadTowerLayer(TransformerLayer):
         from .reading_triton import add_norm  # takes Triton
 
         mlp = self.mlp
-        quantises = type(mlp) is FrozenTowerMLP and _is_held(mlp.fc1, x_NTV)
+        quantises = type(mlp) is FrozenTowerMLP and _takes_quantised(mlp, mlp.fc1, x_NTV)
         attended = self.attention(x_NTV, *kept_weights)
         x_NTV, given = add_norm(x_NTV, self.input_layernorm, attended, quantises)
         return add_norm(x_NTV, self.post_attention_layernorm, mlp(given), False)[0]
@@ -73,36 +76,33 @@ class ReadTowerMLP(TowerMLP):
 class ReadMLP(MLP):
     """SwiGLU in one step, which quantises if the second product is in fp8."""
 
-    def forward(self, x: Any) -> Any:
-        last: Any = self.dense_4h_to_h
-        is_held = type(last) is HeldLinear  # no adapter's
-        is_read = isinstance(x, Quantised) or _takes(x)
-        if torch.is_grad_enabled() or not (is_held or is_read):
-            return super().forward(x)
-        if not is_read:
-            wide = self.dense_h_to_4h(x)
-            weight, scale = last.quantised()
-            quantised = quantise_rows_of_swiglu(wide.reshape(-1, wide.shape[-1]))
-            out = product(*quantised, weight, scale, last.bias)
-            return out.to(wide.dtype).unflatten(0, wide.shape[:-1])
-        from .fp8_triton import activate  # takes Triton
+    leaves_parts = False  # to the block around it
 
+    def forward(self, x: Any) -> Any:
+        if not (isinstance(x, Quantised) or _takes(x)):
+            return super().forward(x)
+        from .fp8_triton import activate, quantise_rows  # takes Triton
+
+        last: Any = self.dense_4h_to_h
         wide = in_parts(self.dense_h_to_4h, x)
-        if not _is_held(last, wide):
-            return in_parts(last, activate(wide, "swiglu"))
-        *leading, width = wide.shape
-        rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
-        is_few = few_rows.takes(math.prod(leading), last.weight)
-        group = few_rows.channels_of_a_part(last.weight) if is_few else None
-        quantised = quantise_rows_of_swiglu(rows, group)
-        return in_parts(last, Quantised(*quantised).reshape(*leading, width // 2))
+        if _takes_quantised(last, last, wide):
+            *leading, width = wide.shape
+            rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
+            is_few = few_rows.takes(math.prod(leading), last.weight)
+            group = few_rows.channels_of_a_part(last.weight) if is_few else None
+            quantised = quantise_rows(rows, None, "swiglu", group)
+            given: Any = Quantised(*quantised).reshape(*leading, width // 2)
+        else:
+            given = activate(wide, "swiglu")
+        return _last_product(self, last, given)
 
 
 class ReadBlock(GLMBlock):
     """Adds, normalises and quantises in one step, for the block behind it, too."""
 
     behind: "tuple[ReadBlock, ...]" = ()  # in which torch sees no layers
-    handed: tuple[Any, Any] | None = None  # what will be its input, and that normalised
+    # What will be its input, and that normalised; kept until its next pass, if a pass ends early.
+    handed: tuple[Any, Any] | None = None
 
     def layer_forward(self, x_BRD: Tensor, *attention_inputs) -> Tensor:
         handed, self.handed = self.handed, None
@@ -115,7 +115,7 @@ class ReadBlock(GLMBlock):
             handed = add_rms_norm(x_BRD, self.input_layernorm, None, self._quantises(x_BRD))
         attended = self.self_attention(handed[1], *attention_inputs)
         del handed
-        quantises = _is_held(self.mlp.dense_h_to_4h, x_BRD)
+        quantises = _takes_quantised(self.mlp, self.mlp.dense_h_to_4h, x_BRD)
         x_BRD, given = add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
         out = self.mlp(given)
         (block,) = self.behind or (None,)
@@ -125,12 +125,15 @@ class ReadBlock(GLMBlock):
         return block.handed[0]
 
     def _quantises(self, x_BRD: Tensor) -> bool:
-        return _is_held(self.self_attention.query_key_value, x_BRD)
+        attention = self.self_attention
+        return _takes_quantised(attention, attention.query_key_value, x_BRD)
 
 
 class ReadSelfAttention(SelfAttention):
     """Rotates queries and keys where they are. Of one id of each row, writes its key and value to a
     cache of fixed size as it rotates, and attends to the cache's parts side by side."""
+
+    leaves_parts = False  # to the block around it
 
     def forward(
         self, x_BRD: Any, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
@@ -144,30 +147,36 @@ class ReadSelfAttention(SelfAttention):
         heads = in_parts(self.query_key_value, x_BRD)
         query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
         quantises = (
-            _is_held(self.dense, heads)
+            _takes_quantised(self.dense, self.dense, heads)
             and few_rows.takes(len(query_BHC), self.dense.weight)
             and self.head_dim == few_rows.WIDTH
         )
-        return in_parts(self.dense, attend_to_kept(query_BHC, kept, attention_mask, quantises))
+        attended = attend_to_kept(query_BHC, kept, attention_mask, quantises)
+        return _last_product(self, self.dense, attended)
 
     def _kept(self, x: Any, mask: Any, cache: Any, fills: Any) -> Any:
-        """The cache's layer, if it is of fixed size and not empty, and kernels take what it holds
-        and what a mask for all heads shows of it to one id of each row."""
-        if not is_static(cache) or fills != (False, ()) or x.shape[1] != 1:
+        """The cache's layer, if it is of fixed size and filled, there is one id of each row, and
+        the kernels take its keys and this mask; else None."""
+        is_filled = HAS_COUNTERS and is_static(cache) and not fills[0]
+        if not is_filled or x.shape[1] != 1:
             return None
-        kept = cache.layers[self.layer_idx]
-        is_kept = type(kept) is StaticLayer and kept.is_initialized and _takes(kept.keys)
-        has_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4
+        kept: Any = cache.layers[self.layer_idx]
+        is_kept = type(kept) is StaticLayer and kept.is_initialized
+        if not is_kept or not _takes(kept.keys):
+            return None
+        rows, _, room, _ = kept.keys.shape
         fits = (
             self.config._attn_implementation == "sdpa"
             and self.num_key_value_groups <= MOST_HEADS
             and self.head_dim in HEAD_CHANNELS
+            and isinstance(mask, Tensor)
+            and mask.dtype == torch.bool
+            and mask.shape in ((1, 1, 1, room), (rows, 1, 1, room))
+            and kept.keys.dtype == kept.values.dtype == x.dtype
+            and kept.keys.is_contiguous()
+            and multiprocessors(kept.keys.device) > 0
         )
-        if not (fits and is_kept and has_mask and mask.shape[1] == 1):
-            return None
-        is_alike = kept.keys.dtype == kept.values.dtype == x.dtype
-        is_run = multiprocessors(kept.keys.device) > 0
-        return kept if is_alike and is_run and kept.keys.is_contiguous() else None
+        return kept if fits else None
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         if not _takes(heads_BRHC) or not heads_BRHC.is_contiguous():
@@ -179,14 +188,15 @@ class ReadSelfAttention(SelfAttention):
         return heads_BRHC.split(self.split_sizes, dim=2)
 
 
-def _is_held(layer: nn.Module, x: Any) -> bool:
-    """Whether the layer takes :class:`fp8_numbers.Quantised` in the place of ``x``: with a scale
-    for each row, or, of a few rows, for groups of channels."""
-    return type(layer) is HeldLinear and x.dtype == torch.bfloat16
+def _takes_quantised(module: nn.Module, layer: nn.Module, x: Any) -> bool:
+    """Whether a module, or rather its first layer, takes :class:`fp8_numbers.Quantised` in the
+    place of ``x``: with a scale for each row, or, of a few rows, for groups of channels."""
+    is_held = type(layer) is HeldLinear and x.dtype == torch.bfloat16
+    return is_held and _is_bare(module) and _is_bare(layer)
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether nothing of others sees what goes into a module and comes out of it."""
+    """Whether no hook or replaced ``forward`` is on a module."""
     return "forward" not in vars(module) and not (
         module._forward_hooks or module._forward_pre_hooks
     )
@@ -200,6 +210,7 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
     if not (
         _is_bare(layer)
         and type(layer) in (nn.Linear, HeldLinear)
+        and type(linear.weight) is nn.Parameter  # no package's that holds it in fewer bytes
         and (isinstance(x, Quantised) or _takes(x))
         and few_rows.takes(math.prod(leading), linear.weight)
     ):
@@ -212,6 +223,11 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
 
     parts = parts_of_product(x.reshape(-1, width), linear.weight)
     return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)
+
+
+def _last_product(module: Any, layer: nn.Module, x: Any) -> Any:
+    """In parts only to what adds them: a hook on the module is shown a tensor."""
+    return in_parts(layer, x) if module.leaves_parts and _is_bare(module) else layer(x)
 
 
 def _takes(x: Any) -> bool:
@@ -238,6 +254,10 @@ def read_only(model: nn.Module) -> None:
             for block, behind in pairwise(module.layers):
                 if {type(block), type(behind)} == {ReadBlock}:
                     vars(block)["behind"] = (behind,)
+        if type(module) is ReadBlock:
+            for child in (module.self_attention, module.mlp):
+                if type(child) in (ReadSelfAttention, ReadMLP):
+                    vars(child)["leaves_parts"] = True
 
 
 READ: dict[type, type] = {

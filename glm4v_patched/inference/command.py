@@ -9,7 +9,8 @@ from ..option_fields import add_option
 from ..terminal_text import doing
 from .questions import Generation
 
-# static: one size for all steps, which are recorded on a GPU and replayed; auto: what pays.
+# static: one size for all steps, which are recorded on a GPU and replayed; auto: so on a GPU, if
+# they can be recorded.
 CACHES = ("auto", "static", "dynamic")
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
 ALL = [each.name for each in fields(Generation)]

@@ -153,14 +153,8 @@ class SelfAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx, *where)
             if was_empty:
                 key, value = new  # all there is to see, without the room that is left
-        return self.dense(self.attend(query, key, value, attention_mask, **attention_kwargs))
-
-    def attend(
-        self, query_BHRC, key_BGKC, value_BGKC, attention_mask, **attention_kwargs
-    ) -> Tensor:
-        """``(B, R, H * C)``, by the implementation that the config names."""
-        given = query_BHRC, key_BGKC, value_BGKC, attention_mask
-        return attend(self, *given, self.config._attn_implementation, **attention_kwargs)
+        given = query, key, value, attention_mask, self.config._attn_implementation
+        return self.dense(attend(self, *given, **attention_kwargs))
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Queries and keys, rotated, and values: ``(B, R, heads, C)`` each."""

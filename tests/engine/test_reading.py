@@ -10,9 +10,8 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from glm4v_patched.engine import few_rows, fp8
+from glm4v_patched.engine import few_rows, fp8, reading
 from glm4v_patched.engine.few_rows import Parts
-from glm4v_patched.engine.fp8_activations import quantise_rows_of_swiglu
 from glm4v_patched.engine.fp8_numbers import Quantised, quantise_rows
 from glm4v_patched.engine.reading import (
     READ,
@@ -23,8 +22,10 @@ from glm4v_patched.engine.reading import (
     in_parts,
     read_only,
 )
+from glm4v_patched.inference.decoding.loop import draw_ahead
+from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.keywords import WANTS_CACHE_POSITION
+from glm4v_patched.remote.keywords import CACHE
 from glm4v_patched.remote.modeling_chatglm import (
     GLM4VForCausalLM,
     RMSNorm,
@@ -38,6 +39,7 @@ from tests.helpers.plain_kernels import put_in_the_place_of_kernels, whole
 from tests.helpers.tiny import grown_image, pictures, text
 
 if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
+    from glm4v_patched.engine import fp8_triton
     from glm4v_patched.engine.few_rows_triton import parts_of_product, sum_of_parts
     from glm4v_patched.engine.fp8_triton import activate
     from glm4v_patched.engine.reading_triton import (
@@ -101,8 +103,9 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         assert {*READ.values()} - {*map(type, model.modules())} <= {ReadTowerMLP}
         found = logits()
     # Of one id; of two, where only layers in fp8 and the MLP are asked; not of the prompt's rows.
-    assert calls.count("parts_of_product") == has_products * (8 if weights else 6) * layers
-    assert calls.count("attend_to_kept") == (0 if WANTS_CACHE_POSITION else layers)
+    a_layer = 8 if weights else 6 if reading.HAS_COUNTERS else 4
+    assert calls.count("parts_of_product") == has_products * layers * a_layer
+    assert calls.count("attend_to_kept") == reading.HAS_COUNTERS * layers
     # A block's input is normalised where it is made, but for the first block's.
     assert calls.count("add_rms_norm") == 3 * 2 * layers
     for one, other in zip(found, wanted, strict=True):
@@ -110,18 +113,90 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         assert torch.equal(one, other) or apart(one, other) < 0.03
 
 
-def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch):
-    model = build().eval().requires_grad_(False)
-    blocks = model.transformer.encoder.layers
-    blocks[0].register_forward_hook(lambda block, given, out: out.add_(1.0))
-    linear = blocks[1].mlp.dense_4h_to_h
-    linear.register_forward_hook(lambda linear, given, out: out + 10)
+def drawn(model: nn.Module) -> torch.Tensor:
+    """Logits of a text and of an id behind it."""
+    cache, ids = StaticCache(config=model.config, max_cache_len=16), torch.tensor([text(10)])
     with torch.no_grad():
-        wanted = model(torch.tensor([text(9)])).logits
-        put_in_the_place_of_kernels(monkeypatch, model, True)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-        read_only(model)
-        assert apart(model(torch.tensor([text(9)])).logits, wanted) < 0.01
+        read = model(ids[:, :9], past_key_values=cache).logits
+        mask = torch.ones_like(ids)
+        return torch.cat((read, model(ids[:, 9:], mask, past_key_values=cache).logits), dim=1)
+
+
+def put(monkeypatch, model: nn.Module) -> None:
+    put_in_the_place_of_kernels(monkeypatch, model, True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    read_only(model)
+
+
+HOOKED = ("", "self_attention", "self_attention.query_key_value", "mlp", "mlp.dense_4h_to_h")
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
+    model = build().eval().requires_grad_(False)
+    if weights:
+        monkeypatch.setattr(fp8, "_on_cpu", True)
+        fp8.hold_in_fp8(model, torch.device("cpu"))
+    seen: list[type] = []
+
+    def hook(module, given, out):
+        seen.extend(map(type, (given[0], out)))
+        return out.add_(1.0)
+
+    model.transformer.encoder.layers[0].get_submodule(name).register_forward_hook(hook)
+    wanted = drawn(model)
+    put(monkeypatch, model)
+    assert apart(drawn(model), wanted) < 0.02
+    assert {*seen} == {torch.Tensor}
+
+
+@pytest.mark.skipif(not reading.HAS_COUNTERS, reason="install transformers 5.4 or newer")
+def test_masks_and_caches_that_kernels_do_not_take_are_torchs_to_attend_to(monkeypatch):
+    model = build().eval().requires_grad_(False)
+    put(monkeypatch, model)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    attention = model.transformer.encoder.layers[0].self_attention
+    heads = attention.num_key_value_groups * attention.split_sizes[1]
+    x, fills = torch.zeros(3, 1, model.config.hidden_size, dtype=model.dtype), (False, ())
+    shape = 3, attention.split_sizes[1], 4, attention.head_dim
+    cache.update(*torch.zeros(2, *shape, dtype=model.dtype), 0)
+
+    def kept(*shape, x=x, fills=fills, dtype=torch.bool):
+        return attention._kept(x, torch.ones(shape, dtype=dtype), cache, fills)
+
+    with torch.no_grad():
+        assert kept(3, 1, 1, 16) is kept(1, 1, 1, 16) is cache.layers[0]
+        for other in ((3, 1, 1, 15), (2, 1, 1, 16), (3, heads, 1, 16), (3, 1, 2, 16), (3, 16)):
+            assert kept(*other) is None
+        assert kept(1, 1, 1, 16, dtype=torch.float32) is attention._kept(x, None, cache, fills)
+        assert kept(1, 1, 1, 16, x=x.half()) is kept(1, 1, 1, 16, x=x.expand(3, 2, -1)) is None
+        assert kept(1, 1, 1, 16, fills=(True, ())) is None
+
+
+def test_adapters_that_hold_a_norm_compute_as_before(monkeypatch):
+    class Kept(RMSNorm):
+        """As peft's ``modules_to_save`` puts another class there."""
+
+    model = build().eval().requires_grad_(False)
+    model.transformer.encoder.layers[0].post_attention_layernorm.__class__ = Kept
+    wanted = drawn(model)
+    put(monkeypatch, model)
+    assert apart(drawn(model), wanted) < 0.02
+
+
+def test_weights_in_fewer_bytes_are_their_packages_to_multiply(monkeypatch):
+    class Packed(nn.Parameter):
+        """A package's, which says that it is of a float dtype, and holds no such numbers."""
+
+    model = build().eval().requires_grad_(False)
+    linear = model.transformer.encoder.layers[0].mlp.dense_h_to_4h
+    linear.weight = Packed(linear.weight, requires_grad=False)
+    put(monkeypatch, model)
+    calls: list = []
+    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: calls.append(weight) or True)
+    drawn(model)
+    assert calls and linear.weight not in {*calls}
 
 
 @pytest.mark.gpu
@@ -175,6 +250,12 @@ def test_a_model_on_a_gpu_reads_and_draws_as_before(weights):
     for found, was, wanted in zip(logits(), before, exact, strict=True):
         # In fp8 two ways of rounding are as far from each other as each is from bf16.
         assert apart(found, wanted) < (1.1 * apart(was, wanted) if weights else 0.02)
+
+    given |= {"eos_token_id": None, "pad_token_id": filling, "max_new_tokens": 24}
+    recorded = model.generate(**given, **StaticCaches(model, 64).options(2, 1664))
+    kept = {CACHE: StaticCache(config=config, max_cache_len=1664)}
+    unrecorded = {"custom_generate": draw_ahead, "step": model.__call__}
+    assert torch.equal(recorded, model.generate(**given, **kept, **unrecorded))
 
 
 @pytest.mark.gpu
@@ -290,7 +371,7 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         assert_near(activate(parts, "swiglu"), silu(gate) * up)
         exact = silu(gate.float()) * up.float()
         for group in (None, 3456):
-            numbers, scale = quantise_rows_of_swiglu(parts, group)
+            numbers, scale = fp8_triton.quantise_rows(parts, None, "swiglu", group)
             assert scale.shape == (rows, 1 if group is None else 4)
             for i, some in enumerate(exact.flatten(0, 1).split(group or 13696, dim=1)):
                 quantised = Quantised(

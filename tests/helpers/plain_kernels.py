@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from transformers.cache_utils import StaticLayer
 
-from glm4v_patched.engine import few_rows, reading
+from glm4v_patched.engine import few_rows, fp8_numbers, reading
 from glm4v_patched.engine.few_rows import Parts
-from glm4v_patched.engine.fp8_numbers import Quantised, quantise_rows
+from glm4v_patched.engine.fp8_numbers import Quantised
 from glm4v_patched.remote.modeling_chatglm import apply_rotary
 
 
 def put_in_the_place_of_kernels(monkeypatch, model, has_products: bool) -> list[str]:
-    """Returns the names of those that are called, with what tells them apart."""
+    """Returns a list that gets the name of each one called."""
     calls: list[str] = []
 
     def noted(function):
@@ -32,7 +32,6 @@ def put_in_the_place_of_kernels(monkeypatch, model, has_products: bool) -> list[
         monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.{name}", module)
     monkeypatch.setattr(reading, "_takes", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(reading, "HEAD_CHANNELS", (model.config.kv_channels,))
-    monkeypatch.setattr(reading, "quantise_rows_of_swiglu", quantise_rows_of_swiglu)
     for module in (reading, few_rows):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(few_rows, "takes", lambda rows, weight: has_products and rows <= 32)
@@ -51,7 +50,7 @@ def whole(x: Tensor | Parts) -> Tensor:
 
 
 def quantised(x: Tensor) -> Quantised:
-    return Quantised(*quantise_rows(x.flatten(0, -2))).reshape(*x.shape)
+    return Quantised(*fp8_numbers.quantise_rows(x.flatten(0, -2))).reshape(*x.shape)
 
 
 def add_norm(x, norm, y, quantises):
@@ -88,8 +87,9 @@ def activate(x, function):
     return gelu(x) if function == "gelu" else silu(gate) * up
 
 
-def quantise_rows_of_swiglu(x, group):
-    return quantise_rows(activate(x, "swiglu").flatten(0, -2))
+def quantise_rows(x, bias, function, group):
+    assert (bias, function) == (None, "swiglu")
+    return fp8_numbers.quantise_rows(activate(x, function).flatten(0, -2))
 
 
 def sum_of_parts(of, residual=0):
@@ -103,6 +103,6 @@ def parts_of_product(x, weight, scales=None):
 
 KERNELS = {
     "reading_triton": (add_norm, add_rms_norm, rotate, rotate_and_keep, attend_to_kept),
-    "fp8_triton": (activate,),
+    "fp8_triton": (activate, quantise_rows),
     "few_rows_triton": (sum_of_parts, parts_of_product),
 }

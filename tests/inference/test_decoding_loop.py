@@ -9,8 +9,12 @@ from functools import wraps
 import pytest
 import torch
 from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessorList,
     StaticCache,
     StoppingCriteria,
+    StoppingCriteriaList,
 )
 
 from glm4v_patched.inference.decoding import loop
@@ -128,9 +132,12 @@ def test_a_callers_criterion_is_called_as_often_as_by_transformers_loop(model, t
     assert calls[0] == calls[1] and len(calls[0]) == 3
 
 
-def test_a_transformers_that_differs_is_told():
-    with pytest.raises(RuntimeError, match="no _pad_token_tensor in object.* install tr"):
-        loop._private(object(), "_pad_token_tensor")
+def test_a_transformers_that_differs_is_told(model):
+    """``generate`` gives the config what is missing here."""
+    ends = StoppingCriteriaList([EosTokenCriteria(7)])
+    given = model, torch.tensor([[5]]), LogitsProcessorList(), ends
+    with pytest.raises(RuntimeError, match="no _pad_token_tensor in GenerationConfig.* install tr"):
+        draw_ahead(*given, GenerationConfig(num_beams=1, max_length=9))
 
 
 @pytest.mark.parametrize("mode", ["greedy, ends", "min_new_tokens", "max_time"])
@@ -167,10 +174,12 @@ def test_a_cache_is_used_again_as_long_as_it_has_room():
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_on_a_gpu_the_same_tokens_without_a_wait(mode):
-    """The second time torch raises where anything waits in a step."""
+    """By recorded steps. The second time torch raises where anything waits in one."""
     model = tiny_model(torch.bfloat16).to("cuda")
     batch = {name: x.cuda() for name, x in batch_of(three_id_image(), 3).items()}
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
+
+    caches = StaticCaches(model, 64)
 
     def drawn(**more) -> torch.Tensor:
         torch.manual_seed(0)
@@ -187,11 +196,11 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode):
     rows = drawn(**NEVER)[:, length:].tolist()
     for ends in ([row[7 - 2 * number] for number, row in enumerate(rows)], None):
         wanted = drawn(eos_token_id=ends)
-        assert torch.equal(drawn(eos_token_id=ends, custom_generate=draw_ahead), wanted)
+        assert torch.equal(drawn(eos_token_id=ends, **caches.options(3, 60)), wanted)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop._Suppressed, "__call__", call_and_forbid)
             try:
-                got = drawn(eos_token_id=ends, custom_generate=draw_ahead)
+                got = drawn(eos_token_id=ends, **caches.options(3, 60))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(got, wanted)

@@ -7,7 +7,8 @@ next step's inputs only then, while the device has nothing to do. Here the answe
 host behind the steps that are queued already, and looked at when it has come. What was drawn beyond
 the end is cut off the ids; the cache and torch's random numbers have to be made anew after it, as
 :class:`static_cache.StaticCaches` and :class:`..answer_worker.Answerer` do. Tokens are those of
-transformers' loop, bit for bit: its logits processors and stopping criteria run, in its order.
+transformers' loop without compilation, bit for bit: its logits processors and stopping criteria
+run, in its order.
 
 Only what these two ask for is done: one answer a row, drawn or greedy. Processors and criteria that
 are not transformers' own may count how often they are called: with these, the device is asked after
