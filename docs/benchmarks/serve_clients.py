@@ -2,8 +2,9 @@
 
 ``python docs/benchmarks/serve_clients.py MODEL --out rows.json`` starts the server (``--engine``,
 ``--weights``), asks it one after the other, then by 64 clients at once, then 500 times more while
-hostile clients hold their connections open, and ends it. The row of the file has answers per
-second, how long the slowest look at ``/health`` took, and the GPU's memory before and after.
+hostile clients hold 400 connections open and send what is to be refused, and ends it. The row of
+the file has answers per second, how long the slowest look at ``/health`` took, what hostile
+requests were answered with, and the GPU's memory before and after.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
@@ -29,7 +32,11 @@ from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 
 SIDE = 1120
-STALLED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9000\r\n"
+HEADERS = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9000\r\n"
+HELD = b"", HEADERS, HEADERS + b"Content-Type: application/json\r\n\r\n{"
+"""What held connections have sent: nothing, some headers, the beginning of a body."""
+SIZE = 31_000_000
+AT_ONCE = 6
 
 
 def question(seed: int) -> dict:
@@ -85,14 +92,37 @@ class Watch(threading.Thread):
             self.seconds.append(time.perf_counter() - start)
 
 
-def hostile(port: int, number: int) -> list[socket.socket]:
-    """Connections of which half say nothing, and half stop within their headers."""
+def hold(port: int, number: int) -> list[socket.socket]:
+    """Connections that stop in the middle. The server may end those that are too many."""
     opened = []
     for each in range(number):
         connection = socket.create_connection(("127.0.0.1", port))
-        connection.sendall(STALLED if each % 2 else b"")
+        with suppress(OSError):
+            connection.sendall(HELD[each % len(HELD)])
         opened.append(connection)
     return opened
+
+
+def hostile_bodies(model: str) -> dict[str, bytes]:
+    asked = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    some, told = '{"a": 1}', asked.removesuffix("}")
+    return {
+        "31 MB of text": asked.replace("Hello", "word " * (SIZE // 5)).encode(),
+        "31 MB of objects": f'{told}, "a": [{", ".join([some] * (SIZE // 10))}]}}'.encode(),
+        "temperature 1e308": f'{told}, "temperature": 1e308}}'.encode(),
+    }
+
+
+def answered_with(url: str, body: bytes) -> int | str:
+    """A request's status, or that the server has closed the connection."""
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:  # before all was sent
+        return "closed"
 
 
 def gpu(what: str = "name") -> str | None:
@@ -123,14 +153,23 @@ def measure(options: argparse.Namespace, server: subprocess.Popen, url: str) -> 
     alone = clients.at_once(options.alone, 1, 0)
     together = clients.at_once(2 * options.clients, options.clients, 1000)
     before = gpu("memory.used")
-    held, watch = hostile(options.port, 64), Watch(url)
+    at, bodies = f"{url}/chat/completions", hostile_bodies(clients.model)
+    held, watch = hold(options.port, 400), Watch(url)
     watch.start()
-    many = clients.at_once(options.requests, options.clients, 2000)
+    with ThreadPoolExecutor(AT_ONCE * len(bodies)) as pool:
+        sent = {
+            name: [pool.submit(answered_with, at, body) for _ in range(AT_ONCE)]
+            for name, body in bodies.items()
+        }
+        many = clients.at_once(options.requests, options.clients, 2000)
     watch.ends.set()
     watch.join()
     for connection in held:
         connection.close()
     return {
+        "hostile": {
+            name: sorted({str(each.result()) for each in answers}) for name, answers in sent.items()
+        },
         "ready_s": round(ready, 1),
         "alone": alone,
         "together": together,
