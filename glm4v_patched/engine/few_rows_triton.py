@@ -90,31 +90,6 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
 
 
 @triton.jit
-def sum_parts(
-    parts,
-    scale,
-    bias,
-    number: tl.constexpr,
-    rows,
-    columns,
-    row,
-    column,
-    inside,
-    is_scaled: tl.constexpr,
-    has_bias: tl.constexpr,
-):
-    """fp32, of one row."""
-    total = tl.zeros(column.shape, tl.float32)
-    for part in tl.static_range(number):  # all are on their way at once
-        total += tl.load(parts + (part * rows + row) * columns + column, mask=inside, other=0.0)
-    if is_scaled:
-        total *= tl.load(scale + column, mask=inside, other=0.0)
-    if has_bias:
-        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
 def load_row(
     x,
     scale,
@@ -131,15 +106,16 @@ def load_row(
     has_bias: tl.constexpr,
 ):
     """fp32, of one row of a tensor, or of a product in parts, rounded to ``kind``."""
-    if is_parts:
-        value = sum_parts(
-            x, scale, bias, number, rows, columns, row, column, inside,
-            is_scaled, has_bias,
-        )  # fmt: skip
-        value = value.to(kind).to(tl.float32)
-    else:
-        value = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    return value
+    if not is_parts:
+        return tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros(column.shape, tl.float32)
+    for part in tl.static_range(number):  # all are on their way at once
+        total += tl.load(x + (part * rows + row) * columns + column, mask=inside, other=0.0)
+    if is_scaled:
+        total *= tl.load(scale + column, mask=inside, other=0.0)
+    if has_bias:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return total.to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -163,11 +139,11 @@ def triton_sum_of_parts(
     row = tl.program_id(1)
     column = tl.program_id(0) * block + tl.arange(0, block)
     inside = column < columns
-    total = sum_parts(
-        parts, scale, bias, number, rows, columns, row, column, inside, is_scaled, has_bias
-    )
     # Rounded before something is added to it, as a layer's own output is.
-    total = total.to(kind).to(tl.float32)
+    total = load_row(
+        parts, scale, bias, number, rows, columns, row, column, inside, kind, True, is_scaled,
+        has_bias,
+    )  # fmt: skip
     place = row * columns + column
     if has_residual:
         total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)

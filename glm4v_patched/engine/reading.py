@@ -50,12 +50,14 @@ class ReadTowerLayer(TransformerLayer):
     """Normalises, adds and quantises in one step."""
 
     def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
-        if not _takes(x_NTV) or x_NTV.dtype != self.input_layernorm.weight.dtype:
+        norms = self.input_layernorm, self.post_attention_layernorm
+        is_alike = x_NTV.dtype == norms[0].weight.dtype
+        if not (_takes(x_NTV) and is_alike and all(map(_is_bare, norms))):
             return super().layer_forward(x_NTV, *kept_weights)
         from .reading_triton import add_norm  # takes Triton
 
         mlp = self.mlp
-        quantises = type(mlp) is FrozenTowerMLP and _takes_quantised(mlp, mlp.fc1, x_NTV)
+        quantises = _takes_quantised(mlp, mlp.fc1, x_NTV)
         attended = self.attention(x_NTV, *kept_weights)
         x_NTV, given = add_norm(x_NTV, self.input_layernorm, attended, quantises)
         return add_norm(x_NTV, self.post_attention_layernorm, mlp(given), False)[0]
@@ -75,8 +77,6 @@ class ReadTowerMLP(TowerMLP):
 
 class ReadMLP(MLP):
     """SwiGLU in one step, which quantises if the second product is in fp8."""
-
-    leaves_parts = False  # to the block around it
 
     def forward(self, x: Any) -> Any:
         if not (isinstance(x, Quantised) or _takes(x)):
@@ -108,20 +108,17 @@ class ReadBlock(GLMBlock):
         handed, self.handed = self.handed, None
         if not _takes(x_BRD):
             return super().layer_forward(x_BRD, *attention_inputs)
-        from .few_rows_triton import sum_of_parts
-        from .reading_triton import add_rms_norm  # takes Triton
-
         if handed is None or handed[0] is not x_BRD:
-            handed = add_rms_norm(x_BRD, self.input_layernorm, None, self._quantises(x_BRD))
+            handed = _add_rms_norm(x_BRD, self.input_layernorm, None, self._quantises(x_BRD))
         attended = self.self_attention(handed[1], *attention_inputs)
         del handed
         quantises = _takes_quantised(self.mlp, self.mlp.dense_h_to_4h, x_BRD)
-        x_BRD, given = add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
+        x_BRD, given = _add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
         out = self.mlp(given)
         (block,) = self.behind or (None,)
         if block is None or not (_is_bare(self) and _is_bare(block)):
-            return sum_of_parts(out, x_BRD) if isinstance(out, Parts) else x_BRD + out
-        block.handed = add_rms_norm(x_BRD, block.input_layernorm, out, block._quantises(x_BRD))
+            return _add(x_BRD, out)
+        block.handed = _add_rms_norm(x_BRD, block.input_layernorm, out, block._quantises(x_BRD))
         return block.handed[0]
 
     def _quantises(self, x_BRD: Tensor) -> bool:
@@ -132,8 +129,6 @@ class ReadBlock(GLMBlock):
 class ReadSelfAttention(SelfAttention):
     """Rotates queries and keys where they are. Of one id of each row, writes its key and value to a
     cache of fixed size as it rotates, and attends to the cache's parts side by side."""
-
-    leaves_parts = False  # to the block around it
 
     def forward(
         self, x_BRD: Any, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
@@ -188,11 +183,28 @@ class ReadSelfAttention(SelfAttention):
         return heads_BRHC.split(self.split_sizes, dim=2)
 
 
+def _add(x: Tensor, y: Tensor | Parts) -> Tensor:
+    from .few_rows_triton import sum_of_parts  # takes Triton
+
+    return sum_of_parts(y, x) if isinstance(y, Parts) else x + y
+
+
+def _add_rms_norm(x: Tensor, norm: nn.Module, y: Any, quantises: bool) -> tuple[Tensor, Any]:
+    """By the kernel, if the norm is ours and bare; what another one makes is not quantised here."""
+    from .reading_triton import add_rms_norm  # takes Triton
+
+    if type(norm) is RMSNorm and _is_bare(norm):
+        return add_rms_norm(x, norm, y, quantises)
+    added = x if y is None else _add(x, y)
+    return added, norm(added)
+
+
 def _takes_quantised(module: nn.Module, layer: nn.Module, x: Any) -> bool:
     """Whether a module, or rather its first layer, takes :class:`fp8_numbers.Quantised` in the
     place of ``x``: with a scale for each row, or, of a few rows, for groups of channels."""
+    kinds = HeldLinear, FrozenTowerMLP, ReadMLP, ReadSelfAttention
     is_held = type(layer) is HeldLinear and x.dtype == torch.bfloat16
-    return is_held and _is_bare(module) and _is_bare(layer)
+    return is_held and type(module) in kinds and _is_bare(module) and _is_bare(layer)
 
 
 def _is_bare(module: nn.Module) -> bool:
@@ -225,9 +237,9 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
     return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)
 
 
-def _last_product(module: Any, layer: nn.Module, x: Any) -> Any:
-    """In parts only to what adds them: a hook on the module is shown a tensor."""
-    return in_parts(layer, x) if module.leaves_parts and _is_bare(module) else layer(x)
+def _last_product(module: nn.Module, layer: nn.Module, x: Any) -> Any:
+    """In parts to the block; a hook on the module is shown a tensor."""
+    return in_parts(layer, x) if _is_bare(module) else layer(x)
 
 
 def _takes(x: Any) -> bool:
@@ -244,27 +256,22 @@ def read_only(model: nn.Module) -> None:
     if importlib.util.find_spec("triton") is None:
         return
     for module in model.modules():
-        if isinstance(module, GLMBlock):
-            norms = module.input_layernorm, module.post_attention_layernorm
-            if {*map(type, norms)} != {RMSNorm}:
-                continue
+        if type(module) is GLMBlock:
+            for child in (module.self_attention, module.mlp):
+                child.__class__ = READ_IN_BLOCKS.get(type(child), type(child))
         module.__class__ = READ.get(type(module), type(module))
     for module in model.modules():
         if isinstance(module, GLMTransformer):
             for block, behind in pairwise(module.layers):
                 if {type(block), type(behind)} == {ReadBlock}:
                     vars(block)["behind"] = (behind,)
-        if type(module) is ReadBlock:
-            for child in (module.self_attention, module.mlp):
-                if type(child) in (ReadSelfAttention, ReadMLP):
-                    vars(child)["leaves_parts"] = True
 
 
 READ: dict[type, type] = {
     PatchEmbedding: ReadPatchEmbedding,
     TransformerLayer: ReadTowerLayer,
-    GLMBlock: ReadBlock,
-    SelfAttention: ReadSelfAttention,
-    MLP: ReadMLP,
     TowerMLP: ReadTowerMLP,
+    GLMBlock: ReadBlock,
 }
+READ_IN_BLOCKS: dict[type, type] = {SelfAttention: ReadSelfAttention, MLP: ReadMLP}
+"""That may leave parts, which others than blocks do not take."""

@@ -15,6 +15,7 @@ from glm4v_patched.engine.few_rows import Parts
 from glm4v_patched.engine.fp8_numbers import Quantised, quantise_rows
 from glm4v_patched.engine.reading import (
     READ,
+    READ_IN_BLOCKS,
     ReadPatchEmbedding,
     ReadSelfAttention,
     ReadTowerLayer,
@@ -51,6 +52,7 @@ if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
 
 SHALLOW_TOWER = {"num_hidden_layers": 2}
 PROCESSORS = 132  # of an H100 and an H200
+CLASSES = {*READ.values(), *READ_IN_BLOCKS.values()}
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
@@ -64,7 +66,7 @@ def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: has_triton or None)
     read_only(model)
     kinds = {type(each) for each in model.modules()}
-    assert kinds.isdisjoint(READ.values()) is not has_triton
+    assert kinds.isdisjoint(CLASSES) is not has_triton
     with torch.no_grad():
         assert torch.equal(model(**given).logits, wanted)
 
@@ -100,7 +102,7 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         calls = put_in_the_place_of_kernels(monkeypatch, model, has_products)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
         read_only(model)
-        assert {*READ.values()} - {*map(type, model.modules())} <= {ReadTowerMLP}
+        assert CLASSES - {*map(type, model.modules())} <= {ReadTowerMLP}
         found = logits()
     # Of one id; of two, where only layers in fp8 and the MLP are asked; not of the prompt's rows.
     a_layer = 8 if weights else 6 if reading.HAS_COUNTERS else 4
@@ -114,12 +116,13 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
 
 
 def drawn(model: nn.Module) -> torch.Tensor:
-    """Logits of a text and of an id behind it."""
-    cache, ids = StaticCache(config=model.config, max_cache_len=16), torch.tensor([text(10)])
+    """Logits of a text with a picture and of an id behind it."""
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    ids = torch.tensor([text(3) + grown_image() + text(5)])
     with torch.no_grad():
-        read = model(ids[:, :9], past_key_values=cache).logits
-        mask = torch.ones_like(ids)
-        return torch.cat((read, model(ids[:, 9:], mask, past_key_values=cache).logits), dim=1)
+        read = model(ids[:, :-1], pixel_values=pictures(1), past_key_values=cache).logits
+        last = model(ids[:, -1:], torch.ones_like(ids), past_key_values=cache).logits
+    return torch.cat((read, last), dim=1)
 
 
 def put(monkeypatch, model: nn.Module) -> None:
@@ -128,7 +131,14 @@ def put(monkeypatch, model: nn.Module) -> None:
     read_only(model)
 
 
-HOOKED = ("", "self_attention", "self_attention.query_key_value", "mlp", "mlp.dense_4h_to_h")
+NORMS = "input_layernorm", "post_attention_layernorm"
+OF_BLOCK = "self_attention", "self_attention.query_key_value", "mlp", "mlp.dense_4h_to_h", *NORMS
+OF_TOWER = "attention", "mlp", *NORMS
+HOOKED = [
+    "transformer.encoder.layers.0",
+    *(f"transformer.encoder.layers.0.{name}" for name in OF_BLOCK),
+    *(f"transformer.vision.transformer.layers.0.{name}" for name in OF_TOWER),
+]
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
@@ -144,7 +154,7 @@ def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
         seen.extend(map(type, (given[0], out)))
         return out.add_(1.0)
 
-    model.transformer.encoder.layers[0].get_submodule(name).register_forward_hook(hook)
+    model.get_submodule(name).register_forward_hook(hook)
     wanted = drawn(model)
     put(monkeypatch, model)
     assert apart(drawn(model), wanted) < 0.02
@@ -174,12 +184,18 @@ def test_masks_and_caches_that_kernels_do_not_take_are_torchs_to_attend_to(monke
         assert kept(1, 1, 1, 16, fills=(True, ())) is None
 
 
-def test_adapters_that_hold_a_norm_compute_as_before(monkeypatch):
-    class Kept(RMSNorm):
-        """As peft's ``modules_to_save`` puts another class there."""
-
+@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("name", ["", "mlp", "self_attention", "post_attention_layernorm"])
+def test_modules_of_another_class_compute_as_before(monkeypatch, name, weights):
+    """As adapters put them there."""
     model = build().eval().requires_grad_(False)
-    model.transformer.encoder.layers[0].post_attention_layernorm.__class__ = Kept
+    if weights:
+        monkeypatch.setattr(fp8, "_on_cpu", True)
+        fp8.hold_in_fp8(model, torch.device("cpu"))
+    module = model.transformer.encoder.layers[0].get_submodule(name)
+    kind: Any = type(module)
+    twice = {"forward": lambda self, x, *more: kind.forward(self, 2 * x, *more) * 2}
+    module.__class__ = type("Other", (kind,), twice)
     wanted = drawn(model)
     put(monkeypatch, model)
     assert apart(drawn(model), wanted) < 0.02
@@ -246,7 +262,7 @@ def test_a_model_on_a_gpu_reads_and_draws_as_before(weights):
     before = logits()
     read_only(model)
     kinds = {type(each) for each in model.modules()}
-    assert {*READ.values()} - kinds == ({ReadTowerMLP} if weights else set())
+    assert CLASSES - kinds == ({ReadTowerMLP} if weights else set())
     for found, was, wanted in zip(logits(), before, exact, strict=True):
         # In fp8 two ways of rounding are as far from each other as each is from bf16.
         assert apart(found, wanted) < (1.1 * apart(was, wanted) if weights else 0.02)

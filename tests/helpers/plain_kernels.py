@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import (
+    gelu,
+    layer_norm,
+    rms_norm,
+    scaled_dot_product_attention,
+    silu,
+)
 from transformers.cache_utils import StaticLayer
 
 from glm4v_patched.engine import few_rows, fp8_numbers, reading
@@ -54,13 +60,14 @@ def quantised(x: Tensor) -> Quantised:
 
 
 def add_norm(x, norm, y, quantises):
-    added = x + norm(y)
+    added = x + layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     return added, quantised(added) if quantises else added
 
 
 def add_rms_norm(x, norm, y, quantises):
     added = x if y is None else x + whole(y)
-    return added, quantised(norm(added)) if quantises else norm(added)
+    normed = rms_norm(added, norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
+    return added, quantised(normed) if quantises else normed
 
 
 def rotate(heads, rotated_heads, cos, sin):
