@@ -2,7 +2,7 @@
 
 ``python docs/benchmarks/serve_clients.py MODEL --out rows.json`` starts the server (``--engine``,
 ``--weights``), asks it one after the other, then by 64 clients at once, then 500 times more while
-hostile clients hold 400 connections open and send what is to be refused, and ends it. The row of
+hostile clients open 400 connections and send what is to be refused, and ends it. The row of
 the file has answers per second, how long the slowest look at ``/health`` took, what hostile
 requests were answered with, and the GPU's memory before and after.
 """

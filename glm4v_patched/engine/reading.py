@@ -38,7 +38,7 @@ class ReadPatchEmbedding(PatchEmbedding):
 
     def project(self, pixels_N3SS: Tensor) -> Tensor:
         proj = self.proj
-        if not _takes(pixels_N3SS) or type(proj) is not nn.Conv2d:
+        if not _takes(pixels_N3SS) or type(proj) is not nn.Conv2d or not _is_bare(proj):
             return super().project(pixels_N3SS)
         side = proj.kernel_size[0]
         patches = pixels_N3SS.unfold(2, side, side).unfold(3, side, side)
@@ -51,8 +51,8 @@ class ReadTowerLayer(TransformerLayer):
 
     def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
         norms = self.input_layernorm, self.post_attention_layernorm
-        is_alike = x_NTV.dtype == norms[0].weight.dtype
-        if not (_takes(x_NTV) and is_alike and all(map(_is_bare, norms))):
+        are_ours = all(type(norm) is nn.LayerNorm and _is_bare(norm) for norm in norms)
+        if not (_takes(x_NTV) and are_ours and x_NTV.dtype == norms[0].weight.dtype):
             return super().layer_forward(x_NTV, *kept_weights)
         from .reading_triton import add_norm  # takes Triton
 
@@ -156,7 +156,7 @@ class ReadSelfAttention(SelfAttention):
         if not is_filled or x.shape[1] != 1:
             return None
         kept: Any = cache.layers[self.layer_idx]
-        is_kept = type(kept) is StaticLayer and kept.is_initialized
+        is_kept = type(kept) is StaticLayer and kept.is_initialized and not cache.offloading
         if not is_kept or not _takes(kept.keys):
             return None
         rows, _, room, _ = kept.keys.shape
@@ -174,7 +174,8 @@ class ReadSelfAttention(SelfAttention):
         return kept if fits else None
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        if not _takes(heads_BRHC) or not heads_BRHC.is_contiguous():
+        fits = self.head_dim in HEAD_CHANNELS and heads_BRHC.is_contiguous()
+        if not (_takes(heads_BRHC) and fits):
             return super().rotate(heads_BRHC, cos, sin)
         from .reading_triton import rotate  # takes Triton
 

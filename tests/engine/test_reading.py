@@ -108,6 +108,7 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
     a_layer = 8 if weights else 6 if reading.HAS_COUNTERS else 4
     assert calls.count("parts_of_product") == has_products * layers * a_layer
     assert calls.count("attend_to_kept") == reading.HAS_COUNTERS * layers
+    assert calls.count("add_norm") == 2 * model.config.vision.num_hidden_layers
     # A block's input is normalised where it is made, but for the first block's.
     assert calls.count("add_rms_norm") == 3 * 2 * layers
     for one, other in zip(found, wanted, strict=True):
