@@ -9,6 +9,7 @@ requests were answered with, and the GPU's memory before and after.
 
 import argparse
 import base64
+import http.client
 import io
 import json
 import random
@@ -114,15 +115,16 @@ def hostile_bodies(model: str) -> dict[str, bytes]:
 
 
 def answered_with(url: str, body: bytes) -> int | str:
-    """A request's status, or that the server has closed the connection."""
+    """A request's status, or that the server has closed the connection, or has not answered."""
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=60) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
-    except OSError:  # before all was sent
-        return "closed"
+    except (OSError, http.client.HTTPException) as error:
+        is_late = isinstance(getattr(error, "reason", error), TimeoutError)
+        return "no answer" if is_late else "closed"
 
 
 def gpu(what: str = "name") -> str | None:

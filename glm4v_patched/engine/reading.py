@@ -57,7 +57,7 @@ class ReadTowerLayer(TransformerLayer):
         from .reading_triton import add_norm  # takes Triton
 
         mlp = self.mlp
-        quantises = _takes_quantised(mlp, mlp.fc1, x_NTV)
+        quantises = _takes_quantised(mlp, "fc1", x_NTV)
         attended = self.attention(x_NTV, *kept_weights)
         x_NTV, given = add_norm(x_NTV, self.input_layernorm, attended, quantises)
         return add_norm(x_NTV, self.post_attention_layernorm, mlp(given), False)[0]
@@ -85,7 +85,7 @@ class ReadMLP(MLP):
 
         last: Any = self.dense_4h_to_h
         wide = in_parts(self.dense_h_to_4h, x)
-        if _takes_quantised(last, last, wide):
+        if _is_held(last, wide):
             *leading, width = wide.shape
             rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
             is_few = few_rows.takes(math.prod(leading), last.weight)
@@ -112,7 +112,7 @@ class ReadBlock(GLMBlock):
             handed = _add_rms_norm(x_BRD, self.input_layernorm, None, self._quantises(x_BRD))
         attended = self.self_attention(handed[1], *attention_inputs)
         del handed
-        quantises = _takes_quantised(self.mlp, self.mlp.dense_h_to_4h, x_BRD)
+        quantises = _takes_quantised(self.mlp, "dense_h_to_4h", x_BRD)
         x_BRD, given = _add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
         out = self.mlp(given)
         (block,) = self.behind or (None,)
@@ -122,8 +122,7 @@ class ReadBlock(GLMBlock):
         return block.handed[0]
 
     def _quantises(self, x_BRD: Tensor) -> bool:
-        attention = self.self_attention
-        return _takes_quantised(attention, attention.query_key_value, x_BRD)
+        return _takes_quantised(self.self_attention, "query_key_value", x_BRD)
 
 
 class ReadSelfAttention(SelfAttention):
@@ -142,7 +141,7 @@ class ReadSelfAttention(SelfAttention):
         heads = in_parts(self.query_key_value, x_BRD)
         query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
         quantises = (
-            _takes_quantised(self.dense, self.dense, heads)
+            _is_held(self.dense, heads)
             and few_rows.takes(len(query_BHC), self.dense.weight)
             and self.head_dim == few_rows.WIDTH
         )
@@ -200,12 +199,16 @@ def _add_rms_norm(x: Tensor, norm: nn.Module, y: Any, quantises: bool) -> tuple[
     return added, norm(added)
 
 
-def _takes_quantised(module: nn.Module, layer: nn.Module, x: Any) -> bool:
-    """Whether a module, or rather its first layer, takes :class:`fp8_numbers.Quantised` in the
-    place of ``x``: with a scale for each row, or, of a few rows, for groups of channels."""
-    kinds = HeldLinear, FrozenTowerMLP, ReadMLP, ReadSelfAttention
-    is_held = type(layer) is HeldLinear and x.dtype == torch.bfloat16
-    return is_held and type(module) in kinds and _is_bare(module) and _is_bare(layer)
+def _takes_quantised(module: nn.Module, first: str, x: Any) -> bool:
+    """Whether a module, or rather its first layer, takes ``Quantised`` in the place of ``x``."""
+    is_ours = type(module) in (FrozenTowerMLP, ReadMLP, ReadSelfAttention) and _is_bare(module)
+    return is_ours and _is_held(getattr(module, first), x)
+
+
+def _is_held(layer: nn.Module, x: Any) -> bool:
+    """Whether a layer takes :class:`fp8_numbers.Quantised` in the place of ``x``: with a scale for
+    each row, or, of a few rows, for groups of channels."""
+    return type(layer) is HeldLinear and x.dtype == torch.bfloat16 and _is_bare(layer)
 
 
 def _is_bare(module: nn.Module) -> bool:

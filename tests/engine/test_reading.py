@@ -139,6 +139,12 @@ HOOKED = [
     "transformer.encoder.layers.0",
     *(f"transformer.encoder.layers.0.{name}" for name in OF_BLOCK),
     *(f"transformer.vision.transformer.layers.0.{name}" for name in OF_TOWER),
+    "transformer.vision.patch_embedding.proj",
+]
+OTHERS = [
+    *(f"transformer.encoder.layers.0{name}" for name in ("", ".mlp", ".self_attention")),
+    "transformer.encoder.layers.0.post_attention_layernorm",
+    "transformer.vision.transformer.layers.0.input_layernorm",
 ]
 
 
@@ -183,20 +189,58 @@ def test_masks_and_caches_that_kernels_do_not_take_are_torchs_to_attend_to(monke
         assert kept(1, 1, 1, 16, dtype=torch.float32) is attention._kept(x, None, cache, fills)
         assert kept(1, 1, 1, 16, x=x.half()) is kept(1, 1, 1, 16, x=x.expand(3, 2, -1)) is None
         assert kept(1, 1, 1, 16, fills=(True, ())) is None
+        cache.offloading = True  # its update copies keys to the device
+        assert kept(1, 1, 1, 16) is None
+
+
+def test_heads_that_kernels_do_not_take_are_rotated_by_torch(monkeypatch):
+    model = build().eval().requires_grad_(False)
+    wanted = drawn(model)
+    calls = put_in_the_place_of_kernels(monkeypatch, model, True)
+    monkeypatch.setattr(reading, "HEAD_CHANNELS", ())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    read_only(model)
+    assert apart(drawn(model), wanted) < 0.02
+    assert "add_rms_norm" in calls and {"rotate", "rotate_and_keep"}.isdisjoint(calls)
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
-@pytest.mark.parametrize("name", ["", "mlp", "self_attention", "post_attention_layernorm"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_modules_of_another_class_compute_as_before(monkeypatch, name, weights):
     """As adapters put them there."""
     model = build().eval().requires_grad_(False)
     if weights:
         monkeypatch.setattr(fp8, "_on_cpu", True)
         fp8.hold_in_fp8(model, torch.device("cpu"))
-    module = model.transformer.encoder.layers[0].get_submodule(name)
+    module = model.get_submodule(name)
     kind: Any = type(module)
     twice = {"forward": lambda self, x, *more: kind.forward(self, 2 * x, *more) * 2}
     module.__class__ = type("Other", (kind,), twice)
+    wanted = drawn(model)
+    put(monkeypatch, model)
+    assert apart(drawn(model), wanted) < 0.02
+
+
+class Wrapper(nn.Module):
+    """An adapter around a module, that has no names of what it wraps."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given):
+        return 2 * self.inner(*given)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("name", ["self_attention", "mlp", *NORMS])
+def test_wrapped_modules_compute_as_before(monkeypatch, name, weights):
+    model = build().eval().requires_grad_(False)
+    if weights:
+        monkeypatch.setattr(fp8, "_on_cpu", True)
+        fp8.hold_in_fp8(model, torch.device("cpu"))
+    block = model.transformer.encoder.layers[0]
+    setattr(block, name, Wrapper(getattr(block, name)))
     wanted = drawn(model)
     put(monkeypatch, model)
     assert apart(drawn(model), wanted) < 0.02
