@@ -12,6 +12,7 @@ import base64
 import http.client
 import io
 import json
+import os
 import random
 import shutil
 import socket
@@ -128,10 +129,12 @@ def answered_with(url: str, body: bytes) -> int | str:
 
 
 def gpu(what: str = "name") -> str | None:
-    """What the driver says of the first GPU; None where there is none."""
+    """What the driver says of the GPU that the server takes; None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={first}", f"--query-gpu={what}"]
+    command += ["--format=csv,noheader,nounits"]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[0]
 
 
