@@ -132,9 +132,9 @@ def gpu(what: str = "name") -> str | None:
     """What the driver says of the GPU that the server takes; None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    command = ["nvidia-smi", f"--id={first}", f"--query-gpu={what}"]
-    command += ["--format=csv,noheader,nounits"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    asked = [f"--id={first}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *asked]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[0]
 
 
