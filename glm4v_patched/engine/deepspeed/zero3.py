@@ -14,6 +14,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -143,19 +144,29 @@ def gather_in_place(gather: Callable) -> Callable:
         wholes = [shard.new_empty(processes * shard.numel()) for shard in shards]
         works = []
         for dtype in dict.fromkeys(shard.dtype for shard in shards):  # one, and bytes
-            with distributed_c10d._coalescing_manager(group, async_ops=True) as work:
-                for whole, shard in zip(wholes, shards, strict=True):
-                    if shard.dtype is dtype:
-                        torch.distributed.all_gather_into_tensor(
-                            whole, shard, group=group, async_op=True
-                        )
-            works.append(work)
+            with _one_launch(group, shards[0].is_cuda) as launch:
+                each = [
+                    torch.distributed.all_gather_into_tensor(
+                        whole, shard, group=group, async_op=True
+                    )
+                    for whole, shard in zip(wholes, shards, strict=True)
+                    if shard.dtype is dtype
+                ]
+            works += each if launch is None else [launch]
         for whole, parameter in zip(wholes, parameters, strict=True):
             parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
             parameter.ds_status = status.INFLIGHT
         return _Gather(works, parameters)
 
     return gather_without_copies
+
+
+def _one_launch(group: Any, on_gpu: bool) -> AbstractContextManager:
+    # gloo's coalesced gathers of torch 2.13 spoil the heap where several are under way: a process
+    # dies after some thousands.
+    if not on_gpu:
+        return nullcontext()
+    return distributed_c10d._coalescing_manager(group, async_ops=True)
 
 
 def _are_plain(parameters: list[Any]) -> bool:
