@@ -428,7 +428,7 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
     """The task of a folder, new or begun. Raises :class:`Failed` if that was another one."""
     size = SIZES[options.size]
     changes = {"steps": options.steps, "lora_steps": options.lora_steps, "rate": options.rate}
-    changes |= {"batch": options.batch, "compile": options.compile}
+    changes |= {"batch": options.batch, "compile": options.compile, "held_out": options.held_out}
     given = {name: value for name, value in changes.items() if value is not None}
     size = Size(**vars(size) | given)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -466,7 +466,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=[*PHASES])
-    for name, what in (("steps", int), ("lora-steps", int), ("batch", int), ("rate", float)):
+    changes = {"steps": int, "lora-steps": int, "batch": int, "held-out": int, "rate": float}
+    for name, what in changes.items():
         parser.add_argument(f"--{name}", type=what, help="another than the size's own")
     parser.add_argument("--no-compile", dest="compile", action="store_const", const=False)
     arguments = sys.argv[1:] if arguments is None else arguments
