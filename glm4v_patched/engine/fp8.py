@@ -222,13 +222,22 @@ class HeldLinear(nn.Linear):
         return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
 
 
+def is_bare(module: nn.Module) -> bool:
+    """Whether no hook or replaced ``forward`` is on a module, which who passes over it would pass
+    over, too."""
+    return "forward" not in module.__dict__ and not (
+        module._forward_hooks or module._forward_pre_hooks
+    )
+
+
 class FrozenTowerMLP(MLP):
     """Of a tower that no gradient reaches: its activation function quantises for ``fc2``."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
         fc1: Any = self.fc1
         fc2: Any = self.fc2
-        if not {type(fc1), type(fc2)} <= {Linear, HeldLinear}:  # adapters may come later
+        are_ours = {type(fc1), type(fc2)} <= {Linear, HeldLinear}  # adapters may come later
+        if not (are_ours and is_bare(fc1) and is_bare(self.activation_fn) and is_bare(fc2)):
             return super().forward(x_NTV)
         x = _in_computed_type(x_NTV)
         wide = fc1.without_bias(x.reshape(-1, fc1.in_features))

@@ -22,7 +22,7 @@ from ..remote.visual import MLP as TowerMLP
 from ..remote.visual import PatchEmbedding, TransformerLayer
 from . import few_rows
 from .few_rows import Parts, multiprocessors
-from .fp8 import FrozenTowerMLP, HeldLinear
+from .fp8 import FrozenTowerMLP, HeldLinear, is_bare
 from .fp8_numbers import Quantised
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ class ReadPatchEmbedding(PatchEmbedding):
 
     def project(self, pixels_N3SS: Tensor) -> Tensor:
         proj = self.proj
-        if not _takes(pixels_N3SS) or type(proj) is not nn.Conv2d or not _is_bare(proj):
+        if not _takes(pixels_N3SS) or type(proj) is not nn.Conv2d or not is_bare(proj):
             return super().project(pixels_N3SS)
         side = proj.kernel_size[0]
         patches = pixels_N3SS.unfold(2, side, side).unfold(3, side, side)
@@ -51,7 +51,7 @@ class ReadTowerLayer(TransformerLayer):
 
     def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
         norms = self.input_layernorm, self.post_attention_layernorm
-        are_ours = all(type(norm) is nn.LayerNorm and _is_bare(norm) for norm in norms)
+        are_ours = all(type(norm) is nn.LayerNorm and is_bare(norm) for norm in norms)
         if not (_takes(x_NTV) and are_ours and x_NTV.dtype == norms[0].weight.dtype):
             return super().layer_forward(x_NTV, *kept_weights)
         from .reading_triton import add_norm  # takes Triton
@@ -67,9 +67,11 @@ class ReadTowerMLP(TowerMLP):
     """GELU in the memory of its input."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
-        wide = self.fc1(x_NTV)
-        if not _takes(wide) or type(self.activation_fn) is not type(ACT2FN["gelu"]):
-            return self.fc2(self.activation_fn(wide))
+        wide, activation = self.fc1(x_NTV), self.activation_fn
+        is_gelu = type(activation) is type(ACT2FN["gelu"]) and is_bare(activation)
+        # A hook on the first layer may have kept its output.
+        if not (_takes(wide) and is_gelu and is_bare(self.fc1)):
+            return self.fc2(activation(wide))
         from .fp8_triton import activate  # takes Triton
 
         return self.fc2(activate(wide, "gelu"))
@@ -116,7 +118,7 @@ class ReadBlock(GLMBlock):
         x_BRD, given = _add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
         out = self.mlp(given)
         (block,) = self.behind or (None,)
-        if block is None or not (_is_bare(self) and _is_bare(block)):
+        if block is None or not (is_bare(self) and is_bare(block)):
             return _add(x_BRD, out)
         block.handed = _add_rms_norm(x_BRD, block.input_layernorm, out, block._quantises(x_BRD))
         return block.handed[0]
@@ -174,7 +176,8 @@ class ReadSelfAttention(SelfAttention):
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         fits = self.head_dim in HEAD_CHANNELS and heads_BRHC.is_contiguous()
-        if not (_takes(heads_BRHC) and fits):
+        # A hook on the layer before may have kept its output.
+        if not (_takes(heads_BRHC) and fits and is_bare(self.query_key_value)):
             return super().rotate(heads_BRHC, cos, sin)
         from .reading_triton import rotate  # takes Triton
 
@@ -193,7 +196,7 @@ def _add_rms_norm(x: Tensor, norm: nn.Module, y: Any, quantises: bool) -> tuple[
     """By the kernel, if the norm is ours and bare; what another one makes is not quantised here."""
     from .reading_triton import add_rms_norm  # takes Triton
 
-    if type(norm) is RMSNorm and _is_bare(norm):
+    if type(norm) is RMSNorm and is_bare(norm):
         return add_rms_norm(x, norm, y, quantises)
     added = x if y is None else _add(x, y)
     return added, norm(added)
@@ -201,21 +204,14 @@ def _add_rms_norm(x: Tensor, norm: nn.Module, y: Any, quantises: bool) -> tuple[
 
 def _takes_quantised(module: nn.Module, first: str, x: Any) -> bool:
     """Whether a module, or rather its first layer, takes ``Quantised`` in the place of ``x``."""
-    is_ours = type(module) in (FrozenTowerMLP, ReadMLP, ReadSelfAttention) and _is_bare(module)
+    is_ours = type(module) in (FrozenTowerMLP, ReadMLP, ReadSelfAttention) and is_bare(module)
     return is_ours and _is_held(getattr(module, first), x)
 
 
 def _is_held(layer: nn.Module, x: Any) -> bool:
     """Whether a layer takes :class:`fp8_numbers.Quantised` in the place of ``x``: with a scale for
     each row, or, of a few rows, for groups of channels."""
-    return type(layer) is HeldLinear and x.dtype == torch.bfloat16 and _is_bare(layer)
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether no hook or replaced ``forward`` is on a module."""
-    return "forward" not in vars(module) and not (
-        module._forward_hooks or module._forward_pre_hooks
-    )
+    return type(layer) is HeldLinear and x.dtype == torch.bfloat16 and is_bare(layer)
 
 
 def in_parts(layer: nn.Module, x: Any) -> Any:
@@ -224,7 +220,7 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
     linear: Any = layer
     *leading, width = x.shape
     if not (
-        _is_bare(layer)
+        is_bare(layer)
         and type(layer) in (nn.Linear, HeldLinear)
         and type(linear.weight) is nn.Parameter  # no package's that holds it in fewer bytes
         and (isinstance(x, Quantised) or _takes(x))
@@ -243,7 +239,7 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
 
 def _last_product(module: nn.Module, layer: nn.Module, x: Any) -> Any:
     """In parts to the block; a hook on the module is shown a tensor."""
-    return in_parts(layer, x) if _is_bare(module) else layer(x)
+    return in_parts(layer, x) if is_bare(module) else layer(x)
 
 
 def _takes(x: Any) -> bool:

@@ -134,7 +134,7 @@ def put(monkeypatch, model: nn.Module) -> None:
 
 NORMS = "input_layernorm", "post_attention_layernorm"
 OF_BLOCK = "self_attention", "self_attention.query_key_value", "mlp", "mlp.dense_4h_to_h", *NORMS
-OF_TOWER = "attention", "mlp", *NORMS
+OF_TOWER = "attention", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", *NORMS
 HOOKED = [
     "transformer.encoder.layers.0",
     *(f"transformer.encoder.layers.0.{name}" for name in OF_BLOCK),
@@ -156,16 +156,19 @@ def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
         monkeypatch.setattr(fp8, "_on_cpu", True)
         fp8.hold_in_fp8(model, torch.device("cpu"))
     seen: list[type] = []
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def hook(module, given, out):
         seen.extend(map(type, (given[0], out)))
-        return out.add_(1.0)
+        kept.append((out.add_(1.0), out.clone()))
+        return out
 
     model.get_submodule(name).register_forward_hook(hook)
     wanted = drawn(model)
     put(monkeypatch, model)
     assert apart(drawn(model), wanted) < 0.02
     assert {*seen} == {torch.Tensor}
+    assert all(torch.equal(out, as_it_was) for out, as_it_was in kept)
 
 
 @pytest.mark.skipif(not reading.HAS_COUNTERS, reason="install transformers 5.4 or newer")

@@ -90,8 +90,10 @@ def attend_to_kept(query, kept, mask, quantises):
 
 
 def activate(x, function):
+    if function == "gelu":
+        return x.copy_(gelu(x))  # in its own memory
     gate, up = whole(x).chunk(2, dim=-1)
-    return gelu(x) if function == "gelu" else silu(gate) * up
+    return silu(gate) * up
 
 
 def quantise_rows(x, bias, function, group):
