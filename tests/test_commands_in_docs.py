@@ -348,9 +348,18 @@ def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):
     # fp8 takes a GPU: tests/models, -m gpu.
     commands = dict.fromkeys(command.replace(" --weights fp8", "") for command in given)
     (reader.folder / "scores.py").write_text(code)
-    (reader.folder / "shapes").mkdir()  # as docs/fp8.md has what it trains
-    for name in ("trained", "held_out.jsonl", "cat.png"):
-        (reader.folder / "shapes" / name).symlink_to(reader.folder / name)
+    # As docs/fp8.md has what it trains.
+    (reader.folder / "shapes").mkdir()
+    (reader.folder / "reading" / "data").mkdir(parents=True)
+    for name, made in (
+        ("shapes/trained", "trained"),
+        ("shapes/held_out.jsonl", "held_out.jsonl"),
+        ("shapes/cat.png", "cat.png"),
+        ("reading/latin", "trained"),
+        ("reading/data/held_out_latin.jsonl", "held_out.jsonl"),
+        ("reading/data/cat.png", "cat.png"),
+    ):
+        (reader.folder / name).symlink_to(reader.folder / made)
     for command in commands:
         typed = "What is it?\n/image cat.png\nAnd this?\n" if " chat " in command else ""
         told = reader.here(f"{command} --device cpu --max-new-tokens 3", typed=typed)
