@@ -43,7 +43,8 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     """The model in a folder or of an id of the Hub, and the adapters on it, if it is theirs.
 
     ``ValueError`` if it is not there, not whole or no glm-4v, if its adapters are of a model that
-    has changed since, or if the Hub does not answer; ``RuntimeError`` if a package is missing.
+    has changed since, if it was saved quantised and is to be held otherwise, or if the Hub does not
+    answer; ``RuntimeError`` if a package is missing.
 
     Args:
         revision: Of an id of the Hub; of a folder of adapters, that of their model there.
@@ -59,6 +60,10 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         require_recorded_base(base)
         require_whole(base.model, base.revision)
     if method := quantised_by(base.model, base.revision):
+        if weights is not None:
+            raise ValueError(
+                f"--weights {weights}: {base.model} was saved quantised by {method}; leave it out"
+            )
         require_packages(method, f"{base.model}, which was saved quantised by {method},")
     return base
 

@@ -14,23 +14,22 @@ def check_weights(weights: str | None, device: str, cache: str = "auto") -> None
     kept_cache(cache, weights, "dynamic")
 
 
-def kept_cache(cache: str, weights: str | None, otherwise: str, saved_by: str | None = None) -> str:
+def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
     """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``.
 
     Args:
-        weights: How they are held. With fp8 alone a cache may be of fixed size: of bitsandbytes'
-            layers those of 8 bits wait for the device.
-        saved_by: The method that the model was saved quantised by. Those of compressed-tensors copy
-            between the host and the GPU in every step, and what others do is not known.
+        weights: How they are held, or the method that the model was saved quantised by. With fp8
+            alone a cache may be of fixed size: of bitsandbytes' layers those of 8 bits wait for the
+            device, and those of compressed-tensors copy between the host and the GPU in every step.
 
     Raises:
         ValueError: steps with such weights cannot have the cache.
     """
-    fixed = weights in (None, "fp8") and saved_by is None
+    fixed = weights in (None, "fp8")
     if cache == "auto":
         return otherwise if fixed else "dynamic"
     if cache != "dynamic" and not fixed:
-        told = f"--weights {weights}" if weights else f"a model saved by {saved_by}"
+        told = f"--weights {weights}" if weights in WEIGHTS else f"a model saved by {weights}"
         raise ValueError(
             f"--cache {cache} with {told}: it is for steps that are recorded, and "
             "those of such layers are not; leave out --cache"

@@ -136,25 +136,26 @@ def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
 
 def many_under_way(gathers: int = 500, under_way: int = 4) -> int:
     """How many weights of all sizes are not both processes' shards, after so many gathers of which
-    so many are under way at once. gloo's that are coalesced end one in some 10,000 of them by a
-    heap that is spoilt, so that none is."""
+    so many are under way at once. Coalesced ones by gloo would end a process about once in 10,000,
+    so none is coalesced here."""
     group, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     sizes = random.Random(0)
     gather = zero3.gather_in_place(not_ours)
-    waiting, wrong = [], 0
-    for number in range(gathers):
-        lengths = [sizes.randrange(1, 4000) for _ in range(sizes.randrange(1, 13))]
-        shards = [torch.full((length,), number % 50 + rank) for length in lengths]
-        weights = [sharded(shard.bfloat16(), place, group) for place, shard in enumerate(shards)]
-        waiting.append((gather(weights), weights, number % 50))
-        if len(waiting) > under_way:
+    waiting: list[tuple] = []
+    wrong = 0
+    for number in range(gathers + under_way):
+        if number < gathers:
+            lengths = [sizes.randrange(1, 4000) for _ in range(sizes.randrange(1, 13))]
+            shards = [torch.full((length,), number % 50 + rank).bfloat16() for length in lengths]
+            weights = [sharded(shard, place, group) for place, shard in enumerate(shards)]
+            waiting.append((gather(weights), weights, number % 50))
+        if number >= under_way:
             work, weights, lowest = waiting.pop(0)
             work.wait()
             for weight in weights:
                 first, second = weight.data.chunk(2)
                 wrong += not ((first == lowest).all() and (second == lowest + 1).all())
-    for work, *_ in waiting:
-        work.wait()
+    assert not waiting
     return wrong
 
 

@@ -117,6 +117,8 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
     missing = "saved quantised by gptq, needs gptqmodel: .*install gptqmodel"
     with pytest.raises(RuntimeError, match=missing):
         find_source(str(model))
+    with pytest.raises(ValueError, match="--weights fp8: .* was saved quantised by gptq; leave it"):
+        find_source(str(model), weights="fp8")
 
 
 def test_what_transformers_reads_alike_is_whole(model, tmp_path):

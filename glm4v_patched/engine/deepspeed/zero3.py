@@ -163,7 +163,7 @@ def gather_in_place(gather: Callable) -> Callable:
 
 def _one_launch(group: Any, on_gpu: bool) -> AbstractContextManager:
     # gloo's coalesced gathers of torch 2.13 spoil the heap where several are under way: a process
-    # dies after some thousands.
+    # dies after some thousands of them.
     if not on_gpu:
         return nullcontext()
     return distributed_c10d._coalescing_manager(group, async_ops=True)

@@ -56,5 +56,5 @@ class StaticCaches:
 def chosen(cache: str, device: str, base: Base, weights: str | None = None) -> str:
     """``static`` or ``dynamic``; ``auto`` is ``static`` on a GPU, if the steps of such weights can
     be recorded."""
-    saved_by = quantised_by(base.model, base.revision)
-    return kept_cache(cache, weights, "dynamic" if device == "cpu" else "static", saved_by)
+    weights = weights or quantised_by(base.model, base.revision)
+    return kept_cache(cache, weights, "dynamic" if device == "cpu" else "static")
