@@ -223,8 +223,8 @@ class HeldLinear(nn.Linear):
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether no hook or replaced ``forward`` is on a module, which who passes over it would pass
-    over, too."""
+    """Whether a module has no hook and no replaced ``forward``, so that nothing is left out where
+    something else computes what it does."""
     return "forward" not in module.__dict__ and not (
         module._forward_hooks or module._forward_pre_hooks
     )
