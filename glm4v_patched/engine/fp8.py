@@ -117,22 +117,33 @@ class _QuantisedWhereUsed(torch.autograd.Function):
         return of_input, of_weight
 
 
-class _Held(torch.autograd.Function):
-    """A product with a weight that is held quantised: the bytes of its numbers ``(O, I)``, maybe
-    also transposed, and the bits of its scales ``(O, 1)``."""
+class HeldProduct(torch.autograd.Function):
+    """A product with a weight that is held, or was gathered, quantised: the bytes of its numbers
+    ``(O, I)``, maybe also transposed, and the bits of its scales ``(O, 1)``. ``trained`` is the
+    parameter that gets the weight's gradient; it is not read."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, transposed: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        transposed: Tensor | None,
+        trained: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(weight, scale, transposed)  # no input: only its gradient is wanted
-        ctx.of_input = x.dtype
+        ctx.save_for_backward(weight, scale, transposed, x if ctx.needs_input_grad[4] else None)
+        ctx.of_input, ctx.of_weight = x.dtype, trained.dtype if trained is not None else None
         numbers = weight.view(E4M3)
         return product(*quantise_rows(x), numbers, scale.view(torch.float32))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        weight, scale, transposed = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, transposed, x = ctx.saved_tensors
+        of_input = of_weight = None
+        if ctx.needs_input_grad[4]:
+            of_weight = _cast(gradient.t() @ _cast(x, gradient.dtype), ctx.of_weight)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, of_weight
         # The weight's scales belong to the channels that are summed here: they go to the gradient,
         # and the same numbers do for both products.
         quantised = quantise_rows(gradient.float() * scale.view(torch.float32).t())
@@ -140,7 +151,7 @@ class _Held(torch.autograd.Function):
             transposed = _after(quantised[1], weight).t().contiguous()
         ones = quantised[1].new_ones(len(transposed), 1)
         of_input = product(*quantised, transposed.view(E4M3), ones)
-        return _cast(of_input, ctx.of_input), None, None, None
+        return _cast(of_input, ctx.of_input), None, None, None, of_weight
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -206,7 +217,7 @@ class HeldLinear(nn.Linear):
     def without_bias(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return product(*quantise_rows(x), *self.quantised())
-        return _Held.apply(x, self.weight, self.weight_scale, self.transposed)
+        return HeldProduct.apply(x, self.weight, self.weight_scale, self.transposed, None)
 
     def in_parts(self, x: Any) -> Parts:
         """The product of so few rows that :func:`few_rows.takes` them, left in parts."""
@@ -236,7 +247,7 @@ class FrozenTowerMLP(MLP):
     def forward(self, x_NTV: Tensor) -> Tensor:
         fc1: Any = self.fc1
         fc2: Any = self.fc2
-        are_ours = {type(fc1), type(fc2)} <= {Linear, HeldLinear}  # adapters may come later
+        are_ours = all(isinstance(fc, (Linear, HeldLinear)) for fc in (fc1, fc2))  # no adapter's
         if not (are_ours and is_bare(fc1) and is_bare(self.activation_fn) and is_bare(fc2)):
             return super().forward(x_NTV)
         x = _in_computed_type(x_NTV)

@@ -133,15 +133,21 @@ def activate(x: Tensor | Parts, function: str) -> Tensor:
 
 
 def quantise_rows(
-    x: Tensor | Parts, bias: Tensor | None = None, function: str = "none", group: int | None = None
+    x: Tensor | Parts,
+    bias: Tensor | None = None,
+    function: str = "none",
+    group: int | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`fp8_numbers.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
     ``swiglu``."""
     *leading, width = x.shape
     channels, rows = width // 2 if function == "swiglu" else width, math.prod(leading)
-    numbers = _of(x).new_empty(rows, channels, dtype=E4M3)
     group = group or channels
-    scales = numbers.new_empty(rows, triton.cdiv(channels, group), dtype=torch.float32)
+    if into is None:
+        numbers = _of(x).new_empty(rows, channels, dtype=E4M3)
+        into = numbers, numbers.new_empty(rows, triton.cdiv(channels, group), dtype=torch.float32)
+    numbers, scales = into
     _activate(x, bias, function, numbers, scales, group)
     return numbers, scales
 

@@ -131,8 +131,8 @@ def test_what_deepspeed_is_asked_for_beside_is_left_to_it(monkeypatch):
     for options in ({"quantize": True}, {"safe_mode": True}):
         gather(weights, **options)
         assert asked.pop() == (weights[::-1], {"quantize": False} | options)
-    monkeypatch.delattr(zero3.distributed_c10d, "_coalescing_manager")
-    with pytest.raises(RuntimeError, match=r"torch .* has no .*_coalescing_manager.*install"):
+    monkeypatch.setattr(zero3, "GATHERS_AT_ONCE", "renamed")
+    with pytest.raises(RuntimeError, match=r"torch .* has no .*ProcessGroup.renamed.*install"):
         zero3.adapt_zero3(nn.Linear(1, 1), EngineOptions(compile=True))
 
 

@@ -40,6 +40,7 @@ OF_SHARDED_WEIGHTS = (
     "ds_active_sub_modules",
     "ds_id",
     "ds_numel",
+    "ds_persist",
     "ds_process_group",
     "ds_secondary_tensor",
     "ds_shape",

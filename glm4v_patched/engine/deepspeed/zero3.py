@@ -14,21 +14,21 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch import Tensor, distributed, nn
 
 from ..activation_checkpointing import checkpointed_layers
 from ..options import EngineOptions
 from . import internals
+from .quantised_gathers import QuantisedGathers
 
 WAITS_FOR_EVERY_GATHER = Version("0.19.8")
+GATHERS_AT_ONCE = "allgather_into_tensor_coalesced"
 
 
 @cache
@@ -58,11 +58,11 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
     """Before ``deepspeed.initialize``; most of it takes effect in the first forward pass, which
     raises ``RuntimeError`` if DeepSpeed has renamed what is replaced."""
     gathers = options.gathers_whole_layers and options.gather_in_place
-    if gathers and not hasattr(distributed_c10d, "_coalescing_manager"):
+    if gathers and not hasattr(distributed.ProcessGroup, GATHERS_AT_ONCE):
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.distributed.distributed_c10d."
-            "_coalescing_manager, with which weights are gathered in one launch; install a tested "
-            "one (README, What you need)"
+            f"torch {torch.__version__} has no torch.distributed.ProcessGroup.{GATHERS_AT_ONCE}, "
+            "with which weights are gathered in one launch; install a tested one (README, What you "
+            "need)"
         )
     if options.gathers_whole_layers:
         from deepspeed.utils import set_z3_leaf_modules
@@ -76,7 +76,10 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
         weights = list(model.parameters())  # by now all are sharded, adapters too
         if gathers:
             internals.require(weights, internals.OF_SHARDED_WEIGHTS)
-            internals.replace_in_all(weights, "all_gather_coalesced", gather_in_place)
+            quantised = QuantisedGathers(model) if options.fp8 else None
+            internals.replace_in_all(
+                weights, "all_gather_coalesced", partial(gather_in_place, quantised=quantised)
+            )
         if options.norms_in_place:
             internals.replace_in_all(
                 internals.zero3_optimizers(model), internals.GRADIENT_NORM, norm_in_place
@@ -126,7 +129,7 @@ class _Gather:
         self.works, self.parameters = [], []  # which hold memory
 
 
-def gather_in_place(gather: Callable) -> Callable:
+def gather_in_place(gather: Callable, quantised: QuantisedGathers | None = None) -> Callable:
     """``gather``, a parameter's ``all_gather_coalesced``, without copies where that is possible."""
     status = internals.resolve(internals.ZERO_PARAM_STATUS)
 
@@ -138,35 +141,30 @@ def gather_in_place(gather: Callable) -> Callable:
         if quantize or options or not _are_plain(parameters):
             return gather(parameters, quantize=quantize, **options)
         group = parameters[0].ds_process_group
-        processes = torch.distributed.get_world_size(group)
-        shards = [parameter.ds_tensor for parameter in parameters]
-        # Before the manager, which leaves the group unusable if there is no memory inside of it.
-        wholes = [shard.new_empty(processes * shard.numel()) for shard in shards]
-        works = []
-        for dtype in dict.fromkeys(shard.dtype for shard in shards):  # one, and bytes
-            with _one_launch(group, shards[0].is_cuda) as launch:
-                each = [
-                    torch.distributed.all_gather_into_tensor(
-                        whole, shard, group=group, async_op=True
-                    )
-                    for whole, shard in zip(wholes, shards, strict=True)
-                    if shard.dtype is dtype
-                ]
-            works += each if launch is None else [launch]
-        for whole, parameter in zip(wholes, parameters, strict=True):
-            parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+        rank, processes = (of(group) for of in (distributed.get_rank, distributed.get_world_size))
+        pairs: list[tuple[Tensor, Tensor]] = []  # bytes of a whole, and this process's of them
+        for parameter in parameters:
+            if quantised is not None and parameter in quantised.layers:
+                pairs += quantised.quantise(parameter, rank)
+            else:
+                shard = parameter.ds_tensor
+                whole = shard.new_empty(processes * shard.numel())
+                parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+                pairs.append((whole.view(torch.uint8), shard.view(torch.uint8)))
             parameter.ds_status = status.INFLIGHT
-        return _Gather(works, parameters)
+        return _Gather(_gather_bytes(pairs, group), parameters)
 
     return gather_without_copies
 
 
-def _one_launch(group: Any, on_gpu: bool) -> AbstractContextManager:
+def _gather_bytes(pairs: list[tuple[Tensor, Tensor]], group: Any) -> list[Any]:
     # gloo's coalesced gathers of torch 2.13 spoil the heap where several are under way: a process
     # dies after some thousands of them.
-    if not on_gpu:
-        return nullcontext()
-    return distributed_c10d._coalescing_manager(group, async_ops=True)
+    if not pairs[0][0].is_cuda:
+        each = distributed.all_gather_into_tensor
+        return [each(whole, own, group=group, async_op=True) for whole, own in pairs]
+    wholes, owns = zip(*pairs, strict=True)
+    return [getattr(group, GATHERS_AT_ONCE)([*wholes], [*owns])]
 
 
 def _are_plain(parameters: list[Any]) -> bool:
@@ -180,7 +178,7 @@ def _are_plain(parameters: list[Any]) -> bool:
     group = parameters[0].ds_process_group
     absent = internals.resolve(internals.ZERO_PARAM_STATUS).NOT_AVAILABLE
     types = {parameter.dtype for parameter in parameters} - {torch.uint8}  # of weights in fp8
-    if len(types) > 1 or torch.distributed.get_world_size(group) == 1:
+    if len(types) > 1 or distributed.get_world_size(group) == 1:
         return False
     return all(
         parameter.ds_status is absent
