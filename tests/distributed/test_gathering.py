@@ -115,7 +115,7 @@ def train(trained: str, in_place: bool) -> dict:
     return found
 
 
-def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
+def in_fp8(load, stage: int, trained: str, policy: str, **changes) -> dict:
     """Losses, what each process holds of the layers between two steps, and the types of what is
     saved. In every step the same batch. Under ZeRO-3 nothing stays gathered, so that all is
     gathered twice a step."""
@@ -124,7 +124,7 @@ def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
     inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
     live = 0.0 if policy == "full" else 1e9
     options = replace(PLAIN, zero_stage=stage, trained=trained, tower=policy, language=policy)
-    engine = start(replace(options, stage3_max_live_parameters=live), load, 1, 0.01)
+    engine = start(replace(options, stage3_max_live_parameters=live, **changes), load, 1, 0.01)
     order: list[str] = []
     with (
         noted(order, type(engine), "update"),
@@ -227,6 +227,7 @@ def on_each_rank(folder: Path) -> None:
     for trained, policy in IN_FP8:
         for stage in (2, 3):
             found[trained, stage] = in_fp8(load, stage, trained, policy)
+    found["hpz"] = in_fp8(load, 3, "lm", "selective", zero_hpz_partition_size=2)
     save_on_first(found, folder / "found.pt")
     torch.distributed.barrier()
 
@@ -277,6 +278,11 @@ def test_trained_weights_in_fp8_are_gathered_quantised_after_the_update_and_whol
     assert order.count("update") == STEPS and order.count("quantise") >= layers * (STEPS + 1)
     after = [next_one for one, next_one in pairwise(order) if one == "update"]
     assert after == ["_note_update"] * (STEPS - 1)
+
+
+def test_hpz_whose_second_shards_are_made_of_what_is_gathered_gathers_whole_weights(found):
+    assert "quantise" not in found["hpz"]["order"]
+    assert found["hpz"]["losses"] == pytest.approx(found["lm", 2]["losses"], rel=0.05)
 
 
 def test_in_fp8_what_is_saved_is_in_bf16(found):

@@ -123,6 +123,8 @@ def test_a_layer_whose_weight_is_gathered_quantised(monkeypatch, compiled):
     assert all(
         t.numel() in (x.numel(), 64) or t.data_ptr() == linear.numbers.data_ptr() for t in kept
     )
+    with pytest.raises(RuntimeError, match="1 weights that were changed .* leave GatheredParam"):
+        weight.partition([weight], has_been_updated=True)
     weight.partition()
     assert calls == [("partition", weight)] and not len(linear.numbers) + len(linear.scales)
     gathers.quantise(weight, 0)

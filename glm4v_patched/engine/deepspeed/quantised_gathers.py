@@ -112,10 +112,16 @@ class QuantisedGathers:
 
     def _partition(self, weight: Any, partition: Callable) -> Callable:
         def partition_and_release(param_list: Any = None, *rest: Any, **options: Any) -> None:
-            weights = [weight] if param_list is None else param_list
+            weights = [weight] if param_list is None else list(param_list)
+            gathered = self._gathered(weights)
+            if gathered and options.get("has_been_updated"):
+                raise RuntimeError(
+                    f"{len(gathered)} weights that were changed under ZeRO-3 have been gathered in "
+                    "fp8 since, by a forward pass; leave GatheredParameters before the model runs"
+                )
             partition(weights, *rest, **options)
-            for gathered in self._gathered(weights):
-                self.layers[gathered].release()
+            for one in gathered:
+                self.layers[one].release()
 
         return partition_and_release
 

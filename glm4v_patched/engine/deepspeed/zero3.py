@@ -76,7 +76,9 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
         weights = list(model.parameters())  # by now all are sharded, adapters too
         if gathers:
             internals.require(weights, internals.OF_SHARDED_WEIGHTS)
-            quantised = QuantisedGathers(model) if options.fp8 else None
+            # hpZ makes its second shards anew of what is gathered, which would be NaN.
+            takes_part = options.fp8 and options.zero_hpz_partition_size == 1
+            quantised = QuantisedGathers(model) if takes_part else None
             internals.replace_in_all(
                 weights, "all_gather_coalesced", partial(gather_in_place, quantised=quantised)
             )
