@@ -257,7 +257,7 @@ def test_many_gathers_of_all_sizes_under_way_at_once(found):
     assert found["wrong"] == 0
 
 
-def test_in_fp8_losses_are_those_of_whole_weights_held_as_bytes_and_saved_in_bf16(found):
+def test_in_fp8_losses_are_those_of_whole_weights_and_what_is_held_is_bytes(found):
     for trained, _ in IN_FP8:
         losses, whole = (found[trained, stage]["losses"] for stage in (3, 2))
         assert losses[0] == pytest.approx(whole[0], rel=1e-5)
