@@ -221,6 +221,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 self.init_kwargs["auto_map"] = kept
         return super().save_pretrained(save_directory, *args, **kwargs)
 
+    def __call__(self, *args, **kwargs) -> BatchEncoding:
+        """Encode texts, as transformers' tokenizers do. Raises ``ValueError`` for images, which
+        those would drop."""
+        drop_empty(kwargs, IMAGES, "give images to the processor (AutoProcessor)")
+        drop_empty(kwargs, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
+        return super().__call__(*args, **kwargs)
+
     def apply_chat_template(  # type: ignore[override]  # in the published order of arguments
         self,
         conversation: list[dict] | list[list[dict]],
@@ -349,12 +356,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         **variables,
     ) -> tuple[list[str], list]:
         """The texts of conversations, and the spans of what an assistant says, if asked for."""
-        for name in ("images", "image", "pixel_values", "videos", "audio"):
-            if variables.get(name) is not None:
-                raise ValueError(
-                    f"apply_chat_template was given {name}, which nothing reads: put pictures into "
-                    "the messages, under 'image'"
-                )
+        drop_empty(variables, IMAGES, "put images into the messages, under 'image'")
+        drop_empty(variables, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
         template = self.get_chat_template(chat_template, tools)
         for messages in conversations:
             _check_conversation(messages, own_template=template == CHAT_TEMPLATE)
@@ -657,6 +660,26 @@ def _is_no_image(value: Any) -> bool:
     """Whether a message's ``image`` is none. The published code asks whether it is true."""
     has_truth = (Sequence, Mapping, int, float, np.generic)  # of an array it may have none
     return value is None or (isinstance(value, has_truth) and not value)
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether an argument for images, videos or audio holds none, however nested."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_empty, value))
+    return _is_no_image(value)
+
+
+# By the names of transformers' processors, and of their callers.
+IMAGES = ("images", "image", "pixel_values")
+VIDEOS_AND_AUDIO = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
+IMAGES_AND_TEXT = "this model takes images and text"
+
+
+def drop_empty(given: dict[str, Any], names: Sequence[str], cure: str) -> None:
+    """Remove ``names`` from ``given``. Raises ``ValueError`` for one that is not empty."""
+    for name in names:
+        if not is_empty(given.pop(name, None)):
+            raise ValueError(f"the call was given {name}, which nothing reads: {cure}")
 
 
 def _said(message: Mapping) -> dict:
