@@ -46,6 +46,11 @@ PROMPT_PREFIX = ("[gMASK]", "<sop>")
 # What clean_up_tokenization_spaces takes the spaces from, in this order, as transformers has it.
 UNTIDY = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
+# What the tokenizers of other models can be asked to add to a text, or to take away.
+OPTIONS_OF_OTHERS = (
+    *("add_prefix_space", "add_bos_token", "add_eos_token"),
+    *("do_lower_case", "remove_space", "strip_accents"),
+)
 
 # What rows may have beside their ids and mask, of the same length.
 PADDED_WITH_0 = {"position_ids", "assistant_masks"}
@@ -170,6 +175,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             if isinstance(chat_template, str) and "<|begin_of_image|>" not in chat_template:
                 # Upstream's code formats chats itself and never reads the template of its folder.
                 chat_template = None
+        _refuse_options_of_others(kwargs)
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
         # transformers 5 saves this list as `extra_special_tokens`, where 4.57 takes only a dict (of
@@ -189,6 +195,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             **kwargs,
         )
         self.image_size = image_size
+        self.update_post_processor()
+
+    def update_post_processor(self) -> None:
+        """Put ``[gMASK]<sop>`` before texts, also where transformers 5 would take it away: when
+        ``add_bos_token`` or ``add_eos_token`` is set."""
+        _refuse_options_of_others(vars(self), prefix="_")
         prefix = " ".join(PROMPT_PREFIX)
         self.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{prefix} $A",
@@ -622,6 +634,15 @@ def convert_ranks(
                 "tokenizer_config.json are not of the same tokenizer"
             )
     return tokenizer
+
+
+def _refuse_options_of_others(given: Mapping[str, Any], prefix: str = "") -> None:
+    for name in OPTIONS_OF_OTHERS:
+        if value := given.get(prefix + name):
+            raise ValueError(
+                f"{name} is {value!r}, but this tokenizer only puts [gMASK]<sop> before a text: "
+                "leave it out, and write a space or <|endoftext|> into the text where it belongs"
+            )
 
 
 def _byte_characters() -> list[str]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from glm4v_patched.remote.tokenization_chatglm import (
     CHAT_TEMPLATE,
+    OPTIONS_OF_OTHERS,
     SPECIAL_TOKENS,
     ChatGLM4Tokenizer,
     convert_ranks,
@@ -227,6 +228,21 @@ def test_names_of_transformers_4_are_there(tokenizer):
 
 # Where fix_mistral_regex fails, whatever the tokenizer.
 WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.4")
+
+
+@pytest.mark.parametrize("name", OPTIONS_OF_OTHERS)
+def test_options_of_other_models_tokenizers_are_refused_or_change_nothing(tokenizer, name):
+    want, of_pair = tokenizer("the cat")["input_ids"], tokenizer("the", "cat")["input_ids"]
+    of_object = {"tokenizer_object": tokenizer.backend_tokenizer}
+    with pytest.raises(ValueError, match=f"^{name} is True, .* leave it out"):
+        ChatGLM4Tokenizer(**of_object, **{name: True})
+    made = ChatGLM4Tokenizer(**of_object, **{name: False})
+    if hasattr(ChatGLM4Tokenizer, name):  # of transformers 5, which may be set later
+        with pytest.raises(ValueError, match=f"^{name} is True, .* leave it out"):
+            setattr(made, name, True)
+        setattr(made, name, False)
+    assert made("the cat")["input_ids"] == want and want[:2] == made.get_prefix_tokens()
+    assert made("the", "cat")["input_ids"] == of_pair
 
 
 def test_nobody_takes_it_for_mistrals(real_tokenizer, expected, tmp_path, warned):
