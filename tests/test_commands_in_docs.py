@@ -99,6 +99,19 @@ def test_a_test_of_ones_own_is_green(given):
         test(tiny_model())
 
 
+@runs("from peft import LoraConfig")
+def test_what_adapts_the_language_model_alone(given):
+    for code in given:
+        names: dict = {"model": tiny_model()}
+        exec(code, names)
+        by_pattern = names["get_peft_model"](tiny_model(), names["by_pattern"])
+        for model in (names["model"], by_pattern):
+            adapted = model.base_model.targeted_module_names
+            linear = {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+            assert {name.split(".")[-1] for name in adapted} == linear
+            assert len(adapted) == 8 and all("transformer.encoder." in name for name in adapted)
+
+
 def of_program(name: str) -> list[str]:
     return [text.removeprefix(f"{name} ") for text in TEXTS if text.startswith(f"{name} ")]
 
