@@ -202,7 +202,10 @@ def test_conversations_for_the_tokenizer_end_with_what_to_give(task, name, tmp_p
     case = Case(task, KINDS[2])
     data = case.data(prompt=case.prompt, chosen=case.right, rejected=case.wrong)
     data = data.rename_column("chosen", "completion") if name == "SFT" else data
-    with pytest.raises(ValueError, match=r"has shape \(\d, 1, .* give a trainer the processor"):
+    message = r"has shape \(\d, 1, .* give a trainer the processor"
+    if IS_OLD:  # TRL wants to show such ids, which decode takes since transformers 5
+        message = "unhashable type: 'list'"
+    with pytest.raises((ValueError, TypeError), match=message):
         first_step(name, task.model(1), case, data, tmp_path, max_length=None)
 
 
@@ -240,7 +243,8 @@ def test_dpo(task, kind, loss_type, tmp_path):
 
 
 @WITH_PROCESSOR
-def test_kto(task, kind, tmp_path):
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto(task, kind, loss_type, tmp_path):
     import datasets
 
     case, model, reference = Case(task, kind), task.model(1), task.model(2)
@@ -249,15 +253,27 @@ def test_kto(task, kind, tmp_path):
     bad = case.data(prompt=case.prompt, completion=case.wrong, label=lambda *_: False)
     data = datasets.concatenate_datasets([good.select(range(half)), bad.select(range(half))])
     options = {"max_length": None, "beta": BETA, "given": {"ref_model": reference}}
-    options |= {"loss_type": "apo_zero_unpaired"}
+    options["loss_type"] = loss_type
     got = first_step("KTO", model, case, data, tmp_path, **options)
+    asked = case.pairs[:half] * 2
+    answers = [pair[2] for pair in case.pairs[:half]] + [pair[3] for pair in case.pairs[:half]]
+    # The divergence is that of each question's answer to another one: the one before it.
+    others = answers[-1:] + answers[:-1] if loss_type == "kto" else []
+
+    def ratios(answers: list[str]) -> Tensor:
+        models = task.model(1), task.model(2)
+        ours, theirs = (
+            [task.log_probs(one, *q[:2], a).sum() for q, a in zip(asked, answers, strict=True)]
+            for one in models
+        )
+        return torch.stack(ours) - torch.stack(theirs)
+
     with torch.no_grad():
-        ratios = [
-            BETA * (case.sums(task.model(1), which) - case.sums(task.model(2), which))[:half]
-            for which in (2, 3)
-        ]
-    want = torch.cat((1 - ratios[0].sigmoid(), ratios[1].sigmoid())).mean().item()
+        divergence = ratios(others).mean().clamp(min=0) if others else 0.0
+        good, bad = (BETA * (ratios(answers) - divergence)).split(half)
+    want = torch.cat((1 - good.sigmoid(), bad.sigmoid())).mean().item()
     assert got["loss"] == pytest.approx(want, **CLOSE)
+    assert divergence > 0.1 or (loss_type, kind) != ("kto", KINDS[0])
 
 
 @pytest.mark.parametrize("adapters", [False, True])
