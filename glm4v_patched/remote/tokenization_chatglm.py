@@ -6,6 +6,7 @@ makes them. Chats have them, as upstream's.
 """
 
 import base64
+import functools
 import itertools
 import re
 import shutil
@@ -233,9 +234,9 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 self.init_kwargs["auto_map"] = kept
         return super().save_pretrained(save_directory, *args, **kwargs)
 
+    @functools.wraps(PreTrainedTokenizerFast.__call__)  # its signature is read by others
     def __call__(self, *args, **kwargs) -> BatchEncoding:
-        """Encode texts, as transformers' tokenizers do. Raises ``ValueError`` for images, which
-        those would drop."""
+        # transformers' tokenizers drop them, with a line in the log.
         drop_empty(kwargs, IMAGES, "give images to the processor (AutoProcessor)")
         drop_empty(kwargs, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
         return super().__call__(*args, **kwargs)

@@ -245,6 +245,26 @@ def test_options_of_other_models_tokenizers_are_refused_or_change_nothing(tokeni
     assert made("the", "cat")["input_ids"] == of_pair
 
 
+def test_the_other_options_of_loading_are_as_the_page_has_them(tokenizer):
+    def of(**options) -> tuple:
+        made = ChatGLM4Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, **options)
+        spaced = made.decode(made("a , b <|user|>")["input_ids"])
+        cut = made("the cat the", truncation=True, max_length=4)["input_ids"]
+        padded = made(["the", "the cat"], padding=True)["input_ids"]
+        chat = made.apply_chat_template(user("the cat"))
+        return spaced, cut, padded, chat, made.model_max_length, [*made("the")]
+
+    want = of()
+    nothing = ("use_fast", "from_slow", "legacy", "trim_offsets", "encode_special_tokens")
+    assert all(of(**{name: value}) == want for name in nothing for value in (True, False))
+    assert of(padding=True, truncation=True, max_length=3, of_no_tokenizer=1) == want
+    does = {"padding_side": "right", "truncation_side": "left", "model_max_length": 9}
+    does |= {"pad_token": "[MASK]", "chat_template": "{{ messages[0].content }}"}
+    does |= {"model_input_names": ["input_ids"], "split_special_tokens": True}
+    does |= {"clean_up_tokenization_spaces": True}
+    assert not [name for name, value in does.items() if of(**{name: value}) == want]
+
+
 def test_nobody_takes_it_for_mistrals(real_tokenizer, expected, tmp_path, warned):
     real_tokenizer.save_pretrained(tmp_path)
     config = {"model_type": "chatglm", "vision_config": {}, "transformers_version": "4.57.6"}
