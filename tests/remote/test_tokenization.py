@@ -255,7 +255,7 @@ def test_the_other_options_of_loading_are_as_the_page_has_them(tokenizer):
         return spaced, cut, padded, chat, made.model_max_length, [*made("the")]
 
     want = of()
-    nothing = ("use_fast", "from_slow", "legacy", "trim_offsets", "encode_special_tokens")
+    nothing = ("use_fast", "legacy", "trim_offsets", "encode_special_tokens")
     assert all(of(**{name: value}) == want for name in nothing for value in (True, False))
     assert of(padding=True, truncation=True, max_length=3, of_no_tokenizer=1) == want
     does = {"padding_side": "right", "truncation_side": "left", "model_max_length": 9}
