@@ -23,6 +23,9 @@ SPEC = re.compile(r"\d{0,3}")  # a width, as 012
 OF_TOOLS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add."""
 PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+NO_CELL = object()
+"""An empty cell: a table has each column in each row, and a row that lacks one has no such key."""
+
 Columns = Mapping[str, Any]
 
 

@@ -18,7 +18,7 @@ from .columns import (
     value_of,
 )
 from .messages import MARKS, as_words, quoted, read_each, refuse_keys
-from .pictures import IMAGE_NAMES
+from .pictures import IMAGE_NAMES, image_kind
 
 Found = tuple[Any, list | None]
 """The messages of a row, and its pictures; None if it names none."""
@@ -120,7 +120,9 @@ def read_as(name: str, row: dict) -> Found:
     others = {key for other in FORMATS.values() for key in other.needs}
     cure = f'the first row of this file has "{of.needs[0]}"; write a file for each format'
     cures = ROW_CURES | dict.fromkeys(others, cure)
-    cures |= {key: OF_IMAGE for key in row if IMAGE_NAMES.fullmatch(key) and key not in cures}
+    for key in row.keys() - {*of.keys, *cures}:
+        if IMAGE_NAMES.fullmatch(key) or image_kind(row[key]):
+            cures[key] = OF_IMAGE
     refuse_keys((k for k in row if k not in OF_TOOLS), of.keys, "a row", cures, IGNORE_CURE)
     if of.needs[0] not in row:
         raise ValueError(f'the key "{of.needs[0]}" is missing')

@@ -14,6 +14,9 @@ from .pictures import IMAGE_NAMES, image_kind, is_image_file
 from .source import Source
 from .suggestion import as_image, line_of
 
+IN_WORDS = re.compile(
+    r"!\[[^\]\n]{0,200}\]\(([^()\s]{1,1024})\)|<img\s[^<>]{0,200}?src=[\"']?([^\"'<>\s]{1,1024})"
+)
 LONGEST_NAME, MOST_NAMES = 1024, 8
 ORDER = (("embedded", "base64"), ("path",), ("url",))
 MEDIA = ("video", "videos", "audio", "audios")
@@ -90,6 +93,8 @@ def require_nothing_left_out(
         if fault := _fault_of_words(text_of(message), message["role"], row):
             raise ValueError(f"message {number} of {len(messages)}: {fault}")
     paths = pictures_of(messages)
+    if not paths:
+        _require_no_files(messages, folder)
     _require_media(row, source, bool(paths))
     if source.columns:
         lost = [*_lost(row, source, paths, shown, folder)]
@@ -99,6 +104,8 @@ def require_nothing_left_out(
 
 def _fault_of_words(text: str, role: str, row: dict) -> str | None:
     """Say which word of a text stands for what the sample does not have."""
+    if "&lt;" in text:
+        text = text.replace("&lt;", "<").replace("&gt;", ">")
     if not _WORDS.search(text):
         return None
     plain = CODE.sub("`", text)
@@ -119,6 +126,21 @@ def _tag_in_place(kind: str, text: str, role: str) -> re.Match | None:
     if kind not in TAGS or "</" in text:
         return None
     return _AT_AN_END[kind].search(text) if role == "user" else _ALONE[kind].fullmatch(text)
+
+
+def _require_no_files(messages: list[dict], folder: str) -> None:
+    """Raise ``ValueError`` if a question names a file of an image that is there: as a line of its
+    own, or as Markdown and HTML do."""
+    for text in (text_of(message) for message in messages if message["role"] == "user"):
+        lines = (line.strip() for line in text.splitlines())
+        names = [line for line in lines if image_kind(line) == "path"]
+        names += [found[1] or found[2] for found in IN_WORDS.finditer(text)]
+        for name in names[:MOST_NAMES]:
+            if _files_of(name, folder):
+                raise ValueError(
+                    f"{quoted(name)} in the words is the file of an image, and the sample would "
+                    'have none: write <image> there, and the path under "image" of the row'
+                )
 
 
 def _require_media(row: dict, source: Source, has_images: bool) -> None:
@@ -161,21 +183,20 @@ def _lost(
     )
     # Beside an image in the table, paths say where it comes from.
     embedded = any(image_kind(of) in ORDER[0] for of in shown)
-    for name, value in _leaves(row, talks | {*source.ignore}, deep=not paths):
+    left_out = as_text | talks | {*source.ignore}
+    for name, value in _leaves(row, left_out, deep=not paths):
         if any(of == name or of.startswith(f"{name}.") for of in of_images):
             continue
-        is_text = name in as_text
-        kind = None if is_text else image_kind(value)
+        kind = image_kind(value)
         if kind not in ORDER[0] and (paths or kind is None):
-            is_looked_for = not (embedded or (paths and is_text))
-            kind = "path" if is_looked_for and _files_of(value, folder) - {*paths} else None
-        if kind or not (paths or is_text) and _is_called_image(name, value):
+            kind = "path" if not embedded and _files_of(value, folder) - {*paths} else None
+        if kind or not paths and _is_called_image(name, value):
             yield name, kind
 
 
 def _is_called_image(name: str, value: Any) -> bool:
     is_value = not (isinstance(value, bool) or is_empty(value))
-    return is_value and bool(IMAGE_NAMES.fullmatch(name.rpartition(".")[2]))
+    return is_value and any(map(IMAGE_NAMES.fullmatch, name.split(".")))
 
 
 def _files_of(value: Any, folder: str) -> set[str]:
@@ -221,6 +242,6 @@ def _describe_lost(lost: list[Lost], columns: Columns, has_images: bool) -> str:
         kept = {**columns, "image": images[0] if len(images) == 1 else images}
         cure = f"keep it by '{line_of(kept)}' (answer, evaluate: --columns)"
     else:
-        cure = f'name its file in data.columns, as image: "{{{lost[0][0]}}}.jpg"'
+        cure = f'if it tells the file, name that, as image: "photos/{{{lost[0][0]}}}.jpg"'
     ignored = listed([name for name, _ in lost])
     return f"{told}: {cure}, or leave it out by data.ignore: [{ignored}] (--ignore)"

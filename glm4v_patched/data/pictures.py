@@ -31,7 +31,8 @@ MOST_OF_A_PATH = 4096
 MOST_LOOKED_AT = 8  # of a list
 BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s-]{40}")  # PNG, JPEG, GIF, WebP
 IMAGE_NAMES = re.compile(
-    r"(?:image|img|picture|photo)(?:_?(?:path|file|name|file_?name|url|id|bytes|base64))?s?"
+    r"(?:image|img|picture|photo)(?:s?_?(?:path|file|name|file_?name|url|uri|link|src|id))?s?"
+    r"|(?:image|img|picture|photo)s?_(?:bytes|base64|b64|hex|data|blob|content|array)"
     r"|(?:input_|source_)(?:image|img)s?|jpe?g|png|webp|图[片像]",
     re.IGNORECASE,
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
-from .columns import is_empty, named_columns, value_of
+from .columns import NO_CELL, is_empty, named_columns, value_of
 from .formats import Found, find_format, read_as, read_columns
 from .left_out import require_nothing_left_out
 from .messages import (
@@ -163,6 +163,7 @@ def read_rows(
             if not isinstance(row, dict):
                 raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
             messages, shown = reader(row)
+            row = {key: value for key, value in row.items() if value is not NO_CELL}
             checked = check_messages(messages, pictures.path_of, to_learn, shown)
             require_nothing_left_out(row, checked, shown or [], source, pictures.folder)
             return Row(line, checked)
@@ -230,7 +231,8 @@ class _RowReader:
         return bool(self.source.columns or self.format)
 
     def __call__(self, row: dict) -> Found:
-        row = {key: value for key, value in row.items() if key not in self.source.ignore}
+        given = {key: value for key, value in row.items() if key not in self.source.ignore}
+        row = {key: value for key, value in given.items() if value is not NO_CELL}
         if self.source.columns:
             if self.missing:
                 self.keys |= dict.fromkeys(row)
@@ -243,7 +245,7 @@ class _RowReader:
         self.format = self.format or find_format(row)
         if self.format is None:
             if not row.keys() <= self.unknown[0].keys():  # else it lacks some that are null
-                self.unknown = row, describe_unknown(row)
+                self.unknown = row, describe_unknown(given)
             raise ValueError(self.unknown[1])
         return read_as(self.format, row)
 

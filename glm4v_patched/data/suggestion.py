@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..terminal_text import listed
-from .columns import NAME, NAMES, OF_TOOLS
+from .columns import NAME, NAMES, NO_CELL, OF_TOOLS, is_empty
 from .formats import OF_PREFERENCES, PREFERENCES
 from .messages import MOST_KEYS_LISTED, quoted
 from .pictures import IMAGE_NAMES, image_kind
@@ -65,8 +65,11 @@ def line_of(columns: Mapping[str, Any]) -> str:
 
 def suggest(row: dict) -> dict[str, str] | None:
     """The columns that a row can be read by, if their names and values leave no choice."""
-    flat = {name: value for name, value in flattened(row) if value not in (None, [], "")}
+    every = dict(flattened(row))
+    flat = {name: of for name, of in every.items() if not (of is NO_CELL or is_empty(of))}
     image = _image_of(row, flat)
+    if image == "" and any(_is_unknown(name) for name in every.keys() - flat.keys()):
+        return None  # of a column that is empty here it is not known what it holds elsewhere
     if image is None or MORE_OF_A_QUESTION & {_plain(name) for name in flat}:
         return None
     texts = {name: value for name, value in flat.items() if as_column(name) != image}
@@ -100,6 +103,11 @@ def flattened(row: dict, before: str = "") -> Iterator[tuple[str, Any]]:
             yield from flattened(value, f"{key}.")
         elif key not in OF_TOOLS:
             yield before + key, value
+
+
+def _is_unknown(name: str) -> bool:
+    known = (*QUESTIONS, *ANSWERS, *CAPTIONS, *SYSTEM, "history", *OF_TOOLS)
+    return _plain(name) not in known
 
 
 def _image_of(row: dict, flat: dict[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal_text import pip_install
-from .columns import PICTURE_FILES
+from .columns import NO_CELL, PICTURE_FILES
 from .source import COMPRESSED, CURE_OF_FOLDER, OF_FILES, Source, is_saved, suffix_of
 from .text_rows import OF_LINES, Fault, Numbered, kind_of_file, read_text
 
@@ -24,8 +24,8 @@ METADATA = ("metadata.csv", "metadata.jsonl")
 
 
 def read_table(source: Source) -> Iterator[tuple[int, Any]]:
-    """The number of each row, from 1, and its values by the names of columns, without nulls:
-    pictures are their bytes or paths, and classes their names.
+    """The number of each row, from 1, and its values by the names of columns, :data:`NO_CELL` for
+    null: pictures are their bytes or paths, and classes their names.
 
     Raises:
         ValueError: there is no such table, or it cannot be read.
@@ -44,7 +44,8 @@ def read_table(source: Source) -> Iterator[tuple[int, Any]]:
         for number, batch in enumerate(table.iter(batch_size=1), start=1):
             row = {name: values[0] for name, values in batch.items()}
             named = {k: of.int2str(row[k]) for k, of in classes.items() if row[k] is not None}
-            yield number, _without_nulls(row | named)
+            full = {k: NO_CELL if of is None else of for k, of in (row | named).items()}
+            yield number, _without_nulls(full)
 
 
 @contextmanager
@@ -154,7 +155,9 @@ def _rows_of_text(files: list[str]) -> Numbered:
                 row = Fault(number, f"{before}{line}: {row.text}")
             elif os.path.basename(file) in METADATA and isinstance(row, dict):
                 # Of a picture, which datasets calls "image", too.
-                name = os.path.join(os.path.dirname(file), str(row.pop("file_name", "")))
+                name = row.pop("file_name", NO_CELL)
+                if isinstance(name, str):
+                    name = os.path.join(os.path.dirname(file), name)
                 row = {"image": name} | row
             yield number, row
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
-from .columns import named_columns
+from .columns import NO_CELL, named_columns
 from .formats import FORMATS
 from .messages import MOST_KEYS_LISTED, quoted
 from .pictures import image_kind
@@ -341,7 +341,7 @@ def _fault_of_names(names: list[str], second: str) -> str | None:
 
 
 def _csv(path: Path) -> Numbered:
-    """Rows by the names in the first line, without cells that are empty."""
+    """Rows by the names in the first line."""
     csv.field_size_limit(MOST_CHARACTERS)
     held, line = 0, 1
 
@@ -375,7 +375,7 @@ def _csv(path: Path) -> Numbered:
             except StopIteration:
                 return
             fault = fault or fault_of_bytes("".join(cells))
-            row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
+            row = {name: cell or NO_CELL for name, cell in zip(names, cells, strict=False)}
             if cells or fault:
                 yield line, row if fault is None else Fault(line, fault)
 

@@ -75,11 +75,16 @@ def test_an_image_of_a_column_that_is_not_named_is_no_sample_without_one(folder,
     assert row == Row(1, turns(*PLAIN.values()))
 
 
-@pytest.mark.parametrize("more", [{"image_id": 7}, {"image": "000123"}, {"images": [[0, 255]]}])
+@pytest.mark.parametrize(
+    "more",
+    [{"image_id": 7}, {"image": "000123"}, {"images": [[0, 255]]}, {"img_hex": "89504e47"}]
+    + [{"image": {"url": "http://x.y/1"}}],
+)
 def test_what_only_its_name_tells_is_an_image_too(folder, more):
     (row,) = read(folder, PLAIN | more, columns=COLUMNS)
     assert isinstance(row, Fault) and "image" in row.text and "'data.columns" not in row.text
-    assert isinstance(read(folder, PLAIN | more, columns=COLUMNS, ignore=[*more])[0], Row)
+    ignored = re.findall(r"data\.ignore: \[(.*?)\]", row.text)
+    assert isinstance(read(folder, PLAIN | more, columns=COLUMNS, ignore=ignored)[0], Row)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +138,26 @@ def test_images_inside_of_turns_are_not_left_out(folder):
     assert row.pictures == [str(folder / "a.png")]
 
 
-def test_a_column_of_paths_is_no_question(folder):
-    row = {"q": "a.png", "a": "red"}
-    (found,) = read(folder, row, columns=COLUMNS)
-    assert isinstance(found, Fault) and '"q"' in found.text
-    # A name that is no file may be the answer itself.
-    (found,) = read(folder, {"q": "Which file?", "a": "logo.png"}, columns=COLUMNS)
-    assert isinstance(found, Row)
+@pytest.mark.parametrize(
+    "words",
+    ["a.png", "What is it?\n a.png", "![it](a.png) What?", "What is <img alt='' src='a.png'>?"],
+)
+def test_a_question_that_names_a_file_of_an_image_is_no_sample_without_one(folder, words):
+    for row in (
+        {"messages": turns(words)},
+        {"instruction": "What is it?", "input": words, "output": "a"},
+    ):
+        (found,) = read(folder, row)
+        assert isinstance(found, Fault) and '"a.png" in the words is the file' in found.text
+    (found,) = read(folder, PLAIN | {"q": words}, columns=COLUMNS)
+    assert isinstance(found, Fault)
+    # Of a file that is not there, and in an answer, it is a word; beside an image, too.
+    for row in (
+        turns(words.replace("a.png", "logo.png")),
+        turns("q", words),
+        turns(words, image="b.png"),
+    ):
+        assert isinstance(read(folder, {"messages": row})[0], Row)
 
 
 WITH_COLUMNS = [name for name in FORMS if name not in ("hf download, JSON", "LLaVA")]
@@ -191,6 +209,8 @@ def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(
         (row,) = read(folder, {"messages": turns(), key: "a.png"})
         assert f'"{key}" is not read: write the image as "image": "a.png"' in row.text
         assert "ignore" not in row.text
+    (row,) = read(folder, {"messages": turns(), "shown": "a.png"})  # told by its value
+    assert 'write the image as "image": "a.png"' in row.text
     (row,) = read(folder, {"messages": turns("<image>q"), "image": {"<image_0>": "a", "<1>": "b"}})
     assert 'the keys "<image_0>", "<1>": write "images": ["a.png", "b.png"]' in row.text
     talk = [{"from": "user", "value": "Picture 1: <img>a.png</img>\nq"}]

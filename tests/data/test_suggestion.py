@@ -1,5 +1,6 @@
 """The line that an error suggests is sure, or there is none: what would be learned by it has the
-images of the row, and a question and an answer that are said."""
+images of the row, and a question and an answer that are said. Those for the forms of
+data_forms.yaml are looked at in test_forms.py."""
 
 import json
 import re
@@ -18,8 +19,7 @@ from glm4v_patched.data.messages import text_of
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import make_sources
 from glm4v_patched.data.suggestion import QUESTION
-from tests.helpers import data_forms
-from tests.helpers.data_forms import FORMS, make, png, write_rows
+from tests.helpers.data_forms import png, write_rows
 
 
 def read(path: Path, **fields: Any) -> list[Row | Fault]:
@@ -149,14 +149,6 @@ def look_at(path: Path, number: int, has_images: bool = True, **fields: Any) -> 
         assert bool(row.pictures) is has_images
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_what_is_suggested_for_a_form_keeps_its_images(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    path, fields = make(name, tmp_path, data_forms.draw(tmp_path, 6))
-    if "*" not in path.name:
-        look_at(path, 6, **fields)
-
-
 def in_tar(path: Path, rows: list[dict[str, bytes]]) -> Path:
     folder = path.with_suffix("")
     folder.mkdir()
@@ -199,6 +191,26 @@ def test_what_is_suggested_for_files_of_other_tools_keeps_their_images(tmp_path)
     ):
         (tmp_path / name).write_text(text)
         look_at(tmp_path / name, 2)
+
+
+def test_a_line_keeps_images_that_the_first_row_has_not(tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    rows = [{"image": of, **ASKED} for of in (None, {"bytes": png(), "path": None})]
+    table = datasets.Dataset.from_list(rows).cast_column("image", datasets.Image())
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    (tmp_path / "a.csv").write_text("image,question,answer\n,What?,red\na.png,What?,red\n")
+    for name in ("a.parquet", "saved", "a.csv"):
+        first, second = read(tmp_path / name)
+        assert suggested(first) == suggested(second) == COLUMNS
+        shown = read(tmp_path / name, columns=COLUMNS)
+        assert [len(row.pictures) for row in shown] == [0, 1]
+        plain, lost = read(tmp_path / name, columns={"question": "question", "answer": "answer"})
+        assert not plain.pictures and suggested(lost) == COLUMNS
+    # Of an empty column whose name says nothing, nothing is known.
+    (tmp_path / "a.csv").write_text("x,question,answer\n,What?,red\na.png,What?,red\n")
+    first, second = read(tmp_path / "a.csv")
+    assert suggested(first) is None and suggested(second) == COLUMNS | {"image": "x"}
 
 
 # A file, its text, and what of it the message names.
