@@ -10,7 +10,7 @@ from ..finetune.launch import require_model
 from ..finetune.preflight import check
 from ..finetune.recipe_file import RecipeError
 from ..finetune.recipe_model import base_of
-from ..finetune.run_folder import locked, require_usable
+from ..finetune.run_folder import require_free, require_usable
 from ..models.placement import Device
 from .findings import FAILS, OK, WARNING, Finding, finding
 
@@ -52,9 +52,8 @@ def check_recipe(
         return [finding("recipe", FAILS, str(error))]
     folder, base = Path(recipe.out), base_of(recipe)
     with looking_at("folder (out)"):
-        if folder.is_dir():
-            with locked(folder):
-                require_usable(recipe, base)
+        require_free(folder)
+        require_usable(recipe, base)
         found.append(Finding("folder (out)", OK, f"{folder} can be written, and has no run"))
     with looking_at("model"):
         base = require_model(recipe, base)

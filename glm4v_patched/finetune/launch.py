@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,15 @@ from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
 from .recipe import Recipe
 from .recipe_model import base_of
-from .run_folder import CHECKED_DATA, RECIPE, begin, close_record, locked, require_usable
+from .run_folder import (
+    CHECKED_DATA,
+    RECIPE,
+    begin,
+    close_record,
+    locked,
+    require_free,
+    require_usable,
+)
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -84,9 +92,12 @@ def prepared(
 ) -> Iterator["Plan"]:
     """All that comes before the first training process, once for all of them: check all that can be
     checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
-    they have ended. Takes and raises what :func:`launch` does."""
+    they have ended; without ``writes`` it is neither made nor locked. Takes and raises what
+    :func:`launch` does."""
     folder, base = Path(recipe.out), base_of(recipe)
-    with locked(folder):
+    if not writes:
+        require_free(folder)
+    with locked(folder) if writes else nullcontext():
         remove = require_usable(recipe, base, bool(resume), overwrite)
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())

@@ -55,7 +55,7 @@ def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
     patterns = [*MODEL, *CODE, *STATE, REPORT, *(["README.md"] if adapters else [])]
     return sorted(
         path.name
-        for path in folder.iterdir()
+        for path in (folder.iterdir() if folder.is_dir() else ())
         if CHECKPOINTS.fullmatch(path.name) or any(fnmatch(path.name, p) for p in patterns)
     )
 
@@ -70,13 +70,12 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another run holds it, or nothing can be written there; says who, or why.
     """
-    made = not os.path.lexists(folder)
+    made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _take_lock(folder / LOCK)
     except OSError as error:
-        told = f"{folder} cannot be used: {fault_of_folder(str(folder)) or error.strerror}"
-        raise ValueError(f"{told}; expected out to be a folder that can be written to") from None
+        raise _unusable(folder, fault_of_folder(str(folder)) or error.strerror) from None
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         command = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
@@ -88,18 +87,31 @@ def locked(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             os.unlink(folder / LOCK)
         os.close(file)
-        if made:
-            with suppress(OSError):  # not empty: that is the run
-                folder.rmdir()
+        with suppress(OSError):  # not empty: that is the run
+            for each in made:
+                each.rmdir()
 
 
-def _take_lock(lock: Path) -> int:
+def require_free(folder: Path) -> None:
+    """Raise ``ValueError`` where :func:`locked` would; changes nothing."""
+    if fault := fault_of_folder(str(folder)):
+        raise _unusable(folder, fault)
+    with suppress(FileNotFoundError):
+        os.close(_take_lock(folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH))
+
+
+def _unusable(folder: Path, fault: str | None) -> ValueError:
+    told = f"{folder} cannot be used: {fault}"
+    return ValueError(f"{told}; expected out to be a folder that can be written to")
+
+
+def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK_EX) -> int:
     while True:
         require_file(lock, alone=True)
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
         try:
             holder = os.pread(file, 10_000, 0).decode(errors="replace")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file), os.stat(lock)):
                 if holder and not holder.startswith(HOLDER):
                     raise ValueError(_not_ours(lock))
@@ -137,7 +149,7 @@ def fault_of_pictures(folder: Path) -> str | None:
 def require_usable(
     recipe: Recipe, base: Base, resume: bool = False, overwrite: bool = False
 ) -> list[str]:
-    """Make sure that a run may write to its folder; changes nothing. The caller holds its lock.
+    """Make sure that a run may write to its folder, which need not exist; changes nothing.
 
     Args:
         base: Of :func:`base_of`.

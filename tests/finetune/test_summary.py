@@ -18,6 +18,7 @@ from glm4v_patched.finetune import summary, worker
 from glm4v_patched.finetune.plan import Plan, check_data, digest_of, make_plan
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.run_folder import LOCK, begin, locked
 from glm4v_patched.finetune.summary import (
     describe_memory,
     describe_policies,
@@ -121,6 +122,40 @@ def train(asked: Recipe, *options: str) -> int:
     file = Path(asked.out).parent / "recipe.json"
     asked.write(file)
     return main(["train", str(file), "--device", "cpu", *options])
+
+
+def tree(folder: Path) -> dict[str, tuple]:
+    """All that can be seen to change: contents of files, modes and times."""
+    found = {}
+    for path in (folder, *sorted(folder.rglob("*"))):
+        state = path.lstat()
+        content = path.read_bytes() if path.is_file() else None
+        found[str(path)] = state.st_mode, state.st_ino, state.st_mtime_ns, content
+    return found
+
+
+def test_a_dry_run_leaves_the_disk_as_it_was(saving, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here" / "home").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "here" / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # which is for that
+    stopped = tmp_path / "here" / "stopped"
+    stopped.mkdir()
+    begin(stopped, [])
+    (stopped / LOCK).write_text("process 1 on a machine that lost its power")
+    saving.write(tmp_path / "here" / "recipe.json")
+    command = ["train", "recipe.json", "--device", "cpu", "--dry-run"]
+    data = Path(saving.model).parent
+    before = tree(tmp_path / "here"), tree(data)
+    for out in ("~/new/deep", "new/deep/out", "stopped"):
+        assert main([*command, f"out={out}"]) == 0
+        assert main([*command, f"out={out}", "trainer.learning_rate=no"]) == 1
+    assert "(--dry-run)" in capsys.readouterr().out
+    assert main([*command, "out=recipe.json/out"]) == main([*command, "out=$HOME/out"]) == 1
+    assert (tree(tmp_path / "here"), tree(data)) == before
+    with locked(stopped):
+        assert main([*command, "out=stopped"]) == 1
+        assert "another run writes to" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
