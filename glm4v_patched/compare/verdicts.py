@@ -1,9 +1,11 @@
 """What two models computed of the same rows, line by line: who agrees, and who is wrong."""
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import torch
 from torch import Tensor
 
 Verdict = Literal["same", "the original is wrong", "DIFFERENT", "OURS IS WRONG"]
@@ -98,7 +100,7 @@ class _Both:
         if there.keys() != here.keys():
             names = ", ".join(sorted(there.keys() ^ here.keys())[:2])
             return Line(row, "gradients", *counts, DIFFERENT, f"only one model has: {names}")
-        off = max(
+        off = highest(
             ((there[n] - here[n]).norm() / there[n].norm().clamp_min(1e-12)).item() for n in there
         )
         return self._line(row, "gradients", *counts, off, self.of_gradients)
@@ -111,16 +113,22 @@ class _Both:
         if self.original.error(PADDED, "loss") or self.ours.error(PADDED, "loss"):
             return
         changes = [self._change_by_pictures(each) for each in (self.original, self.ours)]
-        verdict: Verdict = SAME if all(changes) else (ORIGINAL_WRONG if changes[1] else OURS_WRONG)
-        note = "" if changes[0] else "it loses the pictures of padded rows, without an error"
+        seen = [0 < change < math.inf for change in changes]  # of NaN nothing can be said
+        verdict: Verdict = SAME if all(seen) else (ORIGINAL_WRONG if seen[1] else OURS_WRONG)
+        note = "" if seen[0] else "it loses the pictures of padded rows, without an error"
+        if not all(map(math.isfinite, changes)):
+            note = "a loss is NaN or infinite"
         words = [f"{change:.5f}" for change in changes]
         yield Line(row, "loss, other pictures", words[0], words[1], verdict, note)
         counts = [
-            sum(".vision." in name and bool(gradient.any()) for name, gradient in found.items())
+            sum(
+                ".vision." in name and bool(gradient.any() and gradient.isfinite().all())
+                for name, gradient in found.items()
+            )
             for found in (self.original.gradients(PADDED), self.ours.gradients(PADDED))
         ]
         verdict = SAME if all(counts) else (ORIGINAL_WRONG if counts[1] else OURS_WRONG)
-        note = "" if counts[0] else "nothing of the vision tower learns"
+        note = "" if all(counts) else "nothing of the vision tower learns, or its gradients are NaN"
         words = [f"of {count} weights" for count in counts]
         yield Line(row, "tower's gradients", words[0], words[1], verdict, note)
 
@@ -145,7 +153,7 @@ class _Both:
     def _logits_off(self, each: Computed) -> float:
         alone = [each.tensors[f"{case}/logits"][0] for case in ALONE]
         batch = each.tensors[f"{PADDED}/logits"]
-        return max((a - b).abs().max().item() for a, b in zip(alone, batch, strict=True))
+        return highest((a - b).abs().max().item() for a, b in zip(alone, batch, strict=True))
 
     def _loss_off(self, each: Computed) -> float:
         """To the mean over all labels of both rows."""
@@ -168,6 +176,9 @@ class _Both:
         if error := self.original.error(case, "generate"):
             note = f"the original's generate fails here ({error}); drawn without a cache"
         verdict: Verdict = SAME if there == here else DIFFERENT
+        logits = [each.tensors.get(f"{case}/logits") for each in (self.original, self.ours)]
+        if not all(each.isfinite().all() for each in logits if each is not None):
+            verdict, note = DIFFERENT, "logits are NaN or infinite: these ids are no answer"
         return Line(row, "answer (greedy ids)", _ids(there), _ids(here), verdict, note)
 
     def _failed(self, case: str, what: str, row: str, name: str) -> Line | None:
@@ -186,6 +197,11 @@ class _Both:
         # Not "off > tolerance": a NaN is no agreement.
         verdict: Verdict = SAME if off <= tolerance else DIFFERENT
         return Line(row, what, there, here, verdict, f"off by {off:.2g}, up to {tolerance:g}")
+
+
+def highest(numbers: Iterable[float]) -> float:
+    """Return the highest number; NaN if there is one, which Python's ``max`` may pass over."""
+    return torch.tensor([*numbers], dtype=torch.float64).max().item()
 
 
 def _span(logits: Tensor) -> str:

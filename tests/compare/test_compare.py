@@ -236,6 +236,50 @@ def test_a_difference_on_a_single_row_is_no_fault_of_the_original_s(change, row,
     assert found == {(row or "picture", what or "logits", "DIFFERENT")}
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+def broken(key: str, value: float) -> Computed:
+    """A model of which one number is not finite, and not the first one that is compared."""
+    found = computed()
+    case, _, name = key.partition("/")
+    if name == "loss":
+        found.told[case]["loss"] = value
+    else:
+        tensor = found.tensors.setdefault(key, torch.zeros(1, 8, 4))
+        tensor.view(-1)[1] = value
+    return found
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize(
+    ("key", "row", "what"),
+    [
+        ("text/gradient/transformer.encoder.final_layernorm.weight", "text", "gradients"),
+        ("batch/gradient/transformer.vision.boi", "padded batch", "tower's gradients"),
+        ("picture/logits", "picture", "logits"),
+        ("other picture/logits", "padded batch", "logits, to rows alone"),
+        ("batch/logits", "padded batch", "logits, to rows alone"),
+        ("batch/loss", "padded batch", "loss, to rows alone"),
+        ("other picture/loss", "padded batch", "loss, to rows alone"),
+        ("swapped/loss", "padded batch", "loss, other pictures"),
+        ("text/loss", "text", "loss"),
+        ("prompt picture/logits", "picture", "answer (greedy ids)"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_never_the_same(key, row, what, value):
+    right, wrong = computed(), broken(key, value)
+    for original, ours in ((right, wrong), (wrong, right), (wrong, wrong)):
+        [verdict] = {v for r, w, v in verdicts(original, ours) if (r, w) == (row, what)}
+        assert verdict in ("DIFFERENT", "OURS IS WRONG") or original is wrong
+    assert ours_fail(right, wrong) and ours_fail(wrong, wrong)
+
+
+def ours_fail(original: Computed, ours: Computed) -> bool:
+    found = {verdict for *_, verdict in verdicts(original, ours)}
+    return bool(found & {"DIFFERENT", "OURS IS WRONG"})
+
+
 def test_ours_is_wrong_where_it_fails_or_loses_pictures():
     def wrong(what: str, row: str = "padded batch") -> set[tuple[str, str, str]]:
         return {(row, what, "OURS IS WRONG")}
