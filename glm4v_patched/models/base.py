@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..patch.config_json import is_glm4v, read_object
+from ..patch.config_json import LARGEST_NUMBER, is_glm4v, nonfinite_number, read_object
 from ..terminal_text import shorten
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -63,6 +63,11 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
         raise ValueError(
             f"{folder / ADAPTER_CONFIG}: megatron_config is {megatron!r}, by which peft imports "
             f"the module {config.get('megatron_core')!r}; expected null"
+        )
+    if found := nonfinite_number(config):
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG}: {found}; expected a finite number, at most "
+            f"{LARGEST_NUMBER:.2g}, which is float32's largest"
         )
     _require_quick_patterns(folder, config, tensor_names(folder / ADAPTER_WEIGHTS))
     if Path(model).is_dir():

@@ -220,7 +220,7 @@ def require_readable(model: str, revision: str | None = None) -> None:
     from transformers.quantizers.auto import AutoQuantizationConfig
     from transformers.utils import cached_file
 
-    from ..remote.configuration_chatglm import ChatGLMConfig
+    from ..remote.configuration_chatglm import ChatGLMConfig, refuse_nonfinite
 
     def read_config(values: dict) -> None:
         ChatGLMConfig.from_dict(values)
@@ -230,11 +230,16 @@ def require_readable(model: str, revision: str | None = None) -> None:
             with suppress(ImportError):  # a package that is missing is told by whoever loads
                 AutoQuantizationConfig.from_dict(quantised)
 
+    def read_generation_config(values: dict) -> None:
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+        refuse_nonfinite(numbers, "generation_config.json")
+        GenerationConfig.from_dict(values)
+
     kinds = ("missing_entries", "connection_errors", "gated_repo")
     silent: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     readers: dict[str, Any] = {
         "config.json": read_config,
-        "generation_config.json": GenerationConfig.from_dict,
+        "generation_config.json": read_generation_config,
     }
     for name, read in readers.items():
         if file := cached_file(model, name, revision=revision, **silent):

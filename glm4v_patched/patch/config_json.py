@@ -2,6 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+LARGEST_NUMBER = 3.4028234663852886e38
+"""Of float32 and, but for rounding, of bfloat16."""
 
 
 def is_glm4v(config: dict) -> bool:
@@ -23,6 +27,19 @@ def read_object(path: Path) -> dict:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     return parse_object(content, str(path))
+
+
+def nonfinite_number(values: Any) -> str | None:
+    """Return ``key is value`` of the first number among nested values that is NaN, infinite or
+    beyond float32; JSON has such as ``NaN``, ``Infinity`` and ``1e999``."""
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in items:
+        if isinstance(value, (dict, list)):
+            if found := nonfinite_number(value):
+                return f"{key}.{found}"
+        elif isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:
+            return f"{key} is {value!r}"
+    return None
 
 
 def parse_object(content: bytes, name: str) -> dict:

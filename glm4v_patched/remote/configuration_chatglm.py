@@ -4,6 +4,7 @@ Fields that every glm-4v checkpoint has at one value are refused at another: a f
 in silence would mean other numbers in silence.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 
@@ -63,6 +64,24 @@ def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
                 f"{place} has {key} {value!r}, by which code of others would be fetched and run; "
                 f"of attention, {', '.join(sorted(OWN_IMPLEMENTATIONS))} are transformers' own: "
                 "take it out, or give it to from_pretrained yourself"
+            )
+
+
+# Of float32 and, but for rounding, of bfloat16.
+LARGEST_NUMBER = 3.4028234663852886e38
+
+
+def refuse_nonfinite(values: Mapping | Sequence, place: str) -> None:
+    """Raise ``ValueError`` for a number among nested values that is NaN, infinite or beyond
+    float32, and would make every output NaN."""
+    items = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for key, value in items:
+        if isinstance(value, (Mapping, list, tuple)):
+            refuse_nonfinite(value, f"{place}: {key}")
+        elif isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:
+            raise ValueError(
+                f"{place}: {key} is {value!r}; expected a finite number, at most "
+                f"{LARGEST_NUMBER:.2g}, which is float32's largest"
             )
 
 
@@ -245,6 +264,7 @@ class ChatGLMConfig(PretrainedConfig):
     _auto_class = "AutoConfig"
 
     def __init__(self, vision_config=None, image_token_id=None, **kwargs):
+        refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
         if isinstance(values["eos_token_id"], tuple):
             values["eos_token_id"] = [*values["eos_token_id"]]

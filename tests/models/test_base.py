@@ -16,7 +16,7 @@ from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import base as base_of_models
 from glm4v_patched.models import placement
 from glm4v_patched.models.base import Base, digest, identify, pin
-from glm4v_patched.models.find import fault_of_model
+from glm4v_patched.models.find import fault_of_model, find_source
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.models.placement import NoPlace, Placement, place
 
@@ -151,3 +151,29 @@ def test_what_is_no_folder_and_has_not_the_form_of_an_id_is_told(monkeypatch):
     # Older releases of huggingface_hub take letters beyond ASCII.
     monkeypatch.setattr("huggingface_hub.utils.validate_repo_id", lambda name: None)
     assert "there is no such folder" in fault_of_model("our-org/ä")
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1e308"])
+def test_settings_that_are_not_finite_are_refused_where_they_are_read(files, tmp_path, text):
+    adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
+    model = Path(shutil.copytree(files.model, tmp_path / "model"))
+
+    def refused(file: Path, changed: dict, named: str) -> None:
+        before = file.read_text()
+        file.write_text(json.dumps(json.loads(before) | changed))
+        with pytest.raises(ValueError) as error:
+            find_source(str(file.parent))
+        file.write_text(before)
+        assert named in str(error.value) and file.name in str(error.value), str(error.value)
+        assert len(str(error.value).splitlines()) == 1
+
+    value = json.loads(text)
+    refused(adapters / "adapter_config.json", {"lora_alpha": value}, f"lora_alpha is {value}")
+    patterns = {"alpha_pattern": {"query_key_value": value}}
+    refused(adapters / "adapter_config.json", patterns, f"alpha_pattern.query_key_value is {value}")
+    vision = json.loads((model / "config.json").read_text())["vision_config"]
+    refused(model / "config.json", {"rope_ratio": value}, "rope_ratio")
+    named = "vision_config: layer_norm_eps"
+    refused(model / "config.json", {"vision_config": vision | {"layer_norm_eps": value}}, named)
+    refused(model / "generation_config.json", {"temperature": value}, "temperature")
+    assert find_source(str(adapters)).adapters and find_source(str(model)).adapters is None

@@ -130,3 +130,36 @@ def test_configs_of_other_classes_with_the_same_fields_become_ours():
     theirs = Foreign(**golden_json("config.json") | {"vision_config": None})
     with pytest.raises(ValueError, match="Foreign has model_type .*: give the config of a glm-4v"):
         ChatGLMConfig.of(theirs)
+
+
+NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "1e39", "1" + "0" * 400]
+
+
+@pytest.mark.parametrize("text", NOT_NUMBERS)
+def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path, text):
+    """As JSON has them; in a nested section, in lists and in fields that we do not know, too."""
+    tiny_config().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    value = json.loads(text)
+    for name, changed in {
+        "rope_ratio": {"rope_ratio": value},
+        "layernorm_epsilon": {"layernorm_epsilon": value},
+        "vision_config: layer_norm_eps": {
+            "vision_config": values["vision_config"] | {"layer_norm_eps": value}
+        },
+        "of_others: 1": {"of_others": [1.0, value]},
+    }.items():
+        with pytest.raises(ValueError, match=f"config.json: {name} is "):
+            ChatGLMConfig(**values | changed)
+        (tmp_path / "config.json").write_text(json.dumps(values | changed))
+        with pytest.raises(ValueError, match=f"config.json: {name} is "):
+            ChatGLMConfig.from_pretrained(tmp_path)
+    largest = ChatGLMConfig(**values | {"of_others": [3.4e38, -1e38, 2**100, 0.0, True]})
+    assert largest.of_others[0] == 3.4e38
+
+
+def test_a_temperature_that_is_not_finite_is_refused_before_anything_is_generated(model):
+    ids = torch.ones(1, 3, dtype=torch.long)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="generation_config: temperature is "):
+            model.generate(ids, do_sample=True, temperature=value, max_new_tokens=1)
