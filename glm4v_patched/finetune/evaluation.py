@@ -66,7 +66,8 @@ class Sample:
         usual = model.generation_config
         try:
             with in_eval_mode(model):
-                answerer = Answerer(Loaded(model, self.processor), self.generation)
+                loaded = Loaded(model, self.processor)
+                answerer = Answerer(loaded, self.generation, refuses=False)
                 answers = [
                     answer.text
                     for some in batches(self.questions, self.batch_size)

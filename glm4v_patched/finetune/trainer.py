@@ -1,5 +1,6 @@
 """transformers' Trainer for this model: what is saved, which losses count, evaluation."""
 
+import math
 import os
 import shutil
 import time
@@ -156,8 +157,10 @@ class RecipeTrainer(Trainer):
         loss, tokens = self._mean_loss(self.eval_dataset if eval_dataset is None else eval_dataset)
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
         if self.sample is not None:
-            with self.compute_loss_context_manager():
-                matches = self.sample.answer(self.model, self.is_world_process_zero())
+            matches = 0.0  # of a model whose loss is NaN there is no answer
+            if math.isfinite(loss):
+                with self.compute_loss_context_manager():
+                    matches = self.sample.answer(self.model, self.is_world_process_zero())
             # A token may fall otherwise on another GPU, and all have to save and to end together.
             same = torch.tensor(matches, dtype=torch.float64, device=self.args.device)
             if torch.distributed.is_initialized():

@@ -73,6 +73,8 @@ def _answer_missing(
                 progress.update()
                 first = first or time.monotonic() - start
     except (KeyboardInterrupt, RuntimeError) as error:
+        if not (file.lines or file.overwrite):
+            raise  # there is nothing to continue
         kept = f"{len(file.lines):,} of {number:,} answers are in {file.path}, and the same "
         kept += f"command continues{', without --overwrite' * file.overwrite}"
         if file.overwrite and not file.has_begun:

@@ -22,6 +22,7 @@ from ..models import loading
 from ..models.base import Base
 from ..models.loading import Loaded, load_processor
 from .decoding.static_cache import StaticCaches
+from .nonfinite import NonFiniteLogits, RequireFinite, describe_cause
 from .questions import Generation, Question, Request
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
@@ -57,9 +58,16 @@ class Answerer:
     between them (:func:`loop.draw_ahead`). Beams have a ``dynamic`` one.
     """
 
-    def __init__(self, loaded: Loaded, generation: Generation, cache: str = "dynamic"):
+    def __init__(
+        self, loaded: Loaded, generation: Generation, cache: str = "dynamic", refuses: bool = True
+    ):
+        """
+        Args:
+            refuses: Whether logits that are NaN or infinite end a dynamic cache's answers, too. Of
+                processes that gather weights together, none may end alone.
+        """
         self.model, self.processor = loaded
-        self.generation = generation
+        self.generation, self.refuses = generation, refuses
         self.caches = None
         if cache != "dynamic" and generation.num_beams == 1:
             self.caches = StaticCaches(self.model, STEP)
@@ -103,7 +111,7 @@ class Answerer:
         **options: Any,
     ) -> torch.Tensor:
         """The new ids of each row, ``[B, R]``; arguments and errors are those of :meth:`answer`,
-        and others those of the model's ``generate``."""
+        and others those of the model's ``generate``. Raises :class:`NonFiniteLogits`."""
         # All of it anew: what the folder says of sampling and lengths is for other uses.
         self.model.generation_config = GenerationConfig(
             **generation.given(),
@@ -119,9 +127,14 @@ class Answerer:
             with torch.no_grad():
                 if self.caches is not None:
                     options |= self.caches.options(rows, length + generation.max_new_tokens)
+                elif self.refuses:
+                    others = options.get("logits_processor", [])
+                    options["logits_processor"] = [*others, RequireFinite()]
                 if streamer is not None:
                     options["tokens_to" if "custom_generate" in options else "streamer"] = streamer
                 ids = self.model.generate(**batch, **options)
+        except NonFiniteLogits:
+            raise NonFiniteLogits(describe_cause(self.model, batch)) from None
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"the GPU's memory does not suffice for {rows} rows at once: lower "

@@ -25,6 +25,7 @@ from .. import applied
 from ..data.collate import ConversationCollator
 from ..models.base import Base
 from ..models.loading import load
+from .nonfinite import require_finite_logits
 
 NAME = "glm4v_layer_by_layer"
 SHARD = "5GB"
@@ -106,6 +107,7 @@ def quantise(
         wanted = ("input_ids", "pixel_values")
         return {name: batch[name].to(model.device) for name in wanted if name in batch}
 
+    require_finite_logits(model, encode([conversations[0]]))
     rows: Any = conversations
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=_is_doubt)

@@ -14,6 +14,9 @@ Only what these two ask for is done: one answer a row, drawn or greedy. Processo
 are not transformers' own may count how often they are called: with these, the device is asked after
 every token. Two of transformers' own wait by themselves: ``no_repeat_ngram_size`` reads ids on the
 host, and ``torch.isin`` sorts ids that end a row if there are more than about ten.
+
+Logits that are NaN or infinite are no answer. Those of the prompt are reported with the first
+token, and those of the last token are looked at when all rows have ended: NaN stays in a cache.
 """
 
 from typing import Any
@@ -31,10 +34,12 @@ from transformers import (
 
 from ...remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ...remote.keywords import CACHE
+from ..nonfinite import NonFiniteLogits, finite_rows, require_finite
 
 # Tokens that may have been queued before what the device says of one must have come: so many steps
 # are computed in vain after the end. With one, the host has a step's time to queue the next.
 LATE = {"cuda": 2}  # by kind of device; 0 for others
+NONFINITE = 2  # in a report, in place of whether a row is unfinished
 
 
 def draw_ahead(
@@ -57,6 +62,9 @@ def draw_ahead(
 
     Returns:
         The ids that ``generate`` returns without ``custom_generate``, ``(B, L)``.
+
+    Raises:
+        NonFiniteLogits: The logits after the prompt or the last ones are NaN or infinite.
     """
     assert generation_config.num_beams == 1, "beams are for transformers' own loop"
     device, (rows, given) = input_ids.device, input_ids.shape
@@ -84,13 +92,14 @@ def draw_ahead(
         # for a CUDA graph writes into their memory again.
         logits_BV = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
         del outputs
+        finite_B = None
+        if length == given:
+            finite_B = finite_rows(logits_BV)
+            if not is_known:  # these wait anyway, and may hand on the token
+                require_finite(finite_B)
         sofar: Any = ids[:, :length]
         scores_BV = processors(sofar, logits_BV)
-        if generation_config.do_sample:
-            probabilities = torch.nn.functional.softmax(scores_BV, dim=-1)
-            tokens_B = torch.multinomial(probabilities, num_samples=1).squeeze(1)
-        else:
-            tokens_B = scores_BV.argmax(dim=-1)
+        tokens_B = _tokens_of(scores_BV, generation_config.do_sample)
         if pad is not None:
             tokens_B = torch.where(unfinished, tokens_B, pad)
         ids[:, length] = tokens_B
@@ -99,8 +108,8 @@ def draw_ahead(
         for criterion in criteria:
             done = torch.as_tensor(criterion(sofar, None), device=device)
             unfinished.logical_and_(~done)
-        if criteria or tokens_to is not None:
-            reports.add(unfinished, tokens_B)
+        if criteria or tokens_to is not None or finite_B is not None:
+            reports.add(unfinished, tokens_B, finite_B)
         if length == most or reports.look():
             break
         prompt = model_kwargs["grown_prompt"]
@@ -110,9 +119,19 @@ def draw_ahead(
             inputs = model.prepare_inputs_for_generation(sofar, **model_kwargs)
         outputs = forward(**inputs, return_dict=True)
     reports.look(late=0)
+    require_finite(finite_rows(logits_BV))
     if tokens_to is not None:
         tokens_to.end()
     return ids[:, : length if reports.end is None else given + reports.end].contiguous()
+
+
+def _tokens_of(scores_BV: Tensor, do_sample: bool) -> Tensor:
+    if not do_sample:
+        return scores_BV.argmax(dim=-1)
+    probabilities = torch.nn.functional.softmax(scores_BV, dim=-1)
+    # Of NaN, which is reported otherwise, multinomial would end the process on a GPU.
+    probabilities.nan_to_num_(nan=1.0)
+    return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
 
 def _private(owner: Any, name: str) -> Any:
@@ -143,15 +162,19 @@ class Reports:
         on_host: dict[str, Any] = {"device": "cpu", "pin_memory": is_cuda}
         self.late, self.streamer, self._device = late, streamer, unfinished_B.device
         self.end: int | None = None
-        self._unfinished = torch.ones(shape, dtype=torch.bool, **on_host)
+        self._unfinished = torch.ones(shape, dtype=torch.uint8, **on_host)
         self._tokens = torch.zeros(shape, dtype=torch.long, **on_host)
         self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(late + 1)]
         self._on_host = self._unfinished.numpy()
         self._added = self._seen = 0
 
-    def add(self, unfinished_B: Tensor, tokens_B: Tensor) -> None:
+    def add(self, unfinished_B: Tensor, tokens_B: Tensor, finite_B: Tensor | None = None) -> None:
+        """``finite_B``: Whether the logits of each row are, if that is to be reported."""
+        report_B = unfinished_B.view(torch.uint8)  # of another type, the copy would wait
+        if finite_B is not None:
+            report_B = torch.where(finite_B, report_B, NONFINITE)
         slot = self._added % len(self._copied)
-        self._unfinished[slot].copy_(unfinished_B, non_blocking=True)
+        self._unfinished[slot].copy_(report_B, non_blocking=True)
         if self.streamer is not None:
             self._tokens[slot].copy_(tokens_B, non_blocking=True)
         if (copied := self._copied[slot]) is not None:
@@ -166,6 +189,8 @@ class Reports:
             if (copied := self._copied[slot]) is not None:
                 copied.synchronize()
             self._seen += 1
+            if (self._on_host[slot] == NONFINITE).any():
+                raise NonFiniteLogits
             if self.streamer is not None:
                 self.streamer.put(self._tokens[slot].clone())
             if not self._on_host[slot].any():

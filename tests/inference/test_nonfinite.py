@@ -1,0 +1,178 @@
+"""Logits that are NaN or infinite are no answer: each command ends with one line that names why."""
+
+import asyncio
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from glm4v_patched.cli import main
+from glm4v_patched.inference.answer_worker import Answerer
+from glm4v_patched.inference.decoding import loop
+from glm4v_patched.inference.nonfinite import (
+    NonFiniteLogits,
+    describe_cause,
+    require_finite_logits,
+)
+from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving.answer_queue import AnswerQueue
+from glm4v_patched.inference.serving.app import make_app
+from glm4v_patched.inference.serving.limits import Limits
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.loading import load
+from tests.helpers.serving import call
+
+WEIGHT = "transformer.encoder.layers.1.mlp.dense_4h_to_h.weight"
+CAUSE = f"the logits are NaN or infinite, as is the weight {WEIGHT}"
+ASKED = [{"role": "user", "content": "What is it?"}]
+
+
+@pytest.fixture(scope="module")
+def diverged(files, tmp_path_factory) -> Path:
+    """A model of which two numbers of two weights are NaN and infinite."""
+    folder = Path(shutil.copytree(files.model, tmp_path_factory.mktemp("diverged") / "model"))
+    weights = load_file(folder / "model.safetensors")
+    weights[WEIGHT].view(-1)[3] = float("inf")
+    weights["transformer.output_layer.weight"].view(-1)[-1] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def of(folder: Path, cache: str = "dynamic", **generation) -> Answerer:
+    loaded = load(find_source(str(folder)), "cpu")
+    return Answerer(loaded, Generation(max_new_tokens=6, **generation), cache)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_each_command_ends_with_one_line_that_names_the_weight(
+    diverged, referenced, tmp_path, capsys, monkeypatch, cache
+):
+    asked = [str(diverged), "--device", "cpu", "--max-new-tokens", "4", "--cache", cache]
+    data = ["--data", str(referenced)]
+    for command in (
+        ["answer", *asked, *data, "--out", str(tmp_path / "answers.jsonl")],
+        ["answer", *asked, *data, "--out", str(tmp_path / "answers.jsonl"), "--num-beams", "2"],
+        ["evaluate", *asked, *data],
+        ["evaluate", *asked, *data, "--out", str(tmp_path / "evaluation"), "--temperature", "1"],
+        ["chat", *asked],
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\n"))
+        assert main(command) == 1
+        said = capsys.readouterr()
+        told = said.err.partition("glm4v-patched: ")[2].strip()
+        assert CAUSE in told and len(told.splitlines()) == 1, told
+        assert "!" not in said.out
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):
+    broken = of(diverged)
+    queue = AnswerQueue(broken, 1024)
+    app = make_app(queue, ["m"], broken.generation, Limits(hosts=["localhost"]), lambda: None)
+    body = {"model": "m", "messages": ASKED, "max_tokens": 4}
+    for given in (body, body | {"stream": True}):
+        status, reply = asyncio.run(call(app, given))
+        assert status == 500 and CAUSE in reply["error"]["message"]
+        assert capsys.readouterr().out.count(CAUSE) == 1
+    queue.stop()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("generation", [{}, {"temperature": 1.0}])
+def test_no_token_of_such_logits_is_handed_on(diverged, monkeypatch, late, generation):
+    monkeypatch.setitem(loop.LATE, "cpu", late)
+
+    class Put:
+        def __init__(self):
+            self.given = []
+
+        def put(self, tokens):
+            self.given.append(tokens)
+
+        def end(self):
+            self.given.append("end")
+
+    for cache in ("static", "dynamic"):
+        answerer, streamer = of(diverged, cache, **generation), Put()
+        with pytest.raises(NonFiniteLogits, match=CAUSE):
+            answerer.answer([ASKED], streamer=streamer)
+        assert len(streamer.given) == 1  # the prompt
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("ends_at", [0, 2, 5])
+def test_logits_that_become_infinite_on_the_way_are_no_answer(files, cache, ends_at):
+    """The last ones are looked at again: NaN stays in a cache."""
+    answerer = of(files.model, cache)
+    answerer.end_ids = []
+    calls = []
+
+    def spoil(module, given, output):
+        calls.append(1)
+        if len(calls) > ends_at:
+            output.logits[-1] = float("nan")
+
+    hook = answerer.model.register_forward_hook(spoil)
+    with pytest.raises(NonFiniteLogits, match="the logits are NaN or infinite after the prompt"):
+        answerer.answer([ASKED, ASKED])
+    hook.remove()
+    assert answerer.answer([ASKED])[0].text
+
+
+def test_what_overflows_is_found_where_it_does(files, adapted):
+    inputs = adapted.encode([ASKED])
+    model = adapted.model
+    name = "transformer.encoder.layers.1.self_attention.query_key_value"
+    layer = model.get_submodule(f"base_model.model.{name}")
+    before, layer.scaling = layer.scaling, {"default": 1e39}
+    try:
+        with pytest.raises(NonFiniteLogits) as error:
+            require_finite_logits(model, inputs)
+    finally:
+        layer.scaling = before
+    told = str(error.value)
+    assert f"all weights are finite, and the output of {name} is not, in float32" in told
+    assert told.endswith("; adapters are multiplied by 1e+39 (lora_alpha / r)")
+    assert len(model._forward_hooks) == 0
+    require_finite_logits(model, inputs)
+
+
+def test_images_are_blamed_where_they_are_the_cause(files, answerer):
+    picture = json.loads(files.data.read_text().splitlines()[0])["messages"][0]
+    picture = picture | {"image": str(files.data.parent / picture["image"])}
+    inputs = answerer.encode([[picture]])
+    inputs["pixel_values"][0, 0, 0, 0] = float("nan")
+    assert not torch.isfinite(answerer.model(**inputs).logits[0, -1]).all()
+    told = describe_cause(answerer.model, inputs)
+    assert told == (
+        "the logits are NaN or infinite, as are the pixel_values that were given; the weights are "
+        "finite"
+    )
+    with pytest.raises(NonFiniteLogits, match="pixel_values that were given"):
+        answerer.answer_encoded(inputs)
+
+
+def test_a_settings_number_that_makes_all_of_it_nan_ends_each_command(files, tmp_path, capsys):
+    for of_what, file, change, named in (
+        (files.model, "config.json", {"rope_ratio": float("nan")}, "rope_ratio"),
+        (files.adapters, "adapter_config.json", {"lora_alpha": 1e308}, "lora_alpha is 1e+308"),
+    ):
+        folder = Path(shutil.copytree(of_what, tmp_path / file))
+        values = json.loads((folder / file).read_text()) | change
+        (folder / file).write_text(json.dumps(values))
+        out = ["--out", str(tmp_path / "out")]
+        data = ["--data", str(files.data)]
+        for command in (
+            ["answer", str(folder), *data, *out, "--device", "cpu"],
+            ["evaluate", str(folder), *data, "--device", "cpu"],
+            ["chat", str(folder), "--device", "cpu"],
+            ["serve", str(folder), "--device", "cpu", "--port", "0"],
+            *([["merge", str(folder), *out]] if "adapter" in file else []),
+        ):
+            assert main(command) == 1
+            told = capsys.readouterr().err.partition("glm4v-patched: ")[2].strip()
+            assert named in told and file in told and len(told.splitlines()) == 1, told
