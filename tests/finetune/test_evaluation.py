@@ -153,6 +153,22 @@ def test_the_best_weights_are_saved_patience_ends_the_run_and_both_are_said(stop
     assert following.endswith(f"chat {out} --device cpu")
 
 
+def test_a_loss_that_is_nan_is_never_the_best_and_no_answer_is_right_then(
+    stopped_early, monkeypatch
+):
+    nan = float("nan")
+    given = iter([nan, 3.0, nan, 2.0, nan, nan, 1.0])
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
+    monkeypatch.setattr(evaluation.Sample, "answer", lambda *_, **__: 1.0)
+    found = train_here(stopped_early.override({"trainer.num_train_epochs": 7.0}))
+    losses = [entry["eval_loss"] for entry in found["evaluations"]]
+    assert [*map(str, losses)] == ["nan", "3.0", "nan", "2.0", "nan", "nan"]
+    matches = [entry["eval_exact_match"] for entry in found["evaluations"]]
+    assert matches == [0, 1, 0, 1, 0, 0]
+    assert found["best_step"] == found["evaluations"][3]["step"]
+    assert "2 evaluations without a better" in describe_end(stopped_early, True)
+
+
 def test_patience_goes_on_where_it_was_when_a_run_was_stopped(stopped_early):
     """One evaluation without a better one before the stop, and one after it."""
     asked = stopped_early.override({"trainer.save_total_limit": None})
