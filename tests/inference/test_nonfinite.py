@@ -16,6 +16,7 @@ from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.nonfinite import (
     NonFiniteLogits,
     describe_cause,
+    finite_rows,
     require_finite_logits,
 )
 from glm4v_patched.inference.questions import Generation
@@ -176,3 +177,9 @@ def test_a_settings_number_that_makes_all_of_it_nan_ends_each_command(files, tmp
             assert main(command) == 1
             told = capsys.readouterr().err.partition("glm4v-patched: ")[2].strip()
             assert named in told and file in told and len(told.splitlines()) == 1, told
+
+
+def test_one_number_among_the_logits_of_a_row_suffices():
+    nan, inf = float("nan"), float("inf")
+    rows = {(1, nan, 2): False, (1, inf, 2): False, (1, -inf, 2): True, (-inf,) * 3: False}
+    assert finite_rows(torch.tensor([*rows])).tolist() == [*rows.values()]
