@@ -7,6 +7,7 @@ import argparse
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://")
@@ -30,7 +31,9 @@ def expand(path: str) -> str:
         raise PathError("the path is empty; expected a file or a folder")
     if ADDRESS.match(path):
         return path
-    expanded = os.path.expanduser(path)
+    expanded = path
+    with suppress(ValueError):  # what cannot be the name of a user
+        expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = path.partition("/")[0]
         raise PathError(

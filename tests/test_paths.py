@@ -50,6 +50,7 @@ def test_only_a_home_at_the_beginning_is_expanded_and_only_once(given, expanded)
         ("cost$", "expected the path itself"),
         ("~nobody-of-that-name/x", "no user of that name"),
         ("~rows.jsonl", "./~rows.jsonl"),
+        ("~a\0b/x", "no user of that name"),
         ("", "empty"),
     ],
 )

@@ -161,21 +161,20 @@ def _faults_of_outputs(recipe: Recipe, base: Base) -> Iterator[Fault]:
         for source in make_sources(sets, {"image_folder": recipe.data.image_folder}):
             read += folders_of_set(source, name)
         patterns += [(name, path) for path in named_paths(sets)]
-    features = recipe.data.reuse_features
-    outputs = {"out": (recipe.out, read)}
+    outputs, features = {"out": recipe.out}, recipe.data.reuse_features
     if isinstance(features, str):
-        outputs["data.reuse_features"] = features, read
-        # They may lie in out, where no file of a run has their names.
-        if is_within(recipe.out, features):
-            outputs["out"] = recipe.out, [*read, ("the folder of data.reuse_features", features)]
-    for name, (out, folders) in outputs.items():
+        outputs["data.reuse_features"] = features
+        if is_within(recipe.out, features):  # a folder in out is apart from a run's own names
+            told = f"out, {recipe.out}, lies in the folder of data.reuse_features, {features}"
+            yield Fault("out", f"{told}; expected out in a folder of its own, beside or around it")
+    for name, out in outputs.items():
         try:
-            require_apart(out, folders, name)
+            require_apart(out, read, name)
             for of, pattern in patterns:
                 if pattern_reaches(pattern, out):
                     raise ValueError(
-                        f"{name} {out} lies where {of} looks for files, {pattern}; expected a "
-                        "path that the pattern does not reach"
+                        f"{name}, {out}, lies where {of} looks for files, {pattern}; expected a "
+                        "folder that the pattern does not reach"
                     )
         except ValueError as error:
             yield Fault(name, str(error))

@@ -16,8 +16,14 @@ USUAL_SCALING = 100
 ROWS_AT_ONCE = 4096  # of a weight: no second copy of a large one is made
 
 
+TOLD = "the logits are NaN or infinite"
+
+
 class NonFiniteLogits(RuntimeError):
     """The model gives NaN or infinity, and so no answer; the message is a single line."""
+
+    def __init__(self, told: str = TOLD):
+        super().__init__(told)
 
 
 class RequireFinite(LogitsProcessor):
@@ -38,7 +44,7 @@ def finite_rows(logits_BV: Tensor) -> Tensor:
 def require_finite(finite_B: Tensor) -> None:
     """Raise :class:`NonFiniteLogits` unless all are true. Waits for the device."""
     if not finite_B.all():
-        raise NonFiniteLogits("the logits are NaN or infinite")
+        raise NonFiniteLogits
 
 
 def require_finite_logits(model: Any, batch: Any) -> None:
@@ -52,7 +58,7 @@ def require_finite_logits(model: Any, batch: Any) -> None:
 def describe_cause(model: Any, batch: Any) -> str:
     """Return what makes the logits of a batch NaN or infinite, on one line: the first weight that
     is, the images, or the first layer whose output is."""
-    told = "the logits are NaN or infinite"
+    told = TOLD
     if name := _nonfinite_weight(model):
         return (
             f"{told}, as is the weight {name}: is the file damaged, or did the training diverge? "

@@ -60,6 +60,12 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         self.do_convert_rgb = do_convert_rgb
         self.image_mean = list(image_mean or (0.48145466, 0.4578275, 0.40821073))
         self.image_std = list(image_std or (0.26862954, 0.26130258, 0.27577711))
+        for name, values in (("image_mean", self.image_mean), ("image_std", self.image_std)):
+            if not np.isfinite(values).all() or (name == "image_std" and not np.all(values)):
+                raise ValueError(
+                    f"{name} is {values}, which makes pixel values NaN or infinite: give finite "
+                    "numbers, and in image_std none that is 0"
+                )
 
     def preprocess(
         self,

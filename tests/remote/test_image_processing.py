@@ -243,3 +243,11 @@ def test_no_other_program_is_run_for_a_picture(image_processor, picture, tmp_pat
         with pytest.raises(ValueError, match="is EPS, .* convert it to PNG"):
             image_processor(image)
     assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_means_and_deviations_that_make_pixels_nan_are_refused(value):
+    for name in ("image_std", "image_mean")[: 1 if value == 0 else 2]:
+        with pytest.raises(ValueError, match=f"{name} is "):
+            ChatGLMImageProcessor(size=56, **{name: [0.5, value, 0.5]})
+    assert ChatGLMImageProcessor(size=56, image_mean=[0.0, 0.0, 0.0]).image_mean == [0.0] * 3
