@@ -348,9 +348,6 @@ def test_a_name_is_that_of_a_command_first_as_for_a_shell(tmp_path, monkeypatch)
 def test_a_script_in_the_home_folder_is_found(quick, monkeypatch):
     monkeypatch.setenv("HOME", str(quick))
     (quick / "script.py").write_text("import sys; print(sys.argv[0])")
-    assert (
-        run(sys.executable, "-m", "glm4v_patched.run", "~/script.py").stdout
-        == f"{quick}/script.py\n"
-    )
-    told = run(sys.executable, "-m", "glm4v_patched.run", "$HOME/script.py").stderr
+    assert run(*RUN, "~/script.py").stdout == f"{quick}/script.py\n"
+    told = run(*RUN, "$HOME/script.py").stderr
     assert "there is no file $HOME/script.py" in told
