@@ -72,6 +72,9 @@ def checkpoints_at_once(trainer: TrainerFields, steps: int | None = None) -> int
     if strategy == "no":
         return 0
     steps = trainer.max_steps or steps
+    at_start = bool(trainer.others.get("eval_on_start")) and (
+        trainer.load_best_model_at_end or strategy == "best"
+    )
     if strategy == "steps" and steps is not None:
         assert trainer.save_steps is not None
         saved = (steps - 1) // trainer.save_steps  # none at the last step
@@ -79,7 +82,7 @@ def checkpoints_at_once(trainer: TrainerFields, steps: int | None = None) -> int
         saved = max(math.ceil(trainer.num_train_epochs) - 1, 0)
     else:
         saved = 1 if most == math.inf else int(most)
-    return int(min(saved, most))
+    return int(min(saved + at_start, most))
 
 
 def saved_bytes(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:

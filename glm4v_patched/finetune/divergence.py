@@ -23,8 +23,12 @@ READ_EVERY = 10
 NAMED = 5
 
 
-class Diverged(RuntimeError):
-    """The training is no result; all processes raise it at the same place."""
+class NoResult(RuntimeError):
+    """The training has ended without a model; all processes raise it at the same place."""
+
+
+class Diverged(NoResult):
+    """Loss, gradients or weights are NaN or infinite."""
 
 
 class DivergenceWatch(TrainerCallback):
@@ -41,6 +45,8 @@ class DivergenceWatch(TrainerCallback):
     def __init__(self, limit: int):
         self.limit = limit
         self.verdict: str | None = None
+        self.is_bad = False
+        """Whether the last step was not finite, where it was logged, saved or evaluated."""
         self._rates: dict[int, float] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -48,7 +54,8 @@ class DivergenceWatch(TrainerCallback):
         # Bad steps: in a row up to now, the most in a row, the last of the first `limit` in a row.
         self._counts = torch.zeros(3, dtype=torch.int64, device=args.device)
         self._left_out = torch.zeros((), dtype=torch.float64, device=args.device)
-        self.limit = min(self.limit, max(state.max_steps - state.global_step, 1))
+        # Of the whole run: one that is continued ends where it would have ended.
+        self.limit = min(self.limit, state.max_steps)
         told = "the model holds NaN or infinity before the first step"
         require_finite(model.named_parameters(), told)
 
@@ -90,9 +97,11 @@ class DivergenceWatch(TrainerCallback):
         self._step_is_bad.zero_()
         # The same on all processes: they wait for each other here.
         is_last = step >= state.max_steps
-        if step % READ_EVERY and not (control.should_log or control.should_save or is_last):
+        asked = control.should_log or control.should_save or control.should_evaluate
+        if step % READ_EVERY and not (asked or is_last):
             return control
         now, most, ended = highest(counts)
+        self.is_bad = now > 0
         if now and control.should_save:
             logger.warning("no checkpoint is saved after step %d, which was not finite", step)
             control.should_save = False
@@ -107,6 +116,7 @@ class DivergenceWatch(TrainerCallback):
             if first == 1:
                 self.verdict += "; there was no step before: see whether model and data are right"
             control.should_training_stop = control.should_log = True
+            control.should_save = False
         return control
 
 

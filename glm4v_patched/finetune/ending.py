@@ -43,7 +43,9 @@ def _describe_reason(recipe: Recipe, report: Mapping[str, Any]) -> str:
 
 def saved(report: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     """The step whose weights were saved, and what was measured of them."""
-    step = report.get("best_step") or report["steps"]["done"]
+    step = report.get("best_step")
+    if step is None:
+        step = report["steps"]["done"]
     found = [entry for entry in report.get("evaluations", ()) if entry["step"] == step]
     names = [name for name in ("eval_loss", "eval_exact_match") if found and name in found[-1]]
     # JSON has NaN as text.
@@ -53,8 +55,9 @@ def saved(report: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
 def _describe_saved(recipe: Recipe, report: Mapping[str, Any]) -> str:
     step, scores = saved(report)
     told = f"{step:,}"
-    if "best_step" in report:
+    if report.get("best_step") is not None:
         told += f", the best by {recipe.trainer.metric_for_best_model}"
+        told += ", which is what training started from" * (step == 0)
     if scores:
         return f"{told}: {', '.join(f'{name} {value:.4g}' for name, value in scores.items())}"
     if report["history"]:

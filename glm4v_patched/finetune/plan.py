@@ -44,6 +44,8 @@ from .recipe import Recipe, may_change
 from .recipe_model import base_of
 from .recipe_trainer import TrainerFields, is_longer
 from .run_folder import CHECKED_DATA, PLAN
+from .schedule import require_schedule
+from .steps import require_batches, require_evaluations
 
 # How much longer a row of a stream may be than the longest that was looked at before.
 LONGER = 1.25
@@ -180,13 +182,17 @@ def make_plan(
         accept_changed_data: Whether the checkpoint's rows may have been others.
 
     Raises:
-        ValueError: they were, and may not.
+        ValueError: they were, and may not; or the run would have no batch, no evaluation that it
+            needs, or no learning rate that can train.
     """
     config = config_of(base)
     rows = checked.batch_rows()
+    require_batches(recipe, len(rows.lengths), placement.processes)
     batch = batch_of(recipe, rows, placement.processes)
     steps_an_epoch = recipe.trainer.steps_in_epoch(len(rows.lengths), placement.processes)
     steps = recipe.trainer.total_steps(steps_an_epoch)
+    require_evaluations(recipe, checked, steps, steps_an_epoch)
+    require_schedule(recipe.trainer, steps)
     here = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
     free = within_limit(free, recipe.engine.memory_limit)

@@ -20,16 +20,15 @@ def main() -> NoReturn:
 
 
 def run(plan: Path) -> int:
-    """Train what was planned; the exit status. Of a training that diverged, or ended at a bad row,
-    whoever has planned it tells what is in the report."""
+    """Train what was planned; the exit status. Of a training that has no result, whoever has
+    planned it tells what is in the report."""
     with doing("loading torch and transformers", tells=os.environ.get("RANK", "0") == "0"):
-        from .divergence import Diverged
+        from .divergence import NoResult
         from .plan import Plan
-        from .row_faults import BadRow
         from .worker import train
     try:
         train(Plan.read(plan))
-    except (Diverged, BadRow):
+    except NoResult:
         return 1
     except RuntimeError as error:
         if "DataLoader worker" not in str(error) or "killed" not in str(error):

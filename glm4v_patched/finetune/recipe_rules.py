@@ -13,6 +13,7 @@ from ..data.source import make_sources
 from ..engine.options import LANGUAGE_TARGETS, PARTS, is_lora, parts_with_rates, trains_vision
 from ..terminal_text import pip_install
 from .recipe_file import Fault
+from .recipe_trainer import BY_METRIC
 
 # What loggers import, where it is called otherwise.
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
@@ -164,6 +165,9 @@ def _of_stream(known: Mapping[str, Any]) -> Iterator[Fault]:
         "which rows a share holds out; expected a file as data.eval": isinstance(evaluated, float),
         "when an epoch ends; expected save_steps": known.get("trainer.save_strategy") == "epoch",
         "when an epoch ends; expected eval_steps": often == "epoch" or by_default,
+        "when an epoch ends; expected logging_steps": (
+            known.get("trainer.logging_strategy") == "epoch"
+        ),
     }
     for text, is_asked in lacks.items():
         if is_asked:
@@ -196,18 +200,21 @@ def _of_trainer(known: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault(name, f"{told}; expected one of them alone")
     strategy, steps = of("trainer.eval_strategy"), of("trainer.eval_steps")
     best, saved = of("trainer.load_best_model_at_end"), of("trainer.save_strategy")
+    schedule = of("trainer.lr_scheduler_type")
     asked = {
         f"trainer.eval_strategy {strategy}": strategy not in (None, "no"),
         "trainer.eval_steps": steps is not None,
         "trainer.load_best_model_at_end": best,
         "trainer.early_stopping_patience": of("trainer.early_stopping_patience") is not None,
         "trainer.save_strategy best": saved == "best",
+        f"trainer.lr_scheduler_type {schedule}": schedule in BY_METRIC,
+        "trainer.eval_on_start": of("trainer.eval_on_start"),
     }
     names = [name for name, given in asked.items() if given]
     if names and _is_null(known, "data.eval"):
         text = f"{names[0]} needs rows to evaluate on; expected data.eval, a file or a share"
         yield Fault("data.eval", text)
-    elif names and strategy == "no":
+    elif names and strategy == "no" and names != ["trainer.eval_on_start"]:
         text = f"{names[0]} with trainer.eval_strategy no; expected steps or epoch"
         yield Fault("trainer.eval_strategy", text)
     metric = of("trainer.metric_for_best_model") or ""

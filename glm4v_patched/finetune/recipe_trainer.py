@@ -46,6 +46,8 @@ Schedule = Literal[
     "warmup_stable_decay",
     "greedy",
 ]
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow the evaluations, not the steps."""
 Epochs = Annotated[float, Field(gt=0, le=1e6), Expected("a number above 0, of 1000000 at most")]
 Logger = Literal[
     "none",
@@ -97,7 +99,8 @@ class TrainerFields(Section):
     seed: Seed = 0
     """Of the order of rows, and of adapters."""
     logging_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Log the loss every so many steps; null: about 50 times a run."""
+    """Log the loss every so many steps, and with each evaluation, checkpoint and at the end; null:
+    about 50 times a run."""
     save_strategy: Annotated[Literal["no", "steps", "epoch", "best"] | None, MAY_CHANGE] = None
     """When to save a checkpoint to continue from; null: "steps" if save_steps is given, else "no".
     None is saved at the last step, where the model itself is."""
@@ -158,13 +161,14 @@ class TrainerFields(Section):
         return {"num_train_epochs": self.num_train_epochs}
 
     def steps_in_epoch(self, rows: int, processes: int) -> int:
-        """Updates of the weights in which all rows are learned once, as the Trainer counts them."""
+        """Updates of the weights in which all rows are learned once, as the Trainer counts them;
+        0 where no batch is whole, and those that are not are dropped."""
         batches, per_process = self.per_device_train_batch_size, processes
         if self.others.get("dataloader_drop_last"):
             of_process = rows // batches // per_process
         else:
             of_process = math.ceil(math.ceil(rows / batches) / per_process)
-        return max(math.ceil(of_process / self.gradient_accumulation_steps), 1)
+        return math.ceil(of_process / self.gradient_accumulation_steps)
 
     def total_steps(self, steps_an_epoch: int) -> int:
         """Updates of the weights in a run."""
@@ -177,16 +181,26 @@ class TrainerFields(Section):
         share = min(max(int(steps * asked + 1e-9), 1), steps - 1)
         return int(asked) if asked >= 1 or asked == 0 else share
 
-    def log_every(self, steps: int, steps_an_epoch: int = 0) -> int:
-        """If the recipe leaves it open: for about 50 entries in so many steps, none across a
-        checkpoint, where a resumption would cut it."""
-        if self.logging_steps is not None:
-            return self.logging_steps
-        wanted = max(steps // 50, 1)
-        saved_every = self.save_steps
-        if saved_every is None and self.save_strategy in ("epoch", "best"):
-            saved_every = steps_an_epoch
-        return max(n for n in range(1, wanted + 1) if not saved_every or saved_every % n == 0)
+    def log_every(self, steps: int, steps_an_epoch: int) -> int:
+        """Where the recipe leaves it open: for about 50 entries in so many steps."""
+        if self.others.get("logging_strategy") == "epoch":
+            return steps_an_epoch
+        return self.logging_steps or max(steps // 50, 1)
+
+    def save_every(self, steps_an_epoch: int) -> int:
+        """Steps; 0 for never, and for "best"."""
+        return steps_an_epoch if self.saving == "epoch" else self.save_steps or 0
+
+    def eval_every(self, steps_an_epoch: int) -> int:
+        """Steps, where there is data to evaluate on; 0 for never."""
+        if self.evaluating == "no":
+            return 0
+        return steps_an_epoch if self.evaluating == "epoch" else self.eval_steps or 0
+
+    def eval_delay(self, steps_an_epoch: int) -> float:
+        """Steps before the first evaluation; the recipe has epochs where those are evaluated."""
+        delay = self.others.get("eval_delay") or 0
+        return delay * steps_an_epoch if self.evaluating == "epoch" else delay
 
 
 def is_longer(there: Any, now: dict[str, float]) -> bool:
@@ -236,6 +250,7 @@ OUR_TYPES: dict[str, Any] = {
     "dataloader_prefetch_factor": AtLeastOne,
     "logging_dir": Folder | None,
     "ddp_timeout": AtLeastOne,
+    "lr_scheduler_kwargs": dict[str, Any],
     "torch_empty_cache_steps": AtLeastOne,
 }
 

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from .divergence import READ_EVERY, highest
+from .divergence import READ_EVERY, NoResult, highest
 
 MOST_TOLD = 20
 
 
-class BadRow(RuntimeError):
+class BadRow(NoResult):
     """A run has ended, with a checkpoint, at a row that cannot be used; on all processes."""
 
 
@@ -53,6 +53,7 @@ class RowFaults(TrainerCallback):
             [has_to_end] = highest(torch.tensor([has_to_end], device=args.device))
         if has_to_end:
             self.has_ended = control.should_save = control.should_training_stop = True
+            control.should_log = True  # as before each checkpoint
         return control
 
     def conclude(self, step: int) -> None:

@@ -20,10 +20,10 @@ from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import in_bytes
 from .plan import Plan
+from .schedule import doubts_of_schedule
 
 LONGEST_SAMPLE = 1500  # characters
 HIGHEST_RATE = 1e-2  # far above what trains a model of any size
-NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 
 def describe(plan: Plan, checked: CheckedData) -> str:
@@ -164,12 +164,7 @@ def find_doubts(plan: Plan) -> Iterator[str]:
             "in a step, and most are below 0.1; usual are 1e-4 for LoRA and 1e-5 for the weights "
             "themselves"
         )
-    warm = asked.warmup(steps)
-    if warm >= steps > 1 and asked.lr_scheduler_type not in NO_WARMUP:
-        yield (
-            f"trainer.warmup_steps is {warm:,} and the run has {steps:,} steps: its learning rate "
-            f"ends at {steps / warm:.0%} of trainer.learning_rate"
-        )
+    yield from doubts_of_schedule(asked, steps)
     if plan.effective_batch > plan.rows and not plan.recipe.data.is_streamed:
         yield (
             f"the effective batch, {plan.effective_batch:,}, is larger than the number of rows, "

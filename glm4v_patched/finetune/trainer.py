@@ -1,8 +1,8 @@
 """transformers' Trainer for this model: what is saved, which losses count, evaluation."""
 
+import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,14 +26,16 @@ from ..engine.options import part_of
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .checkpoints import Origin, delete_all_but_newest, write_manifest
+from .checkpoints import Origin, delete_all_but_newest, find_faults, write_manifest
 from .divergence import Diverged, DivergenceWatch, highest, require_finite
 from .evaluation import Sample, in_eval_mode, share_of_batches
 from .recipe import Recipe
 from .row_faults import RowFaults
 
+logger = logging.getLogger(__name__)
+
 # Private names of the Trainer.
-OVERRIDDEN = ("_determine_best_metric", "_load_best_model")
+PRIVATE = ("_determine_best_metric", "_load_best_model", "_save_checkpoint")
 
 
 class RecipeTrainer(Trainer):
@@ -60,7 +62,7 @@ class RecipeTrainer(Trainer):
         worker_start: str | None = None,
         **options,
     ):
-        for name in OVERRIDDEN:
+        for name in PRIVATE:
             assert hasattr(Trainer, name), (
                 f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
                 f"release: {TESTED_TRANSFORMERS}"
@@ -82,6 +84,7 @@ class RecipeTrainer(Trainer):
         # The Trainer puts the tokenizer's one end token in place of the model's three.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
+        self._defaults: dict[str, Any] = {}
         super().__init__(model=model, **options)
         self.add_callback(self.watch)
         if isinstance(self.train_dataset, Stream):
@@ -96,6 +99,7 @@ class RecipeTrainer(Trainer):
         scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
         """
         optimizer = super().create_optimizer(*model)
+        self._defaults = optimizer.defaults
         groups, rates = optimizer.param_groups, self.recipe.trainer.learning_rate
         if isinstance(rates, dict):
             assert self.model is not None
@@ -111,6 +115,12 @@ class RecipeTrainer(Trainer):
             ]
         optimizer.param_groups[:] = [group for group in groups if group["params"]]
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        """The Trainer's. Some schedules read ``optimizer.defaults``, which DeepSpeed's lack."""
+        assert self.optimizer is not None
+        self.optimizer.defaults = self._defaults
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, Stream):
@@ -171,7 +181,17 @@ class RecipeTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
+        if self.state.global_step == 0:
+            self._keep_start(metrics)
         return metrics
+
+    def _keep_start(self, metrics: dict[str, float]) -> None:
+        """The weights before the first step may stay the best."""
+        keeps_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
+        self.control.should_save = keeps_best
+        if self._determine_best_metric(metrics, None) and keeps_best:
+            self._save_checkpoint(self.model_wrapped, None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     @torch.no_grad()
     def _mean_loss(self, rows: Any) -> tuple[float, int]:
@@ -209,14 +229,24 @@ class RecipeTrainer(Trainer):
         return outputs.loss
 
     def _determine_best_metric(self, metrics, trial) -> bool:
+        """Whether to save a checkpoint where the best are saved. What is best has one, or is what
+        the run ends with."""
+        state, stops = self.state, self.control.should_training_stop
+        is_over = state.global_step >= state.max_steps or (stops and not self.faults.has_ended)
+        if is_over:
+            self.control.should_save = False
+        saves_best = self.args.save_strategy == "best"
+        is_kept = is_over or (not self.watch.is_bad if saves_best else self.control.should_save)
+        if self.args.load_best_model_at_end and not is_kept:
+            return False
         is_best = super()._determine_best_metric(metrics, trial)
-        if is_best and self.args.save_strategy == "best":
-            # transformers 4.57 does not note it, and would load nothing at the end.
-            step, folder = self.state.global_step, cast(str, self.args.output_dir)
-            self.state.best_global_step = step
-            checkpoint = Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}")
-            self.state.best_model_checkpoint = str(checkpoint)
-        return is_best
+        if is_best and is_kept:
+            # transformers 4.57 does not note those of "best", nor any release step 0.
+            step, folder = state.global_step, cast(str, self.args.output_dir)
+            state.best_global_step = step
+            if not is_over:
+                state.best_model_checkpoint = str(Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
+        return (is_best and not self.watch.is_bad or self.faults.has_ended) and not is_over
 
     def _load_best_model(self) -> None:
         # Of the last step there is no checkpoint, and the best weights are those that are here.
@@ -290,21 +320,26 @@ class CheckpointSchedule(TrainerCallback):
         # The Trainer goes by what the checkpoint's run was asked for: how often it saved and
         # logged, and where its folder was.
         state.compute_steps(args, state.max_steps)
-        best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        if state.best_global_step and best.is_dir():
+        if state.best_global_step is not None and args.load_best_model_at_end:
+            best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             state.best_model_checkpoint = str(best)
+            if find_faults(best, contents=False):
+                told = "%s, with the best evaluation, is not complete: the best of those to come is"
+                logger.warning(told + " taken", best)
+                state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        # Before the best weights are loaded; older transformers do not do it by themselves.
-        if args.eval_strategy == "steps" and state.global_step >= state.max_steps:
-            control.should_evaluate = True
-        return self.on_epoch_end(args, state, control)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        # The Trainer saves at the end in any case; the trained model is about to be saved itself,
-        # and from a checkpoint of the last step the Trainer would resume into one step more.
-        if state.global_step >= state.max_steps:
+        """A step is logged, then evaluated, then saved: a checkpoint has what came before it."""
+        is_last = state.global_step >= state.max_steps
+        if is_last:
+            # Before the best weights are loaded; older transformers do not do it by themselves.
+            control.should_evaluate |= args.eval_strategy == "steps"
+            # The trained model is about to be saved itself, and from a checkpoint of the last step
+            # the Trainer would resume into one step more.
             control.should_save = False
+        if control.should_evaluate or control.should_save or is_last:
+            # A mean loss that spans a checkpoint would be lost in part, or that of the end.
+            control.should_log = args.logging_strategy != "no"
         return control
 
     def on_save(self, args, state, control, **kwargs):
@@ -312,9 +347,6 @@ class CheckpointSchedule(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
             saved = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            if 0 < state.max_steps <= state.global_step:  # a strategy of the best asks for it later
-                shutil.rmtree(saved)
-                return
             write_manifest(saved, self.origin)
             if self.keep is not None:
                 delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)

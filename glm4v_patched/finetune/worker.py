@@ -39,11 +39,10 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..terminal_text import doing
 from .adapter_card import write_card
 from .checkpoints import last_complete_checkpoint, step_of
-from .divergence import Diverged, as_json
+from .divergence import Diverged, NoResult, as_json
 from .evaluation import Sample
 from .plan import Plan
 from .progress import Progress, quiet_transformers
-from .row_faults import BadRow
 from .run_folder import remove_weights
 from .safe_unpickling import loading_safely
 from .trainer import CheckpointSchedule, RecipeTrainer
@@ -68,6 +67,7 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         loading: Of :func:`loader_options`.
     """
     recipe, asked = plan.recipe, plan.recipe.trainer
+    eval_every = asked.eval_every(plan.steps_an_epoch)
     given = {k: v for k, v in asked.model_dump().items() if k not in OF_CALLBACKS and v is not None}
     decided: dict[str, Any] = {
         "output_dir": recipe.out,
@@ -82,11 +82,18 @@ def arguments_of(plan: Plan, evaluates: bool, loading: Mapping[str, Any]) -> Tra
         "deepspeed": deepspeed_config(plan.options),
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        "save_strategy": asked.saving,
-        "save_steps": asked.save_steps or 0,
-        "eval_strategy": asked.evaluating if evaluates else "no",
+        # By steps, also where it is asked for at the end of an epoch: there the Trainer evaluates
+        # after it has saved, and a run that continues from that checkpoint would not.
+        "save_strategy": "steps" if asked.saving == "epoch" else asked.saving,
+        "save_steps": asked.save_every(plan.steps_an_epoch),
+        "eval_strategy": "steps" if evaluates and eval_every else "no",
+        "eval_steps": eval_every,
+        "eval_delay": asked.eval_delay(plan.steps_an_epoch),
+        # A checkpoint has the evaluation of the start.
+        "eval_on_start": bool(asked.others.get("eval_on_start")) and plan.checkpoint is None,
         "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
+        "logging_strategy": "no" if asked.others.get("logging_strategy") == "no" else "steps",
         "logging_steps": asked.log_every(plan.steps, plan.steps_an_epoch),
         "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
@@ -109,12 +116,13 @@ def train(plan: Plan) -> None:
         Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
             ``out``. On all processes, as is the next.
         BadRow: a row of a stream cannot be used; a checkpoint is in ``out``.
+        NoResult: no step was made, or fewer than planned without a reason; no model is left.
         SystemExit: the GPU of this process cannot be used, where others would take the CPU.
     """
     if not plan.placement.on_cpu and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
     recipe = plan.recipe
-    error: Diverged | BadRow | None = None
+    error: NoResult | None = None
     trainer, progress = _trainer_of(plan)
     try:
         with loading_safely() if recipe.engine.zero_stage else nullcontext():
@@ -124,13 +132,14 @@ def train(plan: Plan) -> None:
             raise Diverged(trainer.watch.verdict)
         if recipe.data.is_streamed:
             trainer.faults.conclude(trainer.state.global_step)
+        _require_steps(plan, trainer.state.global_step)
         if recipe.engine.zero_stage == 0:
             _round_trained(trainer.inner, DTYPES[recipe.engine.precision])
         trainer.save_model()
-    except BadRow as bad:
-        error = bad
     except Diverged as diverged:
         error = Diverged(f"training diverged: {diverged}{_how_to_go_on(plan)}")
+    except NoResult as nothing:
+        error = nothing
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(Path(recipe.out))
@@ -219,6 +228,17 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     trainer.add_callback(progress)
     disable_progress_bar()
     return trainer, progress
+
+
+def _require_steps(plan: Plan, done: int) -> None:
+    """Raise :class:`NoResult`, on all processes, if a training has ended that has not learned."""
+    may_end_early = plan.recipe.trainer.early_stopping_patience is not None
+    if done == 0 or (done < plan.steps and not may_end_early):
+        raise NoResult(
+            f"training ended after step {done:,} of {plan.steps:,}, and nothing asked it to: no "
+            f"model is saved; {plan.rows:,} rows in batches of {plan.effective_batch:,} were "
+            "planned with"
+        )
 
 
 def _how_to_go_on(plan: Plan) -> str:

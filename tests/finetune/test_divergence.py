@@ -35,8 +35,8 @@ class Run:
         self.args = SimpleNamespace(device=torch.device("cpu"))
         self.watch.on_train_begin(self.args, self.state, None, nn.Linear(1, 1))
 
-    def step(self, *losses: float, norm=None, saves: bool = False) -> TrainerControl:
-        control = TrainerControl(should_log=self.logs, should_save=saves)
+    def step(self, *losses: float, norm=None, saves=False, evaluates=False) -> TrainerControl:
+        control = TrainerControl(should_log=self.logs, should_save=saves, should_evaluate=evaluates)
         self.watch.on_step_begin(self.args, self.state, control, OPTIMIZER)
         self.kept = [self.watch.see(torch.tensor(loss), norm) for loss in losses]
         self.state.global_step += 1
@@ -77,12 +77,24 @@ def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_t
     assert "in step 1 (learning rate" in run.watch.verdict
 
 
-def test_the_limit_is_no_more_than_the_steps_that_are_left():
-    for done in (0, 30):
-        run = Run(limit=5, max_steps=done + 2, logs=False, done=done)
+def test_the_limit_is_no_more_than_the_steps_of_the_run_wherever_it_is_continued():
+    for done, max_steps, ends in ((0, 2, True), (30, 32, False)):
+        run = Run(limit=5, max_steps=max_steps, logs=False, done=done)
         run.step(NAN)
-        run.step(NAN)
-        assert f"in 2 steps in a row, {done + 1} to {done + 2}" in run.watch.verdict
+        assert run.step(NAN).should_training_stop is ends
+        assert not ends or "in 2 steps in a row, 1 to 2" in run.watch.verdict
+
+
+def test_no_checkpoint_is_saved_of_a_run_that_ends_diverged_nor_is_such_a_step_the_best():
+    run = Run(limit=2, logs=False)
+    for loss in (NAN, NAN):
+        run.step(loss)
+    control = run.step(1.0, saves=True)  # bad steps are read here, and the last one was not
+    assert control.should_training_stop and not control.should_save and not run.watch.is_bad
+    run = Run(limit=2, logs=False)
+    for loss, is_bad in ((NAN, True), (1.0, False)):
+        run.step(loss, evaluates=True)
+        assert run.watch.is_bad is is_bad
 
 
 def test_a_bad_loss_is_left_out_of_the_sum_given_back_to_the_log_and_not_saved(caplog):

@@ -53,8 +53,8 @@ def test_steps_are_counted_as_the_trainer_counts_them(batch, accumulation, drop)
         batches = BatchSampler(range(rows), batch, drop_last=drop)
         of_process = len(BatchSamplerShard(batches, processes, 0))
         steps = fields.steps_in_epoch(rows, processes)
-        assert steps == max(math.ceil(of_process / accumulation), 1)
-        assert fields.total_steps(steps) == math.ceil(2.5 * steps)
+        assert steps == math.ceil(of_process / accumulation)
+        assert fields.total_steps(steps) == max(math.ceil(2.5 * steps), 1)
 
 
 def test_warm_up_is_in_steps_or_a_share_of_them():
@@ -77,17 +77,17 @@ def test_evaluation_has_batches_of_its_own_or_those_of_training():
     assert trainer(per_device_train_batch_size=4).eval_batch_size == 4
 
 
-def test_no_entry_of_the_loss_history_spans_a_checkpoint():
-    best = {"trainer.save_strategy": "best", "trainer.eval_strategy": "epoch", "data.eval": 0.1}
-    for asked, steps, every in (
-        ({"trainer.save_steps": 4}, 10, 4),
-        ({"trainer.save_steps": 99}, 5000, 99),
-        ({"trainer.save_strategy": "epoch"}, 5000, 99),
-        (best, 5000, 99),
-    ):
-        chosen = recipe(asked).trainer.log_every(steps, 99)
-        assert 1 <= chosen <= max(steps // 50, 1) and every % chosen == 0
-    assert trainer(logging_steps=7).log_every(300) == 7
+def test_what_is_done_at_the_end_of_an_epoch_is_done_by_steps():
+    """Of epochs of 99 steps."""
+    epochs = trainer(save_strategy="epoch", logging_strategy="epoch", eval_delay=2)
+    assert (epochs.save_every(99), epochs.eval_every(99), epochs.log_every(5000, 99)) == (99,) * 3
+    assert epochs.eval_delay(99) == 198
+    asked = {"save_steps": 4, "eval_steps": 5, "eval_delay": 2}
+    by_steps = {f"trainer.{name}": value for name, value in asked.items()}
+    steps = recipe(by_steps | {"data.eval": 0.1}).trainer
+    assert (steps.save_every(99), steps.eval_every(99), steps.eval_delay(99)) == (4, 5, 2)
+    assert (steps.log_every(300, 99), trainer(logging_steps=7).log_every(300, 99)) == (6, 7)
+    assert trainer(save_strategy="no").save_every(99) == 0
 
 
 def test_every_number_has_its_range():

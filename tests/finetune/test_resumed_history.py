@@ -1,0 +1,200 @@
+"""What a run records is the same when it was killed after any of its checkpoints and resumed.
+
+What kill -9 leaves is what lies on the disk. So each checkpoint's folder is copied once it is
+complete, and a run is resumed from each copy; incomplete ones are never resumed from
+(test_checkpoints.py).
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from glm4v_patched.finetune import worker
+from glm4v_patched.finetune.divergence import DivergenceWatch
+from glm4v_patched.finetune.ending import describe_end
+from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.schedule import learning_rates
+from glm4v_patched.finetune.trainer import CheckpointSchedule, RecipeTrainer
+from tests.helpers.recipes import train_here
+
+# Of the row's 20, about five are held out: four steps an epoch.
+EIGHT_STEPS = {
+    "data.eval": 0.25,
+    "data.eval_answers": 0,
+    "lora.dropout": 0.3,
+    "trainer.max_steps": None,
+    "trainer.num_train_epochs": 2.0,
+    "trainer.per_device_train_batch_size": 4,
+}
+BEST = {"save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True}
+
+
+@pytest.fixture
+def asked(mine) -> Callable[..., Recipe]:
+    return lambda **fields: mine.override(
+        EIGHT_STEPS | {f"trainer.{name}": value for name, value in fields.items()}
+    )
+
+
+@pytest.fixture
+def losses(monkeypatch) -> Callable[..., None]:
+    """Sets the loss of the evaluations by their steps: of a small model it depends on rounding."""
+
+    def set_losses(of_step: dict[int, float]) -> None:
+        given = lambda self, *_: (of_step[self.state.global_step], 1)  # noqa: E731
+        monkeypatch.setattr(RecipeTrainer, "_mean_loss", given)
+
+    return set_losses
+
+
+@pytest.fixture
+def record(monkeypatch) -> Callable[..., dict[str, Any]]:
+    """Trains, and returns all that is recorded but times and speeds, and what was saved."""
+    trainers: list[RecipeTrainer] = []
+    report_of = worker._report
+
+    def keep(plan, trainer, *rest):
+        trainers.append(trainer)
+        return report_of(plan, trainer, *rest)
+
+    monkeypatch.setattr(worker, "_report", keep)
+
+    def run(asked: Recipe, checkpoint: Path | None = None) -> dict[str, Any]:
+        report, trainer = train_here(asked, checkpoint), trainers.pop()
+        state, callbacks = trainer.state, trainer.callback_handler.callbacks
+        # The last entry is of the process, not of the run: how long it took.
+        assert "train_runtime" in state.log_history[-1]
+        entries = [
+            {name: value for name, value in entry.items() if not name.endswith("runtime")}
+            for entry in state.log_history[:-1]
+        ]
+        names = ("history", "best_step", "steps")
+        best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
+        return {
+            "entries": entries,
+            "report": {name: report.get(name) for name in names},
+            "best": (state.best_metric, state.best_global_step, best),
+            "patience": [
+                callback.early_stopping_patience_counter
+                for callback in callbacks
+                if hasattr(callback, "early_stopping_patience_counter")
+            ],
+            "weights": load_file(Path(asked.out, "adapter_model.safetensors")),
+        }
+
+    return run
+
+
+def killed_and_resumed(
+    asked: Recipe, record: Callable[..., dict[str, Any]], monkeypatch
+) -> tuple[dict[str, Any], list[int]]:
+    """Resume from each checkpoint; returns what the undisturbed run recorded, and their steps."""
+    copies: dict[int, Path] = {}
+    on_save = CheckpointSchedule.on_save
+
+    def copy(self, args, state, control, **kwargs):
+        on_save(self, args, state, control, **kwargs)
+        copies[state.global_step] = Path(f"{asked.out}-{state.global_step}")
+        shutil.copytree(args.output_dir, copies[state.global_step])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointSchedule, "on_save", copy)
+        whole = record(asked)
+    for step, out in copies.items():
+        resumed = record(asked.override({"out": str(out)}), out / f"checkpoint-{step}")
+        assert resumed.keys() == whole.keys()
+        for name, weight in whole["weights"].items():
+            assert torch.equal(resumed["weights"][name], weight), (step, name)
+        for name in whole.keys() - {"weights"}:
+            assert resumed[name] == whole[name], (step, name)
+    return whole, [*copies]
+
+
+def steps_of(recorded: dict[str, Any], kind: str) -> list[int]:
+    return [entry["step"] for entry in recorded["entries"] if kind in entry]
+
+
+def test_evaluations_at_the_end_of_epochs_and_means_across_checkpoints_are_not_lost(
+    asked, record, monkeypatch
+):
+    mine = asked(save_steps=2, logging_steps=3)
+    whole, saved = killed_and_resumed(mine, record, monkeypatch)
+    assert saved == [2, 4, 6]
+    assert steps_of(whole, "eval_loss") == [4, 8]
+    assert steps_of(whole, "loss") == [2, 3, 4, 6, 8]
+    # What the check looks at is what the Trainer does.
+    rates = dict(learning_rates(mine.trainer, 8))
+    logged = {e["step"]: e["learning_rate"] for e in whole["entries"] if "loss" in e}
+    assert logged == {step: pytest.approx(rates[step - 1]) for step in logged}
+
+
+def test_the_best_and_what_is_left_of_patience_are_not_lost(
+    asked, record, losses, monkeypatch, caplog
+):
+    """The start is evaluated once, and the run ends where it would have ended."""
+    losses({0: 2.0, 2: 1.0, 4: 3.0, 6: 2.5, 8: 0.5})
+    mine = asked(**BEST, eval_on_start=True, early_stopping_patience=2)
+    whole, saved = killed_and_resumed(mine, record, monkeypatch)
+    assert saved == [0, 2, 4]  # of the step with which it ends there is none
+    assert steps_of(whole, "eval_loss") == [0, 2, 4, 6]
+    assert whole["best"] == (1.0, 2, "checkpoint-2") and whole["patience"] == [2]
+    # Where the best one is gone, the best of those to come is taken.
+    again = mine.override({"out": f"{mine.out}-4"})
+    shutil.rmtree(Path(again.out, "checkpoint-2"))
+    best = record(again, Path(again.out, "checkpoint-4"))["best"]
+    assert best == (0.5, 8, "checkpoint-6")  # of the last step there is none
+    assert "checkpoint-2, with the best evaluation, is not complete" in caplog.text
+
+
+def test_the_start_may_stay_the_best_and_is_what_is_saved_then(asked, record, losses):
+    losses({0: 1.0, 4: 3.0, 8: 2.0})
+    mine = asked(save_strategy="epoch", load_best_model_at_end=True, eval_on_start=True)
+    recorded = record(mine)
+    assert recorded["best"] == (1.0, 0, "checkpoint-0") and recorded["report"]["best_step"] == 0
+    start = load_file(Path(mine.out, "checkpoint-0", "adapter_model.safetensors"))
+    assert all(torch.equal(start[name], weight) for name, weight in recorded["weights"].items())
+    told = "the adapters of step 0, the best by eval_loss, which is what training started from"
+    assert told in describe_end(mine, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "saving", [{"save_steps": 2}, pytest.param({"save_strategy": "best"}, marks=pytest.mark.slow)]
+)
+def test_only_weights_that_are_kept_can_be_the_best(asked, record, losses, monkeypatch, saving):
+    """Of a step that was not finite there is no checkpoint."""
+    see, steps = DivergenceWatch.see, iter(range(1, 9))
+
+    def see_nan(self, loss, norm):
+        return see(self, loss * (torch.nan if next(steps) == 4 else 1), norm)
+
+    losses({2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0})
+    monkeypatch.setattr(DivergenceWatch, "see", see_nan)
+    mine = asked(eval_steps=2, load_best_model_at_end=True, **saving)
+    assert record(mine)["best"] == (2.0, 2, "checkpoint-2")
+    assert not Path(mine.out, "checkpoint-4").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"save_strategy": "epoch", "load_best_model_at_end": True, "early_stopping_patience": 1},
+        {"save_strategy": "best", "eval_steps": 2, "load_best_model_at_end": True},
+        {"save_steps": 1, "gradient_accumulation_steps": 3, "logging_strategy": "epoch"},
+        {
+            "save_steps": 2,
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5},
+            "learning_rate": 0.3,
+        },
+    ],
+    ids=lambda fields: ",".join(fields),
+)
+def test_other_runs_are_the_same_too(asked, record, monkeypatch, fields):
+    _, saved = killed_and_resumed(asked(**fields), record, monkeypatch)
+    assert saved

@@ -1,0 +1,130 @@
+"""Runs that would do nothing are refused before a model is loaded, and those that did are none."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from glm4v_patched.finetune import process, worker
+from glm4v_patched.finetune.divergence import NoResult
+from glm4v_patched.finetune.plan import check_data, make_plan
+from glm4v_patched.finetune.progress import Progress
+from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.steps import require_batches, require_evaluations
+from glm4v_patched.finetune.trainer import RecipeTrainer
+from glm4v_patched.models.placement import Placement
+from tests.helpers.recipes import planned, recipe, train_here
+
+DROPS = {"trainer.dataloader_drop_last": True, "trainer.per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "processes", "is_refused"),
+    [
+        ({}, 3, 1, True),
+        ({}, 4, 1, False),
+        ({}, 7, 2, True),
+        ({}, 8, 2, False),
+        ({"trainer.gradient_accumulation_steps": 100}, 4, 1, False),
+        ({"trainer.gradient_accumulation_steps": 100}, 3, 1, True),
+        ({"data.pack_to": 100}, 3, 1, True),
+        ({"trainer.dataloader_drop_last": False}, 1, 8, False),
+        ({"data.stream": True}, 3, 8, False),
+    ],
+)
+def test_rows_that_make_no_whole_batch_for_each_process_are_refused(
+    changes, rows, processes, is_refused
+):
+    asked = recipe(DROPS | changes)
+    if not is_refused:
+        require_batches(asked, rows, processes)
+        return
+    kind = r"packed rows \(data.pack_to\)" if "data.pack_to" in changes else "rows"
+    told = f"there are {rows} {kind}: .* for each of {processes} .* takes {4 * processes}, "
+    with pytest.raises(ValueError, match=told):
+        require_batches(asked, rows, processes)
+
+
+def test_a_plan_is_refused_without_a_batch_an_evaluation_or_a_learning_rate(mine, words):
+    checked, placement = check_data(mine), Placement(1, on_cpu=True)
+    evaluated = mine.override({"data.eval": 0.2})
+    told = []
+    for asked, changes in [
+        (mine, {"trainer.dataloader_drop_last": True, "trainer.per_device_train_batch_size": 21}),
+        (evaluated, {"trainer.early_stopping_patience": 2, "trainer.eval_steps": 11}),
+        (mine, {"trainer.lr_scheduler_type": "cosine_with_min_lr"}),
+    ]:
+        asked = asked.override(changes)
+        rows = check_data(asked) if asked.data.eval else checked
+        with pytest.raises(ValueError, match=r"^trainer\.") as refused:
+            make_plan(asked, placement, rows, base_of(asked))
+        told.append(str(refused.value))
+    words("\n".join(told))
+
+
+def evaluations(steps: int, epoch: int, rows: int = 5, **changes) -> None:
+    asked = {f"trainer.{name}": value for name, value in changes.items()}
+    checked = SimpleNamespace(eval=SimpleNamespace(rows=range(rows), path="held_out.jsonl"))
+    require_evaluations(recipe(asked | {"data.eval": 0.1}), checked, steps, epoch)
+
+
+BEST_BY_STEPS = {"load_best_model_at_end": True, "save_steps": 20, "eval_steps": 20}
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        BEST_BY_STEPS,
+        {"early_stopping_patience": 3, "eval_steps": 20},
+        {"save_strategy": "best", "eval_steps": 20},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 20},
+        {"load_best_model_at_end": True, "save_strategy": "epoch"},  # of 20 steps
+    ],
+)
+def test_what_needs_evaluations_is_refused_where_the_first_comes_after_the_end(needs):
+    evaluations(20, 20, **needs)
+    with pytest.raises(ValueError, match=r"^trainer\..* the run has 19 steps, .* at step 20; "):
+        evaluations(19, 20, **needs)
+    delay = {"eval_delay": 1.5 if "eval_steps" not in needs else 25}
+    evaluations(40, 20, **needs, **delay)
+    with pytest.raises(ValueError, match=r"^trainer\..* the run has 39 steps, .* at step 40; "):
+        evaluations(39, 20, **needs, **delay)
+
+
+def test_rows_that_are_only_evaluated_at_the_end_are_and_never_is_refused():
+    evaluations(10, 20)
+    evaluations(10, 20, eval_steps=20)
+    evaluations(10, 20, eval_strategy="no", eval_on_start=True)
+    with pytest.raises(ValueError, match="eval_delay is 2, which is 40 steps, and the run has 10"):
+        evaluations(10, 20, eval_delay=2)
+    with pytest.raises(ValueError, match=r"of data\.eval, held_out\.jsonl, 0 rows are left"):
+        evaluations(10, 20, rows=0)
+
+
+def ended(asked) -> dict:
+    """The report of a run that has no result, and left none."""
+    with pytest.raises(NoResult) as error:
+        train_here(asked)
+    assert not [*Path(asked.out).glob("*.safetensors")]
+    report = json.loads(Path(asked.out, "training.json").read_text())
+    assert not report["finished"] and report["error"] == str(error.value)
+    return report
+
+
+def test_a_training_that_ends_without_a_step_or_a_reason_is_no_result(mine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "train", Mock())
+        assert "ended after step 0 of 10, and nothing asked it to" in ended(mine)["error"]
+        monkeypatch.setattr(worker, "train", Mock(side_effect=NoResult("no step")))
+        assert process.run(planned(mine)) == 1
+    monkeypatch.undo()
+    at_end = Progress.on_step_end
+
+    def stop(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+        return at_end(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(Progress, "on_step_end", stop)
+    assert "ended after step 1 of 10, and nothing asked it to" in ended(mine)["error"]
