@@ -17,6 +17,7 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -132,7 +133,7 @@ def train(plan: Plan) -> None:
             raise Diverged(trainer.watch.verdict)
         if recipe.data.is_streamed:
             trainer.faults.conclude(trainer.state.global_step)
-        _require_steps(plan, trainer.state.global_step)
+        _require_result(plan, trainer.state)
         if recipe.engine.zero_stage == 0:
             _round_trained(trainer.inner, DTYPES[recipe.engine.precision])
         trainer.save_model()
@@ -230,14 +231,21 @@ def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     return trainer, progress
 
 
-def _require_steps(plan: Plan, done: int) -> None:
+def _require_result(plan: Plan, state: TrainerState) -> None:
     """Raise :class:`NoResult`, on all processes, if a training has ended that has not learned."""
-    may_end_early = plan.recipe.trainer.early_stopping_patience is not None
+    done, may_end_early = state.global_step, plan.recipe.trainer.early_stopping_patience is not None
     if done == 0 or (done < plan.steps and not may_end_early):
         raise NoResult(
             f"training ended after step {done:,} of {plan.steps:,}, and nothing asked it to: no "
             f"model is saved; {plan.rows:,} rows in batches of {plan.effective_batch:,} were "
             "planned with"
+        )
+    logged = [entry for entry in state.log_history if "loss" in entry]
+    if logged and not any(entry["loss"] or entry.get("grad_norm") for entry in logged):
+        raise NoResult(
+            f"the loss and the gradients of all {done:,} steps were 0: no row could be learned "
+            "from, and no model is saved; expected rows that can be used (data.train), or "
+            "data.on_bad: fail, which says what is wrong with them"
         )
 
 

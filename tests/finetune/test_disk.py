@@ -55,6 +55,8 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 10}
         ({"max_steps": 1000, "save_steps": 10, "save_total_limit": 2}, None, 3),
         ({"max_steps": 1000, "save_steps": 10, "save_total_limit": 2} | BEST, None, 4),
         ({"max_steps": 1000, "save_steps": 10}, None, 99),
+        ({"max_steps": 30, "save_steps": 10, "eval_on_start": True} | BEST, None, 3),
+        ({"max_steps": 30, "save_steps": 10, "eval_on_start": True}, None, 2),
         ({"num_train_epochs": 4.5, "save_strategy": "epoch"}, None, 4),
         ({"num_train_epochs": 4.5, "save_strategy": "epoch", "save_total_limit": 1}, None, 2),
         ({"num_train_epochs": 4.5, "save_steps": 10}, None, 1),

@@ -48,6 +48,11 @@ trainer.save_strategy=steps trainer.eval_strategy=epoch
 trainer.save_strategy=epoch trainer.save_steps=5 trainer.eval_strategy=steps data.eval=0.1
 trainer.save_strategy=best
 trainer.early_stopping_patience=1 trainer.eval_strategy=no data.eval=0.1
+trainer.lr_scheduler_type=greedy
+trainer.lr_scheduler_type=reduce_lr_on_plateau trainer.eval_strategy=no data.eval=0.1
+trainer.eval_on_start=true
+'trainer.lr_scheduler_kwargs="{}"' trainer.num_train_epochs=0.0
+data.stream=true trainer.max_steps=5 trainer.logging_strategy=epoch
 trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5
 trainer.load_best_model_at_end=true data.eval=0.1 trainer.save_steps=5 trainer.eval_steps=2
 trainer.metric_for_best_model=exact_match data.eval_answers=0

@@ -4,13 +4,15 @@ import json
 import os
 import re
 import shutil
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from glm4v_patched.data.stream import Stream
+from glm4v_patched.finetune.divergence import NoResult
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import check_data, make_plan, starting_point
 from glm4v_patched.finetune.recipe import Recipe
@@ -90,6 +92,20 @@ def test_a_row_that_is_left_out_is_told_once_however_often_it_comes(asked, capfd
     report = train_here(asked.override({"data.on_bad": "skip", "data.shuffle_buffer": 1}))
     assert report["finished"] and report["left_out"] == 1
     assert "".join(capfd.readouterr()).count(f"left out: {place}") == 1
+
+
+def test_a_stream_of_which_no_row_can_be_learned_from_has_no_result(asked, monkeypatch):
+    """But for those that are looked at before, which do not come."""
+    rows = range(1, 21)
+    for row in rows[4:]:
+        cut(asked, row)
+    read = Stream.__iter__
+    monkeypatch.setattr(Stream, "__iter__", lambda self: islice(read(self), 4, None))
+    skips = {"data.on_bad": "skip", "data.shuffle_buffer": 1, "trainer.max_steps": 2}
+    asked = asked.override(skips | {"trainer.save_steps": None})
+    with pytest.raises(NoResult, match="the loss and the gradients of all 2 steps were 0"):
+        train_here(asked)
+    assert not [*Path(asked.out).glob("*.safetensors")]
 
 
 def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked, capsys):

@@ -1,0 +1,45 @@
+"""Schedules, and the best weights of before the first step, where DeepSpeed has the optimizer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.recipes import drawn_recipe, planned, train_in_processes
+
+RUNS = {
+    # They read optimizer.defaults.
+    "polynomial": {"trainer.lr_scheduler_type": "polynomial", "engine.zero_stage": 2},
+    "lowest": {
+        "trainer.lr_scheduler_type": "cosine_with_min_lr",
+        "trainer.lr_scheduler_kwargs": {"min_lr": 1e-5},
+    },
+    "plateau": {
+        "trainer.lr_scheduler_type": "reduce_lr_on_plateau",
+        "trainer.lr_scheduler_kwargs": {"patience": 0},
+    },
+    "start": {
+        "trained": "lm",
+        "trainer.learning_rate": 5.0,  # after which nothing is better
+        "trainer.eval_on_start": True,
+        "trainer.load_best_model_at_end": True,
+    },
+}
+
+
+@pytest.mark.slow
+def test_schedules_train_and_the_start_is_saved_where_it_stays_the_best_under_zero(tmp_path):
+    asked = {"trained": "lora_lm", "data.eval": 0.25, "data.eval_answers": 0}
+    steps = {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "dataloader_num_workers": 0}
+    common = drawn_recipe(tmp_path, asked | {f"trainer.{n}": value for n, value in steps.items()})
+    runs = [common.override(more | {"out": str(tmp_path / name)}) for name, more in RUNS.items()]
+    ended = train_in_processes(*[planned(run, processes=2) for run in runs])
+    assert not ended.status, ended.output[-8000:]
+    reports = {name: json.loads((tmp_path / name / "training.json").read_text()) for name in RUNS}
+    assert all(report["steps"] == {"asked": 4, "done": 4} for report in reports.values())
+    assert reports["start"]["best_step"] == 0
+    start = load_file(Path(common.model, "model.safetensors"))
+    saved = load_file(tmp_path / "start" / "model.safetensors")
+    assert all(torch.equal(weight, saved[name]) for name, weight in start.items())
