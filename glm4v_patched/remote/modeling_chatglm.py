@@ -33,6 +33,7 @@ from .cached_rows import (
     room_of,
 )
 from .checkpointing import CheckpointedLayer
+from .class_lists import enter_class
 from .classification_chatglm import ScoresRows
 from .configuration_chatglm import ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin
@@ -772,6 +773,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if cls.__module__.startswith("torch."):
             # FSDP2 derives a class, and save_pretrained would write torch's files, and its name.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
+        enter_class(cls, "CAUSAL_LM")
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """``empty_init``: of the published code, without effect: weights that no checkpoint gives
@@ -866,7 +868,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         )
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
-        kept.check(given, output.last_hidden_state.shape[1], self._image_ids() if are_cut else ())
+        length = output.last_hidden_state.shape[1]
+        kept.check(given, length, self._image_ids() if are_cut else ())
+        if output.labels is None and num_items_in_batch is not None:
+            self._check_loss_outside(given, length)
         loss, logits = self._loss_and_logits(
             output.last_hidden_state, output.labels, num_items_in_batch, kept, are_cut, skip_logits
         )
@@ -879,6 +884,17 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             image_hidden_states=output.image_hidden_states,
         )
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
+
+    def _check_loss_outside(self, given: Tensor | None, length: int) -> None:
+        """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions."""
+        if given is not None and given.shape[1] != length:
+            raise ValueError(
+                f"rows of {given.shape[1]} ids take {length} positions here, and num_items_in_batch "
+                "was given without labels, as a Trainer does that computes the loss itself "
+                "(label_smoothing_factor, compute_loss_func): its labels are as long as the ids "
+                "and would not fit the logits; give expanded prompts with their labels, as this "
+                "model's processor makes them"
+            )
 
     def _loss_and_logits(
         self, hidden_BRD, labels, num_items_in_batch, kept: KeptColumns, are_cut, skip_logits
@@ -901,6 +917,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM  # as published
+enter_class(GLM4VForCausalLM, "CAUSAL_LM")
+# By its model type: TRL's OnlineDPO asks for it before it gives images to a model.
+enter_class(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
 
 
 class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
@@ -919,6 +938,9 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
         del self.transformer.output_layer
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+
+enter_class(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
 
 
 FORWARD_NAMES = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
