@@ -779,6 +779,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         """``empty_init``: of the published code, without effect: weights that no checkpoint gives
         are initialised, and no others."""
         super().__init__(config)
+        # transformers takes it from the class name, which a derived class may lack.
+        self.loss_type = "ForCausalLM"
         self.transformer = ChatGLMModel(config)
         self.post_init()
 
@@ -889,10 +891,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions."""
         if given is not None and given.shape[1] != length:
             raise ValueError(
-                f"rows of {given.shape[1]} ids take {length} positions here, and num_items_in_batch "
-                "was given without labels, as a Trainer does that computes the loss itself "
+                f"rows of {given.shape[1]} ids take {length} positions here, and there is "
+                "num_items_in_batch without labels, as of a Trainer that computes the loss itself "
                 "(label_smoothing_factor, compute_loss_func): its labels are as long as the ids "
-                "and would not fit the logits; give expanded prompts with their labels, as this "
+                "and do not fit the logits; give expanded prompts with their labels, as this "
                 "model's processor makes them"
             )
 
@@ -932,6 +934,7 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """``empty_init``: as in :class:`GLM4VForCausalLM`."""
         super().__init__(config)
+        self.loss_type = "ForSequenceClassification"
         assert config.num_labels is not None
         self.num_labels = config.num_labels
         self.transformer = ChatGLMModel(config)

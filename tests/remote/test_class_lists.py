@@ -1,4 +1,4 @@
-"""What others decide by a class's name: a stock Trainer's loss where it smooths labels, pipelines."""
+"""What others decide by names: a stock Trainer's loss where it smooths labels, a model's task."""
 
 import json
 from inspect import getsource, signature
@@ -15,11 +15,12 @@ from transformers import (
 from transformers.modelcard import TrainingSummary
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.quantizers import HfQuantizer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import glm4v_patched
 from glm4v_patched.remote.class_lists import enter_class
-from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
 
@@ -27,6 +28,8 @@ from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny
 COUNTS_ALL = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
 # fp32, sums in another order. Measured 4e-7 on this CPU.
 REL = 1e-5
+# The older ones count labels at the first position, too.
+SHIFTS_COUNT = "_loss_shifts_labels" in getsource(Trainer)
 
 
 Batch = dict[str, torch.Tensor]
@@ -132,6 +135,17 @@ def test_so_are_those_of_text_and_of_packed_samples(tmp_path):
         assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
 
 
+def test_a_derived_class_has_the_loss_of_ours(folder, tmp_path):
+    model, [batch, _] = Derived.from_pretrained(folder / "model"), batches([])
+    batch["labels"] = batch["input_ids"]  # of which the first is never predicted
+    with torch.no_grad():
+        want = model.eval()(**batch).loss.item()
+    ran = trainer(model, [batch], tmp_path, label_smoothing_factor=0.0)
+    ran.train()
+    counted = 1.0 if SHIFTS_COUNT else 1 - 1 / batch["labels"].numel()
+    assert ran.state.log_history[0]["loss"] == pytest.approx(want * counted, rel=1e-4)
+
+
 @pytest.mark.parametrize("by", ["label_smoothing_factor", "compute_loss_func"])
 def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_path):
     model, given = adapted(tiny_model()), batches(three_id_image())
@@ -141,7 +155,7 @@ def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_p
         ran.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for run in (ran.train, ran.evaluate):
-        with pytest.raises(ValueError, match="rows of 12 ids take 15 positions .* expanded prompts"):
+        with pytest.raises(ValueError, match="rows of 12 ids take 15 .* expanded prompts"):
             run()
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     # Without smoothing the model has the labels, and expands them.
@@ -207,3 +221,15 @@ def test_entries_are_found_by_name_and_load_no_other_model(tmp_path, monkeypatch
     monkeypatch.delattr(modeling_auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     with pytest.raises(ImportError, match="no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.* pip install"):
         enter_class(GLM4VForCausalLM, "CAUSAL_LM")
+
+
+def test_names_of_modules_spare_norms_from_decay_and_the_output_layer_from_quantizers(tmp_path):
+    model = tiny_model()
+    decayed = trainer(model, batches([]), tmp_path).get_decay_parameter_names(model)
+    norms = [part for part in model.modules() if isinstance(part, (RMSNorm, torch.nn.LayerNorm))]
+    spared = {id(weight) for norm in norms for weight in norm.parameters()}
+    for name, weight in model.named_parameters():
+        assert (name in decayed) == (id(weight) not in spared and not name.endswith(".bias")), name
+    kept = HfQuantizer.get_modules_to_not_convert(model)
+    linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    assert linear & {*kept} == {"transformer.output_layer"}

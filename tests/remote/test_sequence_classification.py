@@ -29,10 +29,16 @@ NAMES = "input_ids", "attention_mask"
 ATOL = 1e-5
 
 
-def tiny_classifier(num_labels: int = 3, **changes) -> ChatGLMForSequenceClassification:
+class Judge(ChatGLMForSequenceClassification):
+    """A class of a user's, whose name says nothing of its loss."""
+
+
+def tiny_classifier(
+    num_labels: int = 3, kind=ChatGLMForSequenceClassification, **changes
+) -> ChatGLMForSequenceClassification:
     torch.manual_seed(0)
     config = tiny_config(num_labels=num_labels, **changes)
-    model = ChatGLMForSequenceClassification._from_config(config, attn_implementation="sdpa")
+    model = kind._from_config(config, attn_implementation="sdpa")
     model.load_state_dict(golden_weights(), strict=False)
     return model.eval()
 
@@ -104,9 +110,9 @@ def test_losses_are_those_of_transformers(num_labels, labels, loss):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_trainer_averages_over_accumulated_batches_and_smooths_classes(smoothing, tmp_path):
-    model, labels = tiny_classifier(), torch.tensor([2, 0, 1])
+@pytest.mark.parametrize("smoothing, kind", [(0.0, Judge), (0.1, ChatGLMForSequenceClassification)])
+def test_a_trainer_averages_over_accumulated_batches_and_smooths(smoothing, kind, tmp_path):
+    model, labels = tiny_classifier(kind=kind), torch.tensor([2, 0, 1])
     ids = torch.tensor([text(5, seed=row) for row in range(3)])
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -119,7 +125,7 @@ def test_a_trainer_averages_over_accumulated_batches_and_smooths_classes(smoothi
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
     trainer.train()
     got = trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]
-    assert got == pytest.approx((want.item(), want.item()), rel=1e-5)
+    assert got == pytest.approx((want.item(), want.item()), rel=1e-4)  # logged as rounded
 
 
 @torch.no_grad()
