@@ -888,7 +888,15 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
 
     def _check_loss_outside(self, given: Tensor | None, length: int) -> None:
-        """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions."""
+        """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions, or
+        ``RuntimeError`` if a Trainer finds a wrapper's name in place of ours."""
+        if torch.compiler.is_compiling() and self._compiled_call_impl is None:
+            torch._assert_async(
+                torch.zeros((), dtype=torch.bool),
+                "a Trainer that computes the loss itself (label_smoothing_factor) does not shift "
+                "the labels of a model that torch.compile has wrapped: in place of torch_compile "
+                "call model.compile() before (get_base_model().compile() inside peft)",
+            )
         if given is not None and given.shape[1] != length:
             raise ValueError(
                 f"rows of {given.shape[1]} ids take {length} positions here, and there is "

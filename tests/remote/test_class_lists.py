@@ -162,6 +162,17 @@ def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_p
     trainer(model, given, tmp_path, label_smoothing_factor=0.0).train()
 
 
+def test_a_compiled_model_is_known_by_its_class_or_refused(tmp_path):
+    model, given = tiny_model(), batches([])
+    want = by_hand(model, given)
+    model.compile(backend="eager")
+    assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
+    # torch's wrapper has a name of its own, whatever is in it.
+    wrapped = {"torch_compile": True, "torch_compile_backend": "eager"}
+    with pytest.raises(RuntimeError, match="does not shift the labels .* model.compile()"):
+        trainer(tiny_model(), given, tmp_path, **wrapped).train()
+
+
 FRESH = """
 import json, sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
