@@ -93,19 +93,6 @@ def require_inside(path: Path, folder: Path) -> None:
         raise ValueError(f"{path} {fault}, and is not copied; put the file itself there")
 
 
-def require_apart(out: Path, model: Path) -> None:
-    """Raise ``ValueError`` if a run in ``out`` would write into the model's folder, or lies
-    around it; links are followed."""
-    out, model = out.resolve(), model.resolve()
-    cure = "expected out to be a folder of its own, beside the model's"
-    if out == model:
-        raise ValueError(f"out is the model's own folder, {model}, and would replace it; {cure}")
-    if model in out.parents:
-        raise ValueError(f"out, {out}, lies in the model's folder, {model}; {cure}")
-    if out in model.parents:
-        raise ValueError(f"the model's folder, {model}, lies in out, {out}; {cure}")
-
-
 def give_usual_modes(folder: Path) -> None:
     """Give the weights in a folder the mode of every other new file: safetensors writes them for
     their owner alone."""

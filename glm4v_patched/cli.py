@@ -13,6 +13,7 @@ from .doctor.command import add_arguments as add_doctor_arguments
 from .finetune.arguments import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
+from .paths import to_path
 from .terminal_text import doing, error_text, pip_install
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn pictures and test it")
     demo.set_defaults(run=_demo)
-    demo.add_argument("--out", type=Path, default=Path("demo_output"), help="folder to write to")
+    demo.add_argument("--out", type=to_path, default=Path("demo_output"), help="folder to write to")
     most = "training processes; default: two, or one where there is only one GPU"
     demo.add_argument("--processes", type=_at_least_one, metavar="N", help=most)
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")

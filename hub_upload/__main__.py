@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from pathlib import Path
+
+from glm4v_patched.paths import expand, to_path
 
 DEFAULT_NAME = "org/glm-4v-9b-trainable"
 
@@ -18,23 +19,23 @@ def _parser() -> argparse.ArgumentParser:
     source = "folder of the original weights, or org/name@<commit of 40 hex digits>"
     build = commands.add_parser("build", help="make the folder that is published")
     group = build.add_mutually_exclusive_group(required=True)
-    group.add_argument("--weights", metavar="SOURCE", help=source)
+    group.add_argument("--weights", type=expand, metavar="SOURCE", help=source)
     group.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="instead: a folder of LoRA adapters"
+        "--adapter", type=to_path, metavar="DIR", help="instead: a folder of LoRA adapters"
     )
     add = build.add_argument
-    add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
+    add("--out", required=True, type=to_path, metavar="DIR", help="folder to write")
     add("--name", default=DEFAULT_NAME, help=f"id to name in the card (default {DEFAULT_NAME})")
     of = "what the weights were trained from; of adapters ORG/NAME@COMMIT"
     add("--fine-tune-of", metavar="ORG/NAME", help=of)
     add("--trained", metavar="TEXT", help="for the card: what was trained and on what")
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
-    add("target", metavar="DIR_OR_ID", help="folder, or org/name")
+    add("target", type=expand, metavar="DIR_OR_ID", help="folder, or org/name")
     add("--revision", help="of org/name: commit, tag or branch (default main)")
     yes("--weights", "also compare the sha256 of all weights (slow)")
     yes("--json", "print the checks as JSON")
     add = commands.add_parser("publish", help="bring a built folder to the Hub").add_argument
-    add("folder", type=Path, metavar="DIR", help="folder that build made")
+    add("folder", type=to_path, metavar="DIR", help="folder that build made")
     add("--repo", required=True, metavar="ORG/NAME", help="repository to publish to")
     yes("--push", "do it; without, only show what would be done")
     yes("--private", "create the repository as a private one")

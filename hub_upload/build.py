@@ -19,6 +19,7 @@ from huggingface_hub import HfApi
 
 import glm4v_patched
 from glm4v_patched.patch.repository import is_glm4v
+from glm4v_patched.paths import require_apart
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
@@ -142,8 +143,7 @@ def require_ours(out: Path, source: str) -> Path:
     """The folder to write, its links followed; ``ValueError`` if it is the source, or holds files
     that no build wrote."""
     out = Path(os.path.realpath(out))
-    if out == Path(os.path.realpath(source)):
-        raise ValueError(f"--out is the source itself, {out}: give another folder")
+    require_apart(out, [("the source itself", source)], "--out")
     here = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
     path = out / MANIFEST
     known = read_manifest(path.read_bytes(), str(path)).names if MANIFEST in here else set()

@@ -341,6 +341,7 @@ def frameworks(session: nox.Session, transformers: str) -> None:
     trl = ["trl==1.16.0", "datasets==4.7.0", "pyarrow==21.0.0"]
     install(session, transformers, DEEPSPEED[-1], *trl)
     try_jobs(session, "TRL and (published or ZeRO)")
+    run_tests(session, f"{HERE}/test_trl.py")
     for version in ("0.9.2", "0.9.5"):  # before and after LLaMA-Factory's own fix
         session.install("--no-deps", "--ignore-requires-python", f"llamafactory=={version}")
         run_tests(session, f"{HERE}/test_llamafactory.py")
@@ -433,15 +434,17 @@ def llm_compressor(session: nox.Session) -> None:
 
 @nox.session
 def clients(session: nox.Session) -> None:
-    """LangChain, LiteLLM, LlamaIndex, evalscope and lmms-eval ask our server."""
+    """LangChain, LiteLLM, LlamaIndex, evalscope and lmms-eval ask our server; lmms-eval the model,
+    too."""
     own = ("langchain-openai==1.7.4", "litellm==1.110.2", "evalscope==1.14.1")
     install_on_top(session, *own, "llama-index-llms-openai-like==0.8.1")
     # lmms-eval requires a torchvision beside which README's torch does not work.
-    imported = ["evaluate", "loguru", "pytablewriter", "python-dotenv", "sacrebleu", "tenacity"]
-    session.install(*imported)
+    imported = ["evaluate", "loguru", "pytablewriter", "python-dotenv", "pytz", "sacrebleu"]
+    session.install(*imported, "tenacity")
     session.install("--no-deps", "lmms-eval==0.7.3")
     session.env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it looks for prices on the web
     run_tests(session, "-n", "0", "tests/inference/test_serve.py", "-k", "a_client_is_answered")
+    run_tests(session, "-n", "0", f"{HERE}/test_lmms_eval.py")
 
 
 @nox.session

@@ -13,7 +13,7 @@ ROOMS += ["demo", "bench", "compare", "doctor", "cli", "run"]
 # The rooms that go elsewhere, and what they may import.
 ALONE = {"remote": {"remote"}, "patch": {"remote", "engine"}, "integrations": {"remote", "patch"}}
 # What is imported where it is used, for it takes a package or much time: no circle breaks there.
-ROOT = {"atomic", "option_fields", "terminal_text", "installed_versions"}
+ROOT = {"atomic", "option_fields", "paths", "terminal_text", "installed_versions"}
 ROOT |= {"__main__", "__init__"}
 
 

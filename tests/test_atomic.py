@@ -6,7 +6,7 @@ import os
 import pytest
 from datasets import Dataset
 
-from glm4v_patched.atomic import require_file, write_atomically
+from glm4v_patched.atomic import require_file, require_inside, write_atomically
 from glm4v_patched.data.pictures import PictureFiles
 from glm4v_patched.data.stored_rows import FEATURES, write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin
@@ -68,3 +68,17 @@ def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
     kept = {"mine.partial", "data.json.partial", RECORD}
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert json.loads((tmp_path / RECORD).read_text()) == {"written": None}
+
+
+def test_a_folder_s_files_are_not_those_of_one_whose_name_begins_alike(tmp_path):
+    model, beside = tmp_path / "model", tmp_path / "model-private"
+    for folder in (model, beside):
+        folder.mkdir()
+        (folder / "key").write_text(folder.name)
+    (model / "own").symlink_to("key")
+    (model / "theirs").symlink_to("../model-private/key")
+    (tmp_path / "link").symlink_to("model")
+    for folder in (model, tmp_path / "link", tmp_path / "model-private" / ".." / "model"):
+        require_inside(folder / "own", folder)
+        with pytest.raises(ValueError, match="outside the model's folder"):
+            require_inside(folder / "theirs", folder)

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "mypy": "nox: types",
     "pre-commit install": "tests/test_project.py: its hooks are those of .ci/run",
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
+    'import json\n\nwith open("swift.jsonl")': "tests/data/test_page.py",
     'time python -c "import transformers"': "by hand",
     "glm4v-patched demo --device cpu": "nox: first_command, with fewer steps",
     "glm4v-patched train RECIPE": "the form of those that are run",
@@ -97,6 +98,19 @@ def test_a_test_of_ones_own_is_green(given):
         exec(code, names)
         [test] = [value for name, value in names.items() if name.startswith("test_")]
         test(tiny_model())
+
+
+@runs("from peft import LoraConfig")
+def test_what_adapts_the_language_model_alone(given):
+    for code in given:
+        names: dict = {"model": tiny_model()}
+        exec(code, names)
+        by_pattern = names["get_peft_model"](tiny_model(), names["by_pattern"])
+        for model in (names["model"], by_pattern):
+            adapted = model.base_model.targeted_module_names
+            linear = {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+            assert {name.split(".")[-1] for name in adapted} == linear
+            assert len(adapted) == 8 and all("transformer.encoder." in name for name in adapted)
 
 
 def of_program(name: str) -> list[str]:

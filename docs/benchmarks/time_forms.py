@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import datasets
 import yaml
 
+from glm4v_patched.data.suggestion import line_of
 from tests.helpers.data_forms import FORMS, draw, make, read_by_the_printed_line
 
 
@@ -32,6 +33,8 @@ def main(number: int) -> None:
             rows, _ = read_by_the_printed_line(path, fields | known)
             seconds = time.perf_counter() - started
             assert len(rows) == number, name
+            if columns := fields.pop("columns", None) or yaml.safe_load(line or ""):
+                line = line_of(columns).partition("=")[2]
             needed = [f"columns: {line}"] if line else []
             needed += [f"{key}: {value}" for key, value in fields.items()]
             told = f"`{', '.join(needed)}`" if needed else "nothing"

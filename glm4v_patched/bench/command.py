@@ -3,11 +3,11 @@
 import argparse
 import time
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from ..inference.command import add_weights
 from ..option_fields import add_option, flag
+from ..paths import expand, require_apart, to_path
 from . import answers, generation, training
 from .charts import check_drawable, draw_pictures
 from .settings import Settings, Speed, at_least, picture_size
@@ -39,17 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a small --config")
     limit = "seconds for one row (default: 600)"
     add("--timeout", type=at_least(1, float), default=600, help=limit)
-    add("--out", type=Path, metavar="FILE", help="JSON array that rows are added to, one a line")
-    add("--pictures", type=Path, metavar="FOLDER", help="draw memory.png and speed.png of the rows")
-    add("--rows", type=Path, nargs="+", metavar="FILE", help="measure nothing: table of these rows")
-    add("--into", type=Path, metavar="FILE", help="with --rows: put the table into this Markdown")
+    add("--out", type=to_path, metavar="FILE", help="JSON array that rows are added to, one a line")
+    drawn = "draw memory.png and speed.png of the rows"
+    add("--pictures", type=to_path, metavar="FOLDER", help=drawn)
+    shown = "measure nothing: table of these rows"
+    add("--rows", type=to_path, nargs="+", metavar="FILE", help=shown)
+    add(
+        "--into", type=to_path, metavar="FILE", help="with --rows: put the table into this Markdown"
+    )
     group = parser.add_argument_group("--generate")
     add = group.add_argument
     add("--generate", action="store_true", help="measure generation, not training")
     for each in fields(Speed):
         if each.metadata:
             add_option(group, each)
-    add("--python", metavar="FILE", help="Python that has the original's transformers")
+    add("--python", type=expand, metavar="FILE", help="Python that has the original's transformers")
     add_weights(parser)
     add = parser.add_argument_group("--answers").add_argument
     told = "measure answer, with JPEG files of this size; --batch, --new-tokens, --weights, --model"
@@ -66,6 +70,10 @@ def run(options: argparse.Namespace) -> None:
         if getattr(options, name) != options.parser.get_default(name):
             told = FLAGS.get(name, f"--{name.replace('_', '-')}")
             raise ValueError(f"{told} is not of {kind}: leave it out")
+    read = [("the model's folder", each) for each in (options.model, options.against) if each]
+    for name in ("out", "pictures"):
+        if (out := getattr(options, name)) is not None:
+            require_apart(out, read, f"--{name}")
     if options.pictures:
         check_drawable(options.pictures)
     if options.rows:

@@ -14,6 +14,7 @@ from ..engine.options import OPTIMIZERS, TRAINED, EngineOptions
 from ..inference.command import CACHES
 from ..models.quantised_weights import check_weights, kept_cache
 from ..option_fields import option
+from ..paths import expand
 
 GATHERS_OF_DEEPSPEED = ("allgather_sequential", "use_all_reduce_for_fetch_params")
 # What bench calls otherwise than a recipe and its command.
@@ -105,13 +106,15 @@ class Settings:
         None, "train by the recipe, from JPEG files of this size", metavar="WxH", type=picture_size
     )
     model: str | None = option(
-        None, "with --from-files: these weights, not random ones", metavar="FOLDER"
+        None, "with --from-files: these weights, not random ones", metavar="FOLDER", type=expand
     )
     zero_options: str = option("{}", "laid over DeepSpeed's zero_optimization", **_JSON)
     warm_up: int = option(3, "steps before the timed ones", **_ONE)
     steps: int = option(5, "timed steps", **_ONE)
-    config: str | None = option(None, "config.json of another size", metavar="FILE")
-    against: str | None = option(None, "the original's code, measured, too", metavar="FOLDER")
+    config: str | None = option(None, "config.json of another size", metavar="FILE", type=expand)
+    against: str | None = option(
+        None, "the original's code, measured, too", metavar="FOLDER", type=expand
+    )
 
     def __post_init__(self) -> None:
         # Late, for it imports pydantic, which no other command needs.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.environment import python_module
+from ..paths import expand, require_apart, to_path
 from ..terminal_text import in_bytes
 from .environment import check_python, describe_code, environment_of_the_original, require_python
 
@@ -26,13 +27,13 @@ TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("original", type=Path, metavar="ORIGINAL", help="folder of the published model")
+    add("original", type=to_path, metavar="ORIGINAL", help="folder of the published model")
     add("--run-code", action="store_true", help="run the code that lies in ORIGINAL")
     python = parser.add_mutually_exclusive_group()
     has = "a Python with transformers 4.42 to 4.44, for that code"
-    python.add_argument("--python", metavar="PATH", help=has)
+    python.add_argument("--python", type=expand, metavar="PATH", help=has)
     makes = "make such an environment there, if there is none"
-    python.add_argument("--make-environment", type=Path, metavar="FOLDER", help=makes)
+    python.add_argument("--make-environment", type=to_path, metavar="FOLDER", help=makes)
     add("--precision", choices=[*DTYPES], default="bf16", help="default: bf16")
     add("--device", choices=("cuda", "cpu"), help="default: the CPU if there is no GPU")
     add("--json", action="store_true", help="print JSON, for programs")
@@ -49,6 +50,9 @@ def run(options: argparse.Namespace) -> int:
 
     device: Literal["cuda", "cpu"] = options.device or _device()
     place(1, device)
+    if options.make_environment is not None:
+        read = [("the original's folder", folder)]
+        require_apart(options.make_environment, read, "--make-environment")
     python = require_python(options.python, options.make_environment)
     told = check_python(python)
     print(f"running with {told}: {code}", file=sys.stderr, flush=True)

@@ -176,7 +176,7 @@ def _with_absolute_paths(source: Source) -> dict[str, Any]:
 def _lacks_pictures(rows: Dataset) -> bool:
     """Whether a picture that was written to the cache as rows were read is there no longer."""
     cache = default_path()
-    made = str(cache and cache.parent / "pictures")
+    made = str(cache and cache.parent / "pictures") + os.sep
     return any(path.startswith(made) and not os.path.isfile(path) for path in _pictures_of(rows))
 
 

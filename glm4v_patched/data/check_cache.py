@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic import fault_of_file
+from ..paths import PathError, expand
 
 VERSION = 1
 SECONDS_TO_WAIT = 10
@@ -24,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 def default_path() -> Path | None:
     """In ``$XDG_CACHE_HOME``, or ``~/.cache``; None for who has no home."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        root = Path(expand(os.environ.get("XDG_CACHE_HOME") or "."))
+    except PathError as error:
+        raise ValueError(f"XDG_CACHE_HOME: {error}") from None
     if not root.is_absolute():  # then it is to be ignored, as that standard says
         try:
             root = Path.home() / ".cache"

@@ -4,23 +4,29 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from ..atomic import write_atomically
-from ..terminal_text import own_command
+from ..terminal_text import listed, own_command
+from .columns import PICTURE_FILES
+from .left_out import ANY_WORD
 from .packing import share_out
-from .pictures import Stamp
-from .rows import place
+from .pictures import IMAGE_NAMES, Stamp
+from .rows import folder_of_images, place
 from .source import Source
-from .stored_rows import Conversations, column, read_stored, values, write_stored
+from .stored_rows import ROWS_AT_ONCE, Conversations, column, read_stored, values, write_stored
 
-RULES = 7
+MOST_NAMES = 10_000  # looked at in a folder
+RULES = 8
 """Raised with every change after which what was good may no longer be."""
 
 
@@ -135,6 +141,30 @@ class CheckedData:
         sums = [int(self.column(name).sum()) for name in ("images", "positions", "learned")]
         return Counts(len(self.order), *sums)
 
+    def find_doubts(self) -> Iterator[str]:
+        """Yield what is most likely a mistake in sets: samples without an image where others have
+        one, images beside a set that shows none, and words that stand for what is not there."""
+        of_set, images = column(self.rows, "source"), column(self.rows, "images")
+        worded = _rows_with_words(self.rows)
+        for number, source in enumerate(self.sources):
+            rows = np.flatnonzero(of_set == number)
+            without = rows[images[rows] == 0]
+            if len(without) and (told := _doubt_of_images(source, len(without), len(rows))):
+                yield f"{source.path}: {told}{self._first_of(without)}"
+            words = rows[worded[rows]]
+            if len(words):
+                yield (
+                    f"{source.path}: {len(words):,} of {len(rows):,} samples have words such as "
+                    "<video>, <audio> or <box>, which are learned as words: nothing is shown for "
+                    f"them{self._first_of(words)}"
+                )
+        if self.eval is not None and not isinstance(self.asked, float):
+            yield from self.eval.find_doubts()
+
+    def _first_of(self, rows: np.ndarray) -> str:
+        row = self.rows[int(rows[0])]
+        return f"; the first is {place(self.sources[row['source']], row['line'])}"
+
     def batch_rows(self) -> BatchRows:
         """The rows that batches are made of, for ``pack_to``."""
         lengths, images = self.column("positions"), self.column("images")
@@ -210,6 +240,37 @@ class CheckedData:
         rows = read_stored(folder / name, number)
         made = {"sources": tuple(sources), "rows": rows, "eval": evaluated} | stamps
         return cls(**found | made)
+
+
+def _doubt_of_images(source: Source, without: int, number: int) -> str | None:
+    """Say that samples of a set have no image, if other samples have one, if a key that is called
+    as images are is left out, or if there are images beside the set."""
+    told = f"{without:,} of {number:,} samples have no image"
+    if ignored := [key for key in source.ignore if IMAGE_NAMES.fullmatch(key)]:
+        return f"{told}, and data.ignore leaves out {listed(ignored)}"
+    if without < number:
+        return told
+    folder = folder_of_images(source)
+    names = next((of for of in _names_beside(folder) if of.lower().endswith(PICTURE_FILES)), None)
+    return names and f"{told}, and {os.path.join(folder, names)} is an image beside them"
+
+
+def _names_beside(folder: str) -> Iterator[str]:
+    """Yield the names in a folder and in the folders of it."""
+    with suppress(OSError):
+        for entry in islice(os.scandir(folder), MOST_NAMES):
+            yield entry.name
+            if entry.is_dir():
+                yield from islice((f"{entry.name}/{of}" for of in os.listdir(entry)), MOST_NAMES)
+
+
+def _rows_with_words(rows: Dataset) -> np.ndarray:
+    """Return which rows have words of :data:`left_out.ANY_WORD`: ``(rows,)``."""
+    parts = rows.select_columns(["messages"]).with_format("arrow").iter(ROWS_AT_ONCE)
+    found = (
+        pc.match_substring_regex(part["messages"], ANY_WORD, ignore_case=True) for part in parts
+    )
+    return np.concatenate([np.zeros(0, bool), *(of.to_numpy() for of in found)])
 
 
 def row_digests(rows: Dataset, pictures: Mapping[str, Any]) -> Iterator[str]:

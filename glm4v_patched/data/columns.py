@@ -6,10 +6,10 @@ a column hold a blank or another character that no plain name has. A list is of 
 question, one below the other, of which a row may lack some; or pictures.
 """
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from functools import cache
 from string import Formatter
 from typing import Any
 
@@ -23,15 +23,8 @@ SPEC = re.compile(r"\d{0,3}")  # a width, as 012
 OF_TOOLS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add."""
 PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-GUESSES = {
-    "image": "image images img picture photo jpg jpeg png webp file_name image_path url",
-    "question": "question query prompt instruction problem question_text input",
-    "answer": "multiple_choice_answer answer answers response output completion solution caption "
-    "captions description text txt label class category cls ground_truth target title",
-    "system": "system system_prompt",
-    "turns": "turns dialog dialogue conversation chat texts qa",
-}
-"""What columns are called, the likeliest first."""
+NO_CELL = object()
+"""An empty cell: a table has each column in each row, and a row that lacks one has no such key."""
 
 Columns = Mapping[str, Any]
 
@@ -107,10 +100,12 @@ def required(row: dict, name: str) -> Any:
     if value is None:
         has = listed([*map(quoted, row)], MOST_KEYS_LISTED)
         cure = "words that are no column end with . or ?"
-        raise ValueError(f"the column {quoted(name)} is missing; the row has {has}; {cure}")
+        told = f"the column {quoted(name)} {'is null' if name in row else 'is missing'}"
+        raise ValueError(f"{told}; the row has {has}; {cure}")
     return value
 
 
+@cache
 def _parts(words: str) -> list[tuple[str, str | None, str]]:
     """Words, the column after them, and how wide it is to be."""
     if NAME.fullmatch(words):
@@ -155,102 +150,11 @@ def pictures_of_columns(row: dict, names: str | list[str] | None) -> list:
         column = _column_of(name)
         found = text_of_column(row, name, "image") if column is None else value_of(row, column)
         pictures += found if isinstance(found, list) else [found]
-    return [picture for picture in pictures if picture not in (None, "")]
+    return [picture for picture in pictures if not is_empty(picture)]
 
 
-# What is said of a row that no format is known of
-
-
-def describe_unknown(row: dict) -> str:
-    """That a row has keys of no format, and the line that would read it."""
-    keys = listed([quoted(key) for key in row if key not in OF_TOOLS], MOST_KEYS_LISTED)
-    guessed = guess(row)
-    line = ", ".join(
-        f"{part}: {name if NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)}"
-        for part in NAMES
-        if (name := guessed.get(part)) is not None
-    )
-    return (
-        f"its keys are {keys}, of no format that is known; say which of them are what, in the "
-        f"recipe or behind its name: 'data.columns={{{line}}}' (answer, evaluate: --columns), and "
-        "see how that is read with 'glm4v-patched doctor RECIPE --rows 3'"
-    )
-
-
-def guess(row: dict) -> dict[str, str]:
-    """Columns that may be meant, by their names and what they hold."""
-    flat = dict(_flattened(row))
-    found: dict[str, str] = {}
-    pictures = [name for name, value in flat.items() if _is_picture(value)]
-    if pictures:
-        found["image"] = _as_column(_called(pictures, "image") or pictures[0])
-    elif "question_id" in flat and isinstance(flat.get("image_id"), int):  # VQA v2's
-        found["image"] = "COCO_train2014_{image_id:012}.jpg"
-    talks = [name for name, value in flat.items() if _is_turns(value)]
-    if "history" in talks:
-        talks.remove("history")
-        found["history"] = "history"
-    texts = [name for name, value in flat.items() if name not in pictures and _is_answer(value)]
-    if talks:
-        found["turns"] = _called(talks, "turns") or talks[0]
-        flat = flat[found["turns"]][0]
-        if not isinstance(flat, dict) or {"role", "from"} & flat.keys():
-            return found
-        texts = [name for name, value in flat.items() if isinstance(value, str)]
-    for part in ("answer", "question", "system"):
-        if (name := _called(texts, part)) is not None:
-            found[part] = _as_column(name)
-            texts.remove(name)
-    texts = [name for name in texts if isinstance(flat[name], str) and not name.endswith("id")]
-    # One text beside a picture is rather its answer.
-    if "question" not in found:
-        is_alone = "image" in found and "answer" not in found and len(texts) < 2
-        is_asked = texts and not is_alone
-        found["question"] = _as_column(texts.pop(0)) if is_asked else "What is in the picture?"
-    if "answer" not in found:
-        found["answer"] = _as_column(texts[0]) if texts else "COLUMN"
-    return found
-
-
-def _as_column(name: str) -> str:
-    return name if NAME.fullmatch(name) else f"{{{name}}}"
-
-
-def _flattened(row: dict, before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in row.items():
-        if isinstance(value, dict) and not before and not _is_picture(value):
-            yield from _flattened(value, f"{key}.")
-        elif key not in OF_TOOLS:
-            yield before + key, value
-
-
-def _called(names: Sequence[str], part: str) -> str | None:
-    """The one that is called as such a part is, the likeliest."""
-    last = {name.rpartition(".")[2].lower(): name for name in reversed(names)}
-    alike = [lower for lower in last if part in lower]
-    return next((last[name] for name in (*GUESSES[part].split(), *alike) if name in last), None)
-
-
-def _is_picture(value: Any) -> bool:
-    value = value[0] if isinstance(value, list) and value else value
-    if isinstance(value, dict):
-        return bool(value) and value.keys() <= {"bytes", "path"}
-    if isinstance(value, str):
-        return value.lower().endswith(PICTURE_FILES) or value.startswith("data:image")
-    return isinstance(value, bytes)
-
-
-def _is_turns(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    if isinstance(first, dict):
-        said = sum(isinstance(of, str) for of in first.values())
-        return said > 1 and not first.keys() <= {"bytes", "path"} and "answer_id" not in first
-    return isinstance(first, list) and len(first) == 2 and isinstance(first[0], str)
-
-
-def _is_answer(value: Any) -> bool:
-    try:
-        _as_text(value, "", "answer")
-    except ValueError:
-        return False
-    return True
+def is_empty(value: Any) -> bool:
+    """Return whether a value is null or an empty text, or holds nothing else."""
+    if isinstance(value, (dict, list)):
+        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or value == "" or value == b""

@@ -8,6 +8,7 @@ names of their columns (``data.columns``). :func:`messages.check_messages` takes
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..terminal_text import listed
 from .columns import (
     OF_TOOLS,
     Columns,
@@ -16,7 +17,8 @@ from .columns import (
     text_of_column,
     value_of,
 )
-from .messages import MARKS, as_words, read_each, refuse_keys
+from .messages import MARKS, as_words, quoted, read_each, refuse_keys
+from .pictures import IMAGE_NAMES, image_kind
 
 Found = tuple[Any, list | None]
 """The messages of a row, and its pictures; None if it names none."""
@@ -37,14 +39,26 @@ TURN_CURES = {
     "content": OF_MESSAGES,
     "image": 'write <image> in "value", and the path under "image" of the row',
 }
+PREFERENCES = {"chosen", "rejected"}
 OF_PREFERENCES = "it is of preferences, which TRL trains on"
+BOXES = (
+    "write boxes as words, such as [[x0, y0, x1, y1]] in place of <bbox> (docs/questions.md, "
+    '"Does it know boxes?")'
+)
+OTHER_MEDIA = (
+    "the model sees images alone: leave the row out; where it is empty in all rows, name it in "
+    "data.ignore"
+)
 ROW_CURES = {
     "conversation": 'write "conversations"',
     "system": 'write it as the first message: {"role": "system", "content": "..."}',
     "tools": 'give them to the system message: {"role": "system", "content": "", "tools": [...]}',
-    "chosen": OF_PREFERENCES,
-    "rejected": OF_PREFERENCES,
+    **dict.fromkeys(PREFERENCES, OF_PREFERENCES),
+    **dict.fromkeys(("objects", "bbox", "bboxes", "boxes"), BOXES),
+    **dict.fromkeys(("videos", "video", "audios", "audio"), OTHER_MEDIA),
 }
+OF_IMAGE = 'write the image as "image": "a.png", or several as "images": ["a.png", "b.png"]'
+
 IGNORE_CURE = "; to leave it out of all rows, name it in data.ignore"
 
 
@@ -106,6 +120,9 @@ def read_as(name: str, row: dict) -> Found:
     others = {key for other in FORMATS.values() for key in other.needs}
     cure = f'the first row of this file has "{of.needs[0]}"; write a file for each format'
     cures = ROW_CURES | dict.fromkeys(others, cure)
+    for key in row.keys() - {*of.keys, *cures}:
+        if IMAGE_NAMES.fullmatch(key) or image_kind(row[key]):
+            cures[key] = OF_IMAGE
     refuse_keys((k for k in row if k not in OF_TOOLS), of.keys, "a row", cures, IGNORE_CURE)
     if of.needs[0] not in row:
         raise ValueError(f'the key "{of.needs[0]}" is missing')
@@ -113,6 +130,11 @@ def read_as(name: str, row: dict) -> Found:
     if len(given) > 1:
         raise ValueError('has its pictures under "images" and "image": give one of them')
     pictures = row[given[0]] if given else None
+    if isinstance(pictures, dict) and not pictures.keys() <= {"bytes", "path"}:
+        raise ValueError(
+            f"{given[0]} is an object with the keys {listed([*map(quoted, pictures)])}: write "
+            '"images": ["a.png", "b.png"], and <image> once for each in the words'
+        )
     if given and not isinstance(pictures, list):
         pictures = [pictures]
     if name == "messages":

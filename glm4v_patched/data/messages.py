@@ -62,6 +62,7 @@ PLACE = re.compile(
     r"|<img>[^<]*+</img>",
     re.IGNORECASE,
 )
+A_PATH = re.compile(r"<img>([^<\s][^<]*+)</img>", re.IGNORECASE)  # Qwen-VL's
 PLACES_AT_THE_ENDS = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
@@ -303,6 +304,12 @@ def _fill_places(drafts: list[Draft], pictures: list | None) -> None:
         asked[0][1].extend(there)  # the model has all pictures of a message before its words
         return
     places = sum(picture is AT_PLACE for _, shown in drafts for picture in shown)
+    named = next(filter(None, (A_PATH.search(draft["content"]) for draft, _ in asked)), None)
+    if named is not None:
+        raise ValueError(
+            f'{named[0]} names an image in the words: write <image> there, and "image": '
+            f"{quoted(named[1])} in the row"
+        )
     if places != len(there):
         raise ValueError(
             f"pictures of the row: {len(there)}, places for them (<image>) in its messages: "

@@ -8,23 +8,35 @@ import binascii
 import hashlib
 import io
 import os
+import re
 import time
 import urllib.request
 import warnings
 from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from PIL import Image
 
 from ..atomic import write_atomically
 from .check_cache import default_path
+from .columns import PICTURE_FILES
 from .messages import as_words, refuse_keys
 
 SECONDS_TO_ANSWER = 60
 SECONDS_TO_ARRIVE = 600
 MOST_BYTES_FETCHED = 256 * 2**20
+MOST_OF_A_PATH = 4096
+MOST_LOOKED_AT = 8  # of a list
+BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s-]{40}")  # PNG, JPEG, GIF, WebP
+IMAGE_NAMES = re.compile(
+    r"(?:image|img|picture|photo)(?:s?_?(?:path|file|name|file_?name|url|uri|link|src|id))?s?"
+    r"|(?:image|img|picture|photo)s?_(?:bytes|base64|b64|hex|data|blob|content|array)"
+    r"|(?:input_|source_)(?:image|img)s?|jpe?g|png|webp|图[片像]",
+    re.IGNORECASE,
+)
+"""What columns and keys of images are called."""
 URL_CURE = "expected a path: save the picture beside the rows, or set data.allow_urls: true"
 
 
@@ -115,6 +127,9 @@ class PictureFiles:
             return self._written(from_data_url(picture))
         if picture[:8].lower().startswith(("http://", "https://")):
             return self._fetched(picture)
+        if picture[:7].lower() == "file://":
+            path = urllib.request.url2pathname(picture[7:])
+            raise ValueError(f"image is {as_words(picture)}; write the path: {as_words(path)}")
         if "://" in picture[:12]:
             raise ValueError(f"image is {as_words(picture)}; {URL_CURE.partition(',')[0]}")
         if "\0" in picture:
@@ -170,6 +185,43 @@ class PictureFiles:
                 f"{error.strerror or error}; XDG_CACHE_HOME may name another folder"
             ) from None
         return str(path)
+
+
+def image_kind(value: Any) -> Literal["embedded", "base64", "path", "url"] | None:
+    """Return how a value holds an image, or names one; of a list, its first that does.
+
+    Of texts the beginning or end is looked at, so that a path need not lead to a file.
+    """
+    if isinstance(value, list):
+        return next(filter(None, map(image_kind, value[:MOST_LOOKED_AT])), None)
+    if isinstance(value, dict):
+        is_file = bool(value) and value.keys() <= {"bytes", "path"}
+        return image_kind(value.get("bytes")) or image_kind(value.get("path")) if is_file else None
+    if isinstance(value, (bytes, bytearray)):
+        return None if _fault_of_bytes(bytes(value)) else "embedded"
+    if not isinstance(value, str):
+        return None
+    if value[:11].lower() == "data:image/":
+        return "embedded"
+    if BASE64.match(value):
+        return "base64"
+    if "://" in value[:12]:
+        return "url" if _is_name(re.split("[?#]", value)[0]) else None
+    return "path" if _is_name(value) else None
+
+
+def is_image_file(path: str) -> bool:
+    """Return whether a file is there that begins as an image does."""
+    try:
+        with open(path, "rb") as file:
+            return os.path.isfile(path) and _fault_of_bytes(file) is None
+    except (OSError, ValueError):
+        return False
+
+
+def _is_name(text: str) -> bool:
+    is_line = len(text) <= MOST_OF_A_PATH and "\n" not in text
+    return is_line and text.lower().endswith(PICTURE_FILES)
 
 
 def from_data_url(url: str) -> bytes:
@@ -232,15 +284,22 @@ def _read(answer, most: int, seconds: float) -> bytes:
 def _require_picture(url: str, content: bytes) -> None:
     """Of what is kept, so that a page of an error is not: whether all of it can be decoded is for
     the check."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its size, which the check judges, too
-            Image.open(io.BytesIO(content)).close()
-    except Image.DecompressionBombError:
-        return
-    except Exception as error:  # Pillow raises whatever its readers raise
+    if fault := _fault_of_bytes(content):
         begin = as_words(content[:40].decode("ascii", "replace"))
         raise ValueError(
             f"the image {as_words(url)} is {len(content):,} bytes that are no picture, and begin "
-            f"with {begin} ({type(error).__name__}); it is not kept, and fetched again next time"
-        ) from None
+            f"with {begin} ({fault}); it is not kept, and fetched again next time"
+        )
+
+
+def _fault_of_bytes(content: bytes | BinaryIO) -> str | None:
+    """Return the name of the error that Pillow raises for an image's beginning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its size, which the check judges, too
+            Image.open(io.BytesIO(content) if isinstance(content, bytes) else content).close()
+    except Image.DecompressionBombError:
+        return None
+    except Exception as error:  # Pillow raises whatever its readers raise
+        return type(error).__name__
+    return None

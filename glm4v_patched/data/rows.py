@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
-from .columns import describe_unknown, named_columns, value_of
+from .columns import NO_CELL, is_empty, named_columns, value_of
 from .formats import Found, find_format, read_as, read_columns
+from .left_out import require_nothing_left_out
 from .messages import (
     MOST_KEYS_LISTED,
     as_words,
@@ -26,6 +27,7 @@ from .messages import (
 )
 from .pictures import PictureFiles
 from .source import Source, fault_of_set, is_llama_factory, of_llama_factory
+from .suggestion import describe_unknown, fault_of_object
 from .text_rows import OF_LINES, TOO_DEEP, Fault, Numbered, kind_of_file, read_text
 
 MOST_FAULTS_LISTED = 20
@@ -148,18 +150,10 @@ def read_rows(
     Raises:
         ValueError: the source cannot be read, or has no row.
     """
-    source = as_source(path)
-    is_folder = os.path.isdir(source.path)
-    _require_set(source)
-    if is_folder and is_llama_factory(source.path):
-        source = of_llama_factory(source)
-        _require_set(source)
+    source = _found_set(as_source(path))
     given = islice(_given_rows(source), source.max_samples)
-    first = next(given, None)
-    if first is None:
-        raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
-    folder = source.image_folder or (source.path if is_folder else os.path.dirname(source.path))
-    pictures = PictureFiles(folder, source.allow_urls)
+    first = _first_of(given, source)
+    pictures = PictureFiles(folder_of_images(source), source.allow_urls)
     reader = _RowReader(source)
 
     def read(line: int, row: Any) -> Row | Fault:
@@ -169,7 +163,10 @@ def read_rows(
             if not isinstance(row, dict):
                 raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
             messages, shown = reader(row)
-            return Row(line, check_messages(messages, pictures.path_of, to_learn, shown))
+            row = {key: value for key, value in row.items() if value is not NO_CELL}
+            checked = check_messages(messages, pictures.path_of, to_learn, shown)
+            require_nothing_left_out(row, checked, shown or [], source, pictures.folder)
+            return Row(line, checked)
         except ValueError as error:
             return Fault(line, sys.intern(str(error)))  # of many rows, often the same
         except RecursionError:
@@ -185,9 +182,34 @@ def read_rows(
         reader.require_columns()
 
 
+def folder_of_images(source: Source) -> str:
+    """Return what paths of images are relative to."""
+    is_folder = os.path.isdir(source.path)
+    return source.image_folder or (source.path if is_folder else os.path.dirname(source.path))
+
+
+def _found_set(source: Source) -> Source:
+    """Return the set that is read: of a folder of LLaMA-Factory's, the one that it describes."""
+    _require_set(source)
+    if os.path.isdir(source.path) and is_llama_factory(source.path):
+        source = of_llama_factory(source)
+        _require_set(source)
+    return source
+
+
 def _require_set(source: Source) -> None:
     if fault := fault_of_set(source):  # before it is opened: a pipe would be waited for
         raise ValueError(f"{source.path}: {fault}")
+
+
+def _first_of(given: Numbered, source: Source) -> tuple[int, Any]:
+    """Return the first row. Raise ``ValueError`` if there is none, or it is a whole set."""
+    first = next(given, None)
+    if first is None:
+        raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
+    if fault := fault_of_object(first[1]):
+        raise ValueError(f"{source.path}: {fault}")
+    return first
 
 
 class _RowReader:
@@ -209,20 +231,21 @@ class _RowReader:
         return bool(self.source.columns or self.format)
 
     def __call__(self, row: dict) -> Found:
-        row = {key: value for key, value in row.items() if key not in self.source.ignore}
+        given = {key: value for key, value in row.items() if key not in self.source.ignore}
+        row = {key: value for key, value in given.items() if value is not NO_CELL}
         if self.source.columns:
             if self.missing:
                 self.keys |= dict.fromkeys(row)
                 self.missing = {
                     part: names
                     for part, names in self.missing.items()
-                    if all(value_of(row, name) is None for name in names)
+                    if all(is_empty(value_of(row, name)) for name in names)
                 }
             return read_columns(row, self.source.columns)
         self.format = self.format or find_format(row)
         if self.format is None:
             if not row.keys() <= self.unknown[0].keys():  # else it lacks some that are null
-                self.unknown = row, describe_unknown(row)
+                self.unknown = row, describe_unknown(given)
             raise ValueError(self.unknown[1])
         return read_as(self.format, row)
 

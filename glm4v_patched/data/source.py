@@ -1,14 +1,17 @@
 """Sets of rows, as a recipe names them. Needs no torch."""
 
 import glob
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..paths import expand
 from ..terminal_text import listed
 from .columns import PICTURE_FILES, fault_of_columns
 from .formats import FORMATS
@@ -32,6 +35,8 @@ COLUMNS_OF_LLAMA_FACTORY = {
 }
 SAVED = ("state.json", "dataset_dict.json")
 """What ``save_to_disk`` of ``datasets`` writes: of a single set, or of several splits."""
+PATHS = ("path", "annotations", "image_folder")
+"""Fields of a set that are paths."""
 CURE_OF_FOLDER = (
     "expected a file, or a folder that datasets has saved (save_to_disk) or with files of rows or "
     "pictures below it"
@@ -84,6 +89,12 @@ class Source:
         return os.path.lexists(self.path) or not is_id or suffix_of(self.path) in OF_FILES
 
 
+def folders_of_set(source: Source, name: str) -> list[tuple[str, str]]:
+    """Return the folders that a set is read from, for :func:`paths.require_apart`."""
+    folders = [(f"a folder of {name}", source.path), ("an image_folder", source.image_folder)]
+    return [(what, path) for what, path in folders if path is not None]
+
+
 def suffix_of(path: str | Path) -> str:
     """What tells the kind of a file, in small letters; of a compressed one the suffix before."""
     name = str(path).lower()
@@ -118,6 +129,35 @@ def fault_of_path(path: str) -> str | None:
 
 def _files_of_pattern(path: str) -> list[str]:
     return sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else []
+
+
+def named_paths(value: str | Sequence[Any]) -> list[str]:
+    """Return the paths, ids and patterns of :func:`make_sources`'s sets as they were given."""
+    values = [value] if isinstance(value, str) else value
+    return [expand(each if isinstance(each, str) else each["path"]) for each in values]
+
+
+def pattern_reaches(pattern: str, folder: str) -> bool:
+    """Return whether a pattern of files looks into ``folder`` or into folders below it, so that it
+    would match what is written there."""
+    if not glob.has_magic(pattern) or os.path.lexists(pattern):
+        return False
+    parts = os.path.abspath(pattern).split(os.sep)[:-1]
+    plain = [*itertools.takewhile(lambda part: not glob.has_magic(part), parts)]
+    parts[: len(plain)] = os.path.realpath(os.sep.join(plain) or os.sep).split(os.sep)
+    wanted = os.path.realpath(folder).split(os.sep)
+    return any(_matches(wanted, parts[:n]) for n in range(len(plain), len(parts) + 1))
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether each name of a path matches its pattern; ``**`` is any number of names."""
+    if not patterns:
+        return not names
+    first, rest = patterns[0], patterns[1:]
+    if first == "**" and _matches(names, rest):
+        return True
+    left = patterns if first == "**" else rest
+    return bool(names) and fnmatchcase(names[0], first) and _matches(names[1:], left)
 
 
 def is_saved(path: str) -> bool:
@@ -260,6 +300,7 @@ def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
     values = dict(defaults) | given
     if "format" in given and "columns" not in given:
         values.pop("columns", None)
+    values |= {name: expand(path) for name in PATHS if (path := values.get(name)) is not None}
     source = Source(**values | {"ignore": tuple(values.get("ignore", ()))})
     paths = [source.path]
     if source.is_local:

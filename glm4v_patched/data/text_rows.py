@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
-from .columns import named_columns
+from .columns import NO_CELL, named_columns
 from .formats import FORMATS
 from .messages import MOST_KEYS_LISTED, quoted
+from .pictures import image_kind
 from .source import OF_CSV, Source, suffix_of
+from .suggestion import fault_of_object
 
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -54,6 +56,9 @@ BESIDE_ROWS = ("info", "licenses", "categories")
 OF_LINES = ("JSON lines", "CSV")
 """Kinds of which a row has a line of its own."""
 JOINED_BY = "question_id"
+OF_CELLS = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*|.{200,}|.*\n.*", re.DOTALL)
+"""What is a cell of a CSV and no name of a column: a number, a date, a long text."""
+OF_NAMES = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
 
 
 class Fault(NamedTuple):
@@ -110,8 +115,9 @@ def kind_of_file(path: Path) -> str:
     if first.startswith("{") and not is_line and _is_around_rows(first):
         return "JSON object"
     if first.partition("\n")[0].strip() == "{":
-        expected = 'a row a line: {"messages": [...]}'
-        raise ValueError(f"{path} is one JSON object over several lines; expected {expected}")
+        told = "it is one JSON object over several lines; expected a row a line: "
+        told += '{"messages": [...]} (pandas: to_json(FILE, orient="records", lines=True))'
+        raise ValueError(f"{path}: {_fault_of_start(first) or told}")
     return "JSON lines"
 
 
@@ -157,6 +163,14 @@ def _is_around_rows(text: str) -> bool:
     lists = (of for of in value.values() if isinstance(of, list) and of)
     has_rows = any(isinstance(of[0], dict) for of in lists) and not KEYS_OF_ROWS & value.keys()
     return has_rows and not text[end:].strip()
+
+
+def _fault_of_start(text: str) -> str | None:
+    """Say what the object is that a file is, if all of it was read."""
+    try:
+        return fault_of_object(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _is_whole(text: str) -> bool:
@@ -298,8 +312,36 @@ def _annotated(questions: Numbered, source: Source) -> Numbered:
         yield number, row
 
 
+def _fault_of_names(names: list[str], second: str) -> str | None:
+    """Say why the first line of a CSV has no names of columns, as far as its words show it.
+
+    Args:
+        second: The second line, which shows what parts the cells where nothing that is read does.
+    """
+    if names[0][:4].lower() == "sep=":
+        return f"{quoted(names[0])} is a line of Excel's: take it out"
+    cells = [name for name in names if image_kind(name) or OF_CELLS.fullmatch(name)]
+    numbers = [str(at) for at in range(len(names))]
+    if cells and names != numbers:  # which pandas gives columns that have no names
+        return (
+            f"{quoted(cells[0])} is a cell and no name of a column: write a first line with the "
+            "names, such as image,question,answer"
+        )
+    if len(names) != 1:
+        return None
+    others = {mark: names[0].count(mark) for mark in names[0] if not OF_NAMES.fullmatch(mark)}
+    mark = next((mark for mark, times in others.items() if second.count(mark) >= times), None)
+    if mark is None:
+        return None
+    return (
+        f"has one column, {quoted(names[0])}, and cells that {quoted(mark)} may part; expected "
+        "commas, semicolons or tabs, and in a .tsv tabs: pandas.read_csv(FILE, "
+        f"sep={mark!r}, dtype=str, keep_default_na=False).to_csv(OTHER, index=False)"
+    )
+
+
 def _csv(path: Path) -> Numbered:
-    """Rows by the names in the first line, without cells that are empty."""
+    """Rows by the names in the first line."""
     csv.field_size_limit(MOST_CHARACTERS)
     held, line = 0, 1
 
@@ -313,10 +355,12 @@ def _csv(path: Path) -> Numbered:
 
     with open_text(path, newline="") as file:
         lines = bounded(file)
-        first = next(lines, "")
+        first, second = next(lines, ""), next(lines, "")
         between = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
-        rows = csv.reader(chain([first], lines), delimiter=between, strict=True)
+        rows = csv.reader(chain([first, second], lines), delimiter=between, strict=True)
         names = next(rows, [])
+        if names and (fault := _fault_of_names(names, second)):
+            raise ValueError(f"{path}:1: {fault}")
         if twice := [name for name, times in Counter(names).items() if times > 1]:
             raise ValueError(f"{path}:1: {listed([*map(quoted, twice)])} names several columns")
         while True:
@@ -331,7 +375,7 @@ def _csv(path: Path) -> Numbered:
             except StopIteration:
                 return
             fault = fault or fault_of_bytes("".join(cells))
-            row = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
+            row = {name: cell or NO_CELL for name, cell in zip(names, cells, strict=False)}
             if cells or fault:
                 yield line, row if fault is None else Fault(line, fault)
 

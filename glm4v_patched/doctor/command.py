@@ -3,9 +3,9 @@
 import argparse
 import time
 from itertools import islice
-from pathlib import Path
 
 from ..finetune.arguments import DEVICES
+from ..paths import to_path
 from ..terminal_text import printable
 from .findings import FAILS, as_json, table
 from .machine import check_machine
@@ -13,7 +13,7 @@ from .packages import check_packages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE", help="check it, too")
+    parser.add_argument("recipe", type=to_path, nargs="?", metavar="RECIPE", help="check it, too")
     instead = "instead of what the file says, as for train"
     parser.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
     parser.add_argument("--processes", type=int, metavar="N", help="as for train")

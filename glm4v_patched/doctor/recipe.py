@@ -70,6 +70,7 @@ def check_recipe(
         checked = check_data(recipe, base)
         told = describe_data(checked, recipe.data.is_streamed)
         found.append(Finding("data", WARNING if checked.skipped else OK, told))
+        found += [Finding("data, doubtful", WARNING, doubt) for doubt in checked.find_doubts()]
         if placement is not None:
             with looking_at("memory and disk"):
                 plan = make_plan(recipe, placement, checked, base)

@@ -10,18 +10,18 @@ from math import inf
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of one token in one layer: channels, and multiply-adds (``..._work``).
+    """Of one token in one layer: channels of the dtype that is computed with, and multiply-adds
+    (``..._work``).
 
     Narrow are linear layers no wider than 1.25 times the layer: of the language model query, key
-    and value (one projection) and ``dense``; of the tower ``dense`` and ``fc2``.
+    and value (one projection), ``dense`` and ``dense_4h_to_h``; of the tower ``dense`` and ``fc2``.
     """
 
-    width: float  # the layer's input
+    layer_input: float  # which a checkpoint keeps
     attention_output: float
     narrow_outputs: float
     wide_outputs: float
-    elementwise_outputs: float  # what norms, rotations and activation functions leave for backward
-    linear_inputs: float  # what the gradients of trained weights take beside all that
+    saved_by_autograd: float  # all that backward takes of a layer that is not checkpointed
     elementwise_work: float
     wide_work: float
     narrow_work: float
@@ -32,9 +32,9 @@ class LayerSizes:
 class Policy:
     """What a layer keeps from forward to backward, and what it computes a second time.
 
-    ``keeps`` (beside the layer's input) and ``recomputes`` are fields of :class:`LayerSizes`.
-    Where ``widest_linear`` is a number, the layer is checkpointed selectively: kept are outputs of
-    linear layers up to so many times its width.
+    ``keeps`` and ``recomputes`` are fields of :class:`LayerSizes`. Where ``widest_linear`` is a
+    number, the layer is checkpointed selectively: kept are outputs of linear layers up to so many
+    times its width.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Policy:
 
     def channels(self, sizes: LayerSizes) -> float:
         """Kept of a token."""
-        return sizes.width + sum(getattr(sizes, name) for name in self.keeps)
+        return sum(getattr(sizes, name) for name in self.keeps)
 
     def work(self, sizes: LayerSizes) -> float:
         """Multiply-adds done again for a token."""
@@ -52,15 +52,15 @@ class Policy:
 
 
 # In the order in which more memory keeps more of them, and more of the others is not done again.
-_OUTPUTS = ("attention_output", "narrow_outputs", "wide_outputs")
+_KEPT = ("layer_input", "attention_output", "narrow_outputs", "wide_outputs")
 _WORK = ("elementwise_work", "wide_work", "narrow_work", "attention_work")
 _ALL = (
     # What autograd or the compiler asks for.
-    Policy("none", keeps=(*_OUTPUTS, "elementwise_outputs", "linear_inputs"), recomputes=()),
-    Policy("linear", keeps=_OUTPUTS, recomputes=_WORK[:1], widest_linear=inf),
-    Policy("selective", keeps=_OUTPUTS[:2], recomputes=_WORK[:2], widest_linear=1.25),
-    Policy("attention", keeps=_OUTPUTS[:1], recomputes=_WORK[:3], widest_linear=0),
-    Policy("full", keeps=(), recomputes=_WORK),
+    Policy("none", keeps=("saved_by_autograd",), recomputes=()),
+    Policy("linear", keeps=_KEPT, recomputes=_WORK[:1], widest_linear=inf),
+    Policy("selective", keeps=_KEPT[:3], recomputes=_WORK[:2], widest_linear=1.25),
+    Policy("attention", keeps=_KEPT[:2], recomputes=_WORK[:3], widest_linear=0),
+    Policy("full", keeps=_KEPT[:1], recomputes=_WORK),
 )
 POLICIES = {policy.name: policy for policy in _ALL}
 """From all kept to all computed again. "every N" lies between none and full: every Nth layer, from

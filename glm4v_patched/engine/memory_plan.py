@@ -1,31 +1,41 @@
 """Estimates the GPU memory of a training from the model's sizes, and chooses settings that fit.
 
-The estimates are arithmetic on a config; no model is built. They use what compiled layers keep
-(:mod:`activation_policies` says what each policy keeps) and were compared with measured peaks at
-the real size (``tests/engine/test_memory_plan.py``).
+The estimates are arithmetic on a config; no model is built. They count what autograd saves in each
+layer, compiled or not (:mod:`activation_policies` says what each policy keeps), and are compared
+with measured peaks at the real size (``tests/engine/test_memory_plan.py``).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 
 import torch
 
 from ..remote.configuration_chatglm import ChatGLMConfig
-from .activation_policies import POLICIES, LayerSizes, Policy, policies_of_layers
+from .activation_policies import policies_of_layers
+from .layer_memory import (
+    BF16,
+    FP32,
+    Batch,
+    is_autocast,
+    is_input_saved,
+    linear_layers,
+    multiplies_in_fp8,
+    norm_width,
+    stacks_of,
+    stacks_with_backward,
+)
 from .options import (
     ALL_WEIGHTS,
-    LANGUAGE_TARGETS,
-    TOWER_TARGETS,
     EngineOptions,
     is_lora,
     parts_trained,
     trains_tower,
+    trains_vision,
 )
 
 GIB = 2**30
-BF16, FP32 = 2, 4
 # In the order in which ties in time are broken.
 CANDIDATES = ("none", "linear", "every 4", "every 3", "every 2", "selective", "attention", "full")
 # Weights that may stay gathered where not all do: some layers, and just enough to gather ahead.
@@ -37,26 +47,12 @@ OUTSIDE_TORCH = 2 * GIB
 ALLOCATOR_SHARE = 0.05
 # Of all weights: smaller adapters take less than the estimate errs.
 ADAPTERS_THAT_COUNT = 0.001
-# What layers keep that are not compiled, against those that are: copies in fp32 among others.
-NOT_COMPILED_TOWER, NOT_COMPILED_LANGUAGE = 1.65, 2.3
-# Linear layers of 4 bits, of which all that they return is counted, keep nothing more.
-NOT_COMPILED_QLORA = 1.5
-# Multiply-adds that a GPU does in the time it takes to move one channel of a token: 700 TFLOP/s
-# against 4 TB/s, which is what both reach in training on an H200.
-WORK_OF_A_CHANNEL = 175
+# Bytes of a logit at the loss: itself and its gradient in bf16, log-softmax and its
+# gradient in fp32.
+LOSS = 2 * BF16 + 2 * FP32
 # Compiling takes about a minute (docs/benchmarks/loss_curve.json: the first step) and saves from
 # 0.2 s of a step on (docs/performance.md: 1.35 s instead of 1.82 s).
 STEPS_THAT_PAY_FOR_COMPILING = 300
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What a step of one process is given; lengths in positions, images included."""
-
-    rows: int
-    row_length: int  # of the longest row
-    images_per_row: float = 1.0
-    processes: int = 1  # that take part in the step, each with such a batch
 
 
 def free_memory(limit: float | None = None) -> float:
@@ -154,12 +150,14 @@ def _live(options: EngineOptions) -> float:
 
 
 def estimate(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Peak bytes that torch allocates in a step, of options that are decided."""
-    return (
-        states(config, options, batch)
-        + activations(config, options, batch)
-        + transient(config, options, batch)
-    )
+    """Return the peak of the bytes that torch allocates in a step; ``options`` are decided."""
+    kept = activations(config, options, batch) + transient(config, options, batch)
+    between = states(config, options, batch)
+    if options.zero_stage or batch.accumulates:
+        return between + kept
+    # Gradients grow while activations are freed: never are both there in full.
+    gradients = gradient_bytes(config, options, batch)
+    return between - gradients + max(gradients, kept)
 
 
 def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
@@ -180,21 +178,6 @@ def count_projection(config: ChatGLMConfig) -> int:
     width, inner = config.hidden_size, config.ffn_hidden_size
     # Biases and vectors at its width last.
     return width * (4 * config.vision.hidden_size + width + 3 * inner) + 5 * width
-
-
-def linear_layers(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ...]:
-    """Channels in and out of the linear layers of a layer of the tower, and of one of the language
-    model, by their names."""
-    width, inner, side = config.hidden_size, config.ffn_hidden_size, config.vision.hidden_size
-    queries = config.num_attention_heads * config.kv_channels
-    fused = queries + 2 * config.multi_query_group_num * config.kv_channels
-    wide = config.vision.intermediate_size
-    tower = [(side, 3 * side), (side, side), (side, wide), (wide, side)]
-    language = [(width, fused), (queries, width), (width, 2 * inner), (inner, width)]
-    return (
-        dict(zip(TOWER_TARGETS, tower, strict=True)),
-        dict(zip(LANGUAGE_TARGETS, language, strict=True)),
-    )
 
 
 def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
@@ -240,21 +223,32 @@ def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float
             trained = 0
         weights += width * trained / of_weights
     moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
-    if stage == 0:  # trained weights are held in fp32, as are their gradients
-        return weights + (FP32 - width + FP32 + moments) * trained
-    gradients = width * trained / (batch.processes if stage >= 2 else 1)
+    gradients = gradient_bytes(config, options, batch)
+    if stage == 0:  # trained weights are held in fp32
+        return weights + gradients + (FP32 - width + moments) * trained
     if options.offload is True:  # ZeRO-3 keeps gradients here all the same (deepspeed.zero3)
         return weights + (gradients if stage == 3 else 0)
     return weights + gradients + (FP32 + moments) * trained / batch.processes
 
 
+def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+    """Return the bytes of all gradients on one GPU; those of small adapters are not counted."""
+    trained = count_trained(config, options)
+    if is_lora(options.trained) and trained < ADAPTERS_THAT_COUNT * sum(count_parameters(config)):
+        return 0.0
+    if options.zero_stage == 0:
+        return FP32 * trained
+    return _width(options) * trained / (batch.processes if options.zero_stage >= 2 else 1)
+
+
 def count_held(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
-    """Weights of tower and language model that are held in fp8 (:func:`fp8.linear_layers`)."""
+    """Weights of tower and language model that are stored in fp8."""
     if not options.holds_fp8:
         return 0, 0
     tower, language = linear_layers(config)
-    left_out = ("dense",) if options.compile else ("dense", "fc2")
-    of_layer = sum(prod(sides) for name, sides in tower.items() if name not in left_out)
+    of_layer = sum(
+        prod(sides) for name, sides in tower.items() if multiplies_in_fp8(options, "tower", name)
+    )
     of_blocks = config.num_layers * sum(map(prod, language.values()))
     return config.vision.num_hidden_layers * of_layer, of_blocks
 
@@ -275,14 +269,56 @@ def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
 
 
 def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """What the layers keep from their forward pass to their backward."""
-    return _width(options) * sum(
-        stack.channels(policy) for stack in _learning(config, options, batch) for policy in stack
+    """Return the bytes that forward leaves for backward: activations of layers, of the projector
+    and before the final norm, and weights that autograd holds."""
+    layers = sum(stack.kept for stack in stacks_with_backward(config, options, batch))
+    outside = batch.rows * batch.row_length * config.hidden_size
+    if trains_vision(options.trained):
+        images = batch.rows * batch.images_per_row * config.vision.num_image_tokens
+        outside += images * _projector_channels(config, options)
+    return _width(options) * (layers + outside) + BF16 * _weights_held(config, options)
+
+
+def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
+    """Of one image token: what the projector, which is never checkpointed, saves."""
+    width, inner = config.hidden_size, config.ffn_hidden_size
+    inputs = (2 * width + inner) * is_input_saved(options, "adapter", "linear_proj")
+    return 2 * width * norm_width(options) + 3 * inner + inputs
+
+
+def _weights_held(config: ChatGLMConfig, options: EngineOptions) -> float:
+    """Weights of linear layers that autograd holds from forward to backward, beside the model's:
+    autocast's copies of those that are trained in fp32, and under ZeRO-3 what was gathered for
+    layers that are neither compiled nor checkpointed. fp8 holds none."""
+    is_gathered = options.zero_stage == 3 and options.gathers_whole_layers and not options.compile
+    held = 0
+    stacks = zip(
+        ("tower", "language_model"),
+        (options.tower, options.language),
+        (config.vision.num_hidden_layers, config.num_layers),
+        linear_layers(config),
+        strict=True,
     )
+    for part, policy, number, linear in stacks:
+        if part == "tower" and not trains_tower(options.trained):
+            continue
+        of_layer = sum(
+            prod(sides)
+            for name, sides in linear.items()
+            if not multiplies_in_fp8(options, part, name)
+        )
+        if is_autocast(options) and part in parts_trained(options.trained):
+            held += number * of_layer  # autocast caches them until forward ends
+        elif is_gathered:
+            kept = [each.name for each in policies_of_layers(policy, number)]
+            held += kept.count("none") * of_layer
+    return held
 
 
 def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """What comes and goes within a step: gathered weights, one layer's insides, logits."""
+    """Return the bytes that come and go within a step, above what is kept when its backward pass
+    begins: gathered weights; and logits, the inside of a block's backward pass or, when all blocks
+    have freed what they kept, of a tower layer's, whichever is most."""
     gathered = 0.0
     if options.zero_stage == 3:
         everything = sum(count_parameters(config))
@@ -290,101 +326,24 @@ def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> fl
         # Those in fp8 count half.
         gathered *= 1 - sum(count_held(config, options)) / everything / 2
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
-    inside = max(stack.channels(POLICIES["none"]) for stack in _stacks(config, options, batch))
-    positions = options.loss_chunk_size or config.loss_chunk_size
-    logits = min(positions, batch.rows * batch.row_length) * config.padded_vocab_size
     width = _width(options)
-    return width * (gathered + inside) + (width + 2 * FP32) * logits
+    tower, language = stacks_of(config, options, batch)
+    text = batch.row_length - batch.images_per_row * config.vision.num_image_tokens
+    positions = min(options.loss_chunk_size or config.loss_chunk_size, batch.rows * text)
+    inside_tower = tower.inside - language.kept if trains_tower(options.trained) else 0.0
+    inside = width * max(language.inside, inside_tower)
+    if options.trained == "qlora":  # a layer's weight, in bf16 again
+        inside += BF16 * max(map(prod, linear_layers(config)[1].values()))
+    return width * gathered + max(inside, LOSS * positions * config.padded_vocab_size)
 
 
 def recomputed_flop(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Work of one step that is done a second time."""
     return 2 * sum(
         stack.tokens * policy.work(stack.sizes)
-        for stack in _learning(config, options, batch)
+        for stack in stacks_with_backward(config, options, batch)
         for policy in stack
     )
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """The layers of a tower, as their policies; tokens that go through them; a layer's sizes."""
-
-    policies: list[Policy]
-    tokens: float
-    sizes: LayerSizes
-    not_compiled: float  # times as much is kept where all is kept
-
-    def __iter__(self) -> Iterator[Policy]:
-        return iter(self.policies)
-
-    def channels(self, policy: Policy) -> float:
-        """That a layer of this policy keeps of all tokens."""
-        factor = self.not_compiled if policy.name == "none" else 1.0
-        return self.tokens * policy.channels(self.sizes) * factor
-
-
-def _learning(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> list[_Stack]:
-    """Those of tower and language model that have a backward pass."""
-    stacks = _stacks(config, options, batch)
-    return stacks if trains_tower(options.trained) else stacks[1:]
-
-
-def _stacks(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> list[_Stack]:
-    """Of the tower, and of the language model."""
-    side, inner = config.vision.hidden_size, config.vision.intermediate_size
-    parts = parts_trained(options.trained)
-    # The input of the MLP's last layer is kept for its own gradient, and for LoRA's.
-    of_tower = "tower" in parts or "fc2" in options.lora.names
-    of_language = "language_model" in parts or "dense_4h_to_h" in options.lora.names
-    tower = LayerSizes(
-        width=side,
-        attention_output=side,
-        narrow_outputs=2 * side,  # dense and fc2
-        wide_outputs=3 * side + inner,
-        elementwise_outputs=0,
-        linear_inputs=inner if of_tower else 0,
-        elementwise_work=WORK_OF_A_CHANNEL * (4 * side + 2 * inner),
-        wide_work=3 * side**2 + side * inner,
-        narrow_work=side**2,
-        attention_work=2 * config.vision.num_positions * side,
-    )
-    width, up = config.hidden_size, 2 * config.ffn_hidden_size
-    of_language_model = linear_layers(config)[1]
-    fused, projected = of_language_model["query_key_value"][1], of_language_model["dense"][0]
-    language = LayerSizes(
-        width=width,
-        attention_output=projected,
-        narrow_outputs=width + fused,
-        wide_outputs=up,
-        elementwise_outputs=2 * width,
-        linear_inputs=up // 2 if of_language else 0,
-        elementwise_work=WORK_OF_A_CHANNEL * (4 * width + 2 * fused + 1.5 * up),
-        wide_work=width * up,
-        narrow_work=width * (projected + fused),
-        attention_work=batch.row_length * projected,
-    )
-    in_4_bits = options.trained == "qlora"
-    if in_4_bits:  # policies do not know linear layers of 4 bits
-        language = replace(
-            language,
-            narrow_outputs=0,
-            wide_outputs=0,
-            elementwise_outputs=language.elementwise_outputs + width + fused + up,
-            elementwise_work=POLICIES["attention"].work(language),
-            wide_work=0,
-            narrow_work=0,
-        )
-    factors = NOT_COMPILED_TOWER, NOT_COMPILED_QLORA if in_4_bits else NOT_COMPILED_LANGUAGE
-    if options.compile:
-        factors = 1.0, 1.0
-    positions = batch.rows * batch.images_per_row * config.vision.num_positions
-    towers = policies_of_layers(options.tower, config.vision.num_hidden_layers)
-    blocks = policies_of_layers(options.language, config.num_layers)
-    return [
-        _Stack(towers, positions, tower, factors[0]),
-        _Stack(blocks, batch.rows * batch.row_length, language, factors[1]),
-    ]
 
 
 def _width(options: EngineOptions) -> int:

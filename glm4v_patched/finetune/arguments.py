@@ -1,14 +1,15 @@
 """Options of the command line that say how a run begins; needs no torch."""
 
 import argparse
-from pathlib import Path
+
+from ..paths import to_path
 
 DEVICES = ("cuda", "cpu")
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     which = "a YAML or JSON file, or the name of one that ships"
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help=which)
+    parser.add_argument("recipe", type=to_path, metavar="RECIPE", help=which)
     instead = "instead of what the file says, as engine.compile=true; YAML"
     parser.add_argument("overrides", nargs="*", default=[], metavar="field=value", help=instead)
 
@@ -23,7 +24,10 @@ def add_start(parser: argparse.ArgumentParser) -> None:
         help="continue from the last complete checkpoint, if there is one",
     )
     start.add_argument(
-        "--resume-from", type=Path, metavar="CHECKPOINT", help="continue from this checkpoint"
+        "--resume-from",
+        type=to_path,
+        metavar="CHECKPOINT",
+        help="continue from this checkpoint",
     )
     start.add_argument(
         "--overwrite",

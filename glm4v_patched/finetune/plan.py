@@ -305,6 +305,7 @@ def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
         row_length=int(longest * LONGER) if recipe.data.is_streamed else longest,
         images_per_row=int(rows.images.max()),
         processes=processes,
+        accumulates=recipe.trainer.gradient_accumulation_steps > 1,
     )
 
 

@@ -10,16 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..atomic import require_apart
-from ..data.source import fault_of_path, fault_of_set, make_sources
+from ..data.source import (
+    fault_of_path,
+    fault_of_set,
+    folders_of_set,
+    make_sources,
+    named_paths,
+    pattern_reaches,
+)
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.folders import fault_of_folder
 from ..engine.gpus import find_gpus
 from ..engine.nvidia_driver import fault_of_fp8
 from ..engine.options import require_packages
-from ..models.base import Base
+from ..models.base import Base, folders_of
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
+from ..paths import is_within, require_apart
 from .recipe import Recipe, check_values
 from .recipe_file import Fault, read_document, shown
 from .recipe_model import base_of
@@ -134,12 +141,7 @@ def _faults_together(
         yield Fault("model", str(error))
     if base.adapters is not None and (fault := fault_of_model(base.model)):
         yield Fault("model", f"the model under the adapters is {shown(base.model)}: {fault}")
-    try:
-        for model in {recipe.model, base.model}:
-            if os.path.isdir(model):
-                require_apart(Path(recipe.out), Path(model))
-    except ValueError as error:
-        yield Fault("out", str(error))
+    yield from _faults_of_outputs(recipe, base)
     try:
         if placement is not None:
             options = recipe.engine_options()
@@ -147,3 +149,33 @@ def _faults_together(
             require_zero_plus_plus(options, processes, placement.on_cpu)
     except ValueError as error:
         yield Fault("engine", str(error))
+
+
+def _faults_of_outputs(recipe: Recipe, base: Base) -> Iterator[Fault]:
+    """Outputs inside or around a folder that the run reads."""
+    read: list[tuple[str, str | Path]] = [("the model's folder", recipe.model), *folders_of(base)]
+    patterns: list[tuple[str, str]] = []
+    for name, sets in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        if sets is None or isinstance(sets, float):
+            continue
+        for source in make_sources(sets, {"image_folder": recipe.data.image_folder}):
+            read += folders_of_set(source, name)
+        patterns += [(name, path) for path in named_paths(sets)]
+    features = recipe.data.reuse_features
+    outputs = {"out": (recipe.out, read)}
+    if isinstance(features, str):
+        outputs["data.reuse_features"] = features, read
+        # They may lie in out, where no file of a run has their names.
+        if is_within(recipe.out, features):
+            outputs["out"] = recipe.out, [*read, ("the folder of data.reuse_features", features)]
+    for name, (out, folders) in outputs.items():
+        try:
+            require_apart(out, folders, name)
+            for of, pattern in patterns:
+                if pattern_reaches(pattern, out):
+                    raise ValueError(
+                        f"{name} {out} lies where {of} looks for files, {pattern}; expected a "
+                        "path that the pattern does not reach"
+                    )
+        except ValueError as error:
+            yield Fault(name, str(error))

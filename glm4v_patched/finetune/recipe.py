@@ -25,6 +25,7 @@ from ..engine.options import (
     LoraOptions,
     check_trained,
 )
+from ..paths import PathError, expand
 from .other_names import OTHER_VALUES, cure, refusal
 from .recipe_data import Data
 from .recipe_file import Fault, RecipeError, as_yaml, place_all, read_document, shown, shown_name
@@ -36,12 +37,14 @@ from .recipe_types import (
     BelowOne,
     Expected,
     Folder,
+    Place,
     Policy,
     Section,
     Text,
     annotated,
     check_whole,
     expected,
+    is_path,
 )
 
 TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
@@ -135,7 +138,7 @@ class Recipe(Section):
     """What to train and how."""
 
     # What is behind model and data.train is compared by its contents.
-    model: Annotated[Text, Expected("a folder or an id of the Hub"), MAY_CHANGE]
+    model: Annotated[Place, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """What to start from."""
     out: Annotated[Folder, MAY_CHANGE]
     """For checkpoints and what is trained; of LoRA, the adapters alone."""
@@ -219,7 +222,9 @@ def check_values(values: Any) -> Checked:
         kind = "is empty" if values is None else f"is {shown(values)}"
         text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
         return Checked(None, [Fault("", text)], {})
-    others, faults = _others(values.get("trainer"))
+    values, faults = _expand_paths(values)
+    others, of_others = _others(values.get("trainer"))
+    faults += of_others
     recipe = None
     try:
         recipe = Recipe.model_validate({**values, **others})
@@ -236,6 +241,19 @@ def check_values(values: Any) -> Checked:
         known["trained"] = _join_parts(known["trained"])
     faults += conflicts(known)
     return Checked(None if faults else recipe, faults, known)
+
+
+def _expand_paths(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+    """Values with every path expanded (:func:`paths.expand`), and the paths that are refused. Those
+    of a list of sets are expanded where the sets are made (:func:`data.source.make_sources`)."""
+    given, faults, flat = {}, [], _flatten(values)
+    for name, field in fields():
+        if isinstance(value := flat.get(name), str) and value and is_path(annotated(field)):
+            try:
+                given[name] = expand(value)
+            except PathError as error:
+                faults.append(Fault(name, f"{name}: {error}"))
+    return place_all(dict(values), given), faults
 
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,7 +322,11 @@ def _others(trainer: Any) -> tuple[dict[str, Any], list[Fault]]:
             del values[name]
         else:
             try:
+                if is_path(kind) and isinstance(value, str):
+                    value = expand(value)
                 values[name] = TypeAdapter(kind | None).validate_python(value, strict=True)
+            except PathError as error:
+                faults.append(Fault(f"trainer.{name}", f"trainer.{name}: {error}"))
             except ValidationError:
                 faults.append(_misfit(f"trainer.{name}", value, kind | None))
     return {"trainer": values}, faults

@@ -7,7 +7,16 @@ from pydantic import Field
 
 from ..data.formats import FORMATS
 from ..data.source import Source, make_sources
-from .recipe_types import MAY_CHANGE, AtLeastOne, AtLeastZero, Expected, Folder, Section, Text
+from .recipe_types import (
+    MAY_CHANGE,
+    AtLeastOne,
+    AtLeastZero,
+    Expected,
+    Folder,
+    Place,
+    Section,
+    Text,
+)
 
 Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 Format = Literal[("auto", *FORMATS)]  # type: ignore[valid-type]
@@ -27,14 +36,14 @@ Extent = Annotated[
 class Data(Section):
     """What is learned."""
 
-    train: Annotated[Text | list[Any], Expected(SETS), MAY_CHANGE]
+    train: Annotated[Place | list[Any], Expected(SETS), MAY_CHANGE]
     """Conversations: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow, tar of WebDataset), files by a
     pattern (rows/*.jsonl), a folder (of these, of pictures, of LLaMA-Factory's) or an id of the
     Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight says how often each row
     comes in an epoch. Of a set may also be given: format, columns, image_folder, ignore,
     allow_urls, max_samples, annotations, and split, subset and revision of what datasets reads."""
     eval: Annotated[
-        Text | list[Any] | Share | None,
+        Place | list[Any] | Share | None,
         Expected(f"{SETS}, a share of the rows as 0.05 or null"),
         MAY_CHANGE,
     ] = None

@@ -23,6 +23,7 @@ from .recipe_types import (
     AtLeastZero,
     BelowOne,
     Expected,
+    Folder,
     NotNegative,
     Positive,
     Section,
@@ -233,6 +234,7 @@ OUR_TYPES: dict[str, Any] = {
         int, Field(ge=0, le=1024), Expected("a whole number from 0 to 1024")
     ],
     "dataloader_prefetch_factor": AtLeastOne,
+    "logging_dir": Folder | None,
     "ddp_timeout": AtLeastOne,
     "torch_empty_cache_steps": AtLeastOne,
 }

@@ -29,6 +29,17 @@ MAY_CHANGE = "may change"
 kept, how they are told, or how what is computed is computed."""
 
 
+IS_PATH = "path"
+"""Marks a type whose text is a path of this machine, or may be one: it is expanded first."""
+
+
+def is_path(annotation: Any) -> bool:
+    """Return whether a type, or a part of a union, is marked by :data:`IS_PATH`."""
+    return IS_PATH in getattr(annotation, "__metadata__", ()) or any(
+        map(is_path, get_args(annotation))
+    )
+
+
 def _check_policy(policy: str) -> str:
     check_policy("layers", policy, or_auto=True)
     return policy
@@ -60,7 +71,8 @@ Text = Annotated[
     Field(pattern=r"^([^\p{C}\p{Z}]| )+$"),  # as str.isprintable has it
     Expected("text without control characters"),
 ]
-Folder = Annotated[Text, Expected("a folder")]
+Place = Annotated[Text, IS_PATH]
+Folder = Annotated[Place, Expected("a folder")]
 
 
 _PLAIN_WORDS: dict[Any, str] = {

@@ -45,7 +45,8 @@ def describe(plan: Plan, checked: CheckedData) -> str:
         "disk": _describe_disk(plan),
     }
     lines = [f"{name:<12}{text}" for name, text in told.items() if text]
-    lines += [f"{'doubtful':<12}{text}" for text in find_doubts(plan)]
+    doubts = [*find_doubts(plan), *checked.find_doubts()]
+    lines += [f"{'doubtful':<12}{text}" for text in doubts]
     lines.append("the first row, with what is learned of it between [[ and ]]:")
     lines.append(show_sample(load_processor(plan.base), checked.conversations()[0]))
     return "\n".join(lines)

@@ -30,7 +30,9 @@ def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Li
         ValueError: the model, the data, a picture or ``out`` cannot be used, before a model is
             loaded; RuntimeError: answering failed, and what was answered is in ``out``.
     """
-    base, questions = request.find(), read_questions(request.data)
+    base = request.find()
+    request.require_apart(base, out)
+    questions = read_questions(request.data)
     settings = settings_of(request, base, questions, digest_pictures(questions))
     return answer_questions(request, base, questions, settings, out, overwrite)
 

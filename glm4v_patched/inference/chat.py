@@ -9,6 +9,7 @@ from ..data.decoding import read_facts
 from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
+from ..paths import expand
 from ..terminal_text import printable
 from .questions import Generation
 
@@ -97,6 +98,7 @@ class Chat:
             path = rest.strip().strip("\"'")
             if not path:
                 raise ValueError("/image: expected the path of a picture after it")
+            path = expand(path)
             check_picture(path)
             self.images.append(path)
         elif command == "/reset":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..models.quantised_weights import WEIGHTS
 from ..option_fields import add_option
+from ..paths import expand, to_path
 from ..terminal_text import doing
 from .questions import Generation
 
@@ -23,20 +24,20 @@ def add_commands(commands) -> None:
     answer = commands.add_parser("answer", help="answer every row of a data file")
     answer.set_defaults(run=_answer)
     _add_data(answer)
-    answer.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSONL to write")
+    answer.add_argument("--out", type=to_path, required=True, metavar="FILE", help="JSONL to write")
 
     evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
     evaluate.set_defaults(run=_evaluate)
     _add_data(evaluate)
     folder = "folder for answers, picture sheet and metrics.json; default: nothing is written"
-    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help=folder)
+    evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=folder)
     own = "a function of your own, given an answer and a reference, that returns a number"
-    evaluate.add_argument("--metric", metavar="FILE.py:FUNCTION", help=own)
+    evaluate.add_argument("--metric", type=expand, metavar="FILE.py:FUNCTION", help=own)
 
     merge = commands.add_parser("merge", help="make one model of LoRA adapters and their model")
     merge.set_defaults(run=_merge)
-    merge.add_argument("adapters", metavar="ADAPTER", help="a folder of LoRA adapters")
-    merge.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    merge.add_argument("adapters", type=expand, metavar="ADAPTER", help="a folder of LoRA adapters")
+    merge.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     merge.add_argument("--revision", help="of the model under the adapters, if it is on the Hub")
 
     told = "write the model in 8 or 4 bits, for other programs"
@@ -47,12 +48,12 @@ def add_commands(commands) -> None:
     formats = ("fp8", "int8", "int4")
     export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits)
     shown = "rows with pictures, such as were trained on, by which rounding is chosen"
-    export.add_argument("--calibration", required=True, metavar="FILE", help=shown)
+    export.add_argument("--calibration", type=expand, required=True, metavar="FILE", help=shown)
     taken = "rows of --calibration that are taken, evenly spread (default: 256)"
     export.add_argument("--rows", type=_at_least_one, default=256, metavar="N", help=taken)
     asked = "rows that are asked before and after, as evaluate does"
-    export.add_argument("--evaluate", metavar="FILE", help=asked)
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    export.add_argument("--evaluate", type=expand, metavar="FILE", help=asked)
+    export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     _add_generation(export, ALL[:1])
     _add_fields(export)
 
@@ -61,12 +62,14 @@ def add_commands(commands) -> None:
     _add_model(chat)
     _add_how(chat)
     second = "a second model for --web, shown beside the first"
-    chat.add_argument("other", nargs="?", metavar="MODEL2", help=second)
+    chat.add_argument("other", type=expand, nargs="?", metavar="MODEL2", help=second)
     page = "show a page in the browser, which only this machine reaches"
     chat.add_argument("--web", action="store_true", help=page)
     chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
     shown = "a picture that the first question shows; several are allowed"
-    chat.add_argument("--image", action="append", default=[], metavar="PICTURE", help=shown)
+    chat.add_argument(
+        "--image", type=expand, action="append", default=[], metavar="PICTURE", help=shown
+    )
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
     _add_generation(chat, AS_THEY_COME)
 
@@ -79,7 +82,7 @@ def add_commands(commands) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL_OR_ADAPTER", help=WHAT)
+    parser.add_argument("model", type=expand, metavar="MODEL_OR_ADAPTER", help=WHAT)
     parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
     device = "cpu: without GPUs (slow: for trials of small models)"
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
@@ -123,7 +126,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_how(parser)
     what = "rows to answer: a file, a folder of tables or an id of the Hub, as in a recipe"
-    parser.add_argument("--data", required=True, metavar="FILE", help=what)
+    parser.add_argument("--data", type=expand, required=True, metavar="FILE", help=what)
     add_field = _add_fields(parser)
     add_field("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
     every = "processes, each on a GPU of its own; default: all GPUs"
@@ -139,7 +142,12 @@ def _add_fields(parser: argparse.ArgumentParser):
     add = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
     told = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
     add("--columns", metavar="YAML", help=told)
-    add("--image-folder", metavar="FOLDER", help="what paths of pictures are relative to")
+    add(
+        "--image-folder",
+        type=expand,
+        metavar="FOLDER",
+        help="what paths of pictures are relative to",
+    )
     add("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
     add("--split", metavar="NAME", help="of a set that has them (default: train)")
     add("--allow-urls", action="store_true", help="fetch pictures by http(s)")
@@ -164,7 +172,7 @@ def _name_and_folder(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, as red=trained_on_red")
-    return name, folder
+    return name, expand(folder)
 
 
 # The imports are late: --help is answered at once.

@@ -51,7 +51,9 @@ def evaluate(
                     raise
                 raise type(error)(f"{told}\nno answer is kept, as there is no --out") from error
     metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
-    base, questions = request.find(), read_questions(request.data, with_reference=True)
+    base = request.find()
+    request.require_apart(base, out)
+    questions = read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
     pictures = digest_pictures(questions)

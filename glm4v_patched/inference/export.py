@@ -16,11 +16,13 @@ from packaging.requirements import Requirement
 
 from ..data.messages import pictures_of
 from ..data.rows import Source
+from ..data.source import folders_of_set
 from ..engine.gpus import free_on_gpus
 from ..engine.ram import free_ram
 from ..models.base import Base
 from ..models.check_weights import quantised_by
 from ..models.find import find_source
+from ..paths import require_apart
 from ..terminal_text import in_bytes, pip_install
 from .evaluate import describe, evaluate
 from .merge import (
@@ -114,7 +116,9 @@ def export(
             "made of"
         )
     require_mergeable(base, out)
+    require_apart(out, folders_of_set(calibration, "--calibration"), "--out")
     if evaluation is not None:
+        require_apart(out, folders_of_set(evaluation.data, "--evaluate"), "--out")
         evaluation.place()
         read_questions(evaluation.data, with_reference=True)
         require_pictures(evaluation.data)

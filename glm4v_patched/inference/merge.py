@@ -14,11 +14,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import give_usual_modes, require_apart, require_inside
+from ..atomic import give_usual_modes, require_inside
 from ..engine.folders import nearest
-from ..models.base import ADAPTER_CONFIG, Base
+from ..models.base import ADAPTER_CONFIG, Base, folders_of
 from ..models.check_weights import INDEX, shards_of
 from ..models.find import find_source
+from ..paths import require_apart
 from ..terminal_text import in_bytes, listed
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ def require_new(out: Path) -> None:
 def require_mergeable(base: Base, out: Path) -> None:
     """Raise ``ValueError`` if ``out`` is not apart from what is read, or adapters have fields that
     merging, which only adds to weights, would not honour; these are named."""
-    for folder in (Path(base.model), base.adapters):
-        if folder is not None and folder.is_dir():
-            require_apart(out, folder)
+    require_apart(out, folders_of(base), "--out")
     if base.adapters is None:
         return
     path = base.adapters / ADAPTER_CONFIG

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
 from ..data.pictures import Stamp
 from ..data.rows import Fault, Source, describe_faults, read_rows, split_rows
-from ..models.base import Base
+from ..data.source import folders_of_set
+from ..models.base import Base, folders_of
 from ..models.find import find_source
 from ..models.placement import Placement, place
 from ..models.quantised_weights import check_weights
 from ..option_fields import faults_of_fields, option
+from ..paths import require_apart
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
 LEAST_TEMPERATURE = 1e-3
@@ -125,6 +127,10 @@ class Request:
         """Raises as :meth:`place` and :func:`find_source`."""
         self.place()
         return find_source(self.model, self.revision, self.weights)
+
+    def require_apart(self, base: Base, out: Path) -> None:
+        """Raise ``ValueError`` unless ``out`` lies apart from the folders that are read."""
+        require_apart(out, [*folders_of(base), *folders_of_set(self.data, "--data")], "--out")
 
 
 def read_questions(path: str | Path | Source, with_reference: bool = False) -> list[Question]:

@@ -36,6 +36,14 @@ class Base:
     adapters: Path | None = None  # folder of the LoRA adapters on it
 
 
+def folders_of(base: Base) -> list[tuple[str, str | Path]]:
+    """Return the folders that are read, for :func:`paths.require_apart`."""
+    folders: list[tuple[str, str | Path]] = [("the model's folder", base.model)]
+    if base.adapters is not None:
+        folders.append(("the adapters' folder", base.adapters))
+    return folders
+
+
 def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
     """The model under the LoRA adapters in a folder; ``ValueError`` if there are no adapters, or a
     model beside them, or theirs is no glm-4v. ``revision``: of a model that is an id of the Hub."""

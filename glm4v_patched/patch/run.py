@@ -28,6 +28,8 @@ from types import ModuleType, TracebackType
 
 import glm4v_patched
 
+from ..paths import expand
+
 VARIABLE = "GLM4V_PATCHED"
 STARTUP = Path(__file__).resolve().with_name("startup")
 ENTRY = Path(__file__).resolve().parents[1] / "run.py"
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("give a script, a command, or -m and a module")
     name, *rest = command
     try:
-        target = name if is_module else find_script(name)
+        target = name if is_module else find_script(expand(name))
         options = environment_options() | {n: v for n, v in given.items() if v is not None}
         set_environment(options)
         glm4v_patched.apply(**options)

@@ -9,10 +9,13 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .cached_rows import cached_length
-from .keywords import CACHE, named_cache, wants_dict
+from .keywords import CACHE, named_cache, names_of, wants_dict
 from .sharding import refuse_split_model
 
 # Shapes: B rows, L length as given, R length of the grown rows, D width.
+
+# Keywords of the decoder, which are passed on. Not those of labels, or logits, of each token.
+OF_DECODER = ("use_cache", "output_hidden_states", "output_attentions", "image_features")
 
 
 class ScoresRows(nn.Module):
@@ -22,6 +25,7 @@ class ScoresRows(nn.Module):
     transformer: Any
     score: nn.Module
     loss_function: Any
+    _check_keywords: Any
     # A mean over samples: a Trainer has to average it over accumulated batches. It would take this
     # loss for a sum that num_items_in_batch has divided, because forward takes further keywords.
     accepts_loss_kwargs = False
@@ -52,6 +56,7 @@ class ScoresRows(nn.Module):
         Returns:
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
         """
+        self._check_keywords(options, input_ids)
         if self.training:
             refuse_split_model(self)
         attention_mask, past_key_values, images = self.transformer._by_place(
@@ -92,6 +97,9 @@ class ScoresRows(nn.Module):
             attentions=output.attentions,
         )
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
+
+    # A Trainer says what it will divide a summed loss by; this one is a mean.
+    forward_names = names_of(forward, *OF_DECODER, "num_items_in_batch")
 
     def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
         """Zeros at the padding ids that rows end with."""

@@ -52,9 +52,13 @@ class GivenRows(NamedTuple):
 def check_shapes(given: GivenRows) -> None:
     """Raise ``ValueError`` for inputs of other shapes than the ids."""
     if given.input_ids.ndim != 2 or not given.input_ids.numel():
+        batch_of_batches = (
+            "; the tokenizer's apply_chat_template returns a batch also for one conversation, as "
+            "published: give a trainer the processor (AutoProcessor), or texts (tokenize=False)"
+        )
         raise ValueError(
             f"input_ids has shape {tuple(given.input_ids.shape)}: give at least one row with at "
-            "least one id, (rows, ids)"
+            f"least one id, (rows, ids){batch_of_batches if given.input_ids.ndim == 3 else ''}"
         )
     (rows, length), past_length = given.input_ids.shape, given.past_length
     mask, wanted = given.attention_mask, (rows, past_length + length)

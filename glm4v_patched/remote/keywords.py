@@ -105,6 +105,14 @@ for side in ("_q", "_k"):
 ATTENTION_KEYWORDS = frozenset(_OF_ATTENTION)
 _OF_ATTENTION["cache_position"] = _is_lengths
 
+# Callers read these in the signature of the model with a head, and pass them to the model without
+# one, too (TRL's DistillationTrainer does). It has no logits that they could change.
+_OF_LOGITS: dict[str, Callable[[Any], bool]] = {
+    "logits_to_keep": lambda value: _is_number(value) or isinstance(value, Tensor),
+    "return_last_logit": _is_bool,
+    "skip_logits": _is_bool,
+}
+
 # What generate keeps account of, in its various versions, and a model need not know.
 _OF_GENERATE: dict[str, Callable[[Any], bool]] = {
     # Of stop_strings, and of an assistant with another vocabulary.
@@ -118,17 +126,30 @@ if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_genera
     _OF_GENERATE["next_sequence_length"] = _is_number
 
 
-def attention_keywords(given: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Those of ``given`` that attention takes. Raises ``ValueError`` for a name that nobody takes,
-    with those that ``forward`` does (``known``), and a value that is not of its name's kind."""
-    attention = {}
+def names_of(forward: Callable, *more: str) -> tuple[str, ...]:
+    """Return the keywords that ``forward`` names, and ``more`` that it takes unnamed."""
+    parameters = signature(forward).parameters.values()
+    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return (*named[1:], *more)
+
+
+def refuse_unknown(given: dict[str, Any], model: str, known: Sequence[str]) -> None:
+    """Raise ``ValueError`` for a keyword that is not ``known`` to the class ``model``, nor to
+    attention."""
     for name, value in given.items():
-        kind = _OF_ATTENTION.get(name)
-        if kind is None:
+        if name not in known and name not in _OF_ATTENTION:
             refuse(
-                f"forward was given {name}, which it does not know{_what(value)}: it takes "
+                f"forward was given {name}, which it does not know{_what(value)}: {model} takes "
                 f"{', '.join(known)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
             )
+
+
+def attention_keywords(given: dict[str, Any]) -> dict[str, Any]:
+    """Return those of ``given`` that attention takes. Raises ``ValueError`` for a value that is not
+    of its name's kind."""
+    attention = {}
+    for name, value in given.items():
+        kind = _OF_ATTENTION[name]
         if value is None:
             continue
         ends = [ends + name[-2:] for ends in _ENDS]
@@ -142,14 +163,20 @@ def attention_keywords(given: dict[str, Any], known: Sequence[str]) -> dict[str,
 
 def without_account(given: dict[str, Any]) -> dict[str, Any]:
     """What of generate's keywords goes on to ``forward``: not what generate keeps account of."""
-    for name, kind in _OF_GENERATE.items():
+    return _without(given, _OF_GENERATE, "prepare_inputs_for_generation")
+
+
+def without_logits(given: dict[str, Any]) -> dict[str, Any]:
+    """Return ``given`` without the keywords that only change logits."""
+    return _without(given, _OF_LOGITS, "forward")
+
+
+def _without(given: dict[str, Any], kinds: dict[str, Callable[[Any], bool]], method: str) -> dict:
+    for name, kind in kinds.items():
         value = given.get(name)
         if value is not None and not kind(value):
-            refuse(
-                f"prepare_inputs_for_generation was given {name}{_what(value)}, which is not what "
-                "goes by that name"
-            )
-    return {name: value for name, value in given.items() if name not in _OF_GENERATE}
+            refuse(f"{method} was given {name}{_what(value)}, which is not what goes by that name")
+    return {name: value for name, value in given.items() if name not in kinds}
 
 
 def _what(value: Any) -> str:

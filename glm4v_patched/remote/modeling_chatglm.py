@@ -5,7 +5,6 @@ number of images a row, any padding and packing, alike in training and evaluatio
 """
 
 from dataclasses import dataclass
-from inspect import signature
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -45,8 +44,11 @@ from .keywords import (
     WANTS_CACHE_POSITION,
     attention_keywords,
     named_cache,
+    names_of,
     one_cache,
+    refuse_unknown,
     wants_dict,
+    without_logits,
 )
 from .loss import KeptColumns, chunked_next_token_loss, computes_loss, next_token_loss, with_loss
 from .masks import causal_mask, is_ready, mask_of_drawn
@@ -214,6 +216,7 @@ class GLMTransformer(nn.Module):
 class ChatGLMPreTrainedModel(PreTrainedModel):
     config: ChatGLMConfig
     transformer: Any  # the decoder, of models with a head
+    forward_names: tuple[str, ...]  # the keywords of this class's forward, for its errors
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
@@ -243,6 +246,19 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """As usual. Raises ``ImportError`` where this transformers cannot load them."""
         check_adapters(peft_model_id, {}, are_adapters=True)
         return super().load_adapter(peft_model_id, *args, **kwargs)
+
+    def _check_keywords(self, given: dict[str, Any], input_ids: Tensor | None) -> None:
+        """Raise ``ValueError`` for a keyword that this class's ``forward`` does not take."""
+        types, ids = given.get("token_type_ids"), input_ids
+        # OpenRLHF's are 1 where ids fill an image; those of others mean something else.
+        if (
+            isinstance(types, Tensor)
+            and isinstance(ids, Tensor)
+            and types.shape == ids.shape
+            and not bool(types.ne(ids == self.config.image_token_id).any())
+        ):
+            del given["token_type_ids"]
+        refuse_unknown(given, type(self).__name__, self.forward_names)
 
     def get_image_features(self, pixel_values: Tensor, **options):
         """As :meth:`ChatGLMModel.get_image_features`."""
@@ -438,11 +454,15 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                 as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
             num_items_in_batch: What the summed loss will be divided by; refused if it may count
                 labels inside images, where nothing is learned.
-            attention_kwargs: For the attention implementation: those of :mod:`keywords`.
+            attention_kwargs: For the attention implementation: those of :mod:`keywords`. The
+                keywords of logits that models with a head name (``logits_to_keep``) change nothing:
+                hidden states are those of all positions.
 
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
+        attention_kwargs = without_logits(attention_kwargs)
+        self._check_keywords(attention_kwargs, input_ids)
         attention_mask, cache, images = self._by_place(
             attention_mask, past_key_values, cache, images
         )
@@ -457,7 +477,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = self._attention_keywords(attention_kwargs, input_ids)
+        attention_kwargs = attention_keywords(attention_kwargs)
         pixel_values, features = self._given_images(pixel_values, images, image_features)
         given_images = pixel_values if features is None else features
         num_images = 0 if given_images is None else len(given_images)
@@ -496,6 +516,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             image_hidden_states=features,
             attention_mask=rows.attention_mask,
         )
+
+    forward_names = names_of(forward)
 
     def _wanted(self, states: bool | None, weights: bool | None, as_dict: bool | None) -> Wanted:
         return Wanted(
@@ -538,7 +560,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         waits for the device. With a static cache the mask is made before, so that this is one graph
         for all steps."""
         columns = attention_kwargs.get("cache_position")
-        attention_kwargs = attention_keywords(attention_kwargs, FORWARD_NAMES)
+        attention_kwargs = attention_keywords(attention_kwargs)
         if columns is not None:
             attention_kwargs["cache_position"] = columns
         embeds_BND = self.embedding(input_ids)
@@ -668,19 +690,6 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             blank = embeds_BRD.new_zeros(1, channels, side, side)
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
-
-    def _attention_keywords(self, given: dict, input_ids) -> dict:
-        """What attention takes of the keywords that have no names here."""
-        types, ids = given.get("token_type_ids"), input_ids
-        # OpenRLHF's are 1 where ids fill an image; those of others mean something else.
-        if (
-            isinstance(types, Tensor)
-            and isinstance(ids, Tensor)
-            and types.shape == ids.shape
-            and not bool(types.ne(ids == self.config.image_token_id).any())
-        ):
-            del given["token_type_ids"]
-        return attention_keywords(given, FORWARD_NAMES)
 
     def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
         """Mask, cache and images by these names, or by place in the published order: input_ids,
@@ -836,6 +845,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
         """
+        self._check_keywords(attention_kwargs, input_ids)
         if self.training:
             refuse_split_model(self)
         given = input_ids if inputs_embeds is None else inputs_embeds
@@ -886,6 +896,8 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             image_hidden_states=output.image_hidden_states,
         )
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
+
+    forward_names = names_of(forward, "shift_labels", "prompt_length")
 
     def _check_loss_outside(self, given: Tensor | None, length: int) -> None:
         """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions, or
@@ -952,10 +964,6 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
 
 
 enter_class(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
-
-
-FORWARD_NAMES = [n for n in signature(GLM4VForCausalLM.forward).parameters if n != "self"][:-1]
-FORWARD_NAMES.append("shift_labels")
 
 
 def _labels_and_one_after(

@@ -14,7 +14,15 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 # What these import themselves has to be imported here, too: transformers 4.57 looks no further.
 from .configuration_chatglm import ChatGLMConfig  # noqa: F401
 from .image_processing_chatglm import ChatGLMImageProcessor, flat_images
-from .tokenization_chatglm import ChatGLM4Tokenizer, as_batch, find_images
+from .tokenization_chatglm import (
+    IMAGES_AND_TEXT,
+    VIDEOS_AND_AUDIO,
+    ChatGLM4Tokenizer,
+    as_batch,
+    drop_empty,
+    find_images,
+    is_empty,
+)
 
 DOWNLOAD_OPTIONS = (
     "cache_dir",
@@ -105,8 +113,8 @@ class ChatGLMProcessor(ProcessorMixin):
         self,
         images: ImageInput | None = None,
         text: str | list | None = None,
-        videos: None = None,
-        audio: None = None,
+        videos: Any = None,
+        audio: Any = None,
         *,
         add_special_tokens: bool = True,
         padding: bool | str = False,
@@ -127,6 +135,7 @@ class ChatGLMProcessor(ProcessorMixin):
             images: As for the image processor, in the order of their begin ids; or one list (or
                 None) for each text.
             text: A text, a list of texts, or rows of ids.
+            videos, audio: None, or lists that hold none; also by the names ``video``, ``audios``.
             add_special_tokens: Put ``[gMASK]<sop>`` before texts that do not begin with it.
             return_tensors: ``"pt"``, ``"np"`` or None for lists (``pixel_values`` is then numpy).
             **kwargs: ``text_kwargs`` and ``images_kwargs``, dicts of options for either part.
@@ -139,8 +148,6 @@ class ChatGLMProcessor(ProcessorMixin):
             ValueError: images that do not fit their ids, truncation into an image, or an option
                 that is unknown.
         """
-        if videos is not None or audio is not None:
-            raise ValueError("this model takes images and text: videos and audio must be None")
         given = {
             "add_special_tokens": add_special_tokens,
             "padding": padding,
@@ -150,7 +157,7 @@ class ChatGLMProcessor(ProcessorMixin):
             "padding_side": padding_side,
             "return_tensors": return_tensors,
         }
-        options, of_images = _merge_options(given, kwargs)
+        options, of_images = _merge_options(given, kwargs | {"videos": videos, "audio": audio})
         if text is None:
             if images is None:
                 raise ValueError("neither text nor images were given: pass at least one of them")
@@ -334,6 +341,7 @@ class _WithoutAudio(ChatGLMProcessor):
 def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, dict]:
     """Options of text, given flat or by part, and those of images."""
     more = dict(more)
+    drop_empty(more, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
     of_images = dict(more.pop("images_kwargs", None) or {})
     of_text = {**(more.pop("text_kwargs", None) or {}), **more}
     # Of either part; what is said of text goes first.
@@ -357,9 +365,11 @@ def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, d
 
 def _flatten(images: Any) -> tuple[list, list[int] | None]:
     """Return a flat list of images, and how many each row has if they came in rows."""
+    if is_empty(images):
+        return [], None
     if isinstance(images, (list, tuple)) and any(
         item is None or isinstance(item, (list, tuple)) for item in images
     ):
-        rows = [[] if item is None else flat_images(item) for item in images]
+        rows = [[] if is_empty(item) else flat_images(item) for item in images]
         return [image for row in rows for image in row], [len(row) for row in rows]
-    return [] if images is None else flat_images(images), None
+    return flat_images(images), None

@@ -6,6 +6,7 @@ makes them. Chats have them, as upstream's.
 """
 
 import base64
+import functools
 import itertools
 import re
 import shutil
@@ -46,6 +47,11 @@ PROMPT_PREFIX = ("[gMASK]", "<sop>")
 # What clean_up_tokenization_spaces takes the spaces from, in this order, as transformers has it.
 UNTIDY = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
+# What the tokenizers of other models can be asked to add to a text, or to take away.
+OPTIONS_OF_OTHERS = (
+    *("add_prefix_space", "add_bos_token", "add_eos_token"),
+    *("do_lower_case", "remove_space", "strip_accents"),
+)
 
 # What rows may have beside their ids and mask, of the same length.
 PADDED_WITH_0 = {"position_ids", "assistant_masks"}
@@ -170,6 +176,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             if isinstance(chat_template, str) and "<|begin_of_image|>" not in chat_template:
                 # Upstream's code formats chats itself and never reads the template of its folder.
                 chat_template = None
+        _refuse_options_of_others(kwargs)
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
         # transformers 5 saves this list as `extra_special_tokens`, where 4.57 takes only a dict (of
@@ -189,6 +196,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             **kwargs,
         )
         self.image_size = image_size
+        self.update_post_processor()
+
+    def update_post_processor(self) -> None:
+        """Put ``[gMASK]<sop>`` before texts, also where transformers 5 would take it away: when
+        ``add_bos_token`` or ``add_eos_token`` is set."""
+        _refuse_options_of_others(vars(self), prefix="_")
         prefix = " ".join(PROMPT_PREFIX)
         self.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{prefix} $A",
@@ -220,6 +233,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 kept = {name: place for name, place in auto_map.items() if name != "AutoProcessor"}
                 self.init_kwargs["auto_map"] = kept
         return super().save_pretrained(save_directory, *args, **kwargs)
+
+    @functools.wraps(PreTrainedTokenizerFast.__call__)  # its signature is read by others
+    def __call__(self, *args, **kwargs) -> BatchEncoding:
+        # transformers' tokenizers drop them, with a line in the log.
+        drop_empty(kwargs, IMAGES, "give images to the processor (AutoProcessor)")
+        drop_empty(kwargs, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
+        return super().__call__(*args, **kwargs)
 
     def apply_chat_template(  # type: ignore[override]  # in the published order of arguments
         self,
@@ -349,12 +369,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         **variables,
     ) -> tuple[list[str], list]:
         """The texts of conversations, and the spans of what an assistant says, if asked for."""
-        for name in ("images", "image", "pixel_values", "videos", "audio"):
-            if variables.get(name) is not None:
-                raise ValueError(
-                    f"apply_chat_template was given {name}, which nothing reads: put pictures into "
-                    "the messages, under 'image'"
-                )
+        drop_empty(variables, IMAGES, "put images into the messages, under 'image'")
+        drop_empty(variables, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
         template = self.get_chat_template(chat_template, tools)
         for messages in conversations:
             _check_conversation(messages, own_template=template == CHAT_TEMPLATE)
@@ -621,6 +637,15 @@ def convert_ranks(
     return tokenizer
 
 
+def _refuse_options_of_others(given: Mapping[str, Any], prefix: str = "") -> None:
+    for name in OPTIONS_OF_OTHERS:
+        if value := given.get(prefix + name):
+            raise ValueError(
+                f"{name} is {value!r}, but this tokenizer only puts [gMASK]<sop> before a text: "
+                "leave it out, and write a space or <|endoftext|> into the text where it belongs"
+            )
+
+
 def _byte_characters() -> list[str]:
     """Return the character by which byte-level BPE writes each byte (GPT-2's table)."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -657,6 +682,26 @@ def _is_no_image(value: Any) -> bool:
     """Whether a message's ``image`` is none. The published code asks whether it is true."""
     has_truth = (Sequence, Mapping, int, float, np.generic)  # of an array it may have none
     return value is None or (isinstance(value, has_truth) and not value)
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether an argument for images, videos or audio holds none, however nested."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_empty, value))
+    return _is_no_image(value)
+
+
+# By the names of transformers' processors, and of their callers.
+IMAGES = ("images", "image", "pixel_values")
+VIDEOS_AND_AUDIO = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
+IMAGES_AND_TEXT = "this model takes images and text"
+
+
+def drop_empty(given: dict[str, Any], names: Sequence[str], cure: str) -> None:
+    """Remove ``names`` from ``given``. Raises ``ValueError`` for one that is not empty."""
+    for name in names:
+        if not is_empty(given.pop(name, None)):
+            raise ValueError(f"the call was given {name}, which nothing reads: {cure}")
 
 
 def _said(message: Mapping) -> dict:

@@ -21,7 +21,7 @@ from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
 from glm4v_patched.finetune.worker import train
 from glm4v_patched.models.placement import Placement
-from tests.helpers.data_forms import found, png, said, write_rows
+from tests.helpers.data_forms import found, png, said, turns, write_rows
 from tests.helpers.recipes import drawn_recipe
 
 HOUR = 3600
@@ -319,3 +319,31 @@ def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_f
     checked.unlink()
     with pytest.raises(ValueError, match=r"data\.json does not say which rows .*No such file"):
         train(plan)
+
+
+def test_samples_that_lost_their_images_or_have_words_for_them_are_doubtful(tmp_path, check, words):
+    (tmp_path / "a.png").write_bytes(png())
+    shown, plain = turns(image="a.png"), turns()
+    doubts = []
+    for name, *rows in (
+        ("mixed", shown, plain, shown, plain),
+        ("shown", shown, shown),
+        ("plain", plain, plain),
+        ("empty", shown, {"messages": plain, "images": []}, {"messages": plain, "image": None}),
+        ("word", turns("How do I use <video> here?", image="a.png"), shown),
+    ):
+        rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+        path = write_rows(tmp_path / name, *rows)
+        doubts += check(path).find_doubts()
+        if name == "plain":  # without the image beside it
+            (tmp_path / "other").mkdir()
+            other = write_rows(tmp_path / "other" / "plain", *rows)
+            assert not [*check(other).find_doubts()]
+    ignored = write_rows(tmp_path / "ignored", {"messages": plain, "img": "a.png"})
+    doubts += check(Source(str(ignored), ignore=("img",))).find_doubts()
+    words("\n".join(doubts))
+    # Of a set for evaluation, and of the first rows of a stream.
+    mixed, fine = tmp_path / "mixed", tmp_path / "shown"
+    assert [*check(fine, evaluate=[Source(str(mixed))]).find_doubts()] == doubts[:1]
+    assert not [*check(fine).find_doubts()] and not [*check(mixed, first=1).find_doubts()]
+    assert "1 of 3 samples" in next(check(mixed, first=3).find_doubts())

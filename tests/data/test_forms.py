@@ -3,7 +3,6 @@ its refusal prints, and is the same to the model."""
 
 import json
 import os
-import re
 import subprocess
 import tarfile
 import tracemalloc
@@ -11,11 +10,9 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-import yaml
 from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.columns import fault_of_columns
 from glm4v_patched.data.messages import pictures_of, text_of
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import Source, fault_of_path, make_sources
@@ -127,21 +124,6 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
         read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
     with pytest.raises(ValueError, match='no row has "img"'):
         read(tmp_path / "a.jsonl", rows, columns=columns, ignore=["img"])
-
-
-def test_columns_are_guessed_by_their_names_and_what_they_hold(tmp_path):
-    of_picture = 'image: img, question: "What is in the picture?", answer: words'
-    for row, line in (
-        ({"img": "a.png", "words": "c"}, of_picture),
-        ({"text_a": "q", "text_b": "s"}, "question: text_a, answer: text_b"),
-        ({"Question Text": "q", "Answer": "s"}, 'question: "{Question Text}", answer: Answer'),
-        ({"meta.json": {"question": "q", "answer": "a"}}, "question: meta.json.question, "),
-        ({"query": "q", "answers": [{"answer": "a", "answer_id": 1}]}, "answer: answers"),
-    ):
-        (fault,) = read(tmp_path / "a.jsonl", [row])
-        (found,) = re.findall(r"'data\.columns=(.*?)'", fault.text)
-        guessed, expected = yaml.safe_load(found), yaml.safe_load(f"{{{line}}}")
-        assert expected.items() <= guessed.items() and fault_of_columns(guessed) is None
 
 
 def test_columns_that_cannot_be_are_refused(words):
@@ -281,7 +263,8 @@ def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
     annotations = tmp_path / "annotations.json"
     whole = json.loads(annotations.read_text())
     annotations.write_text(json.dumps(whole | {"annotations": whole["annotations"][:1]}))
-    columns = {"question": "question", "answer": "answers"}
+    image = "pictures/COCO_train2014_{image_id:012}.jpg"
+    columns = {"question": "question", "answer": "answers", "image": image}
     rows = read(path, columns=columns, annotations=str(annotations))
     assert said(rows[0]) == [QUESTION, examples[0].answer]
     assert "question_id is 1, and no row of" in rows[1].text

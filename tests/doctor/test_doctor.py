@@ -302,14 +302,18 @@ def test_a_small_disk_and_rows_that_cannot_be_used_are_told(asked, monkeypatch, 
     assert "1.0 kB are free there, and the model (" in found["memory and disk"].found
 
 
-def test_rows_that_are_left_out_are_a_warning(asked, tmp_path):
+def test_rows_that_are_left_out_or_have_no_image_are_a_warning(asked, tmp_path):
     said = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
-    rows = "".join(json.dumps({"messages": each}) + "\n" for each in (said, []))
+    shown = [said[0] | {"image": "a.png"}, said[1]]
+    shutil.copy(next(Path(Recipe.read(asked).data.train).parent.rglob("*.png")), tmp_path / "a.png")
+    rows = "".join(json.dumps({"messages": each}) + "\n" for each in (said, [], shown))
     (tmp_path / "some.jsonl").write_text(rows)
     sets = [f"data.train={tmp_path / 'some.jsonl'}", "data.eval=null"]
     assert checks(asked, *sets)["data"].verdict == "fails"
-    found = checks(asked, *sets, "data.on_bad=skip")["data"]
+    every = checks(asked, *sets, "data.on_bad=skip")
+    found, doubt = every["data"], every["data, doubtful"]
     assert found.verdict == "warning" and "1 rows left out" in found.found
+    assert doubt.verdict == "warning" and "1 of 2 samples have no image" in doubt.found
 
 
 def test_a_folder_that_another_run_holds_is_told_and_left_as_it_is(asked, tmp_path):

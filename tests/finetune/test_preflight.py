@@ -14,6 +14,7 @@ from glm4v_patched.finetune.preflight import check
 from glm4v_patched.finetune.recipe import fields
 from glm4v_patched.finetune.recipe_file import RecipeError, place_all
 from glm4v_patched.finetune.recipe_trainer import installed_fields
+from glm4v_patched.finetune.recipe_types import annotated, expected, is_path
 from tests.helpers.recipes import LEAST
 
 
@@ -175,3 +176,118 @@ def test_groups_of_zero_plus_plus_are_those_of_all_machines(asked):
 def test_a_folder_is_told_to_be_no_recipe(asked, tmp_path):
     with pytest.raises(RecipeError, match=r"is a folder; expected .*recipe\.json"):
         check(tmp_path, device="cpu")
+
+
+@pytest.fixture
+def laid_out(asked, tmp_path, model_folder) -> Path:
+    """Folders that a recipe reads, each beside one whose name begins alike."""
+    shutil.copytree(model_folder, tmp_path / "model")
+    for name in ("train", "eval", "images"):
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / "train.jsonl", tmp_path / name / "rows.jsonl")
+    for name in ("model", "train", "eval", "images"):
+        (tmp_path / f"{name}-private").mkdir()
+    return tmp_path
+
+
+READ = {"model": "model", "train": "data.train", "eval": "data.eval", "images": "data.image_folder"}
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_what_is_written_lies_neither_in_nor_around_what_is_read(
+    asked, laid_out, monkeypatch, name, as_list
+):
+    folder = laid_out / name
+    monkeypatch.chdir(laid_out)
+    given = [f"{READ[name]}={name}"]
+    if as_list and name in ("train", "eval"):
+        given = [f"{READ[name]}=[{{path: {name}}}]"]
+    elif as_list and name == "images":
+        given = ["data.train=[{path: train.jsonl, image_folder: images}]"]
+    (laid_out / "link").symlink_to(folder)
+    field = "data.reuse_features"
+    for out in (
+        name,
+        f"{name}/run",
+        f"{folder}/",
+        f"{name}-private/../{name}/run",
+        "link/run",
+        ".",
+    ):
+        [line] = told(asked, *given, f"out={out}")
+        assert line.startswith("out") and f"{folder}, which is read" in line
+    [line] = told(asked, *given, f"{field}={name}/kept", "trained=lm")
+    assert line.startswith(field) and f"{folder}, which is read" in line
+    for out in (f"{name}-private", f"{name}-private/run", f"{name}_run"):
+        assert told(asked, *given, f"out={out}", f"{field}={out}/kept", "trained=lm") == []
+
+
+def test_features_are_kept_in_out_or_apart_from_it(asked, laid_out):
+    kept = f"data.reuse_features={laid_out}/kept"
+    assert told(asked, kept, f"out={laid_out}/run", "trained=lm") == []
+    for out in ("kept", "kept/run"):
+        (laid_out / "kept").mkdir(exist_ok=True)
+        [line] = told(asked, kept, f"out={laid_out}/{out}", "trained=lm")
+        assert line.startswith("out") and "data.reuse_features" in line
+
+
+@pytest.mark.parametrize(
+    ("pattern", "refused", "right"),
+    [
+        ("*.jsonl", ["."], ["run", "train/run"]),
+        ("train/*.jsonl", ["train", "link"], ["train/run", "run", "."]),
+        ("*/rows.jsonl", ["run", ".", "train"], ["train/run", "run/out"]),
+        ("train/**/*.jsonl", ["train", "train/run", "train/a/b", "link/run"], ["run", "eval", "."]),
+        ("t*/**/*.jsonl", ["train/a/b", "."], ["eval/a"]),
+    ],
+)
+def test_a_run_does_not_write_where_a_pattern_looks_for_rows(
+    asked, laid_out, monkeypatch, pattern, refused, right
+):
+    monkeypatch.chdir(laid_out)
+    (laid_out / "link").symlink_to("train")
+    for sets in (f"data.train='{pattern}'", f"data.train=[{{path: '{laid_out}/{pattern}'}}]"):
+        for out in refused:
+            [line] = told(asked, sets, f"out={out}")
+            assert line.startswith("out") and "looks for files" in line
+        for out in right:
+            assert told(asked, sets, f"out={out}") == []
+
+
+def test_paths_of_a_recipe_are_expanded_wherever_they_stand(asked, laid_out, monkeypatch):
+    monkeypatch.setenv("HOME", str(laid_out))
+    monkeypatch.setenv("DATA", str(laid_out))
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.chdir(laid_out / "model-private")
+    names = {"model": "model", "out": "new", "data.train": "train", "data.eval": "eval"}
+    names |= {"data.image_folder": "images", "data.reuse_features": "kept"}
+    given = [f"{field}=~/{name}" for field, name in names.items()]
+    found, _ = check(asked, [*given, "trained=lm"], device="cpu")
+    assert {field: found.flat()[field] for field in names} == {
+        field: f"{laid_out}/{name}" for field, name in names.items()
+    }
+    for field, name in names.items():
+        [line] = told(asked, f"{field}=${{DATA}}/{name}", "trained=lm")
+        assert line.startswith(field) and line.endswith(
+            f"expected the path itself: {laid_out}/{name}"
+        )
+        [line] = told(asked, f"{field}=${{OUT}}/{name}", "trained=lm")
+        assert line.startswith(field) and "OUT is not set" in line
+    for sets in ("[~/train/rows.jsonl]", "['~/train/*.jsonl']", "[{path: ~/train/rows.jsonl}]"):
+        [source] = check(asked, [f"data.train={sets}"], device="cpu")[0].data.sources()
+        assert source.path == f"{laid_out}/train/rows.jsonl"
+        [line] = told(asked, f"data.train={sets.replace('~', '$DATA')}")
+        assert (
+            line.startswith("data.train: ") and f"expected the path itself: {laid_out}/tr" in line
+        )
+    inner = "{path: ~/train/rows.jsonl, image_folder: ~/images}"
+    [source] = check(asked, [f"data.train=[{inner}]"], device="cpu")[0].data.sources()
+    assert source.image_folder == f"{laid_out}/images"
+    assert not (laid_out / "model-private" / "~").exists()
+
+
+def test_every_field_of_files_or_folders_is_a_path():
+    words = {name: expected(annotated(field)) for name, field in fields()}
+    paths = {name for name, field in fields() if is_path(annotated(field))}
+    assert paths == {name for name, text in words.items() if "folder" in text or "file" in text}

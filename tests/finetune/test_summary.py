@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from glm4v_patched.cli import main
+from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.engine.memory_plan import GIB, OUTSIDE_TORCH, Batch
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
@@ -122,7 +123,8 @@ def train(asked: Recipe, *options: str) -> int:
     return main(["train", str(file), "--device", "cpu", *options])
 
 
-def test_a_dry_run_says_all_and_writes_nothing(saving, capsys):
+def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
+    monkeypatch.setattr(CheckedData, "find_doubts", lambda checked: [f"{len(checked.rows)} lost"])
     before = sorted(Path(saving.model).parent.rglob("*"))
     assert train(saving, "--dry-run", "trainer.learning_rate=10") == 0
     told = capsys.readouterr().out
@@ -139,6 +141,7 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys):
         ", 2 checkpoints at once of ",
         "(4 positions of a picture)<|end_of_image|>Which",
         "\ndoubtful    trainer.learning_rate is 10: ",
+        "\ndoubtful    14 lost",
         "nothing was trained, and nothing written (--dry-run)",
     ]:
         assert line in told, told

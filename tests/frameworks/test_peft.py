@@ -92,6 +92,15 @@ def test_methods_learn_and_generate_and_are_a_row():
             assert_it_learns_and_generates(config_of(method))
 
 
+@pytest.mark.parametrize("method", ["Lora", "Vera", "LoHa", "LoKr", "OFT", "BOFT", "FourierFT"])
+def test_without_targets_peft_adapts_both_towers(method):
+    config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model(), config)
+    adapted = model.base_model.targeted_module_names
+    assert {name.split(".")[-1] for name in adapted} == {"query_key_value"}
+    assert 0 < sum(".vision." in name for name in adapted) < len(adapted)
+
+
 @pytest.mark.parametrize("method", ["PrefixTuning", "Cartridge"])
 def test_prefixes_in_the_cache_are_answered(method):
     """Keys without ids: whether they hold an image, and what position comes next, is not known."""

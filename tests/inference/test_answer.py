@@ -324,6 +324,9 @@ def test_other_files_are_replaced_only_when_told_so(files, answered, out, words)
         before = path.read_bytes()
         with words.refused(ValueError, "is what is read", files=files.model.parent):
             answer_file(request(files), path, overwrite=True)
+        for spelled in (os.path.relpath(path), f"{path.parent}/../{path.parent.name}/{path.name}"):
+            with pytest.raises(ValueError, match="is what is read"):
+                answer_file(request(files), Path(spelled), overwrite=True)
         assert path.read_bytes() == before
     with words.refused(ValueError, "is a folder"):
         answer_file(request(files), out.parent)
@@ -345,6 +348,28 @@ def test_what_is_to_be_replaced_stays_until_there_is_an_answer(
         answer_file(request(files), out, overwrite=True)
     assert len(before) == 2
     assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
+
+
+def test_answers_lie_in_no_folder_that_is_read(files, referenced, tmp_path, never_loads, capsys):
+    rows = tmp_path / "rows"
+    (rows / "inner").mkdir(parents=True)
+    shutil.copy(referenced, rows / "inner" / "a.jsonl")
+    (tmp_path / "link").symlink_to("rows")
+    model = Path(shutil.copytree(files.model, tmp_path / "model"))
+    shutil.copytree(referenced.parent / "pictures", tmp_path / "pictures")
+    asked = [model, "--device", "cpu", "--data", rows, "--image-folder", tmp_path / "pictures"]
+
+    def refused(command: str, out: Path, told: str) -> None:
+        assert main([command, *map(str, asked), "--out", str(out)]) == 1
+        assert told in capsys.readouterr().err
+
+    for inside in ("rows", "link/inner", "model", "rows/../pictures"):
+        for command, out in (("answer", "new.jsonl"), ("evaluate", "new")):
+            place = tmp_path / inside / out
+            refused(command, place, f"--out, {place}, lies in ")
+            assert not place.exists()
+    refused("evaluate", rows, f"--out is a folder of --data, {rows}")
+    refused("evaluate", tmp_path, f"contains the model's folder, {model}")
 
 
 @pytest.mark.usefixtures("answers_at_once")

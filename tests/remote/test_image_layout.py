@@ -93,6 +93,7 @@ WRONG = {
     "labels of one row": (ids_of([1, 2], [3, 4], labels=IDS[:, :2]), "(1, 2)", "(2, 2)"),
     "an id of no vocabulary": (ids_of([1, 512, 2]), "id 512", "512"),
     "no ids": (masked(), "(1, 0)"),
+    "a batch of a batch": ({"input_ids": IDS[None]}, "(1, 1, 6)", "give a trainer the processor"),
     "a mask to be added": (masked(float("-inf"), 0.0, 0.0, 0.0), "-inf"),
     "a restart before padding": (restarting([1, 1, 1, 1, 1, 0], 0, 1, 2, 0, 1, 0), "restart 1 ti"),
     "positions that go back": (restarting([1, 1, 1, 1, 1, 1], 0, 1, 2, 1, 2, 3), "restart 1 ti"),

@@ -1,6 +1,7 @@
 """Whatever transformers hands over under another name is an error, or makes no difference."""
 
 import functools
+import inspect
 from itertools import product
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 
 from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE, OLD_CACHE
-from tests.helpers.tiny import grown_image, text
+from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
+from tests.helpers.tiny import grown_image, text, tiny_config
 from tests.remote.rows import GREEDY, two_rows
 
 # What a release might call something: a name of its own, and each that is known for something else.
@@ -67,6 +69,46 @@ def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, ima
     not_needed |= {"cache_position"}
     assert {old for old, _ in same} <= {CACHE, "return_dict"} | not_needed
     assert (CACHE, OLD_CACHE) in same
+
+
+@torch.no_grad()
+def test_the_model_without_a_head_takes_what_the_heads_signature_names(model, image):
+    """Callers read one signature and call the other; what only logits depend on changes nothing."""
+    of_logits = {"logits_to_keep": 3, "return_last_logit": True, "skip_logits": True}
+    inner = model.base_model
+    named = inspect.signature(type(model).forward).parameters.keys()
+    assert named - inspect.signature(type(inner).forward).parameters.keys() == of_logits.keys()
+    want = inner(**rows(image)).last_hidden_state
+    for keywords in (of_logits, {"logits_to_keep": torch.tensor([0, 2])}):
+        assert torch.equal(inner(**rows(image), **keywords).last_hidden_state, want)
+    for name, value in {"logits_to_keep": "all", "skip_logits": 1}.items():
+        with pytest.raises(ValueError, match=f"given {name} .of type .* is not what goes"):
+            inner(**rows(image), **{name: value})
+
+
+def test_each_class_refuses_with_its_own_keywords(model, image):
+    classifier = ChatGLMForSequenceClassification(tiny_config(num_labels=2))
+    # What each of them takes that another one does not.
+    own = {
+        model: {"logits_to_keep", "skip_logits", "shift_labels", "prompt_length"},
+        model.base_model: {"shift_labels", "prompt_length"},
+        classifier: set(),
+    }
+    everything = set().union(*own.values())
+    for one, takes in own.items():
+        with pytest.raises(ValueError, match="given logit_to_keep, which it does not") as refused:
+            one(**rows(image), logit_to_keep=1)
+        _, listed = str(refused.value).split(f"{type(one).__name__} takes ")
+        words = set(listed.split(", and for attention")[0].split(", "))
+        assert words & everything == takes and {"pixel_values", "labels", "use_cache"} <= words
+        for name in everything - takes - {"logits_to_keep", "skip_logits"}:
+            with pytest.raises(ValueError, match=f"forward was given {name}, which"):
+                one(**rows(image), **{name: 1})
+    for name in ("logits_to_keep", "skip_logits"):
+        with pytest.raises(ValueError, match=f"given {name}, .*: ChatGLMForSequenceClassif"):
+            classifier(**rows(image), **{name: 1})
+    given = {"use_cache": False, "output_hidden_states": True, "num_items_in_batch": 2}
+    assert len(classifier.eval()(**rows(grown_image()), **given).hidden_states) == 3
 
 
 def test_two_caches_are_refused(model):

@@ -204,7 +204,7 @@ def test_what_frameworks_pass_on_is_taken():
     wrong = {"atention_mask": torch.ones(1, length)}
     for others in (wrong, {"token_type_ids": 1 - types}, {"token_type_ids": types[:, :-1]}):
         for called in (model, model.transformer):
-            told = f"forward was given {[*others][0]}, which .* it takes in"
+            told = f"forward was given {[*others][0]}, which .* {type(called).__name__} takes in"
             with pytest.raises(ValueError, match=told):
                 called(**given, **others)
 

@@ -54,9 +54,47 @@ def test_an_image_grows_and_one_that_has_grown_stays(processor):
     assert tensors.tolist() == short
     for given in (f"{GROWN}cat", short, short[0]):
         assert processor(images=picture(), text=given)["input_ids"] == short
-    for nothing in (None, [], [None]):
-        assert set(processor(text=["cat"], images=nothing)) == {"input_ids", "attention_mask"}
     assert set(processor(images=[picture()] * 2)) == {"pixel_values"}
+
+
+EMPTY = (None, [], (), [[]], [(), []], [[], [None]])
+NO_MEDIA = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
+
+
+def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_processor):
+    """lmms-eval passes ``images``, ``videos`` and ``audios`` for every model."""
+    one, text = picture(), f"{IMAGE}cat"
+    tokenizer, chat = processor.tokenizer, user("cat", image=picture())
+    calls = {
+        "processor": lambda **media: processor(text=[text], images=[one], **media),
+        "its chats": lambda **media: processor.apply_chat_template(chat, tokenize=True, **media),
+        "its texts": lambda **media: processor.apply_chat_template(chat, **media),
+        "tokenizer": lambda **media: tokenizer("cat", **media),
+        "tokenizer's chats": lambda **media: tokenizer.apply_chat_template(chat, **media),
+    }
+    for name, call in calls.items():
+        want = repr(call())
+        of_images = () if name == "processor" else ("images", "image", "pixel_values")
+        for media in (*NO_MEDIA, *of_images):
+            for empty in EMPTY:
+                assert repr(call(**{media: empty})) == want, (name, media, empty)
+            with pytest.raises(ValueError, match=f"was given {media}, which nothing reads"):
+                call(**{media: [[], "cat.mp4"]})
+    with pytest.raises(ValueError, match="was given videos, .* takes images and text"):
+        processor.apply_chat_template(
+            chat, tokenize=True, processor_kwargs={"videos": ["cat.mp4"], "audio": []}
+        )
+    # The call of lmms-eval 0.7.3.
+    media = {"images": [], "videos": [], "audios": []}
+    out = processor(text=["cat", "a cat"], padding=True, return_tensors="pt", **media)
+    assert set(out) == {"input_ids", "attention_mask"} and len(out["input_ids"]) == 2
+    media["images"] = [one]
+    out = processor(text=[text, "cat"], padding=True, return_tensors="pt", **media)
+    assert torch.equal(out["pixel_values"], image_processor(one)["pixel_values"])
+    for empty in EMPTY:
+        assert set(processor(text=["cat"], images=empty)) == {"input_ids", "attention_mask"}
+        with pytest.raises(ValueError, match=r"rows hold \[1\] begin-of-image ids but 0 images"):
+            processor(text=[text], images=empty)
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -264,7 +302,7 @@ def test_what_would_be_lost_is_refused_with_its_place(processor, case, words):
         with pytest.raises(ValueError, match="^message 1"):
             processor.tokenizer.apply_chat_template([user("hi"), messages], tokenize=tokenize)
     for part in (processor, processor.tokenizer):  # and beside the messages
-        with pytest.raises(ValueError, match="was given images, which nothing reads: put pictures"):
+        with pytest.raises(ValueError, match="was given images, which nothing reads: put images"):
             part.apply_chat_template(user("cat"), tokenize=True, images=[picture()])
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from glm4v_patched.remote.tokenization_chatglm import (
     CHAT_TEMPLATE,
+    OPTIONS_OF_OTHERS,
     SPECIAL_TOKENS,
     ChatGLM4Tokenizer,
     convert_ranks,
@@ -227,6 +228,41 @@ def test_names_of_transformers_4_are_there(tokenizer):
 
 # Where fix_mistral_regex fails, whatever the tokenizer.
 WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.4")
+
+
+@pytest.mark.parametrize("name", OPTIONS_OF_OTHERS)
+def test_options_of_other_models_tokenizers_are_refused_or_change_nothing(tokenizer, name):
+    want, of_pair = tokenizer("the cat")["input_ids"], tokenizer("the", "cat")["input_ids"]
+    of_object = {"tokenizer_object": tokenizer.backend_tokenizer}
+    with pytest.raises(ValueError, match=f"^{name} is True, .* leave it out"):
+        ChatGLM4Tokenizer(**of_object, **{name: True})
+    made = ChatGLM4Tokenizer(**of_object, **{name: False})
+    if hasattr(ChatGLM4Tokenizer, name):  # of transformers 5, which may be set later
+        with pytest.raises(ValueError, match=f"^{name} is True, .* leave it out"):
+            setattr(made, name, True)
+        setattr(made, name, False)
+    assert made("the cat")["input_ids"] == want and want[:2] == made.get_prefix_tokens()
+    assert made("the", "cat")["input_ids"] == of_pair
+
+
+def test_the_other_options_of_loading_are_as_the_page_has_them(tokenizer):
+    def of(**options) -> tuple:
+        made = ChatGLM4Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, **options)
+        spaced = made.decode(made("a , b <|user|>")["input_ids"])
+        cut = made("the cat the", truncation=True, max_length=4)["input_ids"]
+        padded = made(["the", "the cat"], padding=True)["input_ids"]
+        chat = made.apply_chat_template(user("the cat"))
+        return spaced, cut, padded, chat, made.model_max_length, [*made("the")]
+
+    want = of()
+    nothing = ("use_fast", "legacy", "trim_offsets", "encode_special_tokens")
+    assert all(of(**{name: value}) == want for name in nothing for value in (True, False))
+    assert of(padding=True, truncation=True, max_length=3, of_no_tokenizer=1) == want
+    does = {"padding_side": "right", "truncation_side": "left", "model_max_length": 9}
+    does |= {"pad_token": "[MASK]", "chat_template": "{{ messages[0].content }}"}
+    does |= {"model_input_names": ["input_ids"], "split_special_tokens": True}
+    does |= {"clean_up_tokenization_spaces": True}
+    assert not [name for name, value in does.items() if of(**{name: value}) == want]
 
 
 def test_nobody_takes_it_for_mistrals(real_tokenizer, expected, tmp_path, warned):
