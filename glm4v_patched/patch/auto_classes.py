@@ -48,6 +48,7 @@ MODEL_CLASSES = [
 # Where torchvision is absent, transformers 5.8 to 5.17 have a placeholder at the usual place, which
 # refuses everything. Ours needs no torchvision.
 IMAGE_PROCESSORS = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
+VIDEO_PROCESSORS = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
 
 # Where the Auto classes get the code of repositories from, each under a name of its own.
 CODE_LOADERS = [
@@ -135,10 +136,10 @@ def apply(**options: Any) -> None:
     ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` (of transformers 5),
     ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor``,
     ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for folders and for
-    repositories of the Hub; other models are loaded as before. Adapters that peft saves get our
-    code beside them. Applying again changes nothing. A method that was taken from an Auto class
-    before (``load = AutoModel.from_pretrained``) raises ``RuntimeError`` for a glm-4v with code of
-    its own.
+    repositories of the Hub; other models are loaded as before. ``AutoVideoProcessor`` refuses a
+    glm-4v. Adapters that peft saves get our code beside them. Applying again changes nothing. A
+    method that was taken from an Auto class before (``load = AutoModel.from_pretrained``) raises
+    ``RuntimeError`` for a glm-4v with code of its own.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
@@ -196,9 +197,10 @@ def _swaps(options: dict[str, Any]) -> list[Swap]:
         "AutoTokenizer": _load_tokenizer,
         "AutoProcessor": ChatGLMProcessor.from_pretrained,
         "AutoImageProcessor": _load_image_processor,
+        "AutoVideoProcessor": _refuse_videos,
     }
     owners = {name: f"transformers:{name}" for name in loaders}
-    owners["AutoImageProcessor"] = IMAGE_PROCESSORS
+    owners |= {"AutoImageProcessor": IMAGE_PROCESSORS, "AutoVideoProcessor": VIDEO_PROCESSORS}
     swaps = [
         Swap(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
@@ -311,6 +313,12 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **where)).vision
     sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
     return ChatGLMImageProcessor.from_dict(sizes, **kwargs)
+
+
+def _refuse_videos(name_or_path, *args, **kwargs):
+    """Raise ``ValueError``. Pipelines ask every model for a video processor, which transformers
+    would look for beside our image processor's code, after asking the user to trust it."""
+    raise ValueError(f"{name_or_path} is a glm-4v, which reads no videos: give frames as images")
 
 
 def _save_code_with_adapters(original: Callable) -> Callable:

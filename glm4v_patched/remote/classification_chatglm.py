@@ -26,6 +26,9 @@ class ScoresRows(nn.Module):
     score: nn.Module
     loss_function: Any
     _check_keywords: Any
+    # A mean over samples: a Trainer has to average it over accumulated batches. It would take this
+    # loss for a sum that num_items_in_batch has divided, because forward takes further keywords.
+    accepts_loss_kwargs = False
 
     def forward(
         self,

@@ -32,6 +32,7 @@ from .cached_rows import (
     room_of,
 )
 from .checkpointing import CheckpointedLayer
+from .class_lists import enter_class
 from .classification_chatglm import ScoresRows
 from .configuration_chatglm import ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin
@@ -781,11 +782,14 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if cls.__module__.startswith("torch."):
             # FSDP2 derives a class, and save_pretrained would write torch's files, and its name.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
+        enter_class(cls, "CAUSAL_LM")
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """``empty_init``: of the published code, without effect: weights that no checkpoint gives
         are initialised, and no others."""
         super().__init__(config)
+        # transformers takes it from the class name, which a derived class may lack.
+        self.loss_type = "ForCausalLM"
         self.transformer = ChatGLMModel(config)
         self.post_init()
 
@@ -876,7 +880,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         )
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
-        kept.check(given, output.last_hidden_state.shape[1], self._image_ids() if are_cut else ())
+        length = output.last_hidden_state.shape[1]
+        kept.check(given, length, self._image_ids() if are_cut else ())
+        if output.labels is None and num_items_in_batch is not None:
+            self._check_loss_outside(given, length)
         loss, logits = self._loss_and_logits(
             output.last_hidden_state, output.labels, num_items_in_batch, kept, are_cut, skip_logits
         )
@@ -891,6 +898,25 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
 
     forward_names = names_of(forward, "shift_labels", "prompt_length")
+
+    def _check_loss_outside(self, given: Tensor | None, length: int) -> None:
+        """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions, or
+        ``RuntimeError`` if a Trainer finds a wrapper's name in place of ours."""
+        if torch.compiler.is_compiling() and self._compiled_call_impl is None:
+            torch._assert_async(
+                torch.zeros((), dtype=torch.bool),
+                "a Trainer that computes the loss itself (label_smoothing_factor) does not shift "
+                "the labels of a model that torch.compile has wrapped: in place of torch_compile "
+                "call model.compile() before (get_base_model().compile() inside peft)",
+            )
+        if given is not None and given.shape[1] != length:
+            raise ValueError(
+                f"rows of {given.shape[1]} ids take {length} positions here, and there is "
+                "num_items_in_batch without labels, as of a Trainer that computes the loss itself "
+                "(label_smoothing_factor, compute_loss_func): its labels are as long as the ids "
+                "and do not fit the logits; give expanded prompts with their labels, as this "
+                "model's processor makes them"
+            )
 
     def _loss_and_logits(
         self, hidden_BRD, labels, num_items_in_batch, kept: KeptColumns, are_cut, skip_logits
@@ -913,6 +939,9 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM  # as published
+enter_class(GLM4VForCausalLM, "CAUSAL_LM")
+# By its model type: TRL's OnlineDPO asks for it before it gives images to a model.
+enter_class(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
 
 
 class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
@@ -925,12 +954,16 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """``empty_init``: as in :class:`GLM4VForCausalLM`."""
         super().__init__(config)
+        self.loss_type = "ForSequenceClassification"
         assert config.num_labels is not None
         self.num_labels = config.num_labels
         self.transformer = ChatGLMModel(config)
         del self.transformer.output_layer
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+
+enter_class(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
 
 
 def _labels_and_one_after(

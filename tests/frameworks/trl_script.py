@@ -69,10 +69,7 @@ def online_dpo(model, common: dict, given: dict):
     rows = {"train_dataset": data.select([*range(len(data))] * 16)}
     sizes = {"per_device_train_batch_size": len(data) * 16, "max_new_tokens": 8}
     config = OnlineDPOConfig(**common | sizes, temperature=1.0)
-    trainer = OnlineDPOTrainer(model, reward_funcs=right_answers, args=config, **given | rows)
-    # TRL takes a model for one that sees if transformers itself lists its type.
-    trainer.is_vision_model = True
-    return trainer
+    return OnlineDPOTrainer(model, reward_funcs=right_answers, args=config, **given | rows)
 
 
 def main(job: str, steps: int, learning_rate: float, seed: int) -> None:

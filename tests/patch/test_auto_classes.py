@@ -13,8 +13,10 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
+from transformers.models.auto import video_processing_auto
 
 import glm4v_patched
+from glm4v_patched.demo.tiny_model import build_from_scratch
 from glm4v_patched.patch.config_json import read_object
 from glm4v_patched.patch.repository import Repository
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -100,6 +102,25 @@ def test_every_auto_class_gives_ours(options, published):
     glm4v_patched.apply()
     for auto_class, ours in OURS.items():
         assert type(load(auto_class, published, **options)) is ours, auto_class
+
+
+TASKS = {
+    "image-text-to-text": GLM4VForCausalLM,
+    "text-classification": ChatGLMForSequenceClassification,
+    "text-generation": GLM4VForCausalLM,
+}
+
+
+def test_a_pipeline_asks_nothing_and_knows_our_classes(tmp_path, monkeypatch, warned):
+    build_from_scratch(tmp_path, [[{"role": "user", "content": "Why?"}]], seed=0)
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(prompt))
+    glm4v_patched.apply()
+    for task, ours in TASKS.items():
+        assert type(transformers.pipeline(task, model=str(tmp_path)).model) is ours
+    assert not [record for record in warned.records if "is not supported for" in record.message]
+    for options in (TRUSTED, {}):
+        with pytest.raises(ValueError, match="reads no videos"):
+            video_processing_auto.AutoVideoProcessor.from_pretrained(tmp_path, **options)
 
 
 def test_a_config_that_was_loaded_before_gives_our_model(published):

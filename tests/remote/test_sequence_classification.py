@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 import glm4v_patched
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
@@ -29,10 +29,16 @@ NAMES = "input_ids", "attention_mask"
 ATOL = 1e-5
 
 
-def tiny_classifier(num_labels: int = 3, **changes) -> ChatGLMForSequenceClassification:
+class Judge(ChatGLMForSequenceClassification):
+    """A class of a user's, whose name says nothing of its loss."""
+
+
+def tiny_classifier(
+    num_labels: int = 3, kind=ChatGLMForSequenceClassification, **changes
+) -> ChatGLMForSequenceClassification:
     torch.manual_seed(0)
     config = tiny_config(num_labels=num_labels, **changes)
-    model = ChatGLMForSequenceClassification._from_config(config, attn_implementation="sdpa")
+    model = kind._from_config(config, attn_implementation="sdpa")
     model.load_state_dict(golden_weights(), strict=False)
     return model.eval()
 
@@ -102,6 +108,24 @@ def test_losses_are_those_of_transformers(num_labels, labels, loss):
     output.loss.backward()
     # Each has a gradient, which processes that train together wait for.
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("smoothing, kind", [(0.0, Judge), (0.1, ChatGLMForSequenceClassification)])
+def test_a_trainer_averages_over_accumulated_batches_and_smooths(smoothing, kind, tmp_path):
+    model, labels = tiny_classifier(kind=kind), torch.tensor([2, 0, 1])
+    ids = torch.tensor([text(5, seed=row) for row in range(3)])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    want = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+    options |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
+    options |= {"save_strategy": "no", "learning_rate": 0.0, "label_smoothing_factor": smoothing}
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+    arguments = TrainingArguments(str(tmp_path), **options)
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    got = trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]
+    assert got == pytest.approx((want.item(), want.item()), rel=1e-4)  # logged as rounded
 
 
 @torch.no_grad()

@@ -1,0 +1,246 @@
+"""What others decide by names: a stock Trainer's loss where it smooths labels, a model's task."""
+
+import json
+from inspect import getsource, signature
+
+import peft
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modelcard import TrainingSummary
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.quantizers import HfQuantizer
+from transformers.trainer_pt_utils import LabelSmoother
+
+import glm4v_patched
+from glm4v_patched.remote.class_lists import enter_class
+from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
+from tests.helpers.fresh_process import run_without_package
+from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
+
+# Of the tested releases the older ones do not divide by the labels of all accumulated batches.
+COUNTS_ALL = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
+# fp32, sums in another order. Measured 4e-7 on this CPU.
+REL = 1e-5
+# The older ones count labels at the first position, too.
+SHIFTS_COUNT = "_loss_shifts_labels" in getsource(Trainer)
+
+
+Batch = dict[str, torch.Tensor]
+
+
+def batches(image: list[int]) -> list[Batch]:
+    """Of one sample each: an image, and seven text tokens, of which the last two or five learn."""
+    made = []
+    for learned in (2, 5):
+        ids = torch.tensor([[*text(2, seed=learned), *image, *text(7, seed=10 + learned)]])
+        labels = ids.clone()
+        labels[:, :-learned] = -100
+        made.append({"input_ids": ids, "labels": labels})
+        if image:
+            made[-1]["pixel_values"] = pictures(1, seed=learned)
+    return made
+
+
+def trainer(model, batches, out, **options):
+    """For one step over all batches, which changes nothing."""
+    common = {"max_steps": 1, "learning_rate": 0.0, "logging_steps": 1, "save_strategy": "no"}
+    common |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(batches)}
+    common |= {"per_device_eval_batch_size": 1, "remove_unused_columns": False, "use_cpu": True}
+    common |= {"label_smoothing_factor": 0.1, "report_to": "none", "disable_tqdm": True}
+    arguments = TrainingArguments(str(out), **(common | options))
+    data = {"train_dataset": batches, "eval_dataset": batches}
+    return Trainer(model, arguments, data_collator=lambda several: several[0], **data)
+
+
+def trained_and_evaluated(model, batches, out):
+    ran = trainer(model, batches, out)
+    ran.train()
+    return [ran.state.log_history[0]["loss"], ran.evaluate()["eval_loss"]]
+
+
+@torch.no_grad()
+def by_hand(model, batches: list[Batch]) -> list[float]:
+    """The loss of the step and that of the evaluation, which averages over batches."""
+    losses = []
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = model.eval()(**inputs).logits[0].double()
+        surprise = logits.logsumexp(-1, keepdim=True) - logits
+        losses.append(
+            [
+                0.9 * surprise[position - 1, label] + 0.1 * surprise[position - 1].mean()
+                for position, label in enumerate(batch["labels"][0].tolist())
+                if label != -100
+            ]
+        )
+    means = [sum(of_batch) / len(of_batch) for of_batch in losses]
+    trained = sum(map(sum, losses)) / sum(map(len, losses)) if COUNTS_ALL else sum(means)
+    return [float(trained), float(sum(means) / len(means))]
+
+
+class Derived(GLM4VForCausalLM):
+    """As users derive classes of their own."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("saved")
+    tiny_model().save_pretrained(out / "model")
+    adapted(tiny_model()).save_pretrained(out / "adapter")
+    return out
+
+
+def adapted(model) -> peft.PeftModel:
+    torch.manual_seed(0)
+    options = {"target_modules": ["query_key_value"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def applied_model(folder) -> GLM4VForCausalLM:
+    with glm4v_patched.applied():
+        return AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+MODELS = {
+    "ours": lambda folder: tiny_model(),
+    "inside peft": lambda folder: adapted(tiny_model()),
+    "after apply()": applied_model,
+    "after apply(), inside peft": lambda folder: adapted(applied_model(folder)),
+    "a class of somebody's own": lambda folder: Derived.from_pretrained(folder / "model"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_smoothed_labels_are_shifted(kind, folder, tmp_path):
+    model, given = MODELS[kind](folder), batches(grown_image())
+    want = by_hand(model, given)
+    assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
+
+
+def test_so_are_those_of_text_and_of_packed_samples(tmp_path):
+    model, two = tiny_model(), batches(grown_image())
+    packed = {name: torch.cat([batch[name] for batch in two], dim=1) for name in two[0]}
+    packed["pixel_values"] = torch.cat([batch["pixel_values"] for batch in two])
+    length = two[0]["input_ids"].shape[1]
+    packed["position_ids"] = torch.arange(2 * length)[None] % length
+    for given in ([packed], batches([])):
+        want = by_hand(model, given)
+        assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
+
+
+def test_a_derived_class_has_the_loss_of_ours(folder, tmp_path):
+    model, [batch, _] = Derived.from_pretrained(folder / "model"), batches([])
+    batch["labels"] = batch["input_ids"]  # of which the first is never predicted
+    with torch.no_grad():
+        want = model.eval()(**batch).loss.item()
+    ran = trainer(model, [batch], tmp_path, label_smoothing_factor=0.0)
+    ran.train()
+    counted = 1.0 if SHIFTS_COUNT else 1 - 1 / batch["labels"].numel()
+    assert ran.state.log_history[0]["loss"] == pytest.approx(want * counted, rel=1e-4)
+
+
+@pytest.mark.parametrize("by", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_path):
+    model, given = adapted(tiny_model()), batches(three_id_image())
+    ran = trainer(model, given, tmp_path, learning_rate=1.0)
+    if by == "compute_loss_func":
+        ran.label_smoother = None
+        ran.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    for run in (ran.train, ran.evaluate):
+        with pytest.raises(ValueError, match="rows of 12 ids take 15 .* expanded prompts"):
+            run()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    # Without smoothing the model has the labels, and expands them.
+    trainer(model, given, tmp_path, label_smoothing_factor=0.0).train()
+
+
+def test_a_compiled_model_is_known_by_its_class_or_refused(tmp_path):
+    model, given = tiny_model(), batches([])
+    want = by_hand(model, given)
+    model.compile(backend="eager")
+    assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
+    # torch's wrapper has a name of its own, whatever is in it.
+    wrapped = {"torch_compile": True, "torch_compile_backend": "eager"}
+    with pytest.raises(RuntimeError, match="does not shift the labels .* model.compile()"):
+        trainer(tiny_model(), given, tmp_path, **wrapped).train()
+
+
+FRESH = """
+import json, sys
+sys.modules["glm4v_patched"] = None  # cannot be imported
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+{functions}
+def load():
+    return AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
+
+expanded, unexpanded = torch.load("batches.pt")
+models = [load(), PeftModel.from_pretrained(load(), "adapter", is_trainable=True)]
+found = [trained_and_evaluated(model, expanded, "run") for model in models]
+try:
+    trained_and_evaluated(load(), unexpanded, "run")
+except ValueError as error:
+    found.append(str(error))
+json.dump(found, open("found.json", "w"))
+"""
+
+
+def test_the_same_from_a_saved_folder_without_this_package(folder):
+    given = batches(grown_image())
+    torch.save([given, batches(three_id_image())], folder / "batches.pt")
+    functions = "\n\n".join(map(getsource, (trainer, trained_and_evaluated)))
+    run_without_package(FRESH.format(functions=functions), folder)
+    *losses, refused = json.loads((folder / "found.json").read_text())
+    inside_peft = peft.PeftModel.from_pretrained(tiny_model(), folder / "adapter")
+    want = [by_hand(model, given) for model in (tiny_model(), inside_peft)]
+    assert losses == [pytest.approx(pair, rel=REL) for pair in want]
+    assert "rows of 12 ids take 15 positions" in refused
+
+
+ENTRIES = {
+    "CAUSAL_LM": "GLM4VForCausalLM",
+    "IMAGE_TEXT_TO_TEXT": "GLM4VForCausalLM",
+    "SEQUENCE_CLASSIFICATION": "ChatGLMForSequenceClassification",
+}
+
+
+def test_entries_are_found_by_name_and_load_no_other_model(tmp_path, monkeypatch):
+    class ChatGLMConfig(PretrainedConfig):
+        """Of another model of the type."""
+
+        model_type = "chatglm"
+
+    for kind, name in ENTRIES.items():
+        names = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
+        assert name in names.values()
+        assert ChatGLMConfig not in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING")
+        assert not {key for key, of in names.items() if of == name} & CONFIG_MAPPING_NAMES.keys()
+    # As TRL's OnlineDPO asks.
+    assert "chatglm" in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    ran = trainer(tiny_model(), batches([]), tmp_path)
+    assert TrainingSummary.from_trainer(ran).tasks == "image-text-to-text"
+    monkeypatch.delattr(modeling_auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    with pytest.raises(ImportError, match="no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.* pip install"):
+        enter_class(GLM4VForCausalLM, "CAUSAL_LM")
+
+
+def test_names_of_modules_spare_norms_from_decay_and_the_output_layer_from_quantizers(tmp_path):
+    model = tiny_model()
+    decayed = trainer(model, batches([]), tmp_path).get_decay_parameter_names(model)
+    norms = [part for part in model.modules() if isinstance(part, (RMSNorm, torch.nn.LayerNorm))]
+    spared = {id(weight) for norm in norms for weight in norm.parameters()}
+    for name, weight in model.named_parameters():
+        assert (name in decayed) == (id(weight) not in spared and not name.endswith(".bias")), name
+    kept = HfQuantizer.get_modules_to_not_convert(model)
+    linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    assert linear & {*kept} == {"transformer.output_layer"}
