@@ -459,7 +459,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         attention_kwargs = self._attention_keywords(attention_kwargs, input_ids)
         pixel_values, features = self._given_images(pixel_values, images, image_features)
         given_images = pixel_values if features is None else features
-        num_images = 0 if given_images is None else len(given_images)
+        num_images = 0 if given_images is None else given_images.shape[0]
         cache = self._cache_to_use(cache, use_cache)
         past_length = cached_length(cache)
 
@@ -555,6 +555,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> None:
         """Warn of hidden states that are longer than the rows as given, once; refuse to train on
         them, and embeddings of such rows, which cannot grow."""
+        if torch.compiler.is_exporting():
+            torch._check(inputs_embeds is None or length == given)
+            return
         if length == given:
             return
         grows = f"rows of {given} ids take {length} positions here"
@@ -656,7 +659,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if pixel_values is not None:
             features_NKD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
         if features_NKD is not None:
-            if len(features_NKD) == 0:
+            if features_NKD.shape[0] == 0:
                 return embeds_BRD, None
             merged = features_NKD.to(embeds_BRD.device, embeds_BRD.dtype)
             return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NKD
@@ -717,7 +720,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                     "as this model's image processor makes them"
                 )
             images = torch.stack(images) if images else None
-        if images is None or len(images) == 0:
+        if images is None or images.shape[0] == 0:
             return None
         if images.ndim != 4:
             raise ValueError(
@@ -751,7 +754,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             vectors = self.embedding(torch.tensor(markers, device=ids.device))
             for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
                 ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
-            if not (ids == markers[0]).any():
+            # A graph counts them where it counts those of ids.
+            if not torch.compiler.is_compiling() and not (ids == markers[0]).any():
                 raise ValueError(
                     f"{num_images} images were given with inputs_embeds, in which 0 positions hold "
                     f"the embedding of the begin-of-image id {markers[0]}: embed the ids of grown "
