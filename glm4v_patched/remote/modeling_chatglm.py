@@ -34,7 +34,7 @@ from .cached_rows import (
 )
 from .checkpointing import CheckpointedLayer
 from .classification_chatglm import ScoresRows
-from .configuration_chatglm import ChatGLMConfig, check_adapters
+from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin
 from .image_checks import GivenRows, ImageFormat
 from .image_layout import grow_rows
@@ -783,6 +783,15 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         super().__init__(config)
         self.transformer = ChatGLMModel(config)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        """As usual. For the pipeline "feature-extraction", which takes the first output of what
+        ``AutoModel`` gives, load the decoder alone: that output would be logits."""
+        read_by_auto_class = None if config is None else vars(config).pop(PIPELINE_TASK, None)
+        is_for_features = "feature-extraction" in (read_by_auto_class, kwargs.get(PIPELINE_TASK))
+        load = ChatGLMModel.from_pretrained if is_for_features else super().from_pretrained
+        return load(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer
