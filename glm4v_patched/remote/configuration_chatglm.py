@@ -285,9 +285,9 @@ class ChatGLMConfig(PretrainedConfig):
         return own
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As usual; a pipeline's task is kept for the model that is loaded with this config."""
-        loaded = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         if kwargs.get(PIPELINE_TASK) is not None:
             config = loaded[0] if isinstance(loaded, tuple) else loaded
             setattr(config, PIPELINE_TASK, kwargs[PIPELINE_TASK])

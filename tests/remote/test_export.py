@@ -139,6 +139,7 @@ def test_a_program_with_images_takes_both_forms_and_any_number_in_a_row(model, k
         program(**batch | {"pixel_values": batch["pixel_values"][1:]})
 
 
+@pytest.mark.slow
 def test_packed_rows_with_images_run_at_other_sizes(model):
     def make(rows: int, length: int) -> dict[str, torch.Tensor]:
         sample = [*text(2), *three_id_image(), *text(length)]
@@ -152,6 +153,7 @@ def test_packed_rows_with_images_run_at_other_sizes(model):
     check(model, make, [(1, 1), (3, 9)])
 
 
+@pytest.mark.slow
 def test_embeddings_run_at_other_sizes_and_cannot_grow(model):
     def embed(image: list[int]) -> Callable[[int, int], dict[str, torch.Tensor]]:
         def make(rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -178,6 +180,7 @@ def test_the_tower_runs_for_other_numbers_of_images(model):
         assert (tower(pixel_values=pictures(number)) - want).abs().max() <= ATOL
 
 
+@pytest.mark.slow
 def test_a_classifier_runs_at_other_sizes(classifier):
     def ending_in_padding(rows: int, length: int) -> dict[str, torch.Tensor]:
         batch = with_images(three_id_image())(rows, length)
@@ -187,6 +190,7 @@ def test_a_classifier_runs_at_other_sizes(classifier):
     check(classifier, ending_in_padding, [(1, 0), (3, 9)])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_step_goes_on_from_a_cache_of_another_length(model):
     register_dynamic_cache_export_support()
