@@ -18,7 +18,7 @@ import jinja2
 from huggingface_hub import HfApi
 
 import glm4v_patched
-from glm4v_patched.patch.repository import is_glm4v
+from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.paths import require_apart
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -224,10 +224,8 @@ def with_manifest(
 def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
     """The original's fields as they are, and ours for the loader; ids that it lacks are added."""
     config = source.read_json("config.json")
-    if not is_glm4v(config):
-        kind = f"model_type {config.get('model_type')!r}, vision_config "
-        kind += "there" if config.get("vision_config") else "missing"
-        raise ValueError(f"{source.name}: its config.json is no glm-4v's ({kind})")
+    if reason := why_not_glm4v(config):
+        raise ValueError(f"{source.name}: its config.json is not a glm-4v's: {reason}")
     tokens = json.loads(processor_files["tokenizer.json"])["added_tokens"]
     ids = {token["content"]: token["id"] for token in tokens}
     for key, token in SPECIAL_IDS.items():

@@ -435,7 +435,7 @@ def llm_compressor(session: nox.Session) -> None:
 @nox.session
 def clients(session: nox.Session) -> None:
     """LangChain, LiteLLM, LlamaIndex, evalscope and lmms-eval ask our server; lmms-eval the model,
-    too."""
+    too, and ONNX Runtime runs it."""
     own = ("langchain-openai==1.7.4", "litellm==1.110.2", "evalscope==1.14.1")
     install_on_top(session, *own, "llama-index-llms-openai-like==0.8.1")
     # lmms-eval requires a torchvision beside which README's torch does not work.
@@ -445,6 +445,8 @@ def clients(session: nox.Session) -> None:
     session.env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it looks for prices on the web
     run_tests(session, "-n", "0", "tests/inference/test_serve.py", "-k", "a_client_is_answered")
     run_tests(session, "-n", "0", f"{HERE}/test_lmms_eval.py")
+    session.install("onnx==1.23.2", "onnxscript==0.7.2", "onnxruntime==1.32.0")
+    run_tests(session, "-n", "0", "tests/remote/test_export.py", "-k", "onnx")
 
 
 @nox.session

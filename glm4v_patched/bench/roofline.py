@@ -13,7 +13,7 @@ from torch.utils.benchmark import Timer
 
 from ..engine.memory_plan import Batch, count_projection, linear_layers
 from ..engine.prepare import local_device
-from ..patch.config_json import is_glm4v, read_object
+from ..patch.config_json import read_object, why_not_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import Settings
 
@@ -26,9 +26,8 @@ def config_of(settings: Settings) -> ChatGLMConfig:
     if settings.config is None:
         return ChatGLMConfig()
     sizes = {"model_type": "chatglm"} | read_object(Path(settings.config))
-    if not is_glm4v(sizes):
-        expected = "expected an object with a vision_config"
-        raise ValueError(f"--config {settings.config} is not of a glm-4v; {expected}")
+    if reason := why_not_glm4v(sizes):
+        raise ValueError(f"--config {settings.config} is not a glm-4v's: {reason}")
     return ChatGLMConfig(**sizes)
 
 

@@ -19,6 +19,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from ..patch.config_json import why_not_glm4v
 from ..terminal_text import own_command, pip_install
 
 ARCHITECTURE = "GLM4VForCausalLM"
@@ -71,8 +72,14 @@ class SharedPositions:
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
         """Have vLLM ask the model for positions, which it does for models with M-RoPE."""
-        check_vllm()
         config = model_config.hf_config
+        # vLLM serves cogagent-9b by the same architecture.
+        if reason := why_not_glm4v(config.to_dict()):
+            raise ValueError(
+                f"this config is not a glm-4v's: {reason}; to serve it without the plug-in of "
+                "glm4v_patched, set VLLM_PLUGINS="
+            )
+        check_vllm()
         # The class computes RoPE from its own settings; this only says that it has positions of
         # its own. All rotary pairs (half of a head's) belong to the first of the three rows.
         section = [config.kv_channels // 4, 0, 0]

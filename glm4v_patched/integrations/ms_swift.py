@@ -36,7 +36,7 @@ from transformers import AutoProcessor
 
 import glm4v_patched
 
-from ..patch.config_json import is_glm4v
+from ..patch.config_json import why_not_glm4v
 from ..patch.patch_set import PatchSet, Swap
 from ..remote.image_processing_chatglm import as_picture
 from .api_check import require_members
@@ -54,10 +54,10 @@ class GLM4VLoader(ModelLoader):
     """By the Auto classes, which ``apply`` has patched."""
 
     def get_config(self, model_dir):
-        if not _is_glm4v_folder(model_dir):
+        if reason := _why_not_glm4v(model_dir):
             raise ValueError(
-                f"{model_dir} is not a glm-4v. cogagent-9b has --model_type and --template "
-                f"{NAME_OF_SWIFTS_OWN} while glm4v_patched is in force"
+                f"{model_dir}: its config.json is not a glm-4v's: {reason}. cogagent-9b has "
+                f"--model_type and --template {NAME_OF_SWIFTS_OWN} while glm4v_patched is in force"
             )
         return super().get_config(model_dir)
 
@@ -220,16 +220,18 @@ def _register_model() -> None:
     )
 
 
-def _is_glm4v_folder(folder: str) -> bool:
+def _why_not_glm4v(folder: str) -> str | None:
     config = Path(folder) / "config.json"
-    return config.is_file() and is_glm4v(json.loads(config.read_text(encoding="utf-8")))
+    if not config.is_file():
+        return "there is none"
+    return why_not_glm4v(json.loads(config.read_text(encoding="utf-8")))
 
 
 def _find_by_contents(original):
     """swift goes by the name of a folder, or by an architecture, which six others share."""
 
     def get_matched_model_meta(model_id_or_path):
-        if _is_glm4v_folder(model_id_or_path):
+        if _why_not_glm4v(model_id_or_path) is None:
             return deepcopy(MODEL_MAPPING[NAME])
         return original(model_id_or_path)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..patch.config_json import LARGEST_NUMBER, is_glm4v, nonfinite_number, read_object
+from ..patch.config_json import LARGEST_NUMBER, nonfinite_number, read_object, why_not_glm4v
 from ..terminal_text import shorten
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -133,11 +133,9 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
         raise ValueError(
             f"{adapters} are adapters of {model}, which holds adapters itself; expected a model"
         )
-    config = read_object(model / "config.json")
-    if not is_glm4v(config):
+    if reason := why_not_glm4v(read_object(model / "config.json")):
         raise ValueError(
-            f"{adapters} are adapters of {model}, which is no glm-4v: its model_type is "
-            f"{config.get('model_type')!r}, and its vision_config {config.get('vision_config')!r}"
+            f"{adapters} are adapters of {model}, whose config.json is not a glm-4v's: {reason}"
         )
 
 

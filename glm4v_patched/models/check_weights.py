@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from ..engine.options import part_of, parts_trained
-from ..patch.config_json import is_glm4v, read_object
+from ..patch.config_json import read_object, why_not_glm4v
 from ..terminal_text import listed, shorten
 
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
@@ -57,11 +57,8 @@ def fault_of_model_folder(folder: Path) -> str | None:
         shards = shards_of(folder)
     except ValueError as error:
         return shorten(str(error), 300)
-    if not is_glm4v(config):
-        return (
-            f"its config.json has model_type {json.dumps(config.get('model_type'))[:60]} and is "
-            "not a glm-4v's; expected chatglm, with a vision_config"
-        )
+    if reason := why_not_glm4v(config):
+        return f"its config.json is not a glm-4v's: {reason}"
     faults = (_fault_of_shard(folder / name) for name in shards)
     if fault := next(filter(None, faults), None):
         return fault

@@ -1,6 +1,7 @@
 """What a ``config.json`` holds and is of; needs no transformers."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,28 @@ LARGEST_NUMBER = 3.4028234663852886e38
 """Of float32 and, but for rounding, of bfloat16."""
 
 
-def is_glm4v(config: dict) -> bool:
-    """True for the contents of a glm-4v's ``config.json``. Its model type is chatglm2's, 3's and
-    GLM-4's, too, without a vision part, and cogagent-9b's, with another rotary embedding."""
-    return (
-        config.get("model_type") == "chatglm"
-        and isinstance(config.get("vision_config"), dict)
-        and config.get("original_rope", True) is True
-    )
+def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
+    """Return why a config is not that of a glm-4v, in words that go after "it is none: "; ``None``
+    if it is one. chatglm2, chatglm3 and the text models of GLM-4 have its model type, and
+    cogagent-9b has its vision part, too."""
+    if (model_type := config.get("model_type")) != "chatglm":
+        return f"model_type is {model_type!r:.60}, expected 'chatglm'"
+    if not isinstance(vision := config.get("vision_config"), Mapping):
+        return (
+            f"vision_config is {vision!r:.60}, expected an object (chatglm2, chatglm3 and the text "
+            "models of GLM-4 have none)"
+        )
+    # As the model's own config compares it.
+    if (original_rope := config.get("original_rope", True)) not in (True,):
+        return (
+            f"original_rope is {original_rope!r:.60}, expected true or no such field (cogagent-9b "
+            "has false: it rotates other channels, which is not supported)"
+        )
+    return None
+
+
+def is_glm4v(config: Mapping[str, Any]) -> bool:
+    return why_not_glm4v(config) is None
 
 
 def read_object(path: Path) -> dict:

@@ -23,7 +23,7 @@ from ..engine.deepspeed.internals import whole_shape
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import computes_loss
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .repository import is_glm4v
+from .config_json import why_not_glm4v
 
 _ATTRIBUTES_OF_ANY_MODULE = frozenset(vars(nn.Module()))  # parameters, children, hooks, training
 _REMOVED = object()
@@ -74,24 +74,25 @@ def patch_model(model: nn.Module) -> nn.Module:
 
 def _only_glm4v(model: nn.Module) -> PreTrainedModel:
     parts = model.modules() if isinstance(model, nn.Module) else ()
-    found = [part for part in parts if _is_glm4v(part)]
+    built_alike = [part for part in parts if _is_built_like_glm4v(part)]
+    reasons = [why_not_glm4v(vars(part)["config"].to_dict()) for part in built_alike]
+    found = [part for part, reason in zip(built_alike, reasons, strict=True) if reason is None]
     if len(found) != 1:
+        others = "".join(f" (of one that is not, {reason})" for reason in reasons if reason)
         raise ValueError(
-            f"this {type(model).__name__} holds {len(found)} glm-4v models and has to hold 1: a "
-            "transformers model of model_type 'chatglm' with a vision_config, original_rope not "
-            "False (a cogagent's is) and the modules transformer.encoder and transformer.vision; "
-            "give one such model, before it is sharded"
+            f"this {type(model).__name__} holds {len(found)} glm-4v models{others} and has to hold "
+            "1: a transformers model with a glm-4v's config, transformer.encoder and "
+            "transformer.vision; give one such model, before it is sharded"
         )
     return found[0]
 
 
-def _is_glm4v(part: nn.Module) -> TypeGuard[PreTrainedModel]:
+def _is_built_like_glm4v(part: nn.Module) -> TypeGuard[PreTrainedModel]:
     # Its own attributes: a wrapper of peft also has those of the model inside.
     config, body = vars(part).get("config"), part._modules.get("transformer")
     return (
         isinstance(part, PreTrainedModel)
         and config is not None
-        and is_glm4v(config.to_dict())
         and hasattr(body, "encoder")
         and hasattr(body, "vision")
     )

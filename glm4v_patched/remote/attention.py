@@ -123,7 +123,7 @@ def _attend_within_samples(
         out = attend(module, query, key, value, None, implementation, **kwargs)
         outputs.append(out.flatten(0, 1))
     out = torch.cat(outputs).index_select(0, packed.places)
-    return out.unflatten(0, (len(query_BHRC), -1))
+    return out.unflatten(0, (query_BHRC.shape[0], -1))
 
 
 def eager_attention(

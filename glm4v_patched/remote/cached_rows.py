@@ -39,8 +39,9 @@ CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CachedRows, the latest last
 
 
 def cached_length(cache: Cache | None) -> int:
+    length: Any = 0 if cache is None else cache.get_seq_length()
     # A static cache answers with a tensor, which in transformers 5 is the counter itself.
-    return 0 if cache is None else int(cache.get_seq_length())
+    return int(length) if isinstance(length, Tensor) else length
 
 
 def is_static(cache: Cache | None) -> bool:
@@ -137,14 +138,14 @@ def _same_rows(cache: Cache, known: CachedRows, length: int) -> Tensor | None:
     if keys is None or known.anchor_keys is None:
         return None
     if keys.shape[1] != known.anchor_keys.shape[1]:
-        return keys.new_zeros((len(keys), len(known.anchor_keys)), dtype=torch.bool)
+        return keys.new_zeros((keys.shape[0], known.anchor_keys.shape[0]), dtype=torch.bool)
     return (keys[:, None] == known.anchor_keys.to(keys.device)).all(dim=-1)
 
 
 def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
     layers: list[Any] = [*cache.layers] if cache is not None and past_length else []
     keys = layers[0].keys if layers else None
-    if isinstance(keys, Tensor) and keys.ndim == 4 and len(keys) != len(input_ids):
+    if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[0] != input_ids.shape[0]:
         raise ValueError(
             f"the cache holds {len(keys)} rows but {len(input_ids)} are given: select or repeat "
             "the rows of both alike"

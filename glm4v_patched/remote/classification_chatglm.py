@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .cached_rows import cached_length
+from .image_layout import running_max
 from .keywords import CACHE, named_cache, names_of, wants_dict
 from .sharding import refuse_split_model
 
@@ -83,7 +84,7 @@ class ScoresRows(nn.Module):
             )
         hidden_BRD = output.last_hidden_state
         last_B = self._last_tokens(hidden_BRD, output.attention_mask)
-        logits = self.score(hidden_BRD[torch.arange(len(last_B), device=last_B.device), last_B])
+        logits = self.score(hidden_BRD[torch.arange(last_B.shape[0], device=last_B.device), last_B])
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -104,21 +105,21 @@ class ScoresRows(nn.Module):
     def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
         """Zeros at the padding ids that rows end with."""
         if self.config.pad_token_id is None:
-            if len(input_ids) > 1:
+            if input_ids.shape[0] > 1:
                 raise ValueError(
                     f"{len(input_ids)} rows were given without attention_mask to a model whose "
                     "config.pad_token_id is None, so where they end is not known: give either"
                 )
-            shape = len(input_ids), past_length + input_ids.shape[1]
+            shape = input_ids.shape[0], past_length + input_ids.shape[1]
             return torch.ones(shape, dtype=torch.long, device=input_ids.device)
         is_token = input_ids != self.config.pad_token_id
-        follows_token = is_token.flip(1).cummax(dim=1).values.flip(1)
-        return F.pad(follows_token.long(), (past_length, 0), value=1)
+        precedes_token = running_max(is_token.long().flip(1)).flip(1)
+        return F.pad(precedes_token, (past_length, 0), value=1)
 
     def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Each row's last column ``(B,)`` that is no padding."""
         length = hidden_BRD.shape[1]
-        columns = torch.arange(length, device=hidden_BRD.device).expand(len(hidden_BRD), -1)
+        columns = torch.arange(length, device=hidden_BRD.device).expand(hidden_BRD.shape[0], -1)
         if attention_mask is None:
             return columns[:, -1]
         if attention_mask.ndim != 2:

@@ -231,6 +231,8 @@ DEFAULTS = ONLY | {
     "skip_logits": False,
     "loss_chunk_size": 1024,
 }
+# By which transformers' pipelines say what they load a model for.
+PIPELINE_TASK = "_from_pipeline"
 # transformers 4 puts these on every config, with values of its own, and 5 on none.
 OF_EVERY_CONFIG = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
 
@@ -301,6 +303,15 @@ class ChatGLMConfig(PretrainedConfig):
         if config._attn_implementation is not None:
             own._attn_implementation = config._attn_implementation
         return own
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As usual; a pipeline's task is kept for the model that is loaded with this config."""
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if kwargs.get(PIPELINE_TASK) is not None:
+            config = loaded[0] if isinstance(loaded, tuple) else loaded
+            setattr(config, PIPELINE_TASK, kwargs[PIPELINE_TASK])
+        return loaded
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):

@@ -3,7 +3,7 @@
 What can be wrong is counted on the device and comes to the host in one transfer.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -93,13 +93,31 @@ def facts_on_host(facts: dict[str, Tensor]) -> dict[str, int]:
 
 
 def facts_in_graph(
-    facts: dict[str, Tensor], length: int, image_format: ImageFormat, num_images: int
+    facts: dict[str, Tensor],
+    given: GivenRows,
+    image_format: ImageFormat,
+    num_images: int,
+    may_grow: bool,
 ) -> dict[str, int]:
-    """What sound, grown rows have, asserted of these rows whenever the graph runs."""
+    """What sound rows have, asserted of these rows whenever the graph runs.
+
+    Args:
+        may_grow: Whether the graph takes rows of either form; else they are grown.
+    """
     last = image_format.vocab_size - 1
-    wanted = {"begins": num_images, "ends": num_images, "found": num_images, "misfit": 1}
-    wanted |= {"length": length, "unknown_positions": 0, "wrong_mask_values": 0}
+    wanted: dict = {"begins": num_images, "ends": num_images, "found": num_images, "misfit": 1}
+    wanted |= {"unknown_positions": 0, "wrong_mask_values": 0}
     wanted |= {"restarts": 0, "steps_back": 0, "starts_inside": 0}
+    length = given.input_ids.shape[1]
+    if may_grow:
+        length = cast(int, facts["length"].item())  # a symbol, of which this is known
+        torch._check(length >= 3)
+    else:
+        wanted["length"] = length
+    # Rows without a mask get one where they may grow to different lengths; packed ones must not.
+    is_even = given.input_ids.shape[0] == 1 or not may_grow
+    if given.position_ids is not None and given.attention_mask is None:
+        wanted["shortest"], is_even = facts["length"], True
     is_sound = facts["last_position"] < image_format.max_positions
     for name, value in wanted.items():
         if name in facts:
@@ -115,7 +133,9 @@ def facts_in_graph(
     )
     # How much of a mask is padding is not known, nor how far positions go.
     known = dict.fromkeys((*OPTIONAL_FACTS, *facts), 0) | wanted
-    return known | {"shortest": length, "plain_from": length, "masked": int("masked" in facts)}
+    shortest = length if is_even else 0
+    masked = int("masked" in facts)
+    return known | {"length": length, "shortest": shortest, "plain_from": length, "masked": masked}
 
 
 def check_images(

@@ -71,6 +71,7 @@ class _ReadRows(NamedTuple):
     """Rows before they grow; ``padding_mask`` ``(B, P + L)`` and ``current_mask`` ``(B, L)``."""
 
     facts: dict[str, int]
+    may_grow: bool
     padding_mask: Tensor | None
     current_mask: Tensor | None
     positions: Tensor
@@ -129,7 +130,7 @@ def grow_rows(
         has_padding=attention_mask is not None and facts["masked"] > 0,
         plain_from=facts["plain_from"],
     )
-    if facts["length"] != given.input_ids.shape[1]:
+    if read.may_grow:
         rows = _grow(rows, read, given.past_length, is_packed)
     if rows.labels is not None and given.label_after is not None:
         rows = rows._replace(labels=torch.cat((rows.labels, given.label_after), dim=1))
@@ -160,7 +161,7 @@ def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -
     ends = read.width.cumsum(dim=1)
     left_fill = length - ends[:, -1:]
     # Of each column, how many ids end before it. (searchsorted wakes all threads for few ids.)
-    ends_there = ends.new_zeros(len(ends), length + 1)
+    ends_there = ends.new_zeros(ends.shape[0], length + 1)
     ends_there.scatter_(1, ends + left_fill, 1)
     source = ends_there.cumsum(dim=1)[:, :-1]
     is_fill = torch.arange(length, device=input_ids.device) < left_fill
@@ -177,13 +178,13 @@ def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -
                 f"lengths (up to {length}): pack grown rows, or give an attention_mask"
             )
         current_mask = torch.ones_like(input_ids)
-        padding_mask = current_mask.new_ones(len(input_ids), past_length + given_length)
+        padding_mask = current_mask.new_ones(input_ids.shape[0], past_length + given_length)
     if padding_mask is not None and current_mask is not None:
         padding_mask = torch.cat((padding_mask[:, :past_length], grow(current_mask, 0)), dim=1)
     return rows._replace(
         input_ids=grow(input_ids, 0),
         position_ids=grow(rows.position_ids, 0),
-        image_mask=grow(rows.image_mask, False),
+        image_mask=rows.image_mask.gather(1, source) & ~is_fill,
         attention_mask=padding_mask,
         labels=None if rows.labels is None else grow(rows.labels, -100),
         has_padding=padding_mask is not None and (is_uneven or facts["masked"] > 0),
@@ -202,20 +203,26 @@ def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: Image
 def _find_images(
     input_ids: Tensor, image_format: ImageFormat, prompt_length: int | None = None
 ) -> _ImageSpans:
-    length = input_ids.shape[1]
+    rows, length = input_ids.shape
     columns = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     is_prompt = columns < (length if prompt_length is None else prompt_length)
     begin_ids = (input_ids == image_format.begin_id) & is_prompt
     end_ids = (input_ids == image_format.end_id) & is_prompt
-    last_begin = columns.masked_fill(~begin_ids, -1).cummax(dim=1).values
-    last_end = columns.masked_fill(~end_ids, -1).cummax(dim=1).values
-    next_begin = _cummin_from_right(columns.masked_fill(~begin_ids, length))
-    next_end = _cummin_from_right(columns.masked_fill(~end_ids, length))
-    begin_after = torch.nn.functional.pad(next_begin[:, 1:], (0, 1), value=length)
+    is_marker = begin_ids | end_ids
+    # The columns of all markers, between -1 and ``length``; what is none goes to the last entry,
+    # which is read only where all of them are.
+    count = is_marker.cumsum(dim=1)
+    markers = count.new_full((rows, length + 2), length)
+    markers[:, 0] = -1
+    markers.scatter_(1, count.masked_fill(~is_marker, length + 1), columns)
+    last, following = markers.gather(1, count), markers.gather(1, count + 1)
+    # Where there is none, these columns hold no marker, or are themselves the last one.
+    follows_begin = begin_ids.gather(1, last.clamp(min=0))
+    precedes_end = end_ids.gather(1, following.clamp(max=length - 1))
 
-    is_begin = begin_ids & (next_end < begin_after)
-    is_inside = (last_begin > last_end) & (columns > last_begin) & (next_end < next_begin)
-    inner_length = next_end - columns - 1
+    is_begin = begin_ids & precedes_end
+    is_inside = ~is_marker & follows_begin & precedes_end
+    inner_length = following - columns - 1
     return _ImageSpans(
         begin_ids=begin_ids,
         end_ids=end_ids,
@@ -253,7 +260,7 @@ def _share_image_positions(counted: Tensor, spans: _ImageSpans) -> Tensor:
     is_extra = spans.is_inside & _shift_right(spans.is_inside)
     stepped = torch.diff(counted, prepend=counted[:, :1], dim=1) == 1
     surplus = (is_extra & stepped).long().cumsum(dim=1)
-    surplus_of_earlier_samples = surplus.masked_fill(counted != 0, 0).cummax(dim=1).values
+    surplus_of_earlier_samples = running_max(surplus.masked_fill(counted != 0, 0))
     return (counted - surplus + surplus_of_earlier_samples).clamp(min=0)
 
 
@@ -270,7 +277,7 @@ def _starts(positions: Tensor, current_mask: Tensor | None, packed: bool) -> Ten
 
 def _count_within_samples(positions: Tensor) -> Tensor:
     columns = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    return columns - columns.masked_fill(positions != 0, 0).cummax(dim=1).values
+    return columns - running_max(columns.masked_fill(positions != 0, 0))
 
 
 def _read_rows(
@@ -291,13 +298,13 @@ def _read_rows(
     width = torch.where(spans.is_placeholder, image_format.num_image_tokens, 1)
 
     ends = width.cumsum(dim=1)
-    length, shortest = ends[:, -1].amax(), ends[:, -1].amin()
+    length, shortest = ends[:, -1].max(), ends[:, -1].min()
     ends = ends + length - ends[:, -1:]  # one column after each id, in the grown rows
-    facts = {"length": length, "shortest": shortest, "last_position": positions.amax()}
+    facts = {"length": length, "shortest": shortest, "last_position": positions.max()}
     is_break = _breaks(given, spans, positions)
     if current_mask is not None:
         is_break = is_break | (current_mask == 0)
-    facts["plain_from"] = ends.masked_fill(~is_break, 0).amax()
+    facts["plain_from"] = ends.masked_fill(~is_break, 0).max()
     facts |= _facts_of_images(given, spans, image_format, ends)
     facts |= _facts_of_labels(given, spans)
     if position_ids is not None:
@@ -310,13 +317,16 @@ def _read_rows(
         facts["masked"] = (padding_mask == 0).sum()
         if position_ids is not None:
             facts |= _facts_of_restarts(counted, current_mask)
-    # Whether there is room for that many grown images, as far as shapes tell.
-    has_room = num_images * (image_format.num_image_tokens + 2) <= input_ids.numel()
+    # An exported program takes images of either form. For other graphs shapes tell whether there
+    # is room for that many grown ones.
+    may_grow = torch.compiler.is_exporting() and num_images > 0
+    has_room = may_grow or (num_images * (image_format.num_image_tokens + 2) <= input_ids.numel())
     if torch.compiler.is_compiling() and has_room:
-        known = facts_in_graph(facts, input_ids.shape[1], image_format, num_images)
+        known = facts_in_graph(facts, given, image_format, num_images, may_grow)
     else:
         known = facts_on_host(facts)
-    return _ReadRows(known, padding_mask, current_mask, positions, width)
+        may_grow = known["length"] != input_ids.shape[1]
+    return _ReadRows(known, may_grow, padding_mask, current_mask, positions, width)
 
 
 def _breaks(given: GivenRows, spans: _ImageSpans, positions: Tensor) -> Tensor:
@@ -339,8 +349,8 @@ def _facts_of_images(
         "found": spans.is_begin.sum(),
         "found_after_cache": (spans.is_begin & (ends > given.num_cached)).sum(),
         "misfit": misfits.gather(0, (misfits - 1).abs().argmax(keepdim=True)).squeeze(),
-        "smallest_id": given.input_ids.amin(),
-        "largest_id": given.input_ids.amax(),
+        "smallest_id": given.input_ids.min(),
+        "largest_id": given.input_ids.max(),
     }
 
 
@@ -351,8 +361,8 @@ def _facts_of_labels(given: GivenRows, spans: _ImageSpans) -> dict[str, Tensor]:
     every = labels if given.label_after is None else torch.cat((labels, given.label_after), dim=1)
     learned = every.masked_fill(every == -100, 0)
     return {
-        "smallest_label": learned.amin(),
-        "largest_label": learned.amax(),
+        "smallest_label": learned.min(),
+        "largest_label": learned.max(),
         "labels_inside": ((labels != -100) & spans.is_inside).sum(),
     }
 
@@ -361,18 +371,27 @@ def _facts_of_restarts(counted: Tensor, current_mask: Tensor) -> dict[str, Tenso
     """How often positions begin anew, or go back, from one token to the next."""
     is_token = current_mask != 0
     columns = torch.arange(counted.shape[1], device=counted.device).expand_as(counted)
-    last_token = columns.masked_fill(~is_token, -1).cummax(dim=1).values[:, :-1]
-    before = counted.gather(1, last_token.clamp(min=0))
-    now, follows = counted[:, 1:], is_token[:, 1:] & (last_token >= 0)
+    last_token = running_max((columns + 1).masked_fill(~is_token, 0)) - 1
+    token_before = _shift_right(last_token, fill=-1)
+    before = counted.gather(1, token_before.clamp(min=0))
+    follows = is_token & (token_before >= 0)
     return {
-        "restarts": (follows & (now == 0)).sum(),
-        "steps_back": (follows & (now < before) & (now != 0)).sum(),
+        "restarts": (follows & (counted == 0)).sum(),
+        "steps_back": (follows & (counted < before) & (counted != 0)).sum(),
     }
 
 
-def _cummin_from_right(values: Tensor) -> Tensor:
-    return values.flip(1).cummin(dim=1).values.flip(1)
+def running_max(values: Tensor) -> Tensor:
+    """Return the greatest value of ``(B, L)`` up to each column; of values that fall to 0 only."""
+    if not torch.compiler.is_exporting():
+        return values.cummax(dim=1).values
+    # ONNX has no cummax.
+    count = (values > 0).cumsum(dim=1)
+    listed = values.new_zeros(values.shape[0], values.shape[1] + 1)
+    listed = listed.scatter(1, count.masked_fill(values == 0, 0), values)
+    return listed.gather(1, count)
 
 
-def _shift_right(flags: Tensor) -> Tensor:
-    return torch.nn.functional.pad(flags[:, :-1], (1, 0), value=False)
+def _shift_right(values: Tensor, fill: int = False) -> Tensor:
+    # Padded first: a graph with ``values[:, :-1]`` in it would not run on rows of 2 ids.
+    return torch.nn.functional.pad(values, (1, 0), value=fill)[:, :-1]

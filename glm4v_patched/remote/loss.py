@@ -58,7 +58,8 @@ def chunked_next_token_loss(
 
 def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """``((row, position), labels)``, ``(S,)`` int64 each, of what predicts a supervised label."""
-    following = labels_BL[:, 1:]
+    # As long as the rows: a graph with ``labels_BL[:, 1:]`` alone would not run on rows of 2 ids.
+    following = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
     batch, position = (following != IGNORE_INDEX).nonzero(as_tuple=True)
     return (batch, position), following[batch, position]
 
@@ -109,7 +110,7 @@ class KeptColumns(NamedTuple):
             self.columns.to(labels_BK.device) if isinstance(self.columns, Tensor) else self.columns
         )
         columns = torch.arange(length, device=labels_BK.device)[kept]
-        everywhere = labels_BK.new_full((len(labels_BK), length), IGNORE_INDEX)
+        everywhere = labels_BK.new_full((labels_BK.shape[0], length), IGNORE_INDEX)
         everywhere[:, columns[:-1]] = labels_BK[:, 1:]
         return everywhere
 

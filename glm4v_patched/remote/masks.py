@@ -25,7 +25,7 @@ def causal_mask(
         cache = None  # is empty: the rows see themselves alone
     if config._attn_implementation == "sdpa" and cache is None:
         # The others get what transformers makes: eager a mask over whole rows, like its scores.
-        if packed is not None:
+        if packed is not None and not torch.compiler.is_exporting():
             return group_samples(packed)
         if mask is not None and mask.ndim == 2 and _hides_no_padding(mask, rows.has_padding):
             mask = None  # causal is what is left

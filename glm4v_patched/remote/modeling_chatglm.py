@@ -34,7 +34,7 @@ from .cached_rows import (
 from .checkpointing import CheckpointedLayer
 from .class_lists import enter_class
 from .classification_chatglm import ScoresRows
-from .configuration_chatglm import ChatGLMConfig, check_adapters
+from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin
 from .image_checks import GivenRows, ImageFormat
 from .image_layout import grow_rows
@@ -480,7 +480,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         attention_kwargs = attention_keywords(attention_kwargs)
         pixel_values, features = self._given_images(pixel_values, images, image_features)
         given_images = pixel_values if features is None else features
-        num_images = 0 if given_images is None else len(given_images)
+        num_images = 0 if given_images is None else given_images.shape[0]
         cache = self._cache_to_use(cache, use_cache)
         past_length = cached_length(cache)
 
@@ -578,6 +578,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
     ) -> None:
         """Warn of hidden states that are longer than the rows as given, once; refuse to train on
         them, and embeddings of such rows, which cannot grow."""
+        if torch.compiler.is_exporting():
+            torch._check(inputs_embeds is None or length == given)
+            return
         if length == given:
             return
         grows = f"rows of {given} ids take {length} positions here"
@@ -679,7 +682,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         if pixel_values is not None:
             features_NKD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
         if features_NKD is not None:
-            if len(features_NKD) == 0:
+            if features_NKD.shape[0] == 0:
                 return embeds_BRD, None
             merged = features_NKD.to(embeds_BRD.device, embeds_BRD.dtype)
             return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NKD
@@ -727,7 +730,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                     "as this model's image processor makes them"
                 )
             images = torch.stack(images) if images else None
-        if images is None or len(images) == 0:
+        if images is None or images.shape[0] == 0:
             return None
         if images.ndim != 4:
             raise ValueError(
@@ -761,7 +764,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             vectors = self.embedding(torch.tensor(markers, device=ids.device))
             for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
                 ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
-            if not (ids == markers[0]).any():
+            # A graph counts them where it counts those of ids.
+            if not torch.compiler.is_compiling() and not (ids == markers[0]).any():
                 raise ValueError(
                     f"{num_images} images were given with inputs_embeds, in which 0 positions hold "
                     f"the embedding of the begin-of-image id {markers[0]}: embed the ids of grown "
@@ -792,6 +796,15 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         self.loss_type = "ForCausalLM"
         self.transformer = ChatGLMModel(config)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
+        """As usual. For the pipeline "feature-extraction", which takes the first output of what
+        ``AutoModel`` gives, load the decoder alone: that output would be logits."""
+        read_by_auto_class = None if config is None else vars(config).pop(PIPELINE_TASK, None)
+        is_for_features = "feature-extraction" in (read_by_auto_class, kwargs.get(PIPELINE_TASK))
+        load = ChatGLMModel.from_pretrained if is_for_features else super().from_pretrained
+        return load(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer

@@ -78,8 +78,8 @@ CHAT_TEMPLATE = r"""
     {{- '你的任务是针对用户的问题和要求提供适当的答复和支持。' }}
     {%- for tool in tools %}
         {%- if tool['type'] is defined and tool['type'] != 'function' %}
-            {{- raise_exception('a tool has type ' ~ tool['type'] ~ ': only function tools are '
-                ~ 'supported') }}
+            {{- raise_exception('a tool has type ' ~ tool['type'] ~ ', of which this template has '
+                ~ 'no text: give tools of type function, or describe it in a system message') }}
         {%- endif %}
         {%- set function = tool['function'] if tool['function'] is defined else tool %}
         {{- '\n\n## ' + function['name'] + '\n\n' + (function | tojson(indent=4)) }}
@@ -431,6 +431,20 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     ) -> list[int]:
         """``[gMASK]<sop>`` before the ids, and those of a pair after them, as encoding does."""
         return [*self.get_prefix_tokens(), *token_ids_0, *(token_ids_1 or ())]
+
+    def get_special_tokens_mask(
+        self,
+        token_ids_0: list[int],
+        token_ids_1: list[int] | None = None,
+        already_has_special_tokens: bool = False,
+    ) -> list[int]:
+        """1 for special tokens and 0 for others: of these ids, or of what
+        :meth:`build_inputs_with_special_tokens` makes of them."""
+        if already_has_special_tokens:
+            return super().get_special_tokens_mask(token_ids_0, token_ids_1, True)
+        num_given = len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
+        num_prefix = len(self.get_prefix_tokens())
+        return [1] * num_prefix + [0] * (num_given - num_prefix)
 
     def _decode(
         self,

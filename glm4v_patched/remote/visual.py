@@ -40,9 +40,9 @@ class PatchEmbedding(nn.Module):
         self.cls_embedding = nn.Parameter(torch.zeros(1, vision.hidden_size))
         self.position_embedding = nn.Embedding(vision.num_positions, vision.hidden_size)
 
-    def forward(self, pixels_N3SS: Tensor) -> Tensor:
-        patches_NPV = self.project(pixels_N3SS)
-        class_N1V = self.cls_embedding.expand(len(pixels_N3SS), 1, -1)
+    def forward(self, images: Tensor) -> Tensor:
+        patches_NPV = self.project(images)
+        class_N1V = self.cls_embedding.expand(images.shape[0], 1, -1)
         tokens_NTV = torch.cat((class_N1V, patches_NPV), dim=1)
         # Through the module and not its weight: a sharded table is gathered only for its forward.
         positions = torch.arange(tokens_NTV.shape[1], device=tokens_NTV.device)
@@ -156,21 +156,22 @@ class EVA2CLIPModel(nn.Module):
         self.scaling_factor = vision.scaling_factor
         self.smallest_side = 2 * vision.patch_size
 
-    def forward(self, pixels_N3SS: Tensor, record: TowerRecord | None = None) -> Tensor:
+    def forward(self, images: Tensor, record: TowerRecord | None = None) -> Tensor:
         """``(N, num_image_tokens + 2, D)``: begin vector, image, end vector, divided by
         ``scaling_factor``.
 
         Args:
-            pixels_N3SS: In the dtype of the weights. ``S`` is the configured ``image_size``, or
-                ``smallest_side`` for a stand-in that only has to touch every parameter.
+            images: ``(N, 3, S, S)``, in the dtype of the weights. ``S`` is the configured
+                ``image_size``, or ``smallest_side`` for a stand-in that only has to touch every
+                parameter.
         """
-        patches_NPV = self.transformer(self.patch_embedding(pixels_N3SS), record)[:, 1:]
+        patches_NPV = self.transformer(self.patch_embedding(images), record)[:, 1:]
         side = int(patches_NPV.shape[1] ** 0.5)
         grid_NVGG = patches_NPV.transpose(1, 2).unflatten(-1, (side, side))
         # Contiguous: products of bitsandbytes on a CPU do not look at strides.
         image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2).contiguous())
         boi, eoi = (
-            vector.to(image_NKD.device).expand(len(image_NKD), -1, -1)
+            vector.to(image_NKD.device).expand(image_NKD.shape[0], -1, -1)
             for vector in (self.boi, self.eoi)
         )
         return torch.cat((boi, image_NKD, eoi), dim=1) / self.scaling_factor

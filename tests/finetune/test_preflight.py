@@ -49,7 +49,7 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
     [
         ("config.json", None, "a folder without config.json"),
         ("config.json", "[" * 100_000, "config.json cannot be read"),
-        ("config.json", '{"model_type": "chatglm"}', "expected chatglm, with a vision_config"),
+        ("config.json", '{"model_type": "chatglm"}', "vision_config is None, expected an object"),
         (WEIGHTS, None, "a folder without weights; expected model.safetensors"),
         (WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid", "pointer of git-lfs and has"),
         (INDEX, index_of("m-1.safetensors", WEIGHTS), "m-1.safetensors is missing"),

@@ -213,7 +213,8 @@ def logged(caplog):
 
 def settings(**fields) -> SimpleNamespace:
     """vLLM's settings of a model."""
-    config = SimpleNamespace(kv_channels=128, **fields)
+    values = {"model_type": "chatglm", "vision_config": {}}
+    config = SimpleNamespace(kv_channels=128, to_dict=lambda: values, **fields)
     return SimpleNamespace(hf_config=config, uses_mrope=True)
 
 

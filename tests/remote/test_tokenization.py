@@ -216,9 +216,30 @@ def test_single_messages_make_up_a_chat(tokenizer):
     assert not hasattr(tokenizer, "tokenizer")
 
 
+@pytest.mark.parametrize("kind", ["python", "simple_browser", "cogview", "web_search"])
+def test_a_tool_of_another_type_is_refused_by_its_name(tokenizer, kind):
+    """The published code has texts of its own for three of them."""
+    tools = [{"type": kind}]
+    named = f"a tool has type {kind}, .* give tools of type function, or describe it in a system"
+    for given in (
+        {"tools": tools},
+        {"conversation": [{"role": "system", "content": "x", "tools": tools}, *user("x")]},
+    ):
+        with pytest.raises(Exception, match=named):
+            tokenizer.apply_chat_template(**{"conversation": user("x")} | given)
+
+
 def test_names_of_transformers_4_are_there(tokenizer):
     built = tokenizer.build_inputs_with_special_tokens([40, 41], [42])
     assert built == [*tokenizer.get_prefix_tokens(), 40, 41, 42]
+    assert tokenizer.get_special_tokens_mask([40, 41], [42]) == [1, 1, 0, 0, 0]
+    assert tokenizer.get_special_tokens_mask(built, already_has_special_tokens=True) == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
     texts = ["hello", "hello to the cat"]
     assert dict(tokenizer.batch_encode_plus(texts, padding=True)) == tokenizer(texts, padding=True)
     assert dict(tokenizer.encode_plus("hello")) == dict(tokenizer("hello"))

@@ -6,12 +6,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModel, DynamicCache, StaticCache, pipeline
 from transformers.utils import logging
 
 from glm4v_patched.remote.attention import eager_attention
 from glm4v_patched.remote.keywords import EMBEDS_ARE_CUT
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+from tests.helpers.legacy_repository import remote_code_under
 from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
 from tests.remote.rows import DRAWN, GREEDY, new_tokens, prompts, two_rows
 
@@ -178,3 +179,21 @@ def test_embeddings_generate_as_their_ids(eager_model, image, options):
     if "num_return_sequences" not in options:
         got = eager_model.generate(input_ids=ids, **embedded, **options)
         assert torch.equal(got[:, : ids.shape[1]], ids) and torch.equal(got[:, -STEPS:], want)
+
+
+@torch.no_grad()
+def test_the_pipeline_of_features_gives_hidden_states(model, tokenizer, tmp_path):
+    """It takes the first output of what AutoModel loads, which is the model with its logits."""
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "saved")
+    want = model.transformer(**tokenizer("a b", return_tensors="pt")).last_hidden_state
+    trusted = {"trust_remote_code": True}
+    with remote_code_under(tmp_path / "modules"):
+        loaded = pipeline("feature-extraction", str(tmp_path / "saved"), **trusted)
+        whole = AutoModel.from_pretrained(tmp_path / "saved", **trusted)
+        own = pipeline("feature-extraction", model.transformer, tokenizer=tokenizer)
+        for features in (loaded, own):
+            assert (torch.tensor(features("a b")) - want).abs().max() <= ATOL
+        loaded.save_pretrained(tmp_path / "again")
+    assert "_from_pipeline" not in (tmp_path / "again" / "config.json").read_text()
+    assert type(whole).__name__ == "GLM4VForCausalLM"

@@ -1,0 +1,74 @@
+"""One function tells a glm-4v's config, and all that refuse another one repeat its words."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PretrainedConfig
+
+from glm4v_patched.bench.roofline import config_of
+from glm4v_patched.inference.vllm_plugin import SharedPositions
+from glm4v_patched.models.base import _require_glm4v
+from glm4v_patched.models.check_weights import fault_of_model_folder
+from glm4v_patched.patch.config_json import is_glm4v, why_not_glm4v
+from glm4v_patched.patch.convert import patch_model
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from hub_upload.build import _config
+from tests.helpers.tiny import golden_json, tiny_model
+
+OTHERS = {
+    "another model": ({"model_type": "llama"}, "model_type is 'llama', expected 'chatglm'"),
+    "no model type": ({"model_type": None}, "model_type is None"),
+    "a text model": ({"vision_config": None}, "vision_config is None, expected an object"),
+    "a list": ({"vision_config": [1]}, "vision_config is [1], expected an object"),
+}
+for value in (False, "false", None, "true", 0):
+    named = f"original_rope is {value!r}, expected true or no such field"
+    OTHERS[f"original_rope {value!r}"] = ({"original_rope": value}, named)
+
+
+@pytest.mark.parametrize("given", [{"original_rope": True}, {}])
+def test_the_published_rotation_is_true_or_not_said(given):
+    config = {k: v for k, v in golden_json("config.json").items() if k != "original_rope"} | given
+    assert why_not_glm4v(config) is None and is_glm4v(config)
+    assert ChatGLMConfig(**config).original_rope is True
+
+
+@pytest.mark.parametrize(("change", "named"), OTHERS.values(), ids=OTHERS)
+def test_another_model_is_refused_in_the_same_words_everywhere(change, named, tmp_path):
+    values = golden_json("config.json") | change
+    reason = why_not_glm4v(values)
+    assert reason is not None and named in reason and not is_glm4v(values)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    save_file({}, tmp_path / "model.safetensors")
+    assert reason in str(fault_of_model_folder(tmp_path))
+
+    class Foreign(PretrainedConfig):
+        model_type = values["model_type"] or ""
+
+        def to_dict(self) -> dict:
+            return values
+
+    model = tiny_model(num_layers=1)
+    model.__dict__["config"] = Foreign()
+    source = SimpleNamespace(name="source", read_json=lambda name: values)
+    refusals = [
+        lambda: _require_glm4v(tmp_path, tmp_path / "adapters"),
+        lambda: _config(source, {}),
+        lambda: patch_model(nn.Sequential(model)),
+        lambda: SharedPositions.verify_and_update_model_config(
+            SimpleNamespace(hf_config=Foreign())
+        ),
+    ]
+    if "original_rope" in change:  # the model's own config knows nothing of these words
+        for make in (lambda: ChatGLMConfig(**values), lambda: ChatGLMConfig.of(Foreign())):
+            with pytest.raises(ValueError, match="original_rope=.* every glm-4v .* has True"):
+                make()
+    if values["model_type"] is not None:
+        refusals.append(lambda: config_of(SimpleNamespace(config=tmp_path / "config.json")))
+    for refusal in refusals:
+        with pytest.raises(ValueError) as told:
+            refusal()
+        assert reason in str(told.value)

@@ -1,0 +1,246 @@
+"""The published classes' names and parameters are here, or docs/patching.md lists them.
+
+Facts of the published code of 2024 alone: names of classes, methods, parameters and attributes.
+"""
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from glm4v_patched.remote import modeling_chatglm, tokenization_chatglm, visual
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from tests.helpers.tiny import tiny_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "patching.md"
+
+
+class Published(NamedTuple):
+    """Of one class: methods with their parameters, and attributes of an object."""
+
+    methods: dict[str, str]
+    attributes: str = ""
+
+
+OF_LAYER = "hidden_states attention_mask rotary_pos_emb kv_cache use_cache"
+OF_MODEL = "input_ids images position_ids attention_mask past_key_values inputs_embeds use_cache"
+OF_MODEL += " output_hidden_states return_dict"
+MODELING = {
+    "RotaryEmbedding": Published(
+        {
+            "__init__": "dim rope_ratio original_impl device dtype",
+            "impl": "",
+            "forward_impl": "",
+            "forward": "max_seq_len offset",
+        },
+        "inv_freq dim rope_ratio original_impl",
+    ),
+    "RMSNorm": Published(
+        {"__init__": "normalized_shape eps device dtype", "forward": "hidden_states"},
+        "weight eps",
+    ),
+    "SelfAttention": Published(
+        {"__init__": "config layer_number device", "forward": OF_LAYER},
+        "layer_number projection_size hidden_size_per_attention_head multi_query_attention "
+        "num_attention_heads_per_partition qkv_hidden_size num_multi_query_groups_per_partition "
+        "query_key_value core_attention dense",
+    ),
+    "MLP": Published(
+        {"__init__": "config device", "forward": "hidden_states"},
+        "add_bias dense_h_to_4h activation_func dense_4h_to_h",
+    ),
+    "GLMBlock": Published(
+        {"__init__": "config layer_number device", "forward": OF_LAYER},
+        "layer_number apply_residual_connection_post_layernorm fp32_residual_connection "
+        "input_layernorm self_attention hidden_dropout post_attention_layernorm mlp",
+    ),
+    "GLMTransformer": Published(
+        {
+            "__init__": "config device",
+            "forward": "hidden_states attention_mask rotary_pos_emb kv_caches use_cache "
+            "output_hidden_states",
+        },
+        "fp32_residual_connection post_layer_norm num_layers layers final_layernorm "
+        "gradient_checkpointing",
+    ),
+    "Embedding": Published(
+        {"__init__": "config device", "forward": "input_ids"},
+        "hidden_size word_embeddings fp32_residual_connection",
+    ),
+    "ChatGLMPreTrainedModel": Published(
+        {
+            "get_masks": "",
+            "get_position_ids": "",
+            "get_multimodal_position_ids": "",
+            "gradient_checkpointing_enable": "gradient_checkpointing_kwargs",
+        }
+    ),
+    "ChatGLMModel": Published(
+        {
+            "__init__": "config device empty_init",
+            "get_input_embeddings": "",
+            "set_input_embeddings": "value",
+            "get_prompt": "",
+            "forward": f"{OF_MODEL} full_attention_mask",
+        },
+        "embedding num_layers multi_query_group_num kv_channels seq_length rotary_pos_emb encoder "
+        "output_layer pre_seq_len prefix_projection vision",
+    ),
+    "ChatGLMForConditionalGeneration": Published(
+        {
+            "__init__": "config empty_init device",
+            "prepare_inputs_for_generation": "input_ids",
+            "forward": f"{OF_MODEL} labels output_attentions return_last_logit",
+            "_reorder_cache": "",
+        },
+        "max_sequence_length transformer config",
+    ),
+    "ChatGLMForSequenceClassification": Published(
+        {
+            "__init__": "config empty_init device",
+            "forward": "input_ids position_ids attention_mask past_key_values inputs_embeds labels "
+            "return_dict",
+        },
+        "num_labels transformer classifier_head classifier_dropout",
+    ),
+    "PrefixEncoder": Published({}),
+    "CoreAttention": Published({}),
+    "SdpaAttention": Published({}),
+    "FlashAttention2": Published({}),
+    "InvalidScoreLogitsProcessor": Published({}),
+}
+VISUAL = {
+    "PatchEmbedding": Published(
+        {"__init__": "config", "forward": "images"}, "proj cls_embedding position_embedding"
+    ),
+    "Attention": Published(
+        {"__init__": "config", "forward": "x", "attention": ""},
+        "num_heads scale query_key_value dense output_dropout",
+    ),
+    "MLP": Published({"__init__": "config", "forward": "x"}, "config activation_fn fc1 fc2"),
+    "TransformerLayer": Published(
+        {"__init__": "config", "forward": "hidden_states"},
+        "input_layernorm attention mlp post_attention_layernorm",
+    ),
+    "Transformer": Published({"__init__": "config", "forward": "hidden_states"}, "layers"),
+    "GLU": Published(
+        {"__init__": "config in_features", "forward": "x"},
+        "linear_proj norm1 act1 act2 dense_h_to_4h gate_proj dense_4h_to_h",
+    ),
+    "EVA2CLIPModel": Published(
+        {"__init__": "config", "forward": "images"},
+        "patch_embedding transformer linear_proj conv boi eoi scaling_factor",
+    ),
+}
+TOKENIZATION = {
+    "ChatGLM4Tokenizer": Published(
+        {
+            "__init__": "vocab_file padding_side clean_up_tokenization_spaces "
+            "encode_special_tokens image_size",
+            "get_vocab": "",
+            "convert_tokens_to_string": "tokens",
+            "save_vocabulary": "save_directory filename_prefix",
+            "_tokenize": "",
+            "_convert_token_to_id": "",
+            "_convert_id_to_token": "index",
+            "get_prefix_tokens": "",
+            "build_single_message": "role metadata message tokenize message_prefix",
+            "apply_chat_template": "conversation add_generation_prompt tokenize padding truncation "
+            "max_length return_tensors return_dict tokenizer_kwargs add_special_tokens",
+            "build_inputs_with_special_tokens": "token_ids_0 token_ids_1",
+            "_pad": "encoded_inputs max_length padding_strategy pad_to_multiple_of "
+            "return_attention_mask",
+        },
+        "name vocab_file pat_str encode_special_tokens tokenizer mergeable_ranks decoder n_words "
+        "image_size vocab_size",
+    )
+}
+MODULES: dict[ModuleType, dict[str, Published]] = {
+    modeling_chatglm: MODELING,
+    visual: VISUAL,
+    tokenization_chatglm: TOKENIZATION,
+}
+FUNCTIONS: dict[ModuleType, str] = {
+    modeling_chatglm: "default_init split_tensor_along_last_dim apply_rotary_pos_emb is_empty "
+    "CORE_ATTENTION_CLASSES LANGUAGE_TOKEN_TYPE VISION_TOKEN_TYPE",
+    visual: "standard_attention",
+}
+FIELDS = (
+    "num_layers padded_vocab_size hidden_size ffn_hidden_size kv_channels num_attention_heads "
+    "seq_length hidden_dropout attention_dropout layernorm_epsilon rmsnorm "
+    "apply_residual_connection_post_layernorm post_layer_norm add_bias_linear add_qkv_bias "
+    "bias_dropout_fusion multi_query_attention multi_query_group_num rope_ratio "
+    "apply_query_key_layer_scaling attention_softmax_in_fp32 fp32_residual_connection "
+    "pre_seq_len boi_token_id eoi_token_id vocab_size original_rope vision_config"
+)
+
+
+@pytest.fixture
+def objects(tokenizer) -> dict[type, Any]:
+    """One object of each class that is published, by its class."""
+    model = tiny_model(num_layers=1)
+    classifier = modeling_chatglm.ChatGLMForSequenceClassification(model.config)
+    every = [*model.modules(), classifier, tokenizer]
+    return {type(each): each for each in every}
+
+
+def missing(objects: dict[type, Any]) -> set[str]:
+    """What is published and not here: names, and parameters as ``name=``."""
+    gone = {
+        name
+        for module, names in FUNCTIONS.items()
+        for name in names.split()
+        if not hasattr(module, name)
+    }
+    for module, classes in MODULES.items():
+        for class_name, published in classes.items():
+            ours = getattr(module, class_name, None)
+            if ours is None:
+                gone.add(class_name)
+                continue
+            for name, parameters in published.methods.items():
+                if not hasattr(ours, name):
+                    gone.add(name)
+                    continue
+                gone |= {f"{each}=" for each in not_taken(ours, name, parameters)}
+            names = published.attributes.split()
+            gone |= {name for name in names if ours in objects and not hasattr(objects[ours], name)}
+    config = ChatGLMConfig()
+    return gone | {name for name in FIELDS.split() if not hasattr(config, name)}
+
+
+def not_taken(ours: type, method: str, wanted: str) -> list[str]:
+    taken = inspect.signature(getattr(ours, method)).parameters
+    kinds = {parameter.kind for parameter in taken.values()}
+    # Those of the models refuse keywords that they do not know, in words of their own.
+    takes_any = ours.__name__ == "ChatGLM4Tokenizer" and inspect.Parameter.VAR_KEYWORD in kinds
+    return [] if takes_any else [name for name in wanted.split() if name not in taken]
+
+
+def listed() -> set[str]:
+    """Names of the first column of the page's list, without what stands before or behind them."""
+    section = PAGE.read_text().partition("## Names that are not here")[2]
+    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
+    code = [word for cell in cells[1:] for word in re.findall(r"`([^`]+)`", cell)]
+    return {match[0] for word in code if (match := re.fullmatch(r"\w+=?", word))}
+
+
+def test_each_published_name_is_here_or_listed(objects):
+    assert sorted(missing(objects) - listed()) == []
+
+
+def test_what_is_listed_is_published_and_not_here(objects):
+    published = {name for names in FUNCTIONS.values() for name in names.split()}
+    for name, each in (pair for classes in MODULES.values() for pair in classes.items()):
+        published |= {name, *each.methods, *each.attributes.split()}
+        published |= {f"{one}=" for of in each.methods.values() for one in of.split()}
+    gone = missing(objects)
+    assert sorted(name for name in listed() & published if name not in gone) == []
+    # The rest are parts of classes that are not here as a whole, or a field of the config.
+    assert sorted(listed() - published) == sorted(PARTS.split())
+
+
+PARTS = "dropout original_rope prefix_encoder prefix_tokens"
