@@ -156,8 +156,6 @@ def first_step(name: str, model: nn.Module, case: Case, data, folder, *args, **m
     config = make_config(str(folder), **ONCE | more)
     kept = {"args": config, "processing_class": case.processing_class, "train_dataset": data}
     trainer = getattr(module, f"{name}Trainer")(model, *args, **kept, **given)
-    if "image" in data.column_names:  # else OnlineDPOTrainer shows no image to the model
-        trainer.is_vision_model = True
     trainer.train()
     return trainer.state.log_history[0]
 
