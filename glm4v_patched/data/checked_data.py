@@ -246,6 +246,8 @@ def _doubt_of_images(source: Source, without: int, number: int) -> str | None:
     """Say that samples of a set have no image, if other samples have one, if a key that is called
     as images are is left out, or if there are images beside the set."""
     told = f"{without:,} of {number:,} samples have no image"
+    if without == number and source.columns and "image" in source.columns:
+        return f"{told}: the column of data.columns is empty"
     if ignored := [key for key in source.ignore if IMAGE_NAMES.fullmatch(key)]:
         return f"{told}, and data.ignore leaves out {listed(ignored)}"
     if without < number:

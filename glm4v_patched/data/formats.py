@@ -121,7 +121,8 @@ def read_as(name: str, row: dict) -> Found:
     cure = f'the first row of this file has "{of.needs[0]}"; write a file for each format'
     cures = ROW_CURES | dict.fromkeys(others, cure)
     for key in row.keys() - {*of.keys, *cures}:
-        if IMAGE_NAMES.fullmatch(key) or image_kind(row[key]):
+        has_image = any(row.get(name) is not None for name in ROW_PICTURES)
+        if not has_image and (IMAGE_NAMES.fullmatch(key) or image_kind(row[key])):
             cures[key] = OF_IMAGE
     refuse_keys((k for k in row if k not in OF_TOOLS), of.keys, "a row", cures, IGNORE_CURE)
     if of.needs[0] not in row:

@@ -17,6 +17,8 @@ from .suggestion import as_image, line_of
 IN_WORDS = re.compile(
     r"!\[[^\]\n]{0,200}\]\(([^()\s]{1,1024})\)|<img\s[^<>]{0,200}?src=[\"']?([^\"'<>\s]{1,1024})"
 )
+PLAIN_NAMES = re.compile("image|img|picture|photo|png|jpe?g|webp", re.IGNORECASE)
+OF_A_FILE = re.compile("url|uri|src|path|file|file_?name|name|id|data|bytes|base64|content")
 LONGEST_NAME, MOST_NAMES = 1024, 8
 ORDER = (("embedded", "base64"), ("path",), ("url",))
 MEDIA = ("video", "videos", "audio", "audios")
@@ -66,14 +68,21 @@ TOKENS = {
 """Words that nobody writes for anything else."""
 TAGS = {"box": f"<(?:{_OF_BOX})>", "video": f"<(?:{_OF_VIDEO})>", "audio": f"<(?:{_OF_AUDIO})>"}
 """Words that HTML and XML have, too."""
-COORDINATES = rf"<(?:{_OF_BOX})>[\[(<\s]{{0,8}}-?\d[\d.\s]{{0,12}}[,)\]]"
-ANY_WORD = "|".join([*TOKENS.values(), *TAGS.values()])
-_WORDS = re.compile(ANY_WORD, re.IGNORECASE)
+_BRACKETED = r"[\[(<\s]{0,8}[\[(<]\s{0,8}-?\d[\d.\s]{0,12}[,)\]]"
+# Behind a word it is a type of a program, unless it is closed.
+COORDINATES = (
+    rf"(?<![\w:])<(?:{_OF_BOX})>{_BRACKETED}|<(?:{_OF_BOX})>{_BRACKETED}[^<]{{0,200}}</"
+    r"|<(?:b?box|quad)>\s{0,8}-?\d[\d.\s]{0,12},"
+)
+_WORDS = re.compile("|".join([*TOKENS.values(), *TAGS.values()]), re.IGNORECASE)
+ANY_WORD = f"{_WORDS.pattern}|<(?:bbox_\\d{{1,6}}|region|mask|seg|obj|frame|clip|photo)>"
+"""Also words that other data may mean as words."""
 _TOKEN = {kind: re.compile(words, re.IGNORECASE) for kind, words in TOKENS.items()}
 _TOKEN["box"] = re.compile(f"{TOKENS['box']}|{COORDINATES}", re.IGNORECASE)
 _ANY = {kind: re.compile(f"{TOKENS[kind]}|{tag}", re.IGNORECASE) for kind, tag in TAGS.items()}
 _AT_AN_END = {
-    kind: re.compile(rf"\A\s*(?:{tag})|(?:{tag})\s*\Z", re.IGNORECASE) for kind, tag in TAGS.items()
+    kind: re.compile(rf"\A\s*(?:{tag})|(?<![\w?:.])(?:{tag})\s*\Z", re.IGNORECASE)
+    for kind, tag in TAGS.items()
 }
 _ALONE = {kind: re.compile(rf"(?:\s|{tag})+", re.IGNORECASE) for kind, tag in TAGS.items()}
 
@@ -93,8 +102,7 @@ def require_nothing_left_out(
         if fault := _fault_of_words(text_of(message), message["role"], row):
             raise ValueError(f"message {number} of {len(messages)}: {fault}")
     paths = pictures_of(messages)
-    if not paths:
-        _require_no_files(messages, folder)
+    _require_no_files(messages, folder, {os.path.normpath(path) for path in paths})
     _require_media(row, source, bool(paths))
     if source.columns:
         lost = [*_lost(row, source, paths, shown, folder)]
@@ -128,18 +136,19 @@ def _tag_in_place(kind: str, text: str, role: str) -> re.Match | None:
     return _AT_AN_END[kind].search(text) if role == "user" else _ALONE[kind].fullmatch(text)
 
 
-def _require_no_files(messages: list[dict], folder: str) -> None:
-    """Raise ``ValueError`` if a question names a file of an image that is there: as a line of its
-    own, or as Markdown and HTML do."""
+def _require_no_files(messages: list[dict], folder: str, shown: set[str]) -> None:
+    """Raise ``ValueError`` if a question names the file of an image that is not shown: as Markdown
+    and HTML do, or where none is shown as the end of a line."""
     for text in (text_of(message) for message in messages if message["role"] == "user"):
         lines = (line.strip() for line in text.splitlines())
-        names = [line for line in lines if image_kind(line) == "path"]
+        ends = (of for line in lines for of in dict.fromkeys((line, line.rpartition(": ")[2])))
+        names = [of for of in ends if image_kind(of) == "path" and not shown]
         names += [found[1] or found[2] for found in IN_WORDS.finditer(text)]
         for name in names[:MOST_NAMES]:
-            if _files_of(name, folder):
+            if _files_of(name, folder) - shown:
                 raise ValueError(
                     f"{quoted(name)} in the words is the file of an image, and the sample would "
-                    'have none: write <image> there, and the path under "image" of the row'
+                    'not have it: write <image> there, and the path under "image" of the row'
                 )
 
 
@@ -147,9 +156,11 @@ def _require_media(row: dict, source: Source, has_images: bool) -> None:
     """Raise ``ValueError`` for videos and sounds that a format's row has beside its messages, and
     for those of a table's row that would be left without anything to see."""
     for key in MEDIA:
-        if is_empty(row.get(key)):
+        if is_empty(row.get(key)) or row[key] in (False, 0):
             continue
         what = f"the row has {NAMED[key.rstrip('s')]} under {quoted(key)}"
+        if source.columns is None and has_images and key in source.ignore:
+            continue
         if source.columns is None:
             raise ValueError(f"{what}, which data.ignore cannot leave out: {ONLY_IMAGES}")
         named = {
@@ -184,25 +195,34 @@ def _lost(
     # Beside an image in the table, paths say where it comes from.
     embedded = any(image_kind(of) in ORDER[0] for of in shown)
     left_out = as_text | talks | {*source.ignore}
-    for name, value in _leaves(row, left_out, deep=not paths):
+    for name, value in _leaves(row, left_out):
         if any(of == name or of.startswith(f"{name}.") for of in of_images):
             continue
         kind = image_kind(value)
-        if kind not in ORDER[0] and (paths or kind is None):
+        is_words = kind == "path" and isinstance(value, str) and " " in value.strip()
+        if kind not in ORDER[0] and (paths or kind is None or is_words):
             kind = "path" if not embedded and _files_of(value, folder) - {*paths} else None
         if kind or not paths and _is_called_image(name, value):
             yield name, kind
 
 
 def _is_called_image(name: str, value: Any) -> bool:
-    is_value = not (isinstance(value, bool) or is_empty(value))
-    return is_value and any(map(IMAGE_NAMES.fullmatch, name.split(".")))
+    if isinstance(value, (bool, float)) or is_empty(value) or value == "N/A":
+        return False
+    *outer, last = name.split(".")
+    # A word or a small number is a title or a count, and no file; an id may be a number.
+    is_word = isinstance(value, str) and not re.search(r"[\d/\\.]", value)
+    if PLAIN_NAMES.fullmatch(last) and (isinstance(value, int) or is_word):
+        return False
+    inside = OF_A_FILE.fullmatch(last) and any(map(IMAGE_NAMES.fullmatch, outer))
+    return bool(inside or IMAGE_NAMES.fullmatch(last))
 
 
 def _files_of(value: Any, folder: str) -> set[str]:
     """Return the files that are named by a value, and begin as images do."""
     found = set()
     for name in (value if isinstance(value, list) else [value])[:MOST_NAMES]:
+        name = name.get("path") if isinstance(name, dict) else name
         # A name with blanks and without an image's ending is looked for nowhere: most are texts.
         if isinstance(name, str) and (image_kind(name) == "path" or " " not in name[:LONGEST_NAME]):
             path = os.path.normpath(os.path.join(folder, name))
@@ -211,16 +231,16 @@ def _files_of(value: Any, folder: str) -> set[str]:
     return found
 
 
-def _leaves(value: Any, without: set, deep: bool, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a row by their names, and if ``deep`` those inside of objects."""
+def _leaves(value: Any, without: set, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a row by their names, and those inside of objects."""
     inside: Any = value.items() if isinstance(value, dict) else enumerate(value)
     for key, of in inside:
         called = f"{name}.{key}" if name else str(key)
         if called in without or called in OF_TOOLS:
             continue
         first = of[0] if isinstance(of, list) and of else of
-        if deep and isinstance(first, dict) and not first.keys() <= {"bytes", "path"}:
-            yield from _leaves(of, without, deep, called)
+        if isinstance(first, dict) and not first.keys() <= {"bytes", "path"}:
+            yield from _leaves(of, without, called)
         else:
             yield called, of
 
@@ -243,5 +263,5 @@ def _describe_lost(lost: list[Lost], columns: Columns, has_images: bool) -> str:
         cure = f"keep it by '{line_of(kept)}' (answer, evaluate: --columns)"
     else:
         cure = f'if it tells the file, name that, as image: "photos/{{{lost[0][0]}}}.jpg"'
-    ignored = listed([name for name, _ in lost])
+    ignored = ", ".join(name for name, _ in lost)
     return f"{told}: {cure}, or leave it out by data.ignore: [{ignored}] (--ignore)"

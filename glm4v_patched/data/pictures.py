@@ -212,9 +212,11 @@ def image_kind(value: Any) -> Literal["embedded", "base64", "path", "url"] | Non
 
 def is_image_file(path: str) -> bool:
     """Return whether a file is there that begins as an image does."""
+    if not os.path.isfile(path):  # a pipe would be waited for
+        return False
     try:
         with open(path, "rb") as file:
-            return os.path.isfile(path) and _fault_of_bytes(file) is None
+            return _fault_of_bytes(file) is None
     except (OSError, ValueError):
         return False
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
-from .columns import NO_CELL, is_empty, named_columns, value_of
+from .columns import NO_CELL, named_columns, value_of
 from .formats import Found, find_format, read_as, read_columns
 from .left_out import require_nothing_left_out
 from .messages import (
@@ -239,7 +239,7 @@ class _RowReader:
                 self.missing = {
                     part: names
                     for part, names in self.missing.items()
-                    if all(is_empty(value_of(row, name)) for name in names)
+                    if all(value_of(given, name) in (None, NO_CELL) for name in names)
                 }
             return read_columns(row, self.source.columns)
         self.format = self.format or find_format(row)

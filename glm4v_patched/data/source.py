@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..paths import expand
+from ..paths import expand, is_within
 from ..terminal_text import listed
 from .columns import PICTURE_FILES, fault_of_columns
 from .formats import FORMATS
@@ -90,9 +90,15 @@ class Source:
 
 
 def folders_of_set(source: Source, name: str) -> list[tuple[str, str]]:
-    """Return the folders that a set is read from, for :func:`paths.require_apart`."""
-    folders = [(f"a folder of {name}", source.path), ("an image_folder", source.image_folder)]
-    return [(what, path) for what, path in folders if path is not None]
+    """Return the folders that a set is read from, for :func:`paths.require_apart`.
+
+    An ``image_folder`` around the set itself, such as ``.``, is a prefix of paths and no folder of
+    images.
+    """
+    folders, images = [(f"a folder of {name}", source.path)], source.image_folder
+    if images is not None and not is_within(source.path, images):
+        folders.append(("an image_folder", images))
+    return folders
 
 
 def suffix_of(path: str | Path) -> str:

@@ -18,7 +18,10 @@ ANSWERS += ["solution", "答案", "回答"]
 CAPTIONS = ["caption", "captions", "description", "text", "txt", "label", "class", "category"]
 CAPTIONS += ["cls"]
 SYSTEM = ("system", "system_prompt")
-MORE_OF_A_QUESTION = {"choices", "options", "input", "context", "passage", "hint", *"abcd"}
+MORE_OF_A_QUESTION = re.compile(
+    r"input|context|passage|hint|article|document|story|paragraph|candidates|[a-d]"
+    r"|(?:\w+_)?(?:choice|option)s?(?:_?\w)?"
+)
 """Columns without which a question may not be understood."""
 NOT_SAID = re.compile(
     r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[+-]?\d+)?"  # a number as a table has it, and not 007
@@ -70,7 +73,7 @@ def suggest(row: dict) -> dict[str, str] | None:
     image = _image_of(row, flat)
     if image == "" and any(_is_unknown(name) for name in every.keys() - flat.keys()):
         return None  # of a column that is empty here it is not known what it holds elsewhere
-    if image is None or MORE_OF_A_QUESTION & {_plain(name) for name in flat}:
+    if image is None or any(MORE_OF_A_QUESTION.fullmatch(_plain(name)) for name in flat):
         return None
     texts = {name: value for name, value in flat.items() if as_column(name) != image}
     found = _turns_of(texts) or _exchange_of(texts, bool(image))
@@ -116,7 +119,9 @@ def _image_of(row: dict, flat: dict[str, Any]) -> str | None:
     # Beside an image in the table, paths and addresses say where it came from.
     for likely in (("embedded", "base64"), ("path",), ("url",)):
         if found := [name for name, kind in kinds.items() if kind in likely]:
-            return as_image(found[0], kinds[found[0]]) if len(found) == 1 else None
+            is_list = kinds[found[0]] == "base64" and isinstance(flat[found[0]], list)
+            is_sure = len(found) == 1 and not is_list
+            return as_image(found[0], kinds[found[0]]) if is_sure else None
     called = [name for name in row if IMAGE_NAMES.fullmatch(name)]
     if not called:
         return ""
@@ -192,7 +197,9 @@ RECORDS = (
 def is_table(row: dict) -> bool:
     """Whether a row is a whole table, each of its columns a list."""
     lengths = {len(of) if isinstance(of, list) else 0 for of in row.values()}
-    return len(row) > 1 and len(lengths) == 1 and lengths.pop() > 1
+    is_even = len(row) > 1 and len(lengths) == 1 and lengths.pop() > 1
+    # Images and their captions may be one row; of a table there are more columns, or rows.
+    return is_even and not (len(row) == 2 and any(map(image_kind, row.values())))
 
 
 def fault_of_object(value: Any) -> str | None:

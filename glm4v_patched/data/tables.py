@@ -15,6 +15,7 @@ from typing import Any
 
 from ..terminal_text import pip_install
 from .columns import NO_CELL, PICTURE_FILES
+from .formats import find_format
 from .source import COMPRESSED, CURE_OF_FOLDER, OF_FILES, Source, is_saved, suffix_of
 from .text_rows import OF_LINES, Fault, Numbered, kind_of_file, read_text
 
@@ -113,7 +114,7 @@ def _open_folder(datasets: Any, source: Source) -> Any:
         if rows and not described:
             raise ValueError(
                 f"{source.path} has {rows[0]} beside its images, and datasets would read these "
-                "alone: name that file, or the folder of the images"
+                "alone: name that file or the folder of the images, or move the file elsewhere"
             )
         described = [file for file in described if os.path.basename(file) in METADATA]
         return described or builder.as_streaming_dataset(split=split)
@@ -126,21 +127,33 @@ def _refuse_pairs(source: Source, files: list[str]) -> None:
     """Raise ``ValueError`` for images and texts that belong together by their names, 0.png and
     0.txt: datasets would read those of one kind and leave the others out."""
     names = {folder: {*os.listdir(folder)} for folder in {*map(os.path.dirname, files)}}
+    pairs = []
     for file in files:
         there = names[os.path.dirname(file)]
         stem = os.path.basename(file).partition(".")[0]
         image = next((f"{stem}{of}" for of in PICTURE_FILES if f"{stem}{of}" in there), None)
         text = next((f"{stem}{of}" for of in (".txt", ".json") if f"{stem}{of}" in there), None)
-        if image is None or text is None or (len(files) == 1 and text.endswith(".json")):
-            continue
-        folder, kind = shlex.quote(source.path), text.rpartition(".")[2]
-        answer = {"txt": "txt"}.get(kind, "json.answer")
-        raise ValueError(
-            f"{source.path} has {image} and {text}, an image and what is said of it, and datasets "
-            f"reads one of the two; make an archive of WebDataset of them: tar --sort=name -cf "
-            f'{folder}.tar -C {folder} . (data.columns={{question: "...?", answer: {answer}, '
-            f"image: {image.rpartition('.')[2]}}})"
-        )
+        if image is not None and text is not None:
+            pairs.append((os.path.dirname(file), image, text))
+    if 2 * len(pairs) < len(files) or not pairs:  # a note beside an image or two
+        return
+    where, image, text = pairs[0]
+    if text.endswith(".json") and (len(files) == 1 or _is_row(Path(where, text))):
+        return
+    folder, kind = shlex.quote(source.path), text.rpartition(".")[2]
+    answer = {"txt": "txt"}.get(kind, "json.answer")
+    raise ValueError(
+        f"{source.path} has {image} and {text}, an image and what is said of it, and datasets "
+        f"reads one of the two; make an archive of WebDataset of them: tar --sort=name -cf "
+        f'{folder}.tar -C {folder} . (data.columns={{question: "...?", answer: {answer}, '
+        f"image: {image.rpartition('.')[2]}}})"
+    )
+
+
+def _is_row(path: Path) -> bool:
+    """Return whether a JSON file is a row of a known format, which names its images itself."""
+    rows = [row for _, row in read_text(Source(str(path)), kind_of_file(path))]
+    return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
 
 def _rows_of_text(files: list[str]) -> Numbered:

@@ -56,8 +56,8 @@ BESIDE_ROWS = ("info", "licenses", "categories")
 OF_LINES = ("JSON lines", "CSV")
 """Kinds of which a row has a line of its own."""
 JOINED_BY = "question_id"
-OF_CELLS = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*|.{200,}|.*\n.*", re.DOTALL)
-"""What is a cell of a CSV and no name of a column: a number, a date, a long text."""
+OF_CELLS = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
+"""What is a cell of a CSV and no name of a column: a number, a date."""
 OF_NAMES = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
 
 
@@ -321,8 +321,8 @@ def _fault_of_names(names: list[str], second: str) -> str | None:
     if names[0][:4].lower() == "sep=":
         return f"{quoted(names[0])} is a line of Excel's: take it out"
     cells = [name for name in names if image_kind(name) or OF_CELLS.fullmatch(name)]
-    numbers = [str(at) for at in range(len(names))]
-    if cells and names != numbers:  # which pandas gives columns that have no names
+    # pandas counts columns that have no names.
+    if cells != [*map(str, range(len(cells)))]:
         return (
             f"{quoted(cells[0])} is a cell and no name of a column: write a first line with the "
             "names, such as image,question,answer"

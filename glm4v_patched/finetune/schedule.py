@@ -63,14 +63,16 @@ def require_schedule(asked: TrainerFields, steps: int) -> None:
 
 def doubts_of_schedule(asked: TrainerFields, steps: int) -> Iterator[str]:
     """What of the learning rates is most likely a mistake."""
-    rates = [rate for step, rate in learning_rates(asked, steps) if step < steps]
+    looked_at = [(step, rate) for step, rate in learning_rates(asked, steps) if step < steps]
+    rates = [rate for _, rate in looked_at]
     warm, highest = asked.warmup(steps), max(rates) / asked.highest_rate
     if highest < LEAST_SHARE:
         yield (
             f"the learning rate is {highest:.0%} of trainer.learning_rate at most: the run has "
             f"{steps:,} steps, and trainer.warmup_steps is {warm:,}"
         )
-    if (idle := sum(rate == 0 for rate in rates[warm:]) / len(rates)) > MOST_IDLE:
+    idle = sum(rate == 0 for step, rate in looked_at if step >= warm) / len(rates)
+    if idle > MOST_IDLE:
         yield (
             f"the learning rate is 0 in {idle:.0%} of {steps:,} steps: see "
             f"trainer.lr_scheduler_kwargs, {shown(_kwargs(asked))}"

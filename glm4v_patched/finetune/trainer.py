@@ -239,6 +239,8 @@ class RecipeTrainer(Trainer):
         is_kept = is_over or (not self.watch.is_bad if saves_best else self.control.should_save)
         if self.args.load_best_model_at_end and not is_kept:
             return False
+        if not math.isfinite(metrics["eval_loss"]):  # whatever its metric says, it is no model
+            return self.faults.has_ended and not is_over
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and is_kept:
             # transformers 4.57 does not note those of "best", nor any release step 0.

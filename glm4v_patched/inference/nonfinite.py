@@ -50,7 +50,7 @@ def require_finite(finite_B: Tensor) -> None:
 def require_finite_logits(model: Any, batch: Any) -> None:
     """Raise :class:`NonFiniteLogits` if a model gives such logits for a batch."""
     with torch.no_grad():
-        logits = model(**batch).logits
+        logits = model(**batch, use_cache=False).logits
     if not finite_rows(logits).all():
         raise NonFiniteLogits(describe_cause(model, batch))
 

@@ -217,7 +217,7 @@ def require_readable(model: str, revision: str | None = None) -> None:
     from transformers.quantizers.auto import AutoQuantizationConfig
     from transformers.utils import cached_file
 
-    from ..remote.configuration_chatglm import ChatGLMConfig, refuse_nonfinite
+    from ..remote.configuration_chatglm import ChatGLMConfig, refuse_nonfinite_generation
 
     def read_config(values: dict) -> None:
         ChatGLMConfig.from_dict(values)
@@ -228,8 +228,7 @@ def require_readable(model: str, revision: str | None = None) -> None:
                 AutoQuantizationConfig.from_dict(quantised)
 
     def read_generation_config(values: dict) -> None:
-        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-        refuse_nonfinite(numbers, "generation_config.json")
+        refuse_nonfinite_generation(values, "generation_config.json")
         GenerationConfig.from_dict(values)
 
     kinds = ("missing_entries", "connection_errors", "gated_repo")

@@ -15,7 +15,8 @@ def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
     cogagent-9b has its vision part, too."""
     if (model_type := config.get("model_type")) != "chatglm":
         return f"model_type is {model_type!r:.60}, expected 'chatglm'"
-    if not isinstance(vision := config.get("vision_config"), Mapping):
+    vision = config.get("vision_config")
+    if not (vision and isinstance(vision, Mapping)):
         return (
             f"vision_config is {vision!r:.60}, expected an object (chatglm2, chatglm3 and the text "
             "models of GLM-4 have none)"
@@ -53,7 +54,8 @@ def nonfinite_number(values: Any) -> str | None:
             if found := nonfinite_number(value):
                 return f"{key}.{found}"
         elif isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:
-            return f"{key} is {value!r}"
+            shown = value if isinstance(value, float) else f"of {value.bit_length()} bits"
+            return f"{key} is {shown}"
     return None
 
 

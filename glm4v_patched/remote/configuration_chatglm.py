@@ -7,6 +7,7 @@ in silence would mean other numbers in silence.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
+from math import inf
 
 import transformers
 from packaging.specifiers import SpecifierSet
@@ -73,16 +74,27 @@ LARGEST_NUMBER = 3.4028234663852886e38
 
 def refuse_nonfinite(values: Mapping | Sequence, place: str) -> None:
     """Raise ``ValueError`` for a number among nested values that is NaN, infinite or beyond
-    float32, and would make every output NaN."""
+    float32."""
     items = values.items() if isinstance(values, Mapping) else enumerate(values)
     for key, value in items:
         if isinstance(value, (Mapping, list, tuple)):
             refuse_nonfinite(value, f"{place}: {key}")
         elif isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:
+            shown = value if isinstance(value, float) else f"of {value.bit_length()} bits"
             raise ValueError(
-                f"{place}: {key} is {value!r}; expected a finite number, at most "
+                f"{place}: {key} is {shown}; expected a finite number, at most "
                 f"{LARGEST_NUMBER:.2g}, which is float32's largest"
             )
+
+
+def refuse_nonfinite_generation(values: Mapping, place: str) -> None:
+    """Raise ``ValueError`` as :func:`refuse_nonfinite`, for options of generation. ``max_time`` may
+    be infinite, and a bias of sequences minus infinity, which excludes them."""
+    checked = {name: value for name, value in values.items() if name != "max_time"}
+    biases = checked.pop("sequence_bias", None) or ()
+    pairs = biases.items() if isinstance(biases, Mapping) else biases
+    refuse_nonfinite(checked, place)
+    refuse_nonfinite([bias for *_, bias in pairs if bias != -inf], f"{place}: sequence_bias")
 
 
 def fault_of_adapters() -> str | None:
@@ -176,6 +188,11 @@ class EVA2CLIPVisionConfig:
             raise ValueError(
                 f"vision_config: image_size {self.image_size} is less than two patches of "
                 f"{self.patch_size}; an image needs at least 2 x 2 patches"
+            )
+        if self.layer_norm_eps < 0 or not self.scaling_factor:
+            raise ValueError(
+                f"vision_config: layer_norm_eps is {self.layer_norm_eps}, and scaling_factor "
+                f"{self.scaling_factor}; expected 0 or more, and another number than 0"
             )
         if self.dropout_prob:
             raise ValueError(f"vision_config: dropout_prob {self.dropout_prob} is not supported")
@@ -317,13 +334,16 @@ class ChatGLMConfig(PretrainedConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         """As transformers'; ``ValueError`` for names by which it would fetch and run code."""
         refuse_fetched_code(config_dict)
+        refuse_nonfinite(kwargs, "from_pretrained")
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
         """As usual; what is saved has the code beside it, wherever this one's came from."""
         # peft looks here, and not at the attributes.
         heads = {"num_key_value_heads": self.multi_query_group_num}
-        return super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
+        values = super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
+        values.pop(PIPELINE_TASK, None)
+        return values
 
     def to_diff_dict(self) -> dict:
         """What is saved: without what follows from the published fields."""
@@ -357,6 +377,8 @@ class ChatGLMConfig(PretrainedConfig):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"multi_query_group_num {self.multi_query_group_num}"
             )
+        if self.layernorm_epsilon < 0:
+            raise ValueError(f"layernorm_epsilon is {self.layernorm_epsilon}; expected 0 or more")
         if self.kv_channels % 4:
             raise ValueError(
                 f"kv_channels {self.kv_channels} is not a multiple of 4: half of a head is "

@@ -20,7 +20,7 @@ from .cached_rows import (
     remember_drawn,
     room_of,
 )
-from .configuration_chatglm import ChatGLMConfig, refuse_nonfinite
+from .configuration_chatglm import ChatGLMConfig, refuse_nonfinite_generation
 from .image_checks import GivenRows, check_position
 from .image_layout import GrownRows, grow_rows, unmask_images
 from .keywords import (
@@ -233,8 +233,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     @overrides_generation(since="4.57")
     def _get_logits_processor(self, generation_config, *arguments, **options):
-        numbers = {k: v for k, v in vars(generation_config).items() if isinstance(v, (int, float))}
-        refuse_nonfinite(numbers, "generation_config")
+        refuse_nonfinite_generation(vars(generation_config), "generation_config")
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )

@@ -10,6 +10,7 @@ import io
 import os
 import urllib.request
 from http.client import HTTPException
+from numbers import Real
 
 import numpy as np
 import torch
@@ -61,10 +62,15 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         self.image_mean = list(image_mean or (0.48145466, 0.4578275, 0.40821073))
         self.image_std = list(image_std or (0.26862954, 0.26130258, 0.27577711))
         for name, values in (("image_mean", self.image_mean), ("image_std", self.image_std)):
-            if not np.isfinite(values).all() or (name == "image_std" and not np.all(values)):
+            if len(values) != 3 or not all(isinstance(one, Real) for one in values):
+                raise ValueError(f"{name} is {values!r:.200}; expected three numbers")
+            with np.errstate(all="ignore"):
+                numbers = np.array(values, np.float32)
+                factors = 1 / numbers if name == "image_std" else numbers
+            if not (np.isfinite(numbers) & np.isfinite(factors)).all():
                 raise ValueError(
-                    f"{name} is {values}, which makes pixel values NaN or infinite: give finite "
-                    "numbers, and in image_std none that is 0"
+                    f"{name} is {values}, which makes pixel values NaN, infinite or all the same: "
+                    "give finite numbers, and in image_std none that is 0 in float32"
                 )
 
     def preprocess(

@@ -800,11 +800,19 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
         """As usual. For the pipeline "feature-extraction", which takes the first output of what
-        ``AutoModel`` gives, load the decoder alone: that output would be logits."""
-        read_by_auto_class = None if config is None else vars(config).pop(PIPELINE_TASK, None)
-        is_for_features = "feature-extraction" in (read_by_auto_class, kwargs.get(PIPELINE_TASK))
-        load = ChatGLMModel.from_pretrained if is_for_features else super().from_pretrained
-        return load(pretrained_model_name_or_path, *model_args, config=config, **kwargs)
+        ``AutoModel`` gives, return the decoder alone: that output would be logits."""
+        tasks = getattr(config, PIPELINE_TASK, None), kwargs.get(PIPELINE_TASK)
+        loaded = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, config=config, **kwargs
+        )
+        if "feature-extraction" not in tasks:
+            return loaded
+        # Loaded as a whole: adapters of the folder name the modules of the whole model.
+        model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
+        decoder = model.transformer
+        if (placed := getattr(model, "hf_device_map", None)) is not None:
+            decoder.hf_device_map = placed  # a pipeline moves what has none
+        return (decoder, *info) if info else decoder
 
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer
@@ -918,9 +926,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if torch.compiler.is_compiling() and self._compiled_call_impl is None:
             torch._assert_async(
                 torch.zeros((), dtype=torch.bool),
-                "a Trainer that computes the loss itself (label_smoothing_factor) does not shift "
-                "the labels of a model that torch.compile has wrapped: in place of torch_compile "
-                "call model.compile() before (get_base_model().compile() inside peft)",
+                "a Trainer that smooths labels (label_smoothing_factor) does not shift those of a "
+                "model that torch.compile has wrapped, and the model cannot tell this from another "
+                "loss outside of it (compute_loss_func): in place of torch_compile call "
+                "model.compile() before (get_base_model().compile() inside peft)",
             )
         if given is not None and given.shape[1] != length:
             raise ValueError(

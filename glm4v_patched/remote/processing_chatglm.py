@@ -341,9 +341,9 @@ class _WithoutAudio(ChatGLMProcessor):
 def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, dict]:
     """Options of text, given flat or by part, and those of images."""
     more = dict(more)
-    drop_empty(more, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
     of_images = dict(more.pop("images_kwargs", None) or {})
     of_text = {**(more.pop("text_kwargs", None) or {}), **more}
+    drop_empty(of_text, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
     # Of either part; what is said of text goes first.
     tensors = of_images.pop("return_tensors", None)
     unknown = sorted((of_text.keys() - given.keys()) | (of_images.keys() - {"do_convert_rgb"}))

@@ -702,7 +702,9 @@ def is_empty(value: Any) -> bool:
     """Return whether an argument for images, videos or audio holds none, however nested."""
     if isinstance(value, (list, tuple)):
         return all(map(is_empty, value))
-    return _is_no_image(value)
+    if hasattr(value, "shape"):
+        return 0 in value.shape
+    return value is None or (isinstance(value, (str, bytes, Mapping)) and not value)
 
 
 # By the names of transformers' processors, and of their callers.

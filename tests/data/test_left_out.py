@@ -151,13 +151,13 @@ def test_a_question_that_names_a_file_of_an_image_is_no_sample_without_one(folde
         assert isinstance(found, Fault) and '"a.png" in the words is the file' in found.text
     (found,) = read(folder, PLAIN | {"q": words}, columns=COLUMNS)
     assert isinstance(found, Fault)
-    # Of a file that is not there, and in an answer, it is a word; beside an image, too.
-    for row in (
-        turns(words.replace("a.png", "logo.png")),
-        turns("q", words),
-        turns(words, image="b.png"),
-    ):
+    # Of a file that is not there, and in an answer, it is a word; beside an image, too, unless it
+    # is written as another one.
+    for row in (turns(words.replace("a.png", "logo.png")), turns("q", words)):
         assert isinstance(read(folder, {"messages": row})[0], Row)
+    for shown, is_lost in (("b.png", words[0] == "!" or "<img" in words), ("a.png", False)):
+        (found,) = read(folder, {"messages": turns(words, image=shown)})
+        assert isinstance(found, Fault if is_lost else Row)
 
 
 WITH_COLUMNS = [name for name in FORMS if name not in ("hf download, JSON", "LLaVA")]
@@ -221,13 +221,41 @@ def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(
         assert 'write the path: "/x/a b.png"' in row.text
 
 
-def test_a_column_that_is_empty_in_all_rows_is_a_mistake(folder):
+def test_a_column_that_no_row_has_is_a_mistake_and_an_empty_one_is_none(folder):
     named = COLUMNS | {"image": "image"}
-    for value in ("", None, [], [None], {"bytes": None, "path": None}):
+    for row in (PLAIN, PLAIN | {"image": None}):
         with pytest.raises(ValueError, match='no row has "image"'):
-            read(folder, *[PLAIN | {"image": value}] * 2, columns=named)
+            read(folder, *[row] * 2, columns=named)
+    for value in ("", [], [None], {"bytes": None, "path": None}):
+        rows = read(folder, *[PLAIN | {"image": value}] * 2, columns=named)
+        assert [len(row.pictures) for row in rows] == [0, 0]
         rows = read(folder, PLAIN | {"image": value}, PLAIN | {"image": "a.png"}, columns=named)
         assert [len(row.pictures) for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"title": "How to convert a.jpg to b.png"},
+        {"picture": "Inception"},
+        {"png": 3},
+        {"image": "N/A"},
+        {"meta": {"image": {"width": 3}}},
+        {"image_size": 7, "url": "http://x.y/1"},
+    ],
+)
+def test_what_names_no_image_is_left_out_as_ever(folder, more):
+    assert read(folder, PLAIN | more, columns=COLUMNS) == [Row(1, turns(*PLAIN.values()))]
+
+
+def test_images_inside_of_objects_are_not_lost_beside_one_that_is_shown(folder):
+    shown = PLAIN | {"image": "a.png"}
+    for more in (
+        {"meta": {"second": {"bytes": None, "path": "b.png"}, "x": 1}},
+        {"frames": [{"image": "b.png", "t": 1}]},
+    ):
+        (found,) = read(folder, shown | more, columns=COLUMNS | {"image": "image"})
+        assert isinstance(found, Fault) and "the sample would not have it" in found.text
 
 
 # Words, what the row has beside them, and what of it the message names.
@@ -288,6 +316,9 @@ def test_a_word_that_stands_for_what_is_not_there_is_refused(folder, name, words
         ("What is <ref> in a wiki?", "A source: <ref>Smith, 2020</ref>."),
         ("x < 3 and y > [[1, 2]]", "[[10, 20, 300, 400]]"),
         ("Is <point>3</point> the score?", "<point>3</point>"),
+        ("Sort a std::vector<Point>", "std::make_unique<Box>(10, 20); new List<Point>(5)"),
+        ("What does it return? List<Video>", "<kml><Point>1.5, 2</Point></kml>"),
+        ("What is the group in (?<ref>", "A name."),
         ("What does `<|vision_start|>` do?", "`<|vision_start|>` begins an image, `<bbox>` a box."),
     ],
 )
@@ -310,9 +341,12 @@ def test_a_video_or_sound_cannot_be_left_out_of_a_sample_that_needs_it(folder):
         (found,) = read(folder, shown, columns=COLUMNS | {"image": "image"})
         assert isinstance(found, Row)
         assert isinstance(read(folder, PLAIN | {key: value}, columns=COLUMNS, ignore=[key])[0], Row)
-    for empty in ([], None, "", [None]):
+    for empty in ([], None, "", [None], False):
         (found,) = read(folder, {"messages": turns(), "videos": empty}, ignore=["videos"])
         assert isinstance(found, Row)
+    # Frames of it are shown, and no word refers to it.
+    row = {"messages": turns(image="a.png"), "video": "a.mp4"}
+    assert isinstance(read(folder, row, ignore=["video"])[0], Row)
     # Boxes that no word refers to.
     more = {"objects": {"bbox": [[1, 2, 3, 4]]}}
     assert isinstance(read(folder, {"messages": turns()} | more, ignore=["objects"])[0], Row)

@@ -18,7 +18,7 @@ from glm4v_patched.data.columns import fault_of_columns
 from glm4v_patched.data.messages import text_of
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import make_sources
-from glm4v_patched.data.suggestion import QUESTION
+from glm4v_patched.data.suggestion import QUESTION, suggest
 from tests.helpers.data_forms import png, write_rows
 
 
@@ -303,3 +303,25 @@ def test_an_archive_whose_images_change_their_kind_is_refused(tmp_path):
     path = in_tar(tmp_path / "a.tar", rows)
     with pytest.raises(ValueError, match=r"00006\.jpg would be left out.*\(png, txt\)"):
         read(path, columns={"question": "What?", "answer": "txt", "image": "png"})
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "answer"),
+    [
+        (",0,1\n0,q,b\n", "{0}", "{1}"),
+        ("question,0\nq,b\n", "question", "{0}"),
+        ('"What\nis it?",answer\nq,b\n', "{What\nis it?}", "answer"),
+    ],
+)
+def test_names_that_pandas_and_forms_give_are_names(tmp_path, text, asked, answer):
+    (tmp_path / "a.csv").write_text(text)
+    [row] = read(tmp_path / "a.csv", columns={"question": asked, "answer": answer})
+    assert [message["content"] for message in row.messages] == ["q", "b"]
+
+
+@pytest.mark.parametrize(
+    "more", ["answer_choices", "option_a", "candidates", "document", "choice1"]
+)
+def test_a_question_that_needs_another_column_is_not_suggested(more):
+    row = {"question": "Which?", "answer": "B"}
+    assert suggest(row) is not None and suggest(row | {more: "x"}) is None

@@ -170,6 +170,16 @@ def test_a_loss_that_is_nan_is_never_the_best_and_no_answer_is_right_then(
     assert "2 evaluations without a better" in describe_end(stopped_early, True)
 
 
+def test_a_loss_that_is_nan_is_not_the_best_by_another_metric(stopped_early, monkeypatch):
+    given = iter([float("nan"), 3.0, 2.0])
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
+    monkeypatch.setattr(evaluation.Sample, "answer", lambda *_, **__: 0.0)
+    by_match = {"trainer.metric_for_best_model": "eval_exact_match"}
+    found = train_here(stopped_early.override(by_match | {"trainer.num_train_epochs": 3.0}))
+    assert [entry["eval_exact_match"] for entry in found["evaluations"]] == [0, 0, 0]
+    assert found["best_step"] == found["evaluations"][1]["step"]
+
+
 def test_patience_goes_on_where_it_was_when_a_run_was_stopped(stopped_early):
     """One evaluation without a better one before the stop, and one after it."""
     asked = stopped_early.override({"trainer.save_total_limit": None})

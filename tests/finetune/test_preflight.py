@@ -223,6 +223,12 @@ def test_what_is_written_lies_neither_in_nor_around_what_is_read(
         assert told(asked, *given, f"out={out}", f"{field}={out}/kept", "trained=lm") == []
 
 
+def test_an_image_folder_around_the_rows_is_a_prefix_of_paths(asked, laid_out, monkeypatch):
+    monkeypatch.chdir(laid_out)
+    for folder in (".", str(laid_out.parent)):
+        assert told(asked, f"data.image_folder={folder}", "out=runs/one") == []
+
+
 def test_features_are_kept_in_out_or_apart_from_it(asked, laid_out):
     kept = f"data.reuse_features={laid_out}/kept"
     assert told(asked, kept, f"out={laid_out}/run", "trained=lm") == []

@@ -158,8 +158,44 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path, text):
     assert largest.of_others[0] == 3.4e38
 
 
-def test_a_temperature_that_is_not_finite_is_refused_before_anything_is_generated(model):
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"temperature": INF}, "temperature is inf"),
+        ({"sequence_bias": [[[7], NAN]]}, "sequence_bias: 0 is nan"),
+        ({"sequence_bias": {(7,): INF}}, "sequence_bias: 0 is inf"),
+        ({"exponential_decay_length_penalty": (0, NAN)}, "length_penalty: 1 is nan"),
+    ],
+)
+def test_options_that_are_not_finite_are_refused_before_anything_is_generated(
+    model, options, named
+):
+    with pytest.raises(ValueError, match=f"generation_config: .*{named}"):
+        model.generate(torch.ones(1, 3, dtype=torch.long), do_sample=True, **options)
+
+
+def test_a_time_without_a_limit_and_a_bias_that_excludes_are_no_mistakes(model):
     ids = torch.ones(1, 3, dtype=torch.long)
-    for value in (float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="generation_config: temperature is "):
-            model.generate(ids, do_sample=True, temperature=value, max_new_tokens=1)
+    greedy = {"do_sample": False, "max_new_tokens": 2}
+    drawn = model.generate(ids, max_time=INF, **greedy)[0, 3].item()
+    others = model.generate(ids, sequence_bias=[[[drawn], -INF]], **greedy)
+    assert others[0, 3] != drawn
+
+
+def test_keywords_of_loading_are_looked_at_as_the_file_is(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="from_pretrained: rope_ratio is nan"):
+        ChatGLMConfig.from_pretrained(tmp_path, rope_ratio=NAN)
+    with pytest.raises(ValueError, match="layernorm_epsilon is -5"):
+        tiny_config(layernorm_epsilon=-5)
+    for name, value in (("layer_norm_eps", -1), ("scaling_factor", 0)):
+        vision = tiny_config().vision_config | {name: value}
+        with pytest.raises(ValueError, match="layer_norm_eps is .* and scaling_factor"):
+            tiny_config(vision_config=vision)
+    # A config may be named by its folder.
+    loaded = type(model).from_pretrained(tmp_path, config=str(tmp_path))
+    assert type(loaded) is type(model)

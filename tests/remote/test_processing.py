@@ -78,8 +78,9 @@ def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_pr
         for media in (*NO_MEDIA, *of_images):
             for empty in EMPTY:
                 assert repr(call(**{media: empty})) == want, (name, media, empty)
-            with pytest.raises(ValueError, match=f"was given {media}, which nothing reads"):
-                call(**{media: [[], "cat.mp4"]})
+            for given in ([[], "cat.mp4"], [0.0, 0.0], 0):
+                with pytest.raises(ValueError, match=f"was given {media}, which nothing reads"):
+                    call(**{media: given})
     with pytest.raises(ValueError, match="was given videos, .* takes images and text"):
         processor.apply_chat_template(
             chat, tokenize=True, processor_kwargs={"videos": ["cat.mp4"], "audio": []}
