@@ -15,8 +15,7 @@ def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
     cogagent-9b has its vision part, too."""
     if (model_type := config.get("model_type")) != "chatglm":
         return f"model_type is {model_type!r:.60}, expected 'chatglm'"
-    vision = config.get("vision_config")
-    if not (vision and isinstance(vision, Mapping)):
+    if not isinstance(vision := config.get("vision_config"), Mapping):
         return (
             f"vision_config is {vision!r:.60}, expected an object (chatglm2, chatglm3 and the text "
             "models of GLM-4 have none)"
