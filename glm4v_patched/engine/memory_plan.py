@@ -23,7 +23,6 @@ from .layer_memory import (
     linear_layers,
     multiplies_in_fp8,
     norm_width,
-    stacks_of,
     stacks_with_backward,
 )
 from .options import (
@@ -317,8 +316,8 @@ def _weights_held(config: ChatGLMConfig, options: EngineOptions) -> float:
 
 def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
     """Return the bytes that come and go within a step, above what is kept when its backward pass
-    begins: gathered weights; and logits, the inside of a block's backward pass or, when all blocks
-    have freed what they kept, of a tower layer's, whichever is most."""
+    begins: gathered weights, and logits or the inside of a layer's backward pass, whichever is
+    more."""
     gathered = 0.0
     if options.zero_stage == 3:
         everything = sum(count_parameters(config))
@@ -327,11 +326,9 @@ def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> fl
         gathered *= 1 - sum(count_held(config, options)) / everything / 2
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
     width = _width(options)
-    tower, language = stacks_of(config, options, batch)
     text = batch.row_length - batch.images_per_row * config.vision.num_image_tokens
     positions = min(options.loss_chunk_size or config.loss_chunk_size, batch.rows * text)
-    inside_tower = tower.inside - language.kept if trains_tower(options.trained) else 0.0
-    inside = width * max(language.inside, inside_tower)
+    inside = width * max(each.inside for each in stacks_with_backward(config, options, batch))
     if options.trained == "qlora":  # a layer's weight, in bf16 again
         inside += BF16 * max(map(prod, linear_layers(config)[1].values()))
     return width * gathered + max(inside, LOSS * positions * config.padded_vocab_size)
