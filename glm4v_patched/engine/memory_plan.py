@@ -80,7 +80,7 @@ def decide(
     steps: int | None = None,
 ) -> EngineOptions:
     """The options with a decision for all that is "auto": what fits into ``free`` bytes and is
-    fastest, so that least is computed again, then gathered. Where nothing fits, what is smallest:
+    fastest, so that least is computed again, then gathered. Where nothing fits, all is recomputed:
     the estimate may err, and an out-of-memory error is no worse than a refusal.
 
     Args:
@@ -109,7 +109,12 @@ def decide(
     sizes = {choice: estimate(config, choice, batch) for choice in choices}
     fitting = [choice for choice in choices if sizes[choice] <= room]
     if not fitting:
-        return min(choices, key=sizes.__getitem__)
+        # All is recomputed: estimates of small models, which nothing fits into on a CPU, are too
+        # close to each other to choose by.
+        return min(
+            reversed(choices),
+            key=lambda each: (-recomputed_flop(config, each, batch), sizes[each]),
+        )
 
     def cost(choice: EngineOptions) -> tuple[float, bool, float]:
         again = recomputed_flop(config, choice, batch)

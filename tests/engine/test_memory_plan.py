@@ -367,6 +367,15 @@ def test_what_is_asked_for_stays_and_all_weights_stay_gathered_where_they_fit():
     assert chosen(asked("lora_lm"), 141) == decided("lora_lm", "full", "none", 9_399_951_360)
 
 
+@pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_where_nothing_fits_all_is_recomputed(trained, layers):
+    """Also of a single layer, of which all policies take about the same at its peak."""
+    config = tiny_config(num_layers=layers)
+    options = decide(config, asked(trained, compile=False), Batch(rows=2, row_length=21), free=0)
+    assert (options.tower, options.language) == ("full", "full")
+
+
 @pytest.mark.parametrize(
     ("steps", "free", "trained", "compiled"),
     [
