@@ -255,10 +255,8 @@ def _describe_lost(lost: list[Lost], columns: Columns, has_images: bool) -> str:
     )
     if likely:
         given = columns.get("image", [])
-        images = [
-            *([given] if isinstance(given, str) else given),
-            *(as_image(*of) for of in likely),
-        ]
+        images = [given] if isinstance(given, str) else [*given]
+        images += [as_image(name, kind) for name, kind in likely]
         kept = {**columns, "image": images[0] if len(images) == 1 else images}
         cure = f"keep it by '{line_of(kept)}' (answer, evaluate: --columns)"
     else:

@@ -49,8 +49,12 @@ UNTIDY = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
 # What the tokenizers of other models can be asked to add to a text, or to take away.
 OPTIONS_OF_OTHERS = (
-    *("add_prefix_space", "add_bos_token", "add_eos_token"),
-    *("do_lower_case", "remove_space", "strip_accents"),
+    "add_prefix_space",
+    "add_bos_token",
+    "add_eos_token",
+    "do_lower_case",
+    "remove_space",
+    "strip_accents",
 )
 
 # What rows may have beside their ids and mask, of the same length.
