@@ -3,12 +3,11 @@
 import importlib
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "applied", "apply", "patch_model", "revert"]
+__all__ = ["__version__", "applied", "apply", "revert"]
 
 _HOMES = {
     "applied": "patch.auto_classes",
     "apply": "patch.auto_classes",
-    "patch_model": "patch.convert",
     "revert": "patch.auto_classes",
 }
 

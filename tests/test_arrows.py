@@ -8,10 +8,10 @@ import glm4v_patched
 
 PACKAGE = Path(glm4v_patched.__file__).parent
 # A room imports those before it; files at the root that are no command belong to none.
-ROOMS = ["remote", "engine", "patch", "models", "data", "integrations", "inference", "finetune"]
+ROOMS = ["remote", "patch", "engine", "models", "data", "integrations", "inference", "finetune"]
 ROOMS += ["demo", "bench", "compare", "doctor", "cli", "run"]
 # The rooms that go elsewhere, and what they may import.
-ALONE = {"remote": {"remote"}, "patch": {"remote", "engine"}, "integrations": {"remote", "patch"}}
+ALONE = {"remote": {"remote"}, "patch": {"remote"}, "integrations": {"remote", "patch"}}
 # What is imported where it is used, for it takes a package or much time: no circle breaks there.
 ROOT = {"atomic", "option_fields", "paths", "terminal_text", "installed_versions"}
 ROOT |= {"__main__", "__init__"}

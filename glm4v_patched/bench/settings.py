@@ -80,7 +80,6 @@ class Settings:
     shortest_text: int | None = option(None, "texts from so many ids up to --text-tokens, evenly")
     packed: bool = option(False, "all samples in one row, instead of padded rows")
     attn_implementation: str = option("sdpa", "of transformers", metavar="NAME")
-    liger: bool = option(False, "RMSNorm and SwiGLU of Liger-Kernel")
     zero_stage: int = option(3, "0 is one process without DeepSpeed", choices=(0, 1, 2, 3))
     fp8: bool = option(False, "matrix products in fp8, on Ada, Hopper and newer")
     optimizer: str = option("adamw", "adamw_8bit needs bitsandbytes", choices=OPTIMIZERS)

@@ -20,13 +20,13 @@ from .settings import REAL_ON_CPU, Settings, in_own_words
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
 # Whose versions a row names.
-PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "liger-kernel")
+PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """A row of each combination. Raises ``ValueError`` for what cannot be measured, and
     ``RuntimeError`` for what is not installed, before anything runs."""
-    for choice in (*options.trained, options.optimizer, *["liger"] * options.liger):
+    for choice in (*options.trained, options.optimizer):
         require_packages(choice)
     asked, gpus, on_cpu = settings_asked(options), options.gpus, options.device == "cpu"
     _require_machine(asked, gpus, on_cpu)

@@ -23,7 +23,6 @@ from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide, free_memory
 from ..engine.prepare import Engine, join_processes, local_device, start
 from ..engine.trainable import build_random
-from ..patch.auto_classes import apply
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from .breakdown import memory_parts, profile_step
@@ -115,8 +114,6 @@ def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
         original = AutoModelForCausalLM.from_config(theirs, **options)
         _fill(original)
         return original
-    if settings.liger:
-        apply(rms_norm=True, swiglu=True)
     return build_random(config, **given)
 
 

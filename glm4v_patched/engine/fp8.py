@@ -117,33 +117,23 @@ class _QuantisedWhereUsed(torch.autograd.Function):
         return of_input, of_weight
 
 
-class HeldProduct(torch.autograd.Function):
-    """A product with a weight that is held, or was gathered, quantised: the bytes of its numbers
-    ``(O, I)``, maybe also transposed, and the bits of its scales ``(O, 1)``. ``trained`` is the
-    parameter that gets the weight's gradient; it is not read."""
+class _HeldProduct(torch.autograd.Function):
+    """A product with a frozen weight that is held quantised: the bytes of its numbers ``(O, I)``,
+    maybe also transposed, and the bits of its scales ``(O, 1)``."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        transposed: Tensor | None,
-        trained: Tensor | None,
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, transposed: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(weight, scale, transposed, x if ctx.needs_input_grad[4] else None)
-        ctx.of_input, ctx.of_weight = x.dtype, trained.dtype if trained is not None else None
-        numbers = weight.view(E4M3)
-        return product(*quantise_rows(x), numbers, scale.view(torch.float32))
+        ctx.save_for_backward(weight, scale, transposed)
+        ctx.of_input = x.dtype
+        return product(*quantise_rows(x), weight.view(E4M3), scale.view(torch.float32))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, transposed, x = ctx.saved_tensors
-        of_input = of_weight = None
-        if ctx.needs_input_grad[4]:
-            of_weight = _cast(gradient.t() @ _cast(x, gradient.dtype), ctx.of_weight)
+        weight, scale, transposed = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, of_weight
+            return None, None, None, None
         # The weight's scales belong to the channels that are summed here: they go to the gradient,
         # and the same numbers do for both products.
         quantised = quantise_rows(gradient.float() * scale.view(torch.float32).t())
@@ -151,7 +141,7 @@ class HeldProduct(torch.autograd.Function):
             transposed = _after(quantised[1], weight).t().contiguous()
         ones = quantised[1].new_ones(len(transposed), 1)
         of_input = product(*quantised, transposed.view(E4M3), ones)
-        return _cast(of_input, ctx.of_input), None, None, None, of_weight
+        return _cast(of_input, ctx.of_input), None, None, None
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,7 +207,7 @@ class HeldLinear(nn.Linear):
     def without_bias(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return product(*quantise_rows(x), *self.quantised())
-        return HeldProduct.apply(x, self.weight, self.weight_scale, self.transposed, None)
+        return _HeldProduct.apply(x, self.weight, self.weight_scale, self.transposed)
 
     def in_parts(self, x: Any) -> Parts:
         """The product of so few rows that :func:`few_rows.takes` them, left in parts."""

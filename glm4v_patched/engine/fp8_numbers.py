@@ -34,27 +34,19 @@ class Quantised(NamedTuple):
         return Quantised(self.numbers.reshape(*shape), self.scale.reshape(*shape[:-1], groups))
 
 
-def quantise_rows(
-    x: Tensor | Quantised, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in fp32 that
-    give it back; written ``into`` such tensors, if they are given. NaN and infinity make their row
-    NaN."""
+def quantise_rows(x: Tensor | Quantised) -> tuple[Tensor, Tensor]:
+    """Return ``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in
+    fp32 that give it back. NaN and infinity make their row NaN."""
     if isinstance(x, Quantised):
         return x
     if x.is_cuda and not torch.compiler.is_compiling():
         from . import fp8_triton  # takes Triton
 
-        return fp8_triton.quantise_rows(x, into=into)
+        return fp8_triton.quantise_rows(x)
     largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
     # By a product: its rounding is far below that of e4m3, so nothing rounds beyond the largest.
     quantised = (x.float() * (LARGEST / largest)).to(E4M3)
-    found = quantised.contiguous(), largest / LARGEST
-    if into is None:
-        return found
-    for whole, part in zip(into, found, strict=True):
-        whole.copy_(part)
-    return into
+    return quantised.contiguous(), largest / LARGEST
 
 
 def product(

@@ -137,17 +137,14 @@ def quantise_rows(
     bias: Tensor | None = None,
     function: str = "none",
     group: int | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`fp8_numbers.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
     ``swiglu``."""
     *leading, width = x.shape
     channels, rows = width // 2 if function == "swiglu" else width, math.prod(leading)
     group = group or channels
-    if into is None:
-        numbers = _of(x).new_empty(rows, channels, dtype=E4M3)
-        into = numbers, numbers.new_empty(rows, triton.cdiv(channels, group), dtype=torch.float32)
-    numbers, scales = into
+    numbers = _of(x).new_empty(rows, channels, dtype=E4M3)
+    scales = numbers.new_empty(rows, triton.cdiv(channels, group), dtype=torch.float32)
     _activate(x, bias, function, numbers, scales, group)
     return numbers, scales
 

@@ -34,7 +34,6 @@ from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from ..terminal_text import pip_install
 from .adapter_names import answer_names
-from .liger_kernels import kernel_swaps
 from .patch_set import PatchSet, Swap
 from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
 
@@ -70,8 +69,6 @@ AUTO_OPTIONS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_typ
 OPTIONS: dict[str, type] = {
     "fused_linear_cross_entropy": bool,
     "attn_implementation": str,
-    "rms_norm": bool,
-    "swiglu": bool,
 }
 
 
@@ -145,13 +142,10 @@ def apply(**options: Any) -> None:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
             all positions (``config.skip_logits``); the output's ``logits`` is then ``None``.
         attn_implementation: For models that are loaded without saying which.
-        rms_norm, swiglu: Liger-Kernel's kernels in the language model. They round differently.
 
     Raises:
-        ValueError: an unknown option or value; options that contradict those in force; kernels
-            without GPU.
-        ImportError: kernels were asked for and Liger-Kernel is not there; transformers is newer
-            than those that are tested.
+        ValueError: an unknown option or value; options that contradict those in force.
+        ImportError: transformers is none of those that are tested.
         AttributeError: transformers has moved something; nothing was patched.
     """
     with _activation.lock:
@@ -219,7 +213,7 @@ def _swaps(options: dict[str, Any]) -> list[Swap]:
         swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
         tuner = "peft.tuners.tuners_utils:BaseTuner"
         swaps.append(Swap(tuner, "inject_adapter", answer_names))
-    return swaps + kernel_swaps(options)
+    return swaps
 
 
 def _dispatch(load: Callable, original: classmethod) -> classmethod:

@@ -143,8 +143,6 @@ def _parser() -> argparse.ArgumentParser:
     flags = {
         "--fused-linear-cross-entropy": "compute the training loss without the logits of all "
         "positions",
-        "--rms-norm": "Liger-Kernel's kernel (GPU)",
-        "--swiglu": "Liger-Kernel's kernel (GPU)",
         "--startup-folder": f"print the folder for PYTHONPATH, for use with {VARIABLE}=1, and end",
         "-m": "what follows is the name of a module",
     }

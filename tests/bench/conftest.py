@@ -23,7 +23,7 @@ def refused(tmp_path, monkeypatch, capsys, words):
     for module, name in ((answers, "write_files"), (generation, "run"), (training, "run")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
-    for package in ("liger", "qlora", "4bit"):
+    for package in ("qlora", "4bit"):
         monkeypatch.setitem(PACKAGES, package, ["not_there"])
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "config.json").write_text("{}")

@@ -17,7 +17,6 @@ TRAINING = (
     (0, "--rows none.json", "none.json"),
     (0, "--out none/rows.json", "none"),
     (0, "--pictures config.json", "config.json"),
-    (0, "--liger", "liger needs not_there"),
     (0, "--trained qlora", "qlora needs not_there"),
     (0, """--zero-options '{"stage3_allgather_sequential": true}'""", "allgather_sequential"),
     (0, "--shortest-text 513", "shortest_text is 513"),

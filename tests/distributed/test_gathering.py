@@ -1,4 +1,4 @@
-"""ZeRO-3 gathers weights in place as DeepSpeed copies them, and weights in fp8 as whole ones.
+"""ZeRO-3 gathers weights in place as DeepSpeed copies them.
 
 Two processes train with weights gathered in place, and copied out of a buffer; and in fp8.
 """
@@ -7,7 +7,6 @@ import random
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,7 +25,6 @@ from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed import zero3
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.deepspeed.internals import shard_of
-from glm4v_patched.engine.deepspeed.quantised_gathers import GatheredLinear, QuantisedGathers
 from glm4v_patched.engine.fp8 import HeldLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import start
@@ -115,26 +113,17 @@ def train(trained: str, in_place: bool) -> dict:
     return found
 
 
-def in_fp8(load, stage: int, trained: str, policy: str, **changes) -> dict:
-    """Losses, what each process holds of the layers between two steps, and the types of what is
-    saved. In every step the same batch. Under ZeRO-3 nothing stays gathered, so that all is
-    gathered twice a step."""
+def in_fp8(load, stage: int, trained: str, policy: str) -> dict:
+    """Return the losses, what each process holds of the layers between two steps, and the types of
+    what is saved. Every step has the same batch. Under ZeRO-3 nothing stays gathered, so that all
+    is gathered twice a step."""
     torch.manual_seed(3)  # adapters
     inputs = batch(0)
     inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
     live = 0.0 if policy == "full" else 1e9
     options = replace(PLAIN, zero_stage=stage, trained=trained, tower=policy, language=policy)
-    engine = start(replace(options, stage3_max_live_parameters=live, **changes), load, 1, 0.01)
-    order: list[str] = []
-    with (
-        noted(order, type(engine), "update"),
-        noted(order, QuantisedGathers, "_note_update"),
-        noted(order, GatheredLinear, "quantise"),
-    ):
-        losses = [averaged(engine.step(inputs)) for _ in range(STEPS - 1)]
-        found = {"losses": losses, "whole": whole_after_evaluation(engine.model, inputs)}
-        losses.append(averaged(engine.step(inputs)))
-    found["order"] = order
+    engine = start(replace(options, stage3_max_live_parameters=live), load, 1, 0.01)
+    found: dict = {"losses": [averaged(engine.step(inputs)) for _ in range(STEPS)]}
     layers = [module for module in engine.model.modules() if isinstance(module, HeldLinear)]
     found["held"] = {(shard_of(m.weight).dtype, m.weight_scale.dtype) for m in layers}
     found["bytes"] = sum(shard_of(m.weight).nbytes for m in layers)
@@ -143,32 +132,6 @@ def in_fp8(load, stage: int, trained: str, policy: str, **changes) -> dict:
         found["saved"] = state and {name: tensor.dtype for name, tensor in state.items()}
     engine.engine.destroy()
     return found
-
-
-def noted(order: list[str], owner: type, name: str):
-    """Write down each call of a method."""
-    method = getattr(owner, name)
-
-    def call(*given: object) -> object:
-        order.append(name)
-        return method(*given)
-
-    return mock.patch.object(owner, name, call)
-
-
-def whole_after_evaluation(model: torch.nn.Module, inputs: dict) -> tuple[int, int]:
-    """Of the layers whose weights are gathered quantised: how many still have them after a forward
-    pass, and of how many somebody else then gets the whole bf16 weight."""
-    layers = [module for module in model.modules() if isinstance(module, GatheredLinear)]
-    with torch.no_grad():
-        model(**inputs)
-    stayed, right = sum(layer.is_gathered for layer in layers), 0
-    for layer in layers:
-        weight = dict(layer.named_parameters())["weight"]
-        with deepspeed.zero.GatheredParameters([weight]):
-            own = weight.detach().flatten().chunk(2)[torch.distributed.get_rank()]
-            right += torch.equal(own, shard_of(weight)) and not layer.is_gathered
-    return stayed, right
 
 
 def many_under_way(gathers: int = 500, under_way: int = 4) -> int:
@@ -227,7 +190,6 @@ def on_each_rank(folder: Path) -> None:
     for trained, policy in IN_FP8:
         for stage in (2, 3):
             found[trained, stage] = in_fp8(load, stage, trained, policy)
-    found["hpz"] = in_fp8(load, 3, "lm", "selective", zero_hpz_partition_size=2)
     save_on_first(found, folder / "found.pt")
     torch.distributed.barrier()
 
@@ -267,22 +229,6 @@ def test_in_fp8_losses_are_those_of_whole_weights_and_what_is_held_is_bytes(foun
     assert sharded["held"] == {(torch.uint8, torch.int32)}
     assert found["lora_all", 2]["bytes"] == 2 * sharded["bytes"] > 0
     assert not found["lm", 3]["held"]
-
-
-def test_trained_weights_in_fp8_are_gathered_quantised_after_the_update_and_whole_by_others(found):
-    quantised, whole = found["lm", 3], found["lm", 2]
-    layers = len([*fp8.linear_layers(build(), compiled=False)])
-    stayed, right = quantised["whole"]
-    assert right == layers and 0 < stayed <= layers and whole["whole"] == (0, 0)
-    order = quantised["order"]
-    assert order.count("update") == STEPS and order.count("quantise") >= layers * (STEPS + 1)
-    after = [next_one for one, next_one in pairwise(order) if one == "update"]
-    assert after == ["_note_update"] * (STEPS - 1)
-
-
-def test_hpz_whose_second_shards_are_made_of_what_is_gathered_gathers_whole_weights(found):
-    assert "quantise" not in found["hpz"]["order"]
-    assert found["hpz"]["losses"] == pytest.approx(found["lm", 2]["losses"], rel=0.05)
 
 
 def test_in_fp8_what_is_saved_is_in_bf16(found):

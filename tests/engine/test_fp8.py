@@ -1,7 +1,6 @@
 """Layers that multiply in fp8, on a CPU: against a plain emulation, and what becomes of a model."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm4v_patched.engine import few_rows, flash_attention_3, fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
-from glm4v_patched.engine.deepspeed import quantised_gathers
-from glm4v_patched.engine.deepspeed.quantised_gathers import QuantisedGathers
 from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
 from glm4v_patched.engine.fp8_numbers import product, quantise_rows
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
 from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
-from tests.helpers.sharded import as_sharded
 from tests.helpers.tiny import grown_image, pictures, text, tiny_config
 
 # What comes out is rounded to bf16, a relative 0.0017 on random data. Of other operands it
@@ -95,48 +91,6 @@ def test_an_empty_batch_any_strides_and_more_dimensions(held):
     assert found[0].shape == (2, 5, 64)
     for one, other in zip(found, flat, strict=True):
         assert torch.equal(one.reshape(other.shape), other)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_whose_weight_is_gathered_quantised(monkeypatch, compiled):
-    """Backward uses what is gathered then, and nothing that was released is kept for it."""
-    torch._dynamo.reset()
-    x, towards = torch.randn(20, 96).bfloat16(), torch.randn(20, 64).bfloat16()
-    used, held = (passes(layer(held), x, towards) for held in (False, True))
-    linear, calls = layer(False), []
-    monkeypatch.setattr(quantised_gathers, "checkpointed_layers", lambda model: [model])
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    for weight in linear.parameters():
-        shard = weight.detach().flatten().clone()
-        names = {"ds_tensor": shard, "ds_shape": weight.shape, "ds_numel": weight.numel()}
-        as_sharded(weight, **names)
-        weight.partition = lambda weights, **_: calls.append(("partition", *weights))
-        weight.all_gather = lambda weights, **_: calls.append(("gather", *weights))
-    weight: Any = linear.weight
-    gathers = QuantisedGathers(nn.Sequential(linear))
-    gathers.quantise(weight, 0)
-    assert weight.isnan().all() and weight.shape == (64, 96)
-    run = torch.compile(linear, backend="aot_eager") if compiled else linear
-    given, kept = x.clone().requires_grad_(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        run(given)
-    out = run(given)  # without hooks, which would hide what was written to since
-    assert kept and all(
-        t.numel() in (x.numel(), 64) or t.data_ptr() == linear.numbers.data_ptr() for t in kept
-    )
-    with pytest.raises(RuntimeError, match="1 weights that were changed .* leave GatheredParam"):
-        weight.partition([weight], has_been_updated=True)
-    weight.partition()
-    assert calls == [("partition", weight)] and not len(linear.numbers) + len(linear.scales)
-    gathers.quantise(weight, 0)
-    out.backward(towards)
-    assert apart(out.detach(), used[0].double()) < NEAR
-    assert apart(given.grad, held[1].double()) < NEAR
-    assert torch.equal(linear.weight.grad, used[2]) and torch.equal(linear.bias.grad, used[3])
-    linear.bias.all_gather([linear.bias, weight])  # somebody else, who gets it whole
-    assert calls[1:] == [("partition", weight), ("gather", linear.bias, weight)]
-    weight.data = weight.ds_tensor.view(64, 96)
-    assert torch.equal(linear(x), layer(False)(x))
 
 
 def test_a_held_layer_keeps_no_input_and_a_trained_one_keeps_it_unquantised():

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PretrainedConfig
 
 from glm4v_patched.bench.roofline import config_of
@@ -13,10 +12,9 @@ from glm4v_patched.inference.vllm_plugin import SharedPositions
 from glm4v_patched.models.base import _require_glm4v
 from glm4v_patched.models.check_weights import fault_of_model_folder
 from glm4v_patched.patch.config_json import is_glm4v, why_not_glm4v
-from glm4v_patched.patch.convert import patch_model
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from hub_upload.build import _config
-from tests.helpers.tiny import golden_json, tiny_model
+from tests.helpers.tiny import golden_json
 
 OTHERS = {
     "another model": ({"model_type": "llama"}, "model_type is 'llama', expected 'chatglm'"),
@@ -51,13 +49,10 @@ def test_another_model_is_refused_in_the_same_words_everywhere(change, named, tm
         def to_dict(self) -> dict:
             return values
 
-    model = tiny_model(num_layers=1)
-    model.__dict__["config"] = Foreign()
     source = SimpleNamespace(name="source", read_json=lambda name: values)
     refusals = [
         lambda: _require_glm4v(tmp_path, tmp_path / "adapters"),
         lambda: _config(source, {}),
-        lambda: patch_model(nn.Sequential(model)),
         lambda: SharedPositions.verify_and_update_model_config(
             SimpleNamespace(hf_config=Foreign())
         ),

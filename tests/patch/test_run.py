@@ -106,7 +106,7 @@ def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     head = "#!/bin/sh\n'''exec' python \"$0\" \"$@\"\n' '''"
     (quick / "a-command").write_text(head + INSPECT)
     (quick / "a-command").chmod(0o755)
-    arguments = ["one", "--", "--help", "-m", "--swiglu", "--local_rank=7", ""]
+    arguments = ["one", "--", "--help", "-m", "--fused-linear-cross-entropy", "--local_rank=7", ""]
     expected = run(sys.executable, *command, *arguments)
     assert expected.returncode == 0, expected.stderr
     assert ended(run(*RUN, *command, *arguments)) == ended(expected)
@@ -115,7 +115,7 @@ def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
 
 def test_what_launchers_put_before_the_script_is_the_scripts(quick):
     (quick / "script.py").write_text("import sys; print(*sys.argv)")
-    done = run(*RUN, "--local_rank=3", "--rms-norm", "script.py", "--lr", "1")
+    done = run(*RUN, "--local_rank=3", "--fused-linear-cross-entropy", "script.py", "--lr", "1")
     assert done.stdout.split() == ["script.py", "--local_rank=3", "--lr", "1"], done.stderr
 
 
@@ -153,9 +153,9 @@ if __name__ == "__main__":
     [
         ("", {}, {}),
         (
-            "--fused-linear-cross-entropy --attn-implementation sdpa",
-            {"attn_implementation": "eager", "swiglu": True},
-            {"fused_linear_cross_entropy": True, "attn_implementation": "sdpa", "swiglu": True},
+            "--attn-implementation sdpa",
+            {"attn_implementation": "eager", "fused_linear_cross_entropy": True},
+            {"attn_implementation": "sdpa", "fused_linear_cross_entropy": True},
         ),
     ],
     ids=["none", "given wins"],
@@ -166,7 +166,7 @@ def test_options_reach_apply_and_the_processes_that_are_started(given, variable,
     path = os.pathsep.join([str(quick), os.environ["PYTHONPATH"]])
     value = json.dumps(variable) if variable else ""
     environment = {"GLM4V_PATCHED": value, "PYTHONPATH": path}
-    done = run(*RUN, *given.split(), "script.py", "--rms-norm", **environment)
+    done = run(*RUN, *given.split(), "script.py", "--fused-linear-cross-entropy", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n" if not options else json.loads(done.stdout) == options
     assert applied(quick) == [[options, []]] * 3
@@ -208,10 +208,10 @@ def test_a_hidden_sitecustomize_still_runs_and_may_fail(value, quick):
 
 
 def test_the_patch_waits_for_packages_that_import_transformers(quick):
-    value = '{"swiglu": false}'
+    value = '{"fused_linear_cross_entropy": false}'
     done = run_hooked("import peft; import transformers; import transformers.utils", value)
     assert done.returncode == 0, done.stderr
-    assert applied(quick) == [[{"swiglu": False}, []]]
+    assert applied(quick) == [[{"fused_linear_cross_entropy": False}, []]]
 
 
 @pytest.mark.parametrize("first, value", [("transformers", "yes"), ("peft", '{"refused": 1}')])

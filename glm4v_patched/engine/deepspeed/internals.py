@@ -40,7 +40,6 @@ OF_SHARDED_WEIGHTS = (
     "ds_active_sub_modules",
     "ds_id",
     "ds_numel",
-    "ds_persist",
     "ds_process_group",
     "ds_secondary_tensor",
     "ds_shape",

@@ -14,7 +14,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch import Tensor, distributed, nn
 from ..activation_checkpointing import checkpointed_layers
 from ..options import EngineOptions
 from . import internals
-from .quantised_gathers import QuantisedGathers
 
 WAITS_FOR_EVERY_GATHER = Version("0.19.8")
 GATHERS_AT_ONCE = "allgather_into_tensor_coalesced"
@@ -76,12 +75,7 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
         weights = list(model.parameters())  # by now all are sharded, adapters too
         if gathers:
             internals.require(weights, internals.OF_SHARDED_WEIGHTS)
-            # hpZ makes its second shards anew of what is gathered, which would be NaN.
-            takes_part = options.fp8 and options.zero_hpz_partition_size == 1
-            quantised = QuantisedGathers(model) if takes_part else None
-            internals.replace_in_all(
-                weights, "all_gather_coalesced", partial(gather_in_place, quantised=quantised)
-            )
+            internals.replace_in_all(weights, "all_gather_coalesced", gather_in_place)
         if options.norms_in_place:
             internals.replace_in_all(
                 internals.zero3_optimizers(model), internals.GRADIENT_NORM, norm_in_place
@@ -131,7 +125,7 @@ class _Gather:
         self.works, self.parameters = [], []  # which hold memory
 
 
-def gather_in_place(gather: Callable, quantised: QuantisedGathers | None = None) -> Callable:
+def gather_in_place(gather: Callable) -> Callable:
     """``gather``, a parameter's ``all_gather_coalesced``, without copies where that is possible."""
     status = internals.resolve(internals.ZERO_PARAM_STATUS)
 
@@ -143,16 +137,13 @@ def gather_in_place(gather: Callable, quantised: QuantisedGathers | None = None)
         if quantize or options or not _are_plain(parameters):
             return gather(parameters, quantize=quantize, **options)
         group = parameters[0].ds_process_group
-        rank, processes = (of(group) for of in (distributed.get_rank, distributed.get_world_size))
+        processes = distributed.get_world_size(group)
         pairs: list[tuple[Tensor, Tensor]] = []  # bytes of a whole, and this process's of them
         for parameter in parameters:
-            if quantised is not None and parameter in quantised.layers:
-                pairs += quantised.quantise(parameter, rank)
-            else:
-                shard = parameter.ds_tensor
-                whole = shard.new_empty(processes * shard.numel())
-                parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
-                pairs.append((whole.view(torch.uint8), shard.view(torch.uint8)))
+            shard = parameter.ds_tensor
+            whole = shard.new_empty(processes * shard.numel())
+            parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+            pairs.append((whole.view(torch.uint8), shard.view(torch.uint8)))
             parameter.ds_status = status.INFLIGHT
         return _Gather(_gather_bytes(pairs, group), parameters)
 

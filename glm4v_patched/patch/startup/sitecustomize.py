@@ -10,7 +10,7 @@ import sys
 
 # What patching imports. It waits until none of these is half imported: peft imports transformers
 # when it is imported, and has nothing yet that could be patched by then.
-PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "liger_kernel", "peft", "transformers"}
+PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "peft", "transformers"}
 
 # Modules of frameworks, and which of glm4v_patched.integrations registers what in them.
 PLUGINS = {
