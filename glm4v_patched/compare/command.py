@@ -7,13 +7,19 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.environment import python_module
-from ..paths import expand, require_apart, to_path
+from ..paths import expand, to_path
 from ..terminal_text import in_bytes
-from .environment import check_python, describe_code, environment_of_the_original, require_python
+from .environment import (
+    check_python,
+    describe_code,
+    environment_of_the_original,
+    how_to_make_one,
+)
 
 if TYPE_CHECKING:
     from .verdicts import Computed
@@ -29,11 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("original", type=to_path, metavar="ORIGINAL", help="folder of the published model")
     add("--run-code", action="store_true", help="run the code that lies in ORIGINAL")
-    python = parser.add_mutually_exclusive_group()
     has = "a Python with transformers 4.42 to 4.44, for that code"
-    python.add_argument("--python", type=expand, metavar="PATH", help=has)
-    makes = "make such an environment there, if there is none"
-    python.add_argument("--make-environment", type=to_path, metavar="FOLDER", help=makes)
+    add("--python", type=expand, metavar="PATH", help=has)
     add("--precision", choices=[*DTYPES], default="bf16", help="default: bf16")
     add("--device", choices=("cuda", "cpu"), help="default: the CPU if there is no GPU")
     add("--json", action="store_true", help="print JSON, for programs")
@@ -50,14 +53,15 @@ def run(options: argparse.Namespace) -> int:
 
     device: Literal["cuda", "cpu"] = options.device or _device()
     place(1, device)
-    if options.make_environment is not None:
-        read = [("the original's folder", folder)]
-        require_apart(options.make_environment, read, "--make-environment")
-    python = require_python(options.python, options.make_environment)
-    told = check_python(python)
+    if options.python is None:
+        raise RuntimeError(
+            f"the published code does not work with transformers {version('transformers')}, and "
+            f"needs an environment of its own: {how_to_make_one()}"
+        )
+    told = check_python(options.python)
     print(f"running with {told}: {code}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as work:
-        lines = compare(folder, python, options.precision, device, Path(work))
+        lines = compare(folder, options.python, options.precision, device, Path(work))
     from .verdicts import DIFFERENT, OURS_WRONG, table
 
     if options.json:

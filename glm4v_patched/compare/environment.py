@@ -3,10 +3,7 @@
 import hashlib
 import json
 import os
-import shlex
-import shutil
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,8 +14,7 @@ from ..terminal_text import printable
 # What the published code was made for, and works with.
 TRANSFORMERS = "4.44.2"
 OLDEST_TRANSFORMERS, FIRST_BROKEN_TRANSFORMERS = "4.42", "4.45"
-# Of which transformers 4.44's tokenizers has no wheel.
-FIRST_PYTHON_WITHOUT_WHEELS = (3, 13)
+PYTHON = "3.11"  # for 3.13 and later, its tokenizers has no wheel
 # What the process is given of this one's environment. Tokens have many names: all else is left out.
 KEPT_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 KEPT_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
@@ -39,46 +35,6 @@ def describe_code(folder: Path) -> str:
     )
 
 
-def packages() -> list[str]:
-    torch = version("torch").partition("+")[0]
-    return [f"torch=={torch}", f"transformers=={TRANSFORMERS}", "accelerate", "tiktoken", "pillow"]
-
-
-def commands(folder: Path) -> list[list[str]]:
-    """That make an environment for the published code."""
-    python = str(folder / "bin" / "python")
-    if uv := shutil.which("uv"):
-        make = [uv, "venv", "--python", "3.11", str(folder)]
-        return [make, [uv, "pip", "install", "--python", python, *packages()]]
-    make = [sys.executable, "-I", "-m", "venv", str(folder)]
-    return [make, [python, "-I", "-m", "pip", "install", *packages()]]
-
-
-def make_environment(folder: Path) -> Path:
-    """Its Python.
-
-    Raises:
-        ValueError: the folder is there and holds something else.
-        RuntimeError: it cannot be made.
-    """
-    python = folder / "bin" / "python"
-    if python.exists():
-        return python
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty, and no environment; expected a new folder")
-    if shutil.which("uv") is None and sys.version_info >= FIRST_PYTHON_WITHOUT_WHEELS:
-        raise RuntimeError(
-            f"transformers {TRANSFORMERS} has no wheels for Python {sys.version_info[0]}."
-            f"{sys.version_info[1]}, and there is no uv, which would take Python 3.11: install uv "
-            "(https://docs.astral.sh/uv), or make an environment and give it with --python"
-        )
-    for command in commands(folder):
-        print(shlex.join(command), flush=True)
-        if status := subprocess.run(command, check=False).returncode:
-            raise RuntimeError(f"{shlex.join(command)} failed with status {status}")
-    return python
-
-
 def check_python(python: str) -> str:
     """The transformers that a Python has.
 
@@ -95,38 +51,26 @@ def check_python(python: str) -> str:
         raise RuntimeError(f"{python} cannot be run: {error}") from None
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
-        raise RuntimeError(f"{python} cannot be used: {last}\n{_how()}")
+        raise RuntimeError(f"{python} cannot be used: {last}\n{how_to_make_one()}")
     found, torch = json.loads(done.stdout.splitlines()[-1])
     if not Version(OLDEST_TRANSFORMERS) <= Version(found) < Version(FIRST_BROKEN_TRANSFORMERS):
         raise RuntimeError(
             f"{python} has transformers {found}; the published code works with "
-            f">={OLDEST_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}\n{_how()}"
+            f">={OLDEST_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}\n{how_to_make_one()}"
         )
     return f"transformers {found}, torch {torch}"
 
 
-def require_python(python: str | None, make: Path | None) -> str:
-    """The Python that is asked for, made where it is to be made.
-
-    Raises:
-        RuntimeError: none is asked for; says how to get one.
-    """
-    if make is not None:
-        return str(make_environment(make))
-    if python is None:
-        raise RuntimeError(
-            f"the published code does not work with transformers {version('transformers')}, and "
-            f"needs an environment of its own\n{_how()}"
-        )
-    return python
-
-
-def _how() -> str:
-    folder = Path("environment-of-the-original")
-    lines = [shlex.join(command) for command in commands(folder)]
+def how_to_make_one() -> str:
+    """Return the commands that make an environment for the published code."""
+    torch = version("torch").partition("+")[0]
+    folder = "environment-of-the-original"
+    packages = f"torch=={torch} transformers=={TRANSFORMERS} accelerate tiktoken pillow"
     return (
-        f"have one made: --make-environment {folder}, which runs these; or run them yourself, and "
-        f"give it with --python {folder / 'bin' / 'python'}\n  " + "\n  ".join(lines)
+        f"make an environment, and give it with --python {folder}/bin/python\n"
+        f"  python{PYTHON} -m venv {folder}\n"
+        f"  {folder}/bin/pip install {packages}\n"
+        f"(without a Python {PYTHON}: `uv venv --seed --python {PYTHON} {folder}` first)"
     )
 
 

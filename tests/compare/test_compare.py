@@ -125,14 +125,11 @@ def refused(capsys, *arguments) -> str:
         ("", r"modeling_chatglm.py \((.|\n)*--run-code\n$"),
         ("--run-code", r"install .*torch==[\d.]+ transformers==4\.44\.2"),
         ("--run-code --python /bin/false", "/bin/false cannot be used: it ended with status 1"),
-        ("--run-code --make-environment new --device cuda", "there is no GPU: no driver"),
+        ("--run-code --python python --device cuda", "there is no GPU: no driver"),
     ],
 )
-def test_no_code_runs_and_no_environment_is_made_unless_asked(
-    original, capsys, monkeypatch, asked, told
-):
+def test_no_code_runs_unless_asked(original, capsys, monkeypatch, asked, told):
     monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("it was run"))
-    monkeypatch.setattr(environment, "make_environment", lambda *_: pytest.fail("it was made"))
     monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "no driver"))
     assert re.search(told, refused(capsys, original, *asked.split()))
 
@@ -157,28 +154,6 @@ def test_memory_that_does_not_suffice_is_told_before_code_runs(original, monkeyp
     for missing in (lambda: 1, lambda: needed[0] - 1):
         monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", missing)
         assert re.search(r"needs about [\d.]+ and [\d.]+ are free", refused(capsys, *asked))
-
-
-def test_an_environment_is_made_once(tmp_path, monkeypatch):
-    python, ran, status = tmp_path / "new" / "bin" / "python", [], 2
-
-    def run(command, check):
-        ran.append(command)
-        if status:
-            return type("Done", (), {"returncode": status})
-        python.parent.mkdir(parents=True, exist_ok=True)
-        python.touch()
-        return type("Done", (), {"returncode": 0})
-
-    monkeypatch.setattr(environment.subprocess, "run", run)
-    with pytest.raises(RuntimeError, match="failed with status 2"):
-        environment.make_environment(tmp_path / "new")
-    ran.clear()
-    status = 0
-    for _ in range(2):
-        assert environment.make_environment(tmp_path / "new") == python and len(ran) == 2
-    with pytest.raises(ValueError, match="not empty, and no environment"):
-        environment.make_environment(python.parent)
 
 
 def test_what_is_no_original_is_refused(original, tmp_path, capsys):
