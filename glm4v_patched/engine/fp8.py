@@ -26,13 +26,13 @@ from transformers.activations import ACT2FN
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLMBlock
 from ..remote.visual import MLP
-from . import few_rows
 from .activation_checkpointing import checkpointed_layers
 from .deepspeed import internals
-from .e4m3 import E4M3
-from .few_rows import Parts
-from .fp8_activations import quantise_rows_of_gelu
-from .fp8_numbers import Quantised, product, quantise_rows
+from .kernels import skinny_gemm
+from .kernels.e4m3 import E4M3
+from .kernels.fp8_gelu import quantise_rows_of_gelu
+from .kernels.fp8_matmul import Quantised, product, quantise_rows
+from .kernels.skinny_gemm import Parts
 from .nvidia_driver import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions, trains_tower
 
@@ -188,7 +188,7 @@ class Linear(nn.Linear):
 class HeldLinear(nn.Linear):
     """Holds its frozen weight in fp8: ``weight`` ``(O, I)`` as bytes, ``weight_scale`` ``(O, 1)``
     as bits, types that no cast of a model changes. In the place of its input it takes
-    :class:`fp8_numbers.Quantised`, where no gradient is wanted."""
+    :class:`fp8_matmul.Quantised`, where no gradient is wanted."""
 
     weight_scale: Tensor
     transposed: Tensor | None
@@ -198,8 +198,8 @@ class HeldLinear(nn.Linear):
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
             return _finish(self.without_bias(rows), x, self.bias)
-        if few_rows.takes(rows.shape[0], self.weight):
-            from .few_rows_triton import sum_of_parts  # takes Triton
+        if skinny_gemm.takes(rows.shape[0], self.weight):
+            from .kernels.skinny_gemm_triton import sum_of_parts  # takes Triton
 
             return _finish(sum_of_parts(self.in_parts(rows)), x)
         return _finish(product(*quantise_rows(rows), *self.quantised(), bias=self.bias), x)
@@ -210,8 +210,8 @@ class HeldLinear(nn.Linear):
         return _HeldProduct.apply(x, self.weight, self.weight_scale, self.transposed)
 
     def in_parts(self, x: Any) -> Parts:
-        """The product of so few rows that :func:`few_rows.takes` them, left in parts."""
-        from .few_rows_triton import parts_of_product  # takes Triton
+        """The product of so few rows that :func:`skinny_gemm.takes` them, left in parts."""
+        from .kernels.skinny_gemm_triton import parts_of_product  # takes Triton
 
         numbers, scales = quantise_rows(x.reshape(-1, self.in_features))
         weight, scale = self.quantised()

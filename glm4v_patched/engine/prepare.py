@@ -17,8 +17,8 @@ from .activation_checkpointing import checkpoint_layers, compile_layers
 from .deepspeed import internals
 from .deepspeed.config import deepspeed_config
 from .deepspeed.zero3 import adapt_zero3, wait_for_every_gather
-from .flash_attention_3 import use_flash_attention_3
 from .fp8 import use_fp8
+from .kernels.flash_attention_3 import use_flash_attention_3
 from .memory_plan import GIB
 from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, trains_tower
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
-from ..engine.flash_attention_3 import use_flash_attention_3
 from ..engine.fp8 import hold_in_fp8, require_products
-from ..engine.reading import read_only
+from ..engine.inference_layers import read_only
+from ..engine.kernels.flash_attention_3 import use_flash_attention_3
 from ..engine.trainable import continue_adapters, quantization_options
 from ..patch.config_json import read_object
 from ..remote.configuration_chatglm import ChatGLMConfig

@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm4v_patched.engine import few_rows, flash_attention_3, fp8
+from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
-from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
-from glm4v_patched.engine.fp8_numbers import product, quantise_rows
+from glm4v_patched.engine.kernels import flash_attention_3, skinny_gemm
+from glm4v_patched.engine.kernels.fp8_gelu import quantise_rows_of_gelu
+from glm4v_patched.engine.kernels.fp8_matmul import product, quantise_rows
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
@@ -347,10 +348,10 @@ def test_rows_are_added_where_cublas_has_no_kernel_for_so_few(monkeypatch, rows,
     ("columns", "width"), [(4608, 4096), (27392, 4096), (4096, 13696), (64, 128)]
 )
 def test_the_parts_of_a_product_fill_the_gpu_and_none_is_empty(columns, width):
-    parts = few_rows.parts_for(columns, width, processors=132)
-    size, blocks = few_rows.blocks_a_part(width, parts), width // few_rows.WIDTH
+    parts = skinny_gemm.parts_for(columns, width, processors=132)
+    size, blocks = skinny_gemm.blocks_a_part(width, parts), width // skinny_gemm.WIDTH
     assert (parts - 1) * size < blocks <= parts * size
-    at_once = 2 * 132 // (columns // few_rows.COLUMNS)
+    at_once = 2 * 132 // (columns // skinny_gemm.COLUMNS)
     assert parts == min(max(at_once, 1), blocks)
 
 

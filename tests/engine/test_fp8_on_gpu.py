@@ -7,7 +7,7 @@ from torch.nn.functional import gelu
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
-from glm4v_patched.engine.fp8_activations import quantise_rows_of_gelu
+from glm4v_patched.engine.kernels.fp8_gelu import quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock, RotaryEmbedding

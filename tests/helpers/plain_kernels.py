@@ -15,9 +15,10 @@ from torch.nn.functional import (
 )
 from transformers.cache_utils import StaticLayer
 
-from glm4v_patched.engine import few_rows, fp8_numbers, reading
-from glm4v_patched.engine.few_rows import Parts
-from glm4v_patched.engine.fp8_numbers import Quantised
+from glm4v_patched.engine import inference_layers
+from glm4v_patched.engine.kernels import fp8_matmul, skinny_gemm
+from glm4v_patched.engine.kernels.fp8_matmul import Quantised
+from glm4v_patched.engine.kernels.skinny_gemm import Parts
 from glm4v_patched.remote.modeling_chatglm import apply_rotary
 
 
@@ -35,12 +36,12 @@ def put_in_the_place_of_kernels(monkeypatch, model, has_products: bool) -> list[
     for name, functions in KERNELS.items():
         module: Any = ModuleType(name)
         vars(module).update({each.__name__: noted(each) for each in functions})
-        monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.{name}", module)
-    monkeypatch.setattr(reading, "_takes", lambda x: isinstance(x, Tensor))
-    monkeypatch.setattr(reading, "HEAD_CHANNELS", (model.config.kv_channels,))
-    for module in (reading, few_rows):
+        monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.kernels.{name}", module)
+    monkeypatch.setattr(inference_layers, "_takes", lambda x: isinstance(x, Tensor))
+    monkeypatch.setattr(inference_layers, "HEAD_CHANNELS", (model.config.kv_channels,))
+    for module in (inference_layers, skinny_gemm):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: has_products and rows <= 32)
+    monkeypatch.setattr(skinny_gemm, "takes", lambda rows, weight: has_products and rows <= 32)
     return calls
 
 
@@ -56,7 +57,7 @@ def whole(x: Tensor | Parts) -> Tensor:
 
 
 def quantised(x: Tensor) -> Quantised:
-    return Quantised(*fp8_numbers.quantise_rows(x.flatten(0, -2))).reshape(*x.shape)
+    return Quantised(*fp8_matmul.quantise_rows(x.flatten(0, -2))).reshape(*x.shape)
 
 
 def add_norm(x, norm, y, quantises):
@@ -98,7 +99,7 @@ def activate(x, function):
 
 def quantise_rows(x, bias, function, group):
     assert (bias, function) == (None, "swiglu")
-    return fp8_numbers.quantise_rows(activate(x, function).flatten(0, -2))
+    return fp8_matmul.quantise_rows(activate(x, function).flatten(0, -2))
 
 
 def sum_of_parts(of, residual=0):
@@ -111,7 +112,7 @@ def parts_of_product(x, weight, scales=None):
 
 
 KERNELS = {
-    "reading_triton": (add_norm, add_rms_norm, rotate, rotate_and_keep, attend_to_kept),
+    "inference_triton": (add_norm, add_rms_norm, rotate, rotate_and_keep, attend_to_kept),
     "fp8_triton": (activate, quantise_rows),
-    "few_rows_triton": (sum_of_parts, parts_of_product),
+    "skinny_gemm_triton": (sum_of_parts, parts_of_product),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from .e4m3 import E4M3
-from .fp8_numbers import quantise_rows
+from .fp8_matmul import quantise_rows
 
 
 def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,7 @@ def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         bias: ``(C,)``.
 
     Returns:
-        As :func:`fp8_numbers.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
+        As :func:`fp8_matmul.quantise_rows`: ``(T, C)`` and ``(T, 1)``.
     """
     # Outside of compilers the operator's dispatch would take longer than the kernel.
     is_kernel = x.is_cuda and not torch.compiler.is_compiling()

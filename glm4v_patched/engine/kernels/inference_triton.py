@@ -1,4 +1,4 @@
-"""The kernels of :mod:`reading`; importing it takes Triton, which torch for GPUs brings."""
+"""The kernels of :mod:`inference_layers`. Importing it takes Triton, which torch for GPUs has."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor, nn
 
-from ..remote.modeling_chatglm import RMSNorm
+from ...remote.modeling_chatglm import RMSNorm
 from .e4m3 import E4M3, LARGEST, SMALLEST
-from .early_kernels import overlaps
-from .few_rows import BLOCKS_A_PROCESSOR, Parts, multiprocessors
-from .few_rows_triton import KINDS, load_row, operands, take_turn
-from .fp8_numbers import Quantised
+from .fp8_matmul import Quantised
 from .fp8_triton import quantise
+from .pdl import overlaps
+from .skinny_gemm import BLOCKS_A_PROCESSOR, Parts, multiprocessors
+from .skinny_gemm_triton import KINDS, load_row, operands, take_turn
 
 # A compiler that fuses steps would leave out roundings between them.
 EXACT = {"enable_fp_fusion": False}

@@ -1,12 +1,12 @@
-"""The kernel of :mod:`few_rows`; importing it takes Triton, which torch for GPUs brings."""
+"""The kernel of :mod:`skinny_gemm`; importing it takes Triton, which torch for GPUs brings."""
 
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .early_kernels import overlaps
-from .few_rows import (
+from .pdl import overlaps
+from .skinny_gemm import (
     COLUMNS,
     MOST_ROWS,
     WIDTH,

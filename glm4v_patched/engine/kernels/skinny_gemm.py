@@ -1,7 +1,7 @@
 """Products of a few rows with large weights, whose time is what reading the weights takes.
 
-The kernel (:mod:`few_rows_triton`) reads them at more of the memory's bandwidth than cuBLAS's for
-so few rows do: docs/benchmarks has the figures. In fp8, groups of a row's channels have scales,
+The kernel (:mod:`skinny_gemm_triton`) reads them at more of the memory's bandwidth than cuBLAS's
+for so few rows do: docs/benchmarks has the figures. In fp8, groups of a row's channels have scales,
 so that several blocks of a kernel's grid quantise one row.
 """
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..remote.visual import Attention
+from ...remote.visual import Attention
 
 PACKAGE = "fa3_fwd_interface"
 HOPPER = (9, 0)

@@ -10,10 +10,8 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from glm4v_patched.engine import few_rows, fp8, reading
-from glm4v_patched.engine.few_rows import Parts
-from glm4v_patched.engine.fp8_numbers import Quantised, quantise_rows
-from glm4v_patched.engine.reading import (
+from glm4v_patched.engine import fp8, inference_layers
+from glm4v_patched.engine.inference_layers import (
     READ,
     READ_IN_BLOCKS,
     ReadPatchEmbedding,
@@ -23,6 +21,9 @@ from glm4v_patched.engine.reading import (
     in_parts,
     read_only,
 )
+from glm4v_patched.engine.kernels import skinny_gemm
+from glm4v_patched.engine.kernels.fp8_matmul import Quantised, quantise_rows
+from glm4v_patched.engine.kernels.skinny_gemm import Parts
 from glm4v_patched.inference.decoding.loop import draw_ahead
 from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -40,15 +41,15 @@ from tests.helpers.plain_kernels import put_in_the_place_of_kernels, whole
 from tests.helpers.tiny import grown_image, pictures, text
 
 if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
-    from glm4v_patched.engine import fp8_triton
-    from glm4v_patched.engine.few_rows_triton import parts_of_product, sum_of_parts
-    from glm4v_patched.engine.fp8_triton import activate
-    from glm4v_patched.engine.reading_triton import (
+    from glm4v_patched.engine.kernels import fp8_triton
+    from glm4v_patched.engine.kernels.fp8_triton import activate
+    from glm4v_patched.engine.kernels.inference_triton import (
         add_norm,
         add_rms_norm,
         attend_to_kept,
         rotate_and_keep,
     )
+    from glm4v_patched.engine.kernels.skinny_gemm_triton import parts_of_product, sum_of_parts
 
 SHALLOW_TOWER = {"num_hidden_layers": 2}
 PROCESSORS = 132  # of an H100 and an H200
@@ -105,9 +106,9 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         assert CLASSES - {*map(type, model.modules())} <= {ReadTowerMLP}
         found = logits()
     # Of one id; of two, where only layers in fp8 and the MLP are asked; not of the prompt's rows.
-    a_layer = 8 if weights else 6 if reading.HAS_COUNTERS else 4
+    a_layer = 8 if weights else 6 if inference_layers.HAS_COUNTERS else 4
     assert calls.count("parts_of_product") == has_products * layers * a_layer
-    assert calls.count("attend_to_kept") == reading.HAS_COUNTERS * layers
+    assert calls.count("attend_to_kept") == inference_layers.HAS_COUNTERS * layers
     assert calls.count("add_norm") == 2 * model.config.vision.num_hidden_layers
     # A block's input is normalised where it is made, but for the first block's.
     assert calls.count("add_rms_norm") == 3 * 2 * layers
@@ -171,7 +172,7 @@ def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
     assert all(torch.equal(out, as_it_was) for out, as_it_was in kept)
 
 
-@pytest.mark.skipif(not reading.HAS_COUNTERS, reason="install transformers 5.4 or newer")
+@pytest.mark.skipif(not inference_layers.HAS_COUNTERS, reason="install transformers 5.4 or newer")
 def test_masks_and_caches_that_kernels_do_not_take_are_torchs_to_attend_to(monkeypatch):
     model = build().eval().requires_grad_(False)
     put(monkeypatch, model)
@@ -200,7 +201,7 @@ def test_heads_that_kernels_do_not_take_are_rotated_by_torch(monkeypatch):
     model = build().eval().requires_grad_(False)
     wanted = drawn(model)
     calls = put_in_the_place_of_kernels(monkeypatch, model, True)
-    monkeypatch.setattr(reading, "HEAD_CHANNELS", ())
+    monkeypatch.setattr(inference_layers, "HEAD_CHANNELS", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     read_only(model)
     assert apart(drawn(model), wanted) < 0.02
@@ -258,7 +259,7 @@ def test_weights_in_fewer_bytes_are_their_packages_to_multiply(monkeypatch):
     linear.weight = Packed(linear.weight, requires_grad=False)
     put(monkeypatch, model)
     calls: list = []
-    monkeypatch.setattr(few_rows, "takes", lambda rows, weight: calls.append(weight) or True)
+    monkeypatch.setattr(skinny_gemm, "takes", lambda rows, weight: calls.append(weight) or True)
     drawn(model)
     assert calls and linear.weight not in {*calls}
 
@@ -455,14 +456,14 @@ def test_the_kernel_gives_the_product_of_few_rows(rows, dtype, columns, width):
     x = torch.randn(rows, width, device="cuda").to(dtype)
     weight = torch.randn(columns, width, device="cuda").to(dtype)
     for groups in (
-        {1, width // 128, few_rows.parts_for(columns, width, PROCESSORS)}
+        {1, width // 128, skinny_gemm.parts_for(columns, width, PROCESSORS)}
         if dtype.itemsize == 1
         else (0,)
     ):
         scales, scaled = None, x.double()
         if groups:
             scales = torch.rand(rows, groups, device="cuda") + 0.5
-            size = few_rows.blocks_a_part(width, groups) * 128
+            size = skinny_gemm.blocks_a_part(width, groups) * 128
             scaled = scaled * scales.repeat_interleave(size, dim=1)[:, :width]
         found = parts_of_product(x, weight, scales).sum(0)
         # Tensor cores sum products of fp8 to 14 bits.

@@ -10,9 +10,9 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
-from .early_kernels import overlaps
-from .few_rows import MOST_ROWS, Parts
-from .few_rows_triton import load_row, operands, take_turn
+from .pdl import overlaps
+from .skinny_gemm import MOST_ROWS, Parts
+from .skinny_gemm_triton import load_row, operands, take_turn
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def quantise_rows(
     function: str = "none",
     group: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`fp8_numbers.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
+    """As :func:`fp8_matmul.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
     ``swiglu``."""
     *leading, width = x.shape
     channels, rows = width // 2 if function == "swiglu" else width, math.prod(leading)

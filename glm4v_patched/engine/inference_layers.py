@@ -20,10 +20,10 @@ from ..remote.cached_rows import is_static
 from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
 from ..remote.visual import MLP as TowerMLP
 from ..remote.visual import PatchEmbedding, TransformerLayer
-from . import few_rows
-from .few_rows import Parts, multiprocessors
 from .fp8 import FrozenTowerMLP, HeldLinear, is_bare
-from .fp8_numbers import Quantised
+from .kernels import skinny_gemm
+from .kernels.fp8_matmul import Quantised
+from .kernels.skinny_gemm import Parts, multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_CHANNELS = (16, 32, 64, 128)
@@ -54,7 +54,7 @@ class ReadTowerLayer(TransformerLayer):
         are_ours = all(type(norm) is nn.LayerNorm and is_bare(norm) for norm in norms)
         if not (_takes(x_NTV) and are_ours and x_NTV.dtype == norms[0].weight.dtype):
             return super().layer_forward(x_NTV, *kept_weights)
-        from .reading_triton import add_norm  # takes Triton
+        from .kernels.inference_triton import add_norm  # takes Triton
 
         mlp = self.mlp
         quantises = _takes_quantised(mlp, "fc1", x_NTV)
@@ -72,7 +72,7 @@ class ReadTowerMLP(TowerMLP):
         # A hook on the first layer may have kept its output.
         if not (_takes(wide) and is_gelu and is_bare(self.fc1)):
             return self.fc2(activation(wide))
-        from .fp8_triton import activate  # takes Triton
+        from .kernels.fp8_triton import activate  # takes Triton
 
         return self.fc2(activate(wide, "gelu"))
 
@@ -83,15 +83,15 @@ class ReadMLP(MLP):
     def forward(self, x: Any) -> Any:
         if not (isinstance(x, Quantised) or _takes(x)):
             return super().forward(x)
-        from .fp8_triton import activate, quantise_rows  # takes Triton
+        from .kernels.fp8_triton import activate, quantise_rows  # takes Triton
 
         last: Any = self.dense_4h_to_h
         wide = in_parts(self.dense_h_to_4h, x)
         if _is_held(last, wide):
             *leading, width = wide.shape
             rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
-            is_few = few_rows.takes(math.prod(leading), last.weight)
-            group = few_rows.channels_of_a_part(last.weight) if is_few else None
+            is_few = skinny_gemm.takes(math.prod(leading), last.weight)
+            group = skinny_gemm.channels_of_a_part(last.weight) if is_few else None
             quantised = quantise_rows(rows, None, "swiglu", group)
             given: Any = Quantised(*quantised).reshape(*leading, width // 2)
         else:
@@ -138,14 +138,14 @@ class ReadSelfAttention(SelfAttention):
         kept = self._kept(x_BRD, attention_mask, past_key_values, fills)
         if kept is None:
             return super().forward(x_BRD, *given)
-        from .reading_triton import attend_to_kept, rotate_and_keep  # takes Triton
+        from .kernels.inference_triton import attend_to_kept, rotate_and_keep  # takes Triton
 
         heads = in_parts(self.query_key_value, x_BRD)
         query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
         quantises = (
             _is_held(self.dense, heads)
-            and few_rows.takes(len(query_BHC), self.dense.weight)
-            and self.head_dim == few_rows.WIDTH
+            and skinny_gemm.takes(len(query_BHC), self.dense.weight)
+            and self.head_dim == skinny_gemm.WIDTH
         )
         attended = attend_to_kept(query_BHC, kept, attention_mask, quantises)
         return _last_product(self, self.dense, attended)
@@ -179,7 +179,7 @@ class ReadSelfAttention(SelfAttention):
         # A hook on the layer before may have kept its output.
         if not (_takes(heads_BRHC) and fits and is_bare(self.query_key_value)):
             return super().rotate(heads_BRHC, cos, sin)
-        from .reading_triton import rotate  # takes Triton
+        from .kernels.inference_triton import rotate  # takes Triton
 
         queries, groups, _ = self.split_sizes
         rotate(heads_BRHC, queries + groups, cos, sin)
@@ -187,14 +187,14 @@ class ReadSelfAttention(SelfAttention):
 
 
 def _add(x: Tensor, y: Tensor | Parts) -> Tensor:
-    from .few_rows_triton import sum_of_parts  # takes Triton
+    from .kernels.skinny_gemm_triton import sum_of_parts  # takes Triton
 
     return sum_of_parts(y, x) if isinstance(y, Parts) else x + y
 
 
 def _add_rms_norm(x: Tensor, norm: nn.Module, y: Any, quantises: bool) -> tuple[Tensor, Any]:
     """By the kernel, if the norm is ours and bare; what another one makes is not quantised here."""
-    from .reading_triton import add_rms_norm  # takes Triton
+    from .kernels.inference_triton import add_rms_norm  # takes Triton
 
     if type(norm) is RMSNorm and is_bare(norm):
         return add_rms_norm(x, norm, y, quantises)
@@ -209,7 +209,7 @@ def _takes_quantised(module: nn.Module, first: str, x: Any) -> bool:
 
 
 def _is_held(layer: nn.Module, x: Any) -> bool:
-    """Whether a layer takes :class:`fp8_numbers.Quantised` in the place of ``x``: with a scale for
+    """Whether a layer takes :class:`fp8_matmul.Quantised` in the place of ``x``: with a scale for
     each row, or, of a few rows, for groups of channels."""
     return type(layer) is HeldLinear and x.dtype == torch.bfloat16 and is_bare(layer)
 
@@ -224,14 +224,14 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
         and type(layer) in (nn.Linear, HeldLinear)
         and type(linear.weight) is nn.Parameter  # no package's that holds it in fewer bytes
         and (isinstance(x, Quantised) or _takes(x))
-        and few_rows.takes(math.prod(leading), linear.weight)
+        and skinny_gemm.takes(math.prod(leading), linear.weight)
     ):
         return layer(x)
     if type(layer) is HeldLinear:
         return linear.in_parts(x) if x.dtype == torch.bfloat16 else layer(x)
     if x.dtype != linear.weight.dtype:
         return layer(x)
-    from .few_rows_triton import parts_of_product  # takes Triton
+    from .kernels.skinny_gemm_triton import parts_of_product  # takes Triton
 
     parts = parts_of_product(x.reshape(-1, width), linear.weight)
     return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)

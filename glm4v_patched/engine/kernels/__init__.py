@@ -1,0 +1,1 @@
+"""Kernels, and the numbers that they take."""
