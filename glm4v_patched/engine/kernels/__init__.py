@@ -1,1 +1,1 @@
-"""Kernels, and the numbers that they take."""
+"""Kernels, each beside plain torch code that computes the same."""
