@@ -5,6 +5,7 @@ On a CPU it would look at each token at once; ``late`` makes it do as on a GPU.
 
 from contextlib import nullcontext
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,6 +241,21 @@ def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeyp
     step(ids=torch.tensor([3, 4]), cache=cache)
     step(ids=torch.tensor([3, 4], dtype=torch.int32), cache=cache)
     assert len(seen) == 5 and len(replayed) == 2
+
+
+@torch.no_grad()
+def test_a_recorded_tower_is_called_and_recorded_with_the_towers_own_arguments(monkeypatch):
+    """The GPU's graph is left out: a call that records also runs."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
+    model, images = tiny_model(), pictures(2)
+    tower = model.transformer.vision
+    wanted = [tower(image[None]) for image in images]
+    together = tower(images)
+    record_tower(model)
+    for image, features in zip(images, wanted, strict=True):  # the first runs, the second records
+        assert torch.equal(tower(image[None]), features)
+    assert torch.equal(tower(images), together)
 
 
 @pytest.mark.gpu

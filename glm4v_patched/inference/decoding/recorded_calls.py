@@ -61,10 +61,10 @@ class RecordedTower(EVA2CLIPModel):
 
     graph: RecordedCalls
 
-    def forward(self, pixels_N3SS: Tensor, record: Any = None) -> Tensor:
-        if len(pixels_N3SS) != 1 or record is not None or torch.is_grad_enabled():
-            return super().forward(pixels_N3SS, record)
-        return self.graph(pixels_N3SS=pixels_N3SS)
+    def forward(self, images: Tensor, record: Any = None) -> Tensor:
+        if len(images) != 1 or record is not None or torch.is_grad_enabled():
+            return super().forward(images, record)
+        return self.graph(images=images)
 
 
 def record_tower(model: nn.Module) -> None:
