@@ -34,6 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--revision", help="of org/name: commit, tag or branch (default main)")
     yes("--weights", "also compare the sha256 of all weights (slow)")
     yes("--json", "print the checks as JSON")
+    other = "interpreter that loads it, in place of this one; repeat it for more versions"
+    add("--python", type=expand, action="append", default=[], metavar="PATH", help=other)
     add = commands.add_parser("publish", help="bring a built folder to the Hub").add_argument
     add("folder", type=to_path, metavar="DIR", help="folder that build made")
     add("--repo", required=True, metavar="ORG/NAME", help="repository to publish to")
@@ -83,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "verify":
         from .verify import verify
 
-        report = verify(options.target, options.revision, options.weights)
+        report = verify(options.target, options.revision, options.weights, options.python)
         print(report.as_json() if options.json else report.as_table())
         return 1 if report.failures else 0
     from . import adapter, build

@@ -23,6 +23,14 @@ from glm4v_patched.paths import require_apart
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
+from .checks import (
+    Target,
+    check_files,
+    check_parameters,
+    refuse_failed,
+    require_known,
+    run_in_order,
+)
 from .files import Contents, File, read_folder, read_repository, sha256_of_file
 from .layout import (
     ARCHITECTURE,
@@ -30,13 +38,14 @@ from .layout import (
     COMMIT,
     ID,
     INDEX,
+    KEYS,
     MANIFEST,
     SPECIAL_IDS,
     UPSTREAM,
     our_code,
 )
+from .loading import load
 from .manifest import FineTune, Listed, Manifest, Origin, as_json, read_manifest
-from .verify import Target, refuse_what_fails
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS_LICENSE = "MODEL_LICENSE"
@@ -154,10 +163,16 @@ def require_ours(out: Path, source: str) -> Path:
 
 
 def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: str) -> Manifest:
-    """Put a build in its place, if it passes verify."""
+    """Put a build in its place, if it passes verify and the published code loads it."""
     manifest = read_manifest(built[MANIFEST])
     files = {n: File.of(content) for n, content in built.items()}
-    refuse_what_fails(Target(f"the build of {source}", files | weights, manifest))
+    target = Target(f"the build of {source}", files | weights, manifest)
+    checks = check_files(target)
+    if not manifest.is_of_adapters:
+        run_in_order(checks, {"parameters": check_parameters}, target)
+    refuse_failed(target, checks)
+    if not manifest.is_of_adapters:
+        refuse_failed(target, load(target))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
         new, old = Path(beside, "new"), Path(beside, "old")
@@ -181,12 +196,19 @@ def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: 
     return manifest
 
 
-def contents(source: Source, name: str) -> dict[str, bytes]:
-    """Every file but the weights, by its name."""
+def contents(
+    source: Source | Target, name: str, licensed_at: str | None = None
+) -> dict[str, bytes]:
+    """Return every file but the weights, by its name; ``licensed_at`` names the file of the licence
+    where the weights are from, if it has another name in ``source``."""
     our_license = (ROOT / "LICENSE").read_bytes()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     files = _processor_files(source)
     config = _config(source, files)
+    generation = "generation_config.json"
+    if source.content(generation) is not None:  # what is left out would change the answers
+        options = source.read_json(generation)
+        require_known(options, KEYS[generation], f"{source.name}: {generation}")
     eos_and_pad = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     files |= our_code() | {
         "config.json": as_json(config),
@@ -200,7 +222,7 @@ def contents(source: Source, name: str) -> dict[str, bytes]:
     for target, given in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
         if given and (content := source.content(given)) is not None:
             files[target] = content
-    files["README.md"] = _card(source, name, license_name, project["dependencies"])
+    files["README.md"] = _card(source, name, license_name, licensed_at, project["dependencies"])
     return with_manifest(files, source.weights, source.fine_tune, source.origin)
 
 
@@ -221,9 +243,14 @@ def with_manifest(
     return {**files, MANIFEST: as_json(manifest.model_dump())}
 
 
-def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
+def _config(source: Source | Target, processor_files: dict[str, bytes]) -> dict[str, Any]:
     """The original's fields as they are, and ours for the loader; ids that it lacks are added."""
     config = source.read_json("config.json")
+    if quantized := config.get("quantization_config"):
+        raise ValueError(
+            f"{source.name}: config.json has quantization_config {json.dumps(quantized):.80}; "
+            "expected none: publish the weights as they were before, and quantize when you load"
+        )
     if reason := why_not_glm4v(config):
         raise ValueError(f"{source.name}: its config.json is not a glm-4v's: {reason}")
     tokens = json.loads(processor_files["tokenizer.json"])["added_tokens"]
@@ -231,13 +258,13 @@ def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]
     for key, token in SPECIAL_IDS.items():
         if config.get(key) is None:
             config[key] = ids[token]
-    checked = ChatGLMConfig(**config)
+    checked = ChatGLMConfig.from_dict(config)
     config.setdefault("eos_token_id", checked.eos_token_id)
     config["vision_config"].setdefault("image_size", checked.vision.image_size)
     return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
 
 
-def _processor_files(source: Source) -> dict[str, bytes]:
+def _processor_files(source: Source | Target) -> dict[str, bytes]:
     """Files of tokenizer and processor that every supported transformers reads.
 
     The tokenizer, the template and the image processor's values are what save_pretrained writes,
@@ -264,12 +291,18 @@ def _processor_files(source: Source) -> dict[str, bytes]:
     return files
 
 
-def _card(source: Source, name: str, license_name: str | None, needs: list[str]) -> bytes:
+def _card(
+    source: Source | Target,
+    name: str,
+    license_name: str | None,
+    licensed_at: str | None,
+    needs: list[str],
+) -> bytes:
     fine_tune, origin = source.fine_tune, source.origin
     from_hub = origin and origin.repository
     address = f"{UPSTREAM}/blob/main/LICENSE"
     if origin and license_name:
-        address = f"{origin.repository}/blob/{origin.revision}/{license_name}"
+        address = f"{origin.repository}/blob/{origin.revision}/{licensed_at or license_name}"
     template = Path(__file__).with_name("MODEL_CARD.md").read_text(encoding="utf-8")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     card = environment.from_string(template).render(

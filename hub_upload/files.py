@@ -92,8 +92,9 @@ def is_small(name: str, size: int) -> bool:
     return size <= LARGEST_TO_READ and PurePosixPath(name).suffix in TEXT
 
 
-def read_folder(folder: Path) -> dict[str, File]:
-    """Every file by its path in the folder, but for folders whose names begin with a dot.
+def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
+    """Every file by its path in the folder; in folders whose names begin with a dot only if
+    ``hidden``, and never what git and the Hub's client keep.
 
     ``ValueError`` for a device, a pipe, text with another name (a hard link), and a link that leads
     out of it, or to a folder; but links of the Hub's cache, from a snapshot to the blobs beside it,
@@ -101,7 +102,9 @@ def read_folder(folder: Path) -> dict[str, File]:
     """
     found = {}
     for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        left = [name for name in folders if name.startswith(".")]
+        left = [name for name in left if not hidden or name in (".git", ".cache")]
+        folders[:] = [name for name in folders if name not in left]
         links = [name for name in folders if Path(where, name).is_symlink()]
         for path in (Path(where, name) for name in [*links, *names]):
             name = path.relative_to(folder).as_posix()

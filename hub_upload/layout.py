@@ -1,10 +1,11 @@
 """What a build consists of: names of files, classes and ids."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import glm4v_patched
-from glm4v_patched.remote.configuration_chatglm import AUTO_MAP
+from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, DEFAULTS, EVA2CLIPVisionConfig
 
 UPSTREAM = "zai-org/glm-4v-9b"
 ARCHITECTURE = "GLM4VForCausalLM"
@@ -18,6 +19,48 @@ AUTO_MAPS: dict[str, dict[str, Any]] = {
     "tokenizer_config.json": PROCESSOR | TOKENIZER,
     "preprocessor_config.json": IMAGES | PROCESSOR,
     "processor_config.json": PROCESSOR,
+}
+TOKENIZER_CLASS = "ChatGLM4Tokenizer"
+
+
+def _keys(text: str, **inner: dict[str, Any]) -> dict[str, Any]:
+    return dict.fromkeys(text.split()) | inner
+
+
+_SIZES = _keys("total_size total_parameters")
+_VISION = dict.fromkeys(field.name for field in fields(EVA2CLIPVisionConfig))
+# By file, every key that a build may have; ``None`` if what it holds is not looked into. In
+# config.json these are the published code's and ours, and what says where the file comes from.
+KEYS: dict[str, dict[str, Any]] = {
+    "config.json": dict.fromkeys(DEFAULTS)
+    | _keys("architectures auto_map model_type dtype torch_dtype transformers_version")
+    | _keys("_name_or_path image_token_id classifier_dropout prefix_projection")
+    | _keys("attn_implementation _attn_implementation", vision_config=_VISION),
+    "generation_config.json": _keys(
+        "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id "
+        "decoder_start_token_id forced_bos_token_id forced_eos_token_id do_sample temperature "
+        "top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+        "encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+        "exponential_decay_length_penalty length_penalty max_length max_new_tokens min_length "
+        "min_new_tokens max_time stop_strings early_stopping num_beams num_beam_groups "
+        "num_return_sequences diversity_penalty bad_words_ids suppress_tokens "
+        "begin_suppress_tokens sequence_bias guidance_scale renormalize_logits "
+        "remove_invalid_values use_cache output_attentions output_hidden_states output_logits "
+        "output_scores return_dict_in_generate"
+    ),
+    "tokenizer_config.json": _keys(
+        "added_tokens_decoder additional_special_tokens extra_special_tokens auto_map backend "
+        "bos_token clean_up_tokenization_spaces cls_token do_lower_case eos_token image_size "
+        "mask_token model_max_length model_input_names pad_token padding_side processor_class "
+        "remove_space sep_token split_special_tokens tokenizer_class truncation_side unk_token"
+    ),
+    "preprocessor_config.json": _keys(
+        "auto_map do_convert_rgb image_mean image_processor_type image_std patch_size "
+        "processor_class resample",
+        size=_keys("height width"),
+    ),
+    "processor_config.json": _keys("auto_map processor_class"),
+    "model.safetensors.index.json": _keys("weight_map", metadata=_SIZES),
 }
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}

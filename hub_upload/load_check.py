@@ -47,15 +47,17 @@ def check(source: str) -> Iterator[str]:
         from_config = transformers.AutoModelForCausalLM.from_config
         model = from_config(type(config)(**values), trust_remote_code=True)
         held = "2 + 2 layers of width 64 with random weights"
-    yield f"{len(tokenizer):,} ids, {held}"
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    yield f"{versions}: {len(tokenizer):,} ids, {held}"
 
     inputs, other = (inputs_of(processor, seed, model.dtype) for seed in range(2))
     model.eval()
     with torch.no_grad():
-        drawn = model.generate(**inputs, max_new_tokens=4, do_sample=False)
         logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
     change = (logits[0] - logits[1]).abs().max().item()
     assert 0 < change < math.inf, f"another picture changes logits by {change}"
+    with torch.no_grad():  # by the settings of its generation_config.json
+        drawn = model.generate(**inputs, max_new_tokens=4)
     number = drawn.shape[1] - inputs["input_ids"].shape[1]
     yield f"{number} tokens; another picture changes logits by {change:.1e}"
 

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from glm4v_patched.patch.config_json import parse_object
 from glm4v_patched.terminal_text import printable
@@ -12,6 +12,12 @@ from .layout import ADAPTER_WEIGHTS, COMMIT, ID, MANIFEST
 
 Id = Annotated[str, Field(pattern=f"^{ID}$")]
 FileName = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+
+
+def _one_line(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise ValueError("expected one line that can be printed")
+    return text
 
 
 class _Strict(BaseModel):
@@ -37,7 +43,7 @@ class FineTune(_Strict):
     """What somebody says of trained weights: their base, and what of it was trained on what."""
 
     base: Id
-    trained: str
+    trained: Annotated[str, AfterValidator(_one_line)]
 
 
 class Manifest(_Strict):

@@ -9,6 +9,7 @@ arrived.
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 from huggingface_hub import (
@@ -23,11 +24,12 @@ from huggingface_hub.hf_api import RepoSibling
 
 from glm4v_patched.terminal_text import in_bytes, listed, printable
 
+from .checks import OF_GIT, Target, refuse_failed
 from .errors import AGAIN
 from .files import Contents, File, look_at, read_folder
 from .layout import ID, MANIFEST
 from .manifest import Manifest, read_manifest
-from .verify import OF_GIT, Target, refuse_what_fails
+from .verify import check_folder
 
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 UPLOAD = "build with --weights FOLDER, to upload them"
@@ -41,9 +43,12 @@ def say(line: str) -> None:
 
 def read_build(folder: Path) -> tuple[Manifest, dict[str, File]]:
     """A built folder as build left it; weights are compared when they are sent."""
-    files = {name: file for name, file in read_folder(folder).items() if name not in OF_GIT}
+    files = {
+        name: file for name, file in read_folder(folder, hidden=True).items() if name not in OF_GIT
+    }
     manifest = Contents(str(folder), files).read_manifest()
-    refuse_what_fails(Target(str(folder), files, manifest))
+    target = Target(str(folder), files, manifest)
+    refuse_failed(target, check_folder(target, [sys.executable]))
     for name, given in manifest.weights.items():
         path = files[name].path if name in files else None
         files[name] = File(given.size, given.sha256, path=path)

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 import glm4v_patched
 from hub_upload import files
+from hub_upload.checks import FAILED, Target, check_files
 from hub_upload.layout import INDEX, MANIFEST, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
-from hub_upload.verify import FAILED, Target, check_files
+from hub_upload.manifest import as_json
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import File, LocalHub
 
@@ -58,11 +59,12 @@ def python_of_card(folder: Path) -> list[str]:
 
 
 def edit(path: Path, change: Callable[[dict], object]) -> None:
-    """Change the JSON in a file, and not in the file that it may be linked to."""
+    """Change the JSON in a file, as a build writes it, and not in the file that it may be linked
+    to."""
     values = json.loads(path.read_text())
     change(values)
     path.unlink()
-    path.write_text(json.dumps(values))
+    path.write_bytes(as_json(values))
 
 
 def amended(name: str, **values):
@@ -89,11 +91,9 @@ def flip(path: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def sign(folder: Path, *more: str, version: str = "9.9.9") -> None:
-    """Let the manifest agree with the files that are there, and list ``more``.
-
-    It names another version, as somebody would write it who wants to be let in.
-    """
+def sign(folder: Path, *more: str, version: str = glm4v_patched.__version__) -> None:
+    """Let the manifest agree with the files that are there, and list ``more``, as somebody would
+    write it who wants to be let in."""
 
     def digest(name: str) -> str:
         return hashlib.sha256((folder / name).read_bytes()).hexdigest()

@@ -91,34 +91,53 @@ def publish(hub, run):
 
 
 @pytest.fixture
-def load_check(monkeypatch, tmp_path):
-    """Replace the process that runs the published code; what it prints is its last error."""
-    from hub_upload import verify
+def load_check(monkeypatch, tmp_path, in_a_process):
+    """Replace the program that runs the published code; what it prints is its last error."""
+    from hub_upload import loading
 
     def replace(code: str) -> None:
         script = tmp_path / "load_check.py"
         script.write_text(f"import json, os, sys\n{code}\n")
-        monkeypatch.setattr(verify, "LOAD_CHECK", script)
+        monkeypatch.setattr(loading, "LOAD_CHECK", script)
 
     return replace
 
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    """The published code is said to work, without running it."""
-    from hub_upload import verify
+    """What is not about files is said to be right."""
+    from hub_upload import build, verify
 
-    monkeypatch.setattr(verify, "check_parameters", lambda target: "nothing was compared")
-    said = [json.dumps([step, "passed", "-"]) for step in verify.STEPS]
-    monkeypatch.setattr(verify, "_run", lambda source, home: (said, "it has done nothing"))
+    for module, check in ((build, "parameters"), (verify, "parameters"), (verify, "rebuilt")):
+        monkeypatch.setattr(module, f"check_{check}", lambda target: "nothing was compared")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def published_code():
+    """The published code is said to work, without a process for each test; the real function."""
+    from hub_upload import loading
+
+    real = loading.run
+    said = [json.dumps([step, "passed", "-"]) for step in loading.STEPS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "run", lambda *of: (said, "it has done nothing"))
+        yield real
+
+
+@pytest.fixture
+def in_a_process(monkeypatch, published_code):
+    """The published code runs as it does for users."""
+    from hub_upload import loading
+
+    monkeypatch.setattr(loading, "run", published_code)
 
 
 @pytest.fixture
 def in_process(monkeypatch):
     """The checks that run code do so in this process, which has imported torch already."""
-    from hub_upload import load_check, verify
+    from hub_upload import load_check, loading
 
-    def run(source: Path, home: Path) -> tuple[list[str], str]:
+    def run(python: str, source: Path, home: Path) -> tuple[list[str], str]:
         ended, output = "it has ended", io.StringIO()
         with remote_code_under(home / "modules"), contextlib.redirect_stdout(output):
             try:
@@ -127,4 +146,4 @@ def in_process(monkeypatch):
                 ended = f"{type(error).__name__}: {error}"
         return output.getvalue().splitlines(), ended
 
-    monkeypatch.setattr(verify, "_run", run)
+    monkeypatch.setattr(loading, "run", run)

@@ -108,6 +108,7 @@ OF_A_STRANGER = [
     {"auto_mapping": {"parent_library": "b"}},
     {"base_model_name_or_path": "evil-org/evil"},
     {"revision": "main"},
+    {"custom_modules": "evil"},  # a key that peft does not know
 ]
 
 

@@ -13,8 +13,10 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from glm4v_patched import __version__
 from hub_upload import build as building
+from hub_upload import loading
 from hub_upload.build import build, read_source
 from hub_upload.layout import INDEX, MANIFEST
+from hub_upload.publish import read_build
 from tests.helpers.publishable import (
     CODE,
     LICENSE_TEXT,
@@ -204,6 +206,44 @@ def test_a_build_that_would_not_pass_verify_is_not_written(original, make, tmp_p
     with pytest.raises(ValueError, match=r"does not pass .*config: architectures is \['Another'\]"):
         make(original)
     assert not (tmp_path / "out").exists()
+
+
+LOADED_OTHERWISE = [
+    ("config.json", "quantization_config", {"quant_method": "torchao"}),
+    ("config.json", "_attn_implementation", "flash_attention_4"),
+    ("config.json", "attn_implementation", "paged|x/y"),
+    ("config.json", "use_kernels", True),
+    ("config.json", "kernel_config", {"RMSNorm": "x/y:Z"}),
+    ("config.json", "custom_generate", "x/y"),
+    ("config.json", "num_layers", float("nan")),
+    ("generation_config.json", "cache_implementation", "evil"),
+    ("generation_config.json", "compile_config", {"backend": "evil"}),
+    ("generation_config.json", "custom_generate", "x/y"),
+    ("generation_config.json", "unknown", 1),
+    ("generation_config.json", "temperature", float("inf")),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), LOADED_OTHERWISE)
+def test_settings_that_the_published_code_refuses_are_not_built(
+    name, key, value, changed, make, tmp_path
+):
+    edit(changed / name, lambda values: values.update({key: value}))
+    with pytest.raises(ValueError, match=rf"{name}.* {key}\b") as refused:
+        make(changed)
+    assert "expected" in str(refused.value) or "take it out" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_published_code_does_not_load_is_neither_built_nor_published(
+    original, built, make, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loading, "run", lambda *_: ([], "the process ended: ValueError: no"))
+    with pytest.raises(ValueError, match="does not pass verify: loads: .*ValueError: no"):
+        make(original)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="does not pass verify: loads: .*ValueError: no"):
+        read_build(built)
 
 
 # From the Hub, and weights that were trained

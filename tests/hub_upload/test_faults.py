@@ -190,7 +190,7 @@ def test_a_full_disk_stops_a_command_before_anything_is_sent(hub, ask, monkeypat
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_cut_off_at_any_request_the_next_run_completes(
-    copied, hub, original, built, publish, tmp_path
+    copied, hub, original, built, publish, tmp_path, nothing_runs
 ):
     """What was asked last was done, and nothing is answered after it: as for one that is killed."""
     folder = built

