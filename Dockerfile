@@ -8,7 +8,9 @@ RUN apt-get update -qq \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/glm4v
 ENV PATH=/opt/glm4v/bin:$PATH HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache
-COPY . /src
+COPY LICENSE README.md pyproject.toml /src/
+COPY docs/docker /src/docs/docker
+COPY glm4v_patched /src/glm4v_patched
 RUN /src/docs/docker/install.sh /src
 WORKDIR /work
 ENTRYPOINT ["glm4v-patched"]

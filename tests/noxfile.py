@@ -268,16 +268,13 @@ def workflows(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build sdist and wheel into a folder, and check them. A tag has to be that of the version."""
-    out, *tags = session.posargs or [session.create_tmp()]
-    text = (ROOT / "glm4v_patched" / "__init__.py").read_text()
-    [version] = re.findall('^__version__ = "(.*)"', text, re.M)
-    if tags not in ([], [f"v{version}"]):
-        session.error(f"the tag is {tags[0]}, and glm4v_patched.__version__ {version}")
-    session.install("build", "twine")
+    """Build sdist and wheel into a folder as release.yml does, and test what is in them."""
+    [out] = session.posargs or [session.create_tmp()]
+    session.install("--require-hashes", "-r", str(ROOT / ".github" / "release.txt"))
     session.chdir(ROOT)
-    session.run("python", "-m", "build", "-o", out, ".")
-    session.run("twine", "check", "--strict", *map(str, Path(out).glob("*")))
+    session.run("python", "-m", "hatchling", "build", "-d", str(Path(out).absolute()))
+    session.install("pytest", "pyyaml")
+    run_tests(session, "--noconftest", "-c", "/dev/null", "tests/test_package.py")
 
 
 @nox.session
@@ -297,7 +294,7 @@ def canary(session: nox.Session, what: str) -> None:
 def docs(session: nox.Session) -> None:
     """The site, in a folder; a link that leads nowhere is an error."""
     [out] = session.posargs or [session.create_tmp()]
-    session.install("mkdocs-material==9.8.2", "mkdocstrings-python==2.0.11")
+    session.install("--require-hashes", "-r", str(ROOT / ".github" / "docs.txt"))
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.chdir(ROOT)
     session.run("mkdocs", "build", "--strict", "-q", "-d", str(Path(out).absolute()))
