@@ -66,13 +66,13 @@ def main(argv: list[str] | None = None) -> int:
         print("hub_upload: stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        if (reason := reason_of(error)) is None:
+        if sys.flags.dev_mode:
             raise
         try:
             sys.stdout.flush()
         except OSError:  # output that waits for a full disk would fail once more when Python ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"hub_upload: {without_secrets(reason)}", file=sys.stderr)
+        print(f"hub_upload: {without_secrets(reason_of(error))}", file=sys.stderr)
         return 1
 
 

@@ -281,7 +281,7 @@ def run_check(name: str, check: Callable[[Target], str], target: Target) -> Chec
     try:
         return Check(name, PASSED, check(target))
     except Exception as error:
-        return Check(name, FAILED, reason_of(error) or f"{type(error).__name__}: {error}")
+        return Check(name, FAILED, reason_of(error))
 
 
 def run_in_order(checks: list[Check], more: Mapping[str, Callable[[Target], str]], target: Target):

@@ -3,12 +3,9 @@
 import errno
 import os
 import re
-from traceback import walk_tb
 
-import huggingface_hub
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_session, get_token, set_client_factory
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import _http
 
 from glm4v_patched.patch.repository import host_of
 from glm4v_patched.terminal_text import printable
@@ -22,25 +19,22 @@ AGAIN = "run the same command again: it finds what has arrived and does the rest
 
 def limit_silence() -> None:
     """Let no request wait longer than ``HF_HUB_DOWNLOAD_TIMEOUT``; most of them set no limit."""
+    session = get_session()
+    hooks = [hook for hook in session.event_hooks["request"] if hook is not _limit]
+    with_limit = {"request": [*hooks, _limit]}
+    client = type(session)
+    set_client_factory(lambda: client(event_hooks=with_limit, follow_redirects=True, timeout=None))
+
+
+def _limit(request) -> None:
     given = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT")
     seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT if given else LONGEST_SILENCE
-    told = f"huggingface_hub {huggingface_hub.__version__} has no default_client_factory"
-    assert hasattr(_http, "default_client_factory"), f"{told}: pip install 'huggingface_hub<3'"
-
-    def limit(request) -> None:
-        limits = request.extensions["timeout"]
-        limits |= {kind: min(value or seconds, seconds) for kind, value in limits.items()}
-
-    def make_client():
-        client = _http.default_client_factory()
-        client.event_hooks["request"].append(limit)
-        return client
-
-    huggingface_hub.set_client_factory(make_client)
+    limits = request.extensions["timeout"]
+    limits |= {kind: min(value or seconds, seconds) for kind, value in limits.items()}
 
 
-def reason_of(error: BaseException) -> str | None:
-    """What happened, and what to do; ``None`` for a mistake of ours."""
+def reason_of(error: Exception) -> str:
+    """Return what happened, and what to do, in one line."""
     link: BaseException | None = error
     while link is not None:
         told = " ".join(str(link).split())
@@ -54,13 +48,15 @@ def reason_of(error: BaseException) -> str | None:
         if isinstance(link, hub_errors.HTTPError):
             return f"{_reason_of_server(link, told)}; {AGAIN}"
         link = link.__cause__ if link.__suppress_context__ else link.__context__
-    # The client takes answers for what they should be: what is raised in it is the server's fault.
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-    packages = [name.partition(".")[0] for name in frames]
-    known = [p for p in packages if p in ("hub_upload", "glm4v_patched", "huggingface_hub")]
-    if known[-1:] == ["huggingface_hub"]:
-        return f"{NO_HUB} ({type(error).__name__}: {error}): check HF_ENDPOINT; {AGAIN}"
-    return str(error) if isinstance(error, (OSError, ValueError, RuntimeError)) else None
+    if isinstance(error, OSError) and error.errno is None:
+        return f"{error}; {AGAIN}"  # the client's, of an answer that it cannot use
+    if isinstance(error, (OSError, ValueError, RuntimeError)):
+        return str(error)
+    # The client takes answers for what they should be.
+    return (
+        f"{NO_HUB}, or this is a mistake of ours ({type(error).__name__}: {error}): check "
+        f"HF_ENDPOINT; {AGAIN}; `python -X dev -m hub_upload` shows where it was raised"
+    )
 
 
 def _reason_of_server(error: hub_errors.HTTPError, told: str) -> str:
