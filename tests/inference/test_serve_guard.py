@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,12 @@ from glm4v_patched.data.pictures import from_data_url
 from glm4v_patched.inference.serving import connections, guard, pictures
 from glm4v_patched.inference.serving.connections import Connection
 from glm4v_patched.inference.serving.guard import BODY, Guard, HostGuard, parse
-from glm4v_patched.inference.serving.limits import MOST_BYTES_OF_TEXT, VARIABLE, Limits
+from glm4v_patched.inference.serving.limits import (
+    MOST_BYTES_OF_TEXT,
+    MOST_VALUES,
+    VARIABLE,
+    Limits,
+)
 from glm4v_patched.inference.serving.serve import hosts_of
 from tests.helpers.serving import about, call, data_url, png
 
@@ -75,16 +81,41 @@ def test_a_key_is_taken_as_http_has_it_and_a_websocket_is_closed():
     assert sent_back == [{"type": "websocket.close", "code": 1008}] * 2
 
 
+@pytest.mark.parametrize("name", ["host", "origin", "content-type", "authorization"])
+def test_a_header_that_two_readers_could_read_differently_is_refused(name):
+    """The guard read the last one, starlette the first."""
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    headers += [(b"authorization", b"Bearer secret"), (b"origin", b"http://localhost")]
+
+    async def with_headers(more: list) -> tuple[int, dict]:
+        app = Guard(echo, Limits(api_key="secret", hosts=["localhost"]))
+        return await call(lambda scope, *rest: app(scope | {"headers": headers + more}, *rest), {})
+
+    assert asyncio.run(with_headers([]))[0] == 200
+    for value in ({*headers} & {(name.encode(), dict(headers)[name.encode()])}) | {(b"Host", b"a")}:
+        status, body = asyncio.run(with_headers([value]))
+        assert (status, body["error"]["type"]) == (400, INVALID)
+        assert "2 headers" in body["error"]["message"]
+    framed = [(b"content-length", b"2"), (b"transfer-encoding", b"chunked")]
+    assert asyncio.run(with_headers(framed))[0] == 400
+
+
 @pytest.mark.parametrize(
     ("body", "limits", "status", "told"),
     [
-        (b"[" * 10**5, {}, 400, "no JSON"),
+        (b"[" * 10**4, {}, 400, "no JSON"),
+        (b'{"a": %s1%s}' % (b"[" * 64, b"]" * 64), {}, 400, "over 64 levels"),
+        ({"a": [0] * MOST_VALUES}, {}, 413, f"{MOST_VALUES + 1:,} commas"),
+        # A million texts, and a key, that begin as images do.
+        ({"messages": ["data:"] * 2 * 10**5}, {}, 413, "without its pictures"),
+        ({"url": {"data:" + "f" * 10**6: 0}}, {}, 413, "without its pictures"),
+        ({"x": [{"url": "data:"}] * 10**5}, {}, 413, "without its pictures"),
         (b"[1]", {}, 400, "is a list; expected an object"),
         (b"a" * 10_001, {"max_body_bytes": 10_000}, 413, "10001 bytes; this server takes 10000"),
         ({"messages": "c" * MOST_BYTES_OF_TEXT + "c"}, {}, 413, "without its pictures"),
         # Texts that look as pictures do.
-        ({"messages": [{"content": "data:" + "d" * 2 * 10**6}]}, {}, 413, "2,000,005 bytes"),
-        (b'{"a": "data:' + b"e" * 2 * 10**6, {}, 413, "without its pictures"),
+        ({"messages": [{"content": "data:" + "d" * 2 * 10**6}]}, {}, 413, "2,000,036 bytes"),
+        (b'{"url": "data:' + b"e" * 2 * 10**6, {}, 413, "without its pictures"),
         ({}, {"most_at_once": 0}, 429, "no more may"),
     ],
 )
@@ -139,6 +170,34 @@ def test_waiting_requests_hold_a_limited_number_of_bytes():
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_a_body_that_is_slow_gives_way_to_one_that_arrives():
+    """Eight of 32 MB that end before their last byte kept others out for a minute."""
+    app = Guard(echo, Limits(max_body_bytes=1000))
+
+    async def stalled(scope, receive, send):
+        async def part():
+            if id(scope) in app.held:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": b" " * 900, "more_body": True}
+
+        await app(scope, part, send)
+
+    async def run() -> None:
+        slow = [asyncio.create_task(call(stalled, {})) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        assert sum(app.held.values()) == 7200
+        assert [(await call(app, {"a": "a" * 900}))[0] for _ in range(3)] == [200] * 3
+        [done, *_] = slow
+        assert (await done)[0] == 429 and not any(each.done() for each in slow[1:])
+        assert sum(app.held.values()) == 6300 and not app.displaced
+        for each in slow[1:]:
+            each.cancel()
+        await asyncio.gather(*slow[1:], return_exceptions=True)
+        assert not app.held and not app.arriving
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
     """64 of them made a 429 for all; bodies have a deadline."""
     monkeypatch.setattr(guard, "SECONDS_TO_SEND", 1)
@@ -172,28 +231,54 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
 
 
 def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
-    """400 of them, half-open and without a key, ended the service."""
+    """400 of them, half-open and without a key, ended the service; in one burst, too."""
     with monkeypatch.context() as patch:
         patch.delattr(connections.H11Protocol, "on_response_complete")
         with pytest.raises(RuntimeError, match=r"uvicorn [\d.]+ has no on_response_complete"):
             connections.run_server(echo, None, print)  # type: ignore[arg-type]
     monkeypatch.setattr(connections, "SECONDS_FOR_A_HEAD", 1.5)
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 8)
-    config = uvicorn.Config(Guard(echo, Limits()), http=Connection, ws="none", lifespan="off")
+    config = uvicorn.Config(Guard(echo, Limits()), ws="none", lifespan="off")
     config.load()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    there: set[Connection] = set()
+    most_there = 0
+
+    class Counted(Connection):
+        """Has a descriptor from when it is accepted until it is lost."""
+
+        def __init__(self, *arguments, **options):
+            nonlocal most_there
+            super().__init__(*arguments, most=8, **options)
+            there.add(self)
+            most_there = max(most_there, len(there))
+
+        def connection_lost(self, exc):
+            there.discard(self)
+            super().connection_lost(exc)
 
     async def run() -> None:
         state, loop = ServerState(), asyncio.get_running_loop()
-        made = lambda: Connection(config=config, server_state=state, app_state={})  # noqa: E731
-        server = await loop.create_server(made, "127.0.0.1", 0)
+        made = lambda: Counted(config=config, server_state=state, app_state={})  # noqa: E731
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = await loop.create_server(made, sock=listener, backlog=2)
+        listener.listen(100)
+        address = listener.getsockname()
         opened = []
 
         async def say(content: bytes) -> asyncio.StreamReader:
-            opened.append(await asyncio.open_connection(*server.sockets[0].getsockname()))
+            opened.append(await asyncio.open_connection(*address))
             opened[-1][1].write(content)
             return opened[-1][0]
 
+        def silent() -> socket.socket:
+            return socket.create_connection(address, 30)
+
+        burst = asyncio.gather(*[asyncio.to_thread(silent) for _ in range(100)])
+        for client in await burst:
+            client.setblocking(False)
+            opened.append(await asyncio.open_connection(sock=client))
+        await asyncio.sleep(0.1)
+        assert len(state.connections) == len(there) == 8 and most_there <= 16
         for number in range(40):
             await say((b"", b"GET / HT", head % 9 + b"\r\n{", head[:40])[number % 4])
             if number % 10 == 9:
@@ -215,6 +300,48 @@ def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
             writer.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_client_that_reads_nothing_of_its_response_is_ended(monkeypatch):
+    monkeypatch.setattr(connections, "SECONDS_TO_READ", 1)
+    ended = threading.Event()
+
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+        if (await receive())["type"] == "http.disconnect":
+            ended.set()
+
+    config = uvicorn.Config(endless, ws="none", lifespan="off")
+    config.load()
+
+    async def run() -> None:
+        made = lambda: Connection(  # noqa: E731
+            config=config, server_state=ServerState(), app_state={}, most=8
+        )
+        server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
+        with socket.create_connection(server.sockets[0].getsockname()) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert await asyncio.to_thread(ended.wait, 20)
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_number_of_connections_leaves_files_to_open(monkeypatch):
+    limit = lambda most: monkeypatch.setattr(  # noqa: E731
+        connections.resource, "getrlimit", lambda kind: (most, most)
+    )
+    taken = len(os.listdir("/dev/fd")) + connections.OTHER_FILES
+    for files, expected in ((connections.resource.RLIM_INFINITY, 256), (10**6, 256)):
+        limit(files)
+        assert connections.most_connections() == (expected, 64)
+    limit(taken + 81)
+    assert connections.most_connections() == (40, 10)
+    limit(taken + 31)
+    with pytest.raises(RuntimeError, match=rf"open {taken + 31} files.*leaves 15 conn.*ulimit -n"):
+        connections.most_connections()
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,9 @@ def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path)
     of_hub = Base("our-org/model", "c0ffee")
     command = vllm.vllm_command(program, of_hub, "m", {}, ("localhost", 1), Generation())
     assert option(command, "--revision") == "c0ffee"
+    assert "--disable-fastapi-docs" in command
     limits = json.loads(environment[VARIABLE])
-    assert limits["max_body_bytes"] == 3_000_000 and limits["most_at_once"] is None
+    assert limits["max_body_bytes"] == 3_000_000 and limits["most_at_once"] == 1024
 
 
 def write_adapters(folder: Path, model: Path, rank: int, name: str = LANGUAGE, **more) -> None:

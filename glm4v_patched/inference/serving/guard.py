@@ -6,6 +6,7 @@ Needs no torch.
 
 import asyncio
 import ipaddress
+import itertools
 import json
 import re
 import secrets
@@ -13,8 +14,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .limits import MOST_BYTES_OF_TEXT, ApiError, Limits, log
-from .pictures import secure, too_much_text
+from .limits import MOST_BYTES_OF_TEXT, MOST_VALUES, ApiError, Limits, log
+from .pictures import KEYS_OF_URLS, secure, too_much_text
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,13 +26,19 @@ BODY = "glm4v_patched.body"
 """Key of the scope under which the application finds the JSON of the body."""
 OPEN_PATHS = ("/health", "/ping")
 SECONDS_TO_SEND = 60
-# So many of the largest bodies are held, or more smaller ones: each is there in three forms.
-LARGEST_AT_ONCE = 8
+READERS = 64
+"""Threads: so many that hosts from which images are fetched keep no other request waiting."""
+ONCE = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
+"""Headers of which a request has one at most: of two, other code would read the other one."""
 # Of a body that is too large so much is still read: a client that is sending does not see an answer
 # when the connection ends under it.
 MOST_BYTES_DROPPED = 256 * 10**6
-# A text of JSON, before it is parsed. What it has matched is not tried in another way (*+).
-DATA_URL = re.compile(rb'"data:[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# A key of an image and its data URL, before JSON is parsed. What it has matched is not tried in
+# another way (*+).
+DATA_URL = re.compile(
+    rb'"(?:%s)"\s*+:\s*+"data:[^"\\]*+(?:\\.[^"\\]*+)*+"' % "|".join(KEYS_OF_URLS).encode(),
+    re.DOTALL,
+)
 
 
 class HostGuard:
@@ -50,6 +57,7 @@ class HostGuard:
             return
         try:
             if scope["type"] == "http":
+                check_headers(scope["headers"])
                 receive = await self.admit(scope, receive)
         except ApiError as error:
             await refusal(scope["path"], error)(scope, receive, send)
@@ -78,9 +86,10 @@ class Guard(HostGuard):
         self.limits = limits or Limits.from_environment()
         super().__init__(app, self.limits.hosts)
         self.held: dict[int, int] = {}  # bytes of each request whose body arrives or is answered
+        self.arriving: dict[int, asyncio.Timeout] = {}  # the deadlines of bodies, oldest first
+        self.displaced: set[int] = set()
         self.answered: set[int] = set()
-        # So many that hosts from which pictures are fetched keep no other request waiting.
-        self.readers = ThreadPoolExecutor(self.limits.most_at_once or 64, "reader")
+        self.readers = ThreadPoolExecutor(READERS, "reader")
 
     async def admit(self, scope: Message, receive: Receive) -> Receive:
         if scope["path"] in OPEN_PATHS:
@@ -90,13 +99,19 @@ class Guard(HostGuard):
         if scope["method"] != "POST":
             return receive
         try:
-            async with asyncio.timeout(SECONDS_TO_SEND):
+            async with asyncio.timeout(SECONDS_TO_SEND) as deadline:
+                self.arriving[id(scope)] = deadline
                 content = await self._read(receive, id(scope))
         except TimeoutError:
+            if id(scope) in self.displaced:
+                raise self._full(0) from None
             raise ApiError(408, f"the request did not arrive in {SECONDS_TO_SEND} s") from None
+        finally:
+            self.arriving.pop(id(scope), None)
+            self.displaced.discard(id(scope))
         most = self.limits.most_at_once
         # Not before: slow bodies would keep others out.
-        if most is not None and len(self.answered) >= most:
+        if len(self.answered) >= most:
             raise ApiError(429, f"{most} requests wait or are answered, and no more may: try later")
         self.answered.add(id(scope))
         loop = asyncio.get_running_loop()
@@ -133,7 +148,6 @@ class Guard(HostGuard):
 
     async def _read(self, receive: Receive, key: int) -> bytes:
         parts, size, most = [], 0, self.limits.max_body_bytes
-        room = LARGEST_AT_ONCE * most if self.limits.most_at_once is not None else float("inf")
         is_whole = is_full = False
         while not is_whole and size <= most + MOST_BYTES_DROPPED:
             message = await receive()
@@ -142,8 +156,8 @@ class Guard(HostGuard):
             parts.append(message.get("body", b""))
             is_whole, size = not message.get("more_body", False), size + len(parts[-1])
             self.held[key] = size
-            is_full = is_full or sum(self.held.values()) > room
-            if size > most or is_full:
+            is_full = is_full or size > most or not self._make_room(key)
+            if is_full:
                 parts.clear()
                 self.held[key] = 0
         if size > most:
@@ -154,20 +168,45 @@ class Guard(HostGuard):
                 code="request_too_large",
             )
         if is_full:
-            raise ApiError(
-                429,
-                f"the requests that wait or are answered may have {room:,} bytes, which leave no "
-                f"room for {size:,} more: try later",
-            )
+            raise self._full(size)
         return b"".join(parts)
+
+    def _make_room(self, key: int) -> bool:
+        """Return whether all bodies together are small enough, after those have been given up that
+        have been arriving for longest: slow ones would keep others out."""
+        over = sum(self.held.values()) - self.limits.max_held_bytes
+        for other, deadline in self.arriving.items():
+            if over > 0 and other not in (key, *self.displaced) and self.held.get(other):
+                over -= self.held[other]
+                self.held[other] = 0
+                self.displaced.add(other)
+                deadline.reschedule(asyncio.get_running_loop().time())
+        return over <= 0 and key not in self.displaced
+
+    def _full(self, size: int) -> ApiError:
+        more = f"{size:,} more" if size else "one that arrives slowly"
+        return ApiError(
+            429,
+            f"the requests that wait or are answered may have {self.limits.max_held_bytes:,} "
+            f"bytes, which leave no room for {more}: try later",
+        )
 
 
 def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
-    """The JSON of a body, and the body, with pictures in place of what was fetched."""
-    rest = len(content) - sum(len(found[0]) for found in DATA_URL.finditer(content))
+    """Return the JSON of a body, and the body, with images in place of what was fetched."""
     # Before it is parsed: small values take a hundred times the memory that they have here.
-    if rest > MOST_BYTES_OF_TEXT:
-        raise too_much_text(rest)
+    images = itertools.islice(DATA_URL.finditer(content), limits.max_pictures)
+    ends = [0, *(end for found in images for end in found.span()), len(content)]
+    texts = [content[start:end] for start, end in zip(ends[::2], ends[1::2], strict=True)]
+    if (size := sum(map(len, texts))) > MOST_BYTES_OF_TEXT:
+        raise too_much_text(size)
+    if (values := sum(text.count(sign) for text in texts for sign in b",[{")) > MOST_VALUES:
+        raise ApiError(
+            413,
+            f"the request has {values:,} commas and opening brackets beside its images; this "
+            f"server takes {MOST_VALUES:,}: send less text",
+            code="request_too_large",
+        )
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -175,6 +214,16 @@ def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; expected an object")
     return (body, json.dumps(body).encode()) if secure(body, limits) else (body, content)
+
+
+def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise ``ApiError`` if two readers could take a request for two different ones."""
+    names = [name.lower() for name, _ in headers]
+    for name in ONCE:
+        if (number := names.count(name)) > 1:
+            raise ApiError(400, f"the request has {number} headers {name.decode()}; expected one")
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise ApiError(400, "the request has transfer-encoding and content-length; expected one")
 
 
 def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> None:

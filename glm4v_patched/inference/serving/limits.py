@@ -18,6 +18,12 @@ MOST_MEGAPIXELS = 178
 """Twice Pillow's ``MAX_IMAGE_PIXELS``: more is an error of its own."""
 MOST_BYTES_OF_TEXT = 10**6
 """Of a request without its pictures: the model's 8,192 positions are about 30,000."""
+MOST_VALUES = 50_000
+"""Values of a request's JSON: each may take a hundred times the memory of its text."""
+MOST_DEPTH = 64
+LARGEST_AT_ONCE = 8
+"""So many bodies of the most bytes are held, or more that are smaller; each is there in three
+forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,8 @@ class Limits:
         max_pixels: Of each picture; a request has :data:`LARGEST_PICTURES` times as many at most.
         max_pictures: Of a request: each is 15 MB and 1,602 tokens for the model, however small.
         allow_urls: Whether pictures are fetched by http(s), from the public internet.
-        most_at_once: Requests that wait or are answered; None is any number.
+        most_at_once: Requests that wait or are answered.
+        largest_at_once: Bodies of the most bytes that are held, or more that are smaller.
     """
 
     api_key: str | None = None
@@ -41,7 +48,13 @@ class Limits:
     max_pixels: int = 50 * 10**6
     max_pictures: int = 16
     allow_urls: bool = False
-    most_at_once: int | None = 64
+    most_at_once: int = 64
+    largest_at_once: int = LARGEST_AT_ONCE
+
+    @property
+    def max_held_bytes(self) -> int:
+        """Of the bodies of all requests that arrive, wait or are answered."""
+        return self.largest_at_once * self.max_body_bytes
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ...data.messages import as_words
 from ...data.pictures import fetch, from_data_url
-from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, ApiError, Limits
+from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits
 
 # Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
 KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
@@ -81,17 +81,19 @@ def too_much_text(size: int) -> ApiError:
 
 
 def _strings_in(body: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """Where each text of a request stands, and whether that is a place of pictures."""
-    waiting = [(body, True)]
+    """Yield where each text of a request is, and whether that is a place of images."""
+    waiting = [(body, True, 1)]
     while waiting:
-        value, has_pictures = waiting.pop()
+        value, has_pictures, depth = waiting.pop()
+        if depth > MOST_DEPTH:
+            raise ApiError(400, f"the body has over {MOST_DEPTH} levels; expected fewer")
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in items:
             may_be = has_pictures and not (value is body and key in NO_PICTURES)
             if isinstance(each, str):
                 yield value, key, may_be and key in KEYS_OF_URLS
             elif isinstance(each, dict | list):
-                waiting.append((each, may_be))
+                waiting.append((each, may_be, depth + 1))
 
 
 def _fetched(url: str, limits: Limits, before: int) -> bytes:

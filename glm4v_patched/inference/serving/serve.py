@@ -10,7 +10,6 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from ...engine.options import require_packages
@@ -46,7 +45,7 @@ def serve(options: Namespace) -> None:
         command = vllm_command(program, base, name, others, address, generation)
         print(f"vLLM serves {name}: {shlex.join(command)}", flush=True)
         listener.close()
-        os.execve(program, command, environment_of(replace(limits, most_at_once=None)))
+        os.execve(program, command, environment_of(limits))
 
     from ...models.loading import config_of, load
     from ..answer_worker import Answerer

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -27,6 +28,9 @@ MIDDLEWARE = f"{Guard.__module__}.{Guard.__name__}"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM seeds numpy, too, which takes no more.
 MOST_SEED = 2**32 - 1
+MOST_AT_ONCE = 1024
+"""Requests that vLLM answers or has waiting: of several times as many tokens as our own batches."""
+LARGEST_AT_ONCE = 64
 # vLLM takes an empty list for "any": no host has this name (RFC 6761).
 NO_DOMAIN = "fetching.is.invalid"
 
@@ -75,13 +79,15 @@ def vllm_command(
     given = {name: value for name, value in generation.given().items() if name in names}
     given |= {} if generation.do_sample else {"temperature": 0}
     command += ["--override-generation-config", json.dumps(given)]
-    command += ["--seed", str(generation.seed)]
+    # Its pages of the API load scripts from elsewhere.
+    command += ["--seed", str(generation.seed), "--disable-fastapi-docs"]
     # Its middleware fetches, and hands on data URLs.
     return [*command, "--middleware", MIDDLEWARE, "--allowed-media-domains", NO_DOMAIN]
 
 
 def environment_of(limits: Limits) -> dict[str, str]:
     """The environment of vLLM's server; a key is not in its command, which other users see."""
+    limits = replace(limits, most_at_once=MOST_AT_ONCE, largest_at_once=LARGEST_AT_ONCE)
     variables = {VARIABLE: limits.to_json(), "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
     if limits.api_key is not None:
         variables["VLLM_API_KEY"] = limits.api_key
