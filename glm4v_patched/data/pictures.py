@@ -9,24 +9,19 @@ import hashlib
 import io
 import os
 import re
-import time
-import urllib.request
 import warnings
-from collections.abc import Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
+from urllib.request import url2pathname
 
 from PIL import Image
 
 from ..atomic import write_atomically
 from .check_cache import default_path
 from .columns import PICTURE_FILES
+from .fetching import fetch
 from .messages import as_words, refuse_keys
 
-SECONDS_TO_ANSWER = 60
-SECONDS_TO_ARRIVE = 600
-MOST_BYTES_FETCHED = 256 * 2**20
 MOST_OF_A_PATH = 4096
 MOST_LOOKED_AT = 8  # of a list
 BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s-]{40}")  # PNG, JPEG, GIF, WebP
@@ -80,21 +75,12 @@ def times_of(path: str) -> tuple[int, int, int] | None:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-class _OnlyToHttp(urllib.request.HTTPRedirectHandler):
-    """Python's own follows to ftp, too."""
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        if not newurl[:8].lower().startswith(("http://", "https://")):
-            raise ValueError(f"it leads to {as_words(newurl)}; expected http or https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 class PictureFiles:
     """Gives the path of each picture.
 
     Args:
         folder: What paths are relative to.
-        allow_urls: Whether pictures may be fetched by http(s).
+        allow_urls: Whether images may be fetched by http(s), from the public internet.
         store: Where pictures without a file are written, by the digest of their bytes; default in
             the user's cache folder. They stay there, and are not fetched again.
     """
@@ -128,12 +114,14 @@ class PictureFiles:
         if picture[:8].lower().startswith(("http://", "https://")):
             return self._fetched(picture)
         if picture[:7].lower() == "file://":
-            path = urllib.request.url2pathname(picture[7:])
+            path = url2pathname(picture[7:])
             raise ValueError(f"image is {as_words(picture)}; write the path: {as_words(path)}")
         if "://" in picture[:12]:
             raise ValueError(f"image is {as_words(picture)}; {URL_CURE.partition(',')[0]}")
         if "\0" in picture:
             raise ValueError(f"image is {as_words(picture)}; a path holds no character of code 0")
+        if picture.endswith(("/", "/.", "/..")) or picture in (".", ".."):
+            raise ValueError(f"image is {as_words(picture)}, a folder; expected the path of a file")
         # Of many rows with one folder, abspath() would take a third of the time.
         path = os.path.normpath(os.path.join(self.folder, picture))
         if "\\" in picture:
@@ -236,51 +224,6 @@ def from_data_url(url: str) -> bytes:
         return base64.b64decode("".join(content.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
-
-
-def fetch(
-    url: str,
-    most: int = MOST_BYTES_FETCHED,
-    seconds: float = SECONDS_TO_ARRIVE,
-    handlers: Sequence[Any] = (),
-) -> bytes:
-    """What lies behind an URL of http(s).
-
-    Args:
-        seconds: In which all of it has to arrive, once the answer has begun.
-        handlers: Of urllib, in place of its own.
-
-    Raises:
-        ValueError: it cannot be fetched, or has more than ``most`` bytes.
-    """
-    # Some hosts refuse Python's own name.
-    request = urllib.request.Request(url, headers={"User-Agent": "glm4v-patched"})
-    try:
-        opener = urllib.request.build_opener(_OnlyToHttp, *handlers)
-        with opener.open(request, timeout=SECONDS_TO_ANSWER) as answer:
-            content = _read(answer, most + 1, seconds)
-            missing = answer.length or 0  # of what was announced; read() says nothing of it
-    except (OSError, HTTPException, ValueError) as error:
-        raise ValueError(f"the image {as_words(url)} cannot be fetched: {error}") from None
-    if len(content) > most:
-        raise ValueError(f"the image {as_words(url)} has over {most:,} bytes")
-    if missing:
-        raise ValueError(
-            f"the image {as_words(url)} cannot be fetched: the connection ended after "
-            f"{len(content):,} of {len(content) + missing:,} bytes; start again"
-        )
-    return content
-
-
-def _read(answer, most: int, seconds: float) -> bytes:
-    """Up to ``most`` bytes; the timeout of a connection is for each of its parts."""
-    content = bytearray()
-    end = time.monotonic() + seconds
-    while len(content) < most and (part := answer.read1(min(most - len(content), 2**16))):
-        content += part
-        if time.monotonic() > end:
-            raise ValueError(f"its first {len(content):,} bytes took over {seconds:g} s")
-    return bytes(content)
 
 
 def _require_picture(url: str, content: bytes) -> None:

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from glm4v_patched.data import fetching
 from glm4v_patched.data.pictures import from_data_url
 from glm4v_patched.inference.serving import connections, guard, pictures
 from glm4v_patched.inference.serving.connections import Connection
@@ -387,7 +388,7 @@ def test_pictures_are_counted_together():
 
 @pytest.fixture
 def shop(monkeypatch):
-    """The port of a web server of this machine, of which the names of a public one are known."""
+    """The port of a web server of this machine, at which fetches are allowed."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -403,59 +404,34 @@ def shop(monkeypatch):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(fetching, "PORTS", [server.server_port])
+        # Which would fetch it.
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
         yield server.server_port, asked
         server.shutdown()
 
 
-def test_nothing_is_fetched_from_a_private_network(shop, monkeypatch):
+def test_nothing_is_fetched_from_a_private_network(shop):
     port, asked = shop
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")  # which would fetch it
     for address in ("localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "2130706433", "0177.0.0.1"):
         body = {"messages": about(f"http://{address}:{port}/a.png")}
         status, answered = ask(body, Limits(allow_urls=True))
         assert (status, answered["error"]["code"]) == (400, "invalid_image") and not asked
-    for address in ("10.0.0.1", "169.254.169.254", "fd00::1", "fe80::1%eth0", "224.0.0.1"):
-        with pytest.raises(ValueError, match="no address of the public internet"):
-            pictures._require_public("host", address)
-    pictures._require_public("host", "93.184.216.34")
 
 
-def test_what_a_public_name_leads_to_is_looked_at_again_and_pictures_share_one_limit(
-    shop, monkeypatch
-):
-    """The name was public when it was looked up, and is this machine when it is connected to; a
-    redirect leads inside."""
+def test_pictures_that_are_fetched_share_one_limit_and_are_handed_on_as_data(shop, monkeypatch):
     port, asked = shop
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")  # which would look names up
-    looked_up, require_public = socket.getaddrinfo, pictures._require_public
-    public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", port))]
-
-    def lookup(host, *given, **options):
-        if host != "rebinding.example":
-            return looked_up(host, *given, **options)
-        return public if options else looked_up("127.0.0.1", *given)
-
-    def fetch(path: str, times: int = 1, **limits) -> tuple[int, dict]:
-        urls = [f"http://rebinding.example:{port}{path}"] * times
-        return ask({"messages": about(*urls)}, Limits(allow_urls=True, **limits))
-
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    assert fetch("/a.png")[0] == 400 and not asked
-    # The same is fetched, and handed on as a data URL, where the address is public.
-    monkeypatch.setattr(pictures, "_require_public", lambda host, address: None)
-    status, handed_on = fetch("/a.png")
+    url = f"http://shop.example:{port}/a.png"
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", port))]
+    )
+    monkeypatch.setattr(fetching, "is_public", lambda address: True)
+    status, handed_on = ask({"messages": about(url)}, Limits(allow_urls=True))
     assert status == 200 and asked == ["/a.png"]
-    url = handed_on["messages"][0]["content"][0]["image_url"]["url"]
-    assert from_data_url(url) == FETCHED
-    assert fetch("/a.png", 2, max_body_bytes=2 * len(FETCHED) - 1)[0] == 400
-
-    def only_names(host, address):
-        if host == "127.0.0.1":
-            require_public(host, address)
-
-    monkeypatch.setattr(pictures, "_require_public", only_names)
-    asked.clear()
-    assert fetch("/away")[0] == 400 and asked == ["/away"]
+    url_handed_on = handed_on["messages"][0]["content"][0]["image_url"]["url"]
+    assert from_data_url(url_handed_on) == FETCHED
+    most = Limits(allow_urls=True, max_body_bytes=2 * len(FETCHED) - 1)
+    assert ask({"messages": about(url, url)}, most)[0] == 400
 
 
 def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, capsys):

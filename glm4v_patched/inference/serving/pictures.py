@@ -5,19 +5,16 @@ fetched here, or refused. Files of the server are never read for a client.
 """
 
 import base64
-import http.client
 import io
-import ipaddress
-import socket
-import urllib.request
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from PIL import Image
 
+from ...data.fetching import fetch
 from ...data.messages import as_words
-from ...data.pictures import fetch, from_data_url
+from ...data.pictures import from_data_url
 from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits
 
 # Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
@@ -109,7 +106,7 @@ def _fetched(url: str, limits: Limits, before: int) -> bytes:
             "url_not_allowed",
         )
     try:
-        return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH, ONLY_PUBLIC)
+        return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH)
     except ValueError as error:
         told = f"{before:,} of {limits.max_body_bytes:,} bytes (--max-body-mb) were fetched before"
         raise _refused(f"{error}; {told}") from None
@@ -131,51 +128,6 @@ def require_size(content: bytes, limits: Limits) -> int:
         told = f"a picture has {width:,} x {height:,} pixels ({width * height / 1e6:.1f} million)"
         raise _too_large(told, limits.max_pixels, option)
     return width * height
-
-
-class _PublicHttp(http.client.HTTPConnection):
-    """Connects to addresses of the public internet alone.
-
-    A client could else have the server ask what it cannot reach itself: this machine's other
-    services, a router, a cloud's metadata. A name may lead elsewhere when it is asked again, so the
-    address that was reached is looked at, too, before anything is sent to it.
-    """
-
-    def connect(self) -> None:
-        for found in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
-            _require_public(self.host, found[4][0])
-        super().connect()
-        try:
-            _require_public(self.host, self.sock.getpeername()[0])
-        except ValueError:
-            self.close()
-            raise
-
-
-class _PublicHttps(http.client.HTTPSConnection, _PublicHttp):
-    pass  # TLS begins when _PublicHttp has connected
-
-
-def _require_public(host: str, address: Any) -> None:
-    found = ipaddress.ip_address(str(address).partition("%")[0])
-    # Of an address of IPv4 in one of IPv6, Python's answer differs from version to version.
-    found = getattr(found, "ipv4_mapped", None) or found
-    if not found.is_global or found.is_multicast:
-        raise ValueError(f"{host} is {found}, which is no address of the public internet")
-
-
-class _Http(urllib.request.HTTPHandler):
-    def http_open(self, request):
-        return self.do_open(_PublicHttp, request)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def https_open(self, request):
-        return self.do_open(_PublicHttps, request)
-
-
-# Without proxies, which would connect for us.
-ONLY_PUBLIC = (_Http, _Https, urllib.request.ProxyHandler({}))
 
 
 def _refused(message: str) -> ApiError:
