@@ -1,7 +1,6 @@
 """Decodes pictures completely, as training will, to find those that cannot be read before it."""
 
 import hashlib
-import io
 import os
 import stat
 import warnings
@@ -11,12 +10,12 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
+from .image_limits import SMALLER, TooLargeError, measure, open_image
 from .workers import cores
 
 MOST_PIXELS = 120 * 10**6
 """More than the 108 megapixels of a telephone; half a gigabyte where it is decoded."""
 MOST_BYTES = 2**29
-SMALLER = "make it smaller (the model sees 1120 x 1120 pixels)"
 MOST_THREADS = 32  # more would wait for Python's lock
 ASKED_AT_ONCE = 1000
 
@@ -57,13 +56,16 @@ def read_facts(path: str) -> Facts:
 
 
 def may_be_decoded(path: str) -> bool:
-    """Whether a picture's header, which is all that is read, says that it is one, and not larger
-    than :func:`read_facts` takes."""
+    """Return whether a file's header, which is all that is decoded, says that it is an image, and
+    none that costs more than :func:`read_facts` takes."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > MOST_BYTES:
             return False
-        with warnings.catch_warnings(action="ignore"), Image.open(path) as image:
-            return image.width * image.height <= MOST_PIXELS
+        with open(path, "rb") as file:
+            content = file.read()
+        with warnings.catch_warnings(action="ignore"), open_image(content) as image:
+            measure(image, content, MOST_PIXELS)
+            return True
     except Exception:  # Pillow raises whatever its readers raise
         return False
 
@@ -77,13 +79,14 @@ def find_fault(content: bytes) -> str | None:
     # For ever: threads must not change filters for a while.
     warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise Image.DecompressionBombError(f"{image.width:,} x {image.height:,} pixels")
+        with open_image(content) as image:
+            measure(image, content, MOST_PIXELS)
             # As the image processor will; where nothing changes it copies nothing.
             picture = as_picture(image)
             if picture.mode != "RGB":
                 picture.convert("RGB")
+    except TooLargeError as error:
+        return f"{error}: {SMALLER}"
     except Image.DecompressionBombError as error:  # Pillow raises it for still larger ones
         told = str(error).partition(" exceeds")[0]
         return f"is too large ({told}); expected {MOST_PIXELS:,} pixels at most: {SMALLER}"

@@ -5,18 +5,20 @@ fetched here, or refused. Files of the server are never read for a client.
 """
 
 import base64
-import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from PIL import Image
 
 from ...data.fetching import fetch
+from ...data.image_limits import TooLargeError, measure, open_image
 from ...data.messages import as_words
 from ...data.pictures import from_data_url
 from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits
 
+FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's names of the formats that clients may send."""
 # Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
 KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
 # Keys of a request in which nothing is fetched.
@@ -58,7 +60,7 @@ def secure(body: Any, limits: Limits) -> bool:
             content = _fetched(url, limits, fetched)
             fetched += len(content)
             holder[key] = "data:image/any;base64," + base64.b64encode(content).decode()
-        pixels += require_size(content, limits)
+        pixels += require_size(content, limits, FORMATS)
         if pixels > limits.max_pixels * LARGEST_PICTURES:
             raise _too_large(
                 f"the first {number:,} pictures have {pixels / 1e6:.1f} million pixels",
@@ -112,22 +114,21 @@ def _fetched(url: str, limits: Limits, before: int) -> bytes:
         raise _refused(f"{error}; {told}") from None
 
 
-def require_size(content: bytes, limits: Limits) -> int:
-    """How many pixels a picture has; it is not decoded for that."""
+def require_size(content: bytes, limits: Limits, formats: Sequence[str] | None = None) -> int:
+    """Return the pixels that an image counts as; it is not decoded for that."""
     option = "--max-picture-megapixels"
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            width, height = image.size
+        with open_image(content, formats) as image:
+            return measure(image, content, limits.max_pixels)
+    except TooLargeError as error:
+        raise _too_large(f"a picture {error}", limits.max_pixels, option) from None
     except Image.DecompressionBombError as error:
         raise _too_large(str(error), limits.max_pixels, option) from None
     except Exception as error:  # Pillow raises whatever its readers raise
+        told = f"{type(error).__name__}: {error}" if type(error) is ValueError else ""
         raise _refused(
-            f"{len(content):,} bytes of an image are no picture ({type(error).__name__})"
+            f"{len(content):,} bytes of an image are no picture ({told or type(error).__name__})"
         ) from None
-    if width * height > limits.max_pixels:
-        told = f"a picture has {width:,} x {height:,} pixels ({width * height / 1e6:.1f} million)"
-        raise _too_large(told, limits.max_pixels, option)
-    return width * height
 
 
 def _refused(message: str) -> ApiError:

@@ -1,0 +1,111 @@
+"""What an image may cost, told by its header: in data, and in requests to a server."""
+
+import io
+import re
+import struct
+import zlib
+
+import pytest
+from PIL import Image
+
+from glm4v_patched.data import decoding
+from glm4v_patched.data.decoding import find_fault, may_be_decoded
+from glm4v_patched.data.image_limits import MOST_PARTS, MOST_SIDE, measure, open_image
+from glm4v_patched.inference.serving.limits import ApiError, Limits
+from glm4v_patched.inference.serving.pictures import FORMATS, require_size
+
+
+def encoded(kind: str, size=(8, 8), mode="RGB", **options) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, kind, **options)
+    return file.getvalue()
+
+
+def chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def png(before: bytes = b"", after: bytes = b"") -> bytes:
+    content = encoded("PNG")
+    data, end = content.index(b"IDAT") - 4, content.index(b"IEND") - 4
+    return content[:data] + before + content[data:end] + after + content[end:]
+
+
+def with_scans(number: int, size=(64, 64)) -> bytes:
+    """A progressive JPEG, whose last scan is there again and again."""
+    content = encoded("JPEG", size, progressive=True)
+    last, there = content.rindex(b"\xff\xda"), content.count(b"\xff\xda")
+    return content[:-2] + content[last:-2] * (number - there) + b"\xff\xd9"
+
+
+def tiled(side: int) -> bytes:
+    """A TIFF whose one tile is larger than the image."""
+    data = zlib.compress(bytes(16 * 16))
+    tags = {256: 8, 257: 8, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side}
+    tags |= {324: 8 + 2 + 12 * 10 + 4, 325: len(data)}
+    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join([*entries, bytes(4), data])
+
+
+PARTS = MOST_PARTS + 5000
+JPEG = encoded("JPEG")
+COSTLY = {
+    "wide": (encoded("PNG", (MOST_SIDE + 1, 1), "1"), "32,768 at most of a side"),
+    "tall": (encoded("PNG", (1, MOST_SIDE + 1), "1"), "32,768 at most of a side"),
+    "a tall GIF": (encoded("GIF", (1, MOST_SIDE + 1), "P"), "32,768 at most of a side"),
+    "scans": (with_scans(400_000, (16, 16))[:2_000_000], "over .* parts"),
+    "segments": (JPEG[:2] + b"\xff\xef\x00\x02" * PARTS + JPEG[2:], "over .* parts"),
+    "chunks before": (png(chunk(b"prVt") * PARTS), "over .* parts"),
+    "chunks after": (png(after=chunk(b"prVt") * PARTS), "over .* parts"),
+    "chunks of data": (png(chunk(b"IDAT") * PARTS), "over .* parts"),
+    "tiles": (tiled(30_000), "tiles of 30,000 x 30,000"),
+}
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_an_image_that_costs_more_than_its_pixels_say_is_refused(kind, tmp_path):
+    """And before it is decoded: an image of one pixel in a column took 10 s."""
+    content, told = COSTLY[kind]
+    assert re.search(told, find_fault(content) or "")
+    (tmp_path / "a").write_bytes(content)
+    assert not may_be_decoded(str(tmp_path / "a"))
+    with pytest.raises(ApiError, match=told) as error:
+        require_size(content, Limits(), FORMATS)
+    assert (error.value.status, error.value.code) == (400, "image_too_large")
+
+
+def test_each_scan_beyond_those_of_libjpeg_counts_as_pixels(monkeypatch):
+    pixels = 64 * 64
+    for scans, counted in ((10, pixels), (20, 2 * pixels), (25, pixels * 5 // 2)):
+        content = with_scans(scans)
+        assert measure(open_image(content), content, 10**6) == counted
+        monkeypatch.setattr(decoding, "MOST_PIXELS", counted)
+        assert find_fault(content) is None
+        monkeypatch.setattr(decoding, "MOST_PIXELS", counted - 1)
+        assert "is too large" in str(find_fault(content))
+    # What lies behind the first image, or in its metadata, is none of its scans.
+    content = encoded("JPEG", comment=b"\xff\xda" * 100) + b"\xff\xda" * 100
+    assert measure(open_image(content), content, 64) == 64
+
+
+def test_images_at_the_limits_are_taken_in_any_number_of_frames():
+    frames = [Image.new("L", (8, 8), shade) for shade in range(60)]
+    for kind in ("GIF", "WEBP", "TIFF", "PNG"):
+        file = io.BytesIO()
+        frames[0].save(file, kind, save_all=True, append_images=frames[1:])
+        assert find_fault(file.getvalue()) is None
+        assert require_size(file.getvalue(), Limits(), FORMATS) == 64
+    for size in ((MOST_SIDE, 1), (1, MOST_SIDE)):
+        assert find_fault(encoded("PNG", size, "1")) is None
+    assert find_fault(png(chunk(b"prVt") * 9000)) is None
+    assert find_fault(tiled(16)) is None
+
+
+def test_clients_send_the_formats_that_are_named():
+    for kind in set(FORMATS) - {"MPO"}:
+        assert require_size(encoded(kind), Limits(), FORMATS) == 64
+    for kind in ("ICO", "TGA", "PCX", "ICNS"):
+        content = encoded(kind, (32, 32))
+        assert find_fault(content) is None  # of data
+        with pytest.raises(ApiError, match=rf"it is {kind}; expected BMP, .*: convert it to PNG"):
+            require_size(content, Limits(), FORMATS)
