@@ -3,6 +3,7 @@
 And what of others may lie under a file's name: links, pipes, folders.
 """
 
+import fcntl
 import os
 import re
 import stat
@@ -11,6 +12,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+
+@contextmanager
+def explain_failed_writes(path: Path, kept: str = "") -> Iterator[None]:
+    """Raise ``RuntimeError`` with the file and the cure, where a block raises ``OSError``."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(
+            f"{path} cannot be written: {error.strerror or error}; make room for it, and run the "
+            f"same command again{kept}"
+        ) from error
+
+
+def take_lock(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> None:
+    """Lock an open file or folder, as long as it is open; the path is for messages.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        ValueError: its file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise ValueError(
+            f"{path} is on a file system without locks, which keep other processes out "
+            f"({error.strerror}); give a path on a local disk, or mount it with locks (NFS: lockd)"
+        ) from None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

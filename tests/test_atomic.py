@@ -1,5 +1,7 @@
 """Files that hold either what they held or all that is written."""
 
+import errno
+import fcntl
 import json
 import os
 
@@ -8,8 +10,10 @@ from datasets import Dataset
 
 from glm4v_patched.atomic import require_file, require_inside, write_atomically
 from glm4v_patched.data.pictures import PictureFiles
+from glm4v_patched.data.source import Source
 from glm4v_patched.data.stored_rows import FEATURES, write_stored
-from glm4v_patched.finetune.run_folder import RECORD, begin
+from glm4v_patched.finetune.run_folder import RECORD, begin, locked
+from glm4v_patched.inference.answers_file import AnswersFile
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe
@@ -82,3 +86,17 @@ def test_a_folder_s_files_are_not_those_of_one_whose_name_begins_alike(tmp_path)
         require_inside(folder / "own", folder)
         with pytest.raises(ValueError, match="outside the model's folder"):
             require_inside(folder / "theirs", folder)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told_as_that(code, tmp_path, monkeypatch):
+    """It was told as a folder that cannot be written to."""
+
+    def flock(*given):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    answers = tmp_path / "a.jsonl", [], {}, Source(str(tmp_path / "rows.jsonl"))
+    for take in (lambda: locked(tmp_path / "run").__enter__(), lambda: AnswersFile(*answers)):
+        with pytest.raises(ValueError, match="without locks, .*; give a path on a local disk"):
+            take()

@@ -28,7 +28,16 @@ from ..engine.options import (
 from ..paths import PathError, expand
 from .other_names import OTHER_VALUES, cure, refusal
 from .recipe_data import Data
-from .recipe_file import Fault, RecipeError, as_yaml, place_all, read_document, shown, shown_name
+from .recipe_file import (
+    MOST_FAULTS,
+    Fault,
+    RecipeError,
+    as_yaml,
+    place_all,
+    read_document,
+    shown,
+    shown_name,
+)
 from .recipe_rules import conflicts
 from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
 from .recipe_types import (
@@ -317,7 +326,7 @@ def _others(trainer: Any) -> tuple[dict[str, Any], list[Fault]]:
         if text := refusal(str(name)):
             faults.append(Fault(f"trainer.{name}", text))
         elif (kind := installed_fields().get(name)) is None:
-            faults.append(Fault(f"trainer.{name}", _unknown(["trainer", str(name)])))
+            faults.append(Fault(f"trainer.{name}", _unknown(["trainer", str(name)], len(faults))))
         elif value is None:
             del values[name]
         else:
@@ -340,10 +349,10 @@ def _misfit(name: str, value: Any, kind: Any) -> Fault:
 
 def _faults_of(error: ValidationError) -> Iterator[Fault]:
     told, known = set(), dict(fields())
-    for detail in error.errors(include_url=False, include_context=False):
+    for number, detail in enumerate(error.errors(include_url=False, include_context=False)):
         path = [str(part) for part in detail["loc"]]
         if detail["type"] in ("extra_forbidden", "invalid_key"):
-            yield Fault(".".join(path), _unknown(path))
+            yield Fault(".".join(path), _unknown(path, number))
             continue
         name = ".".join(path[:2]) if path[0] in SECTIONS else path[0]
         if name in told:
@@ -361,10 +370,13 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
             yield Fault(name, f"{name} is {shown(detail['input'])}; {text}")
 
 
-def _unknown(path: Sequence[str]) -> str:
-    names = [name for name, _ in fields()]
+def _unknown(path: Sequence[str], before: int) -> str:
+    """Describe a key that is no field; ``before`` is the number of other faults."""
     name = shown_name(".".join(path))
     told = f"{name} is not a field of a recipe"
+    if before >= MOST_FAULTS:  # a similar name is looked for among all, for a millisecond
+        return told
+    names = [name for name, _ in fields()]
     if path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key; expected {field} under {section}"

@@ -18,7 +18,13 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..atomic import fault_of_file, remove_partial, require_file, write_atomically
+from ..atomic import (
+    fault_of_file,
+    remove_partial,
+    require_file,
+    take_lock,
+    write_atomically,
+)
 from ..engine.folders import fault_of_folder
 from ..engine.options import is_lora
 from ..models.base import REPORT, Base, read_report
@@ -111,7 +117,7 @@ def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcnt
         file = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
         try:
             holder = os.pread(file, 10_000, 0).decode(errors="replace")
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            take_lock(file, lock, kind)
             if os.path.samestat(os.fstat(file), os.stat(lock)):
                 if holder and not holder.startswith(HOLDER):
                     raise ValueError(_not_ours(lock))

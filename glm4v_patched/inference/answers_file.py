@@ -5,14 +5,13 @@ It is replaced only when told so, and not before there is an answer. Beside it l
 torch.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..atomic import require_file, write_atomically
+from ..atomic import explain_failed_writes, open_atomically, require_file, take_lock
 from ..data.messages import pictures_of, text_of
 from ..data.rows import Source
 from ..terminal_text import shorten
@@ -72,17 +71,18 @@ class AnswersFile:
         for other in (data.path, *(p for q in questions for p in pictures_of(q.prompt))):
             if path.exists() and Path(other).exists() and path.samefile(other):
                 raise ValueError(f"--out {path} is what is read; expected another file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with explain_failed_writes(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("a+b")
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(self.file.fileno(), path)
             # Else another process has removed it, empty, since it was opened.
             is_there = os.path.samestat(os.fstat(self.file.fileno()), os.stat(path))
         except (BlockingIOError, FileNotFoundError):
             is_there = False
+        except ValueError:
+            self.close()
+            raise
         if not is_there:
             self.file.close()
             told = f"another process writes to {path}; wait for it, or give --out another file"
@@ -148,11 +148,21 @@ class AnswersFile:
     def add(self, line: Line) -> None:
         """Write an answer; a process that is killed loses none that was added before."""
         if not self.has_begun:  # now there is something to put in place of what is there
+            name = self.settings_path
+            with explain_failed_writes(name), open_atomically(name) as settings:
+                settings.write(json.dumps(self.settings, indent=2).encode() + b"\n")
+                settings.flush()  # of a full disk, before what is there is lost
+                self.file.truncate(0)
             self.has_begun = True
-            self.file.truncate(0)
-            write_atomically(self.settings_path, json.dumps(self.settings, indent=2) + "\n")
-        self.file.write(line.to_json().encode() + b"\n")
-        self.file.flush()
+        content, descriptor = line.to_json().encode() + b"\n", self.file.fileno()
+        before = os.fstat(descriptor).st_size
+        with explain_failed_writes(self.path):
+            try:
+                while content:  # without a buffer, of which the rest would be written at the end
+                    content = content[os.write(descriptor, content) :]
+            except OSError:
+                self.file.truncate(before)
+                raise
         self.lines[line.question.row, line.question.swapped] = line
 
     def all_lines(self) -> list[Line]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..atomic import require_file, write_atomically
+from ..atomic import explain_failed_writes, require_file, write_atomically
 from .answer import answer_questions, settings_of
 from .answers_file import Line
 from .contact_sheet import draw_sheet
@@ -68,9 +68,12 @@ def evaluate(
         "settings": settings,
         "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
     }
-    write_atomically(out / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    kept = f"; all answers are in {out / ANSWERS}"
+    with explain_failed_writes(out / REPORT, kept):
+        write_atomically(out / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     right = [line.answer for line in lines if not line.question.swapped]
-    draw_sheet(questions, right, out / SHEET)
+    with explain_failed_writes(out / SHEET, kept):
+        draw_sheet(questions, right, out / SHEET)
     return report
 
 

@@ -1,6 +1,5 @@
 """``glm4v-patched chat --web``: a page with pictures, and with two models side by side."""
 
-import fcntl
 import os
 import queue
 import shutil
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image, ImageOps
 
+from ..atomic import take_lock
 from ..engine.options import require_packages
 from ..models.find import find_source
 from ..models.placement import place
@@ -109,7 +109,7 @@ def _held(folder: Path) -> Iterator[None]:
     """Lock a folder that is no link, or raise ``OSError``."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(descriptor, folder)
         yield
     finally:
         os.close(descriptor)

@@ -25,14 +25,17 @@ from glm4v_patched.inference.scoring import (
     token_f1,
 )
 from glm4v_patched.models import loading
+from tests.helpers.full_disk import files_of_at_most
 
 
 @pytest.fixture
 def looks(monkeypatch):
     """Answers come from who knows them by the picture, whichever row shows it."""
 
+    known = {}
+
     def know(request, base, questions):
-        known = {q.prompt[0]["image"]: q.reference for q in questions if not q.swapped}
+        known.update({q.prompt[0]["image"]: q.reference for q in questions if not q.swapped})
         for question in questions:
             yield question, Answer(known[question.prompt[0]["image"]], "stop")
 
@@ -42,6 +45,33 @@ def looks(monkeypatch):
 def evaluate(files, data: Path, *options: str) -> int:
     asked = ["evaluate", str(files.model), "--data", str(data), "--device", "cpu"]
     return main([*asked, "--max-new-tokens", "4", *options])
+
+
+def test_a_full_disk_names_the_file_and_the_cure_and_loses_no_answer(
+    files, referenced, looks, tmp_path, capsys
+):
+    whole, names = tmp_path / "whole", ["answers.jsonl.settings.json", "answers.jsonl"]
+    names += ["metrics.json", "answers.png"]
+    assert evaluate(files, referenced, "--out", str(whole)) == 0
+    sizes = {name: (whole / name).stat().st_size for name in names}
+    capsys.readouterr()
+    for name, size in sizes.items():
+        out = tmp_path / f"for {name}"
+        with files_of_at_most(size - 1):
+            assert evaluate(files, referenced, "--out", str(out)) == 1
+        first = next(each for each, needed in sizes.items() if needed >= size)
+        told = capsys.readouterr().err
+        assert f"{out / first} cannot be written: File too large; make room for it" in told
+        kept = out / "answers.jsonl"
+        begun = kept.read_bytes() if kept.exists() else b""
+        assert (whole / "answers.jsonl").read_bytes().startswith(begun) and not begun[-1:].strip()
+        assert evaluate(files, referenced, "--out", str(out)) == 0
+        assert kept.read_bytes() == (whole / "answers.jsonl").read_bytes()
+        assert "cut off" not in capsys.readouterr().out
+    # Answers that are to be replaced stay, if there is no room for those that replace them.
+    with files_of_at_most(sizes["answers.jsonl.settings.json"] - 1):
+        assert evaluate(files, referenced, "--out", str(whole), "--overwrite") == 1
+    assert (whole / "answers.jsonl").stat().st_size == sizes["answers.jsonl"]
 
 
 def test_a_model_that_looks_is_right_only_with_the_right_pictures(
