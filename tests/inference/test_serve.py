@@ -524,6 +524,59 @@ def test_a_row_ends_once_whatever_the_batch_does_then(answerer):
     assert closed[-1].status == 503
 
 
+OK = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'
+HOST, POST = b"Host: 127.0.0.1\r\n", b"POST /v1/chat/completions HTTP/1.1\r\n"
+POST += HOST + b"Authorization: Bearer secret\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n"
+WITH_BODY = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
+RAW: dict[bytes, set[bytes]] = {
+    b"GET /health\r\n\r\n": {b"400"},
+    b"GET /health HTTP/9.9\r\n\r\n": {b"200"},
+    b"GET /health HTTP/1.1\r\n\r\n": {b"400"},
+    b"GET /health HTTP/1.1\r\n" + HOST * 2 + b"\r\n": {b"400"},
+    b"GET /health HTTP/1.1\r\n" + HOST + b"X: a\0b\r\n\r\n": {b"400"},
+    b"GET /health HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 70_000 + b"\r\n\r\n": {b"200", b"400"},
+    b"GET /health HTTP/1.1\r\n" + HOST + b"Upgrade: websocket\r\nConnection: upgrade\r\n\r\n": {
+        b"200"
+    },
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n": {b"400", b"401"},
+    b"\x16\x03\x01\x02\x00\x01" + bytes(99) + b"\r\n\r\n": {b"400"},
+    b"GET /openapi.json HTTP/1.1\r\n" + HOST + b"\r\n": {b"401"},
+    POST + b"Content-Length: -1\r\n\r\n": {b"400"},
+    POST + b"Content-Length: 1e3\r\n\r\n": {b"400"},
+    POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n": {b"400"},
+    POST + b"Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n{}": {b"400"},
+    CHUNKED + b"Content-Length: 2\r\n\r\n2\r\n{}\r\n0\r\n\r\n": {b"400"},
+    CHUNKED + b"Transfer-Encoding: identity\r\n\r\n0\r\n\r\n": {b"400", b"501"},
+    CHUNKED + b"\r\n-1\r\nabc\r\n": {b"400"},
+    CHUNKED + b"\r\nzz\r\nabc\r\n": {b"400"},
+    CHUNKED + b"\r\n%x;a=b\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(OK), OK): {b"200"},
+}
+BODIES = {
+    b"": b"400", b"null": b"400", b"\xff": b"400", OK.replace(b"a", b"\xff"): b"400",
+    OK.replace(b'"a"', b"NaN"): b"400", OK.replace(b"1}", b"1e999}"): b"400",
+    OK.replace(b'"a"', b"[" * 900 + b"]" * 900): b"400", b'{"a":' * 60_000: b"413",
+    OK.replace(b'"a"', b'"\\ud800"'): b"400", OK.replace(b"messages", b"\\ud800"): b"400",
+    OK.replace(b"user", b"\\udfff"): b"400", OK.replace(b"1}", b"1" * 5000 + b"}"): b"400",
+    OK.replace(b'"a"', b'"\\u0000"'): b"200", OK.decode().encode("utf-16"): b"200",
+}  # fmt: skip
+
+
+def test_raw_requests_of_strangers_are_refused_and_the_next_one_is_answered(server):
+    """None has a status of 5xx, none waits, and the log has no traceback."""
+    host, _, port = server.url.removeprefix("http://").removesuffix("/v1").partition(":")
+    bodies = {WITH_BODY % (len(body), body): {status} for body, status in BODIES.items()}
+    wrong = []
+    for raw, expected in (RAW | bodies).items():
+        with socket.create_connection((host, int(port)), 10) as client:
+            client.sendall(raw)
+            told = client.recv(20).split(b" ")
+        if told[0] != b"HTTP/1.1" or told[1] not in expected:
+            wrong.append((raw[-99:], told))
+    assert wrong == []
+    assert text_of(server.ask(WORDS)) and "Traceback" not in server.log.read_text()
+
+
 def test_a_client_that_goes_away_stops_its_answer(server):
     asked = {"max_tokens": 990, "model": "tiny", "messages": WORDS}
     stream = server.client().chat.completions.create(stream=True, **asked)
