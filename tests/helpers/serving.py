@@ -3,9 +3,17 @@
 import asyncio
 import base64
 import io
+import itertools
 import json
+from types import SimpleNamespace
 
 from PIL import Image
+
+from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving import replies
+from glm4v_patched.inference.serving.answer_queue import Ended
+from glm4v_patched.inference.serving.app import make_app
+from glm4v_patched.inference.serving.limits import Limits
 
 QUESTION = "What is it?"
 CHAT = "/v1/chat/completions"
@@ -30,7 +38,8 @@ def about(*urls: str, text: str = QUESTION) -> list[dict]:
 async def call(
     app, body: object = None, method: str = "POST", path: str = CHAT, **headers: str
 ) -> tuple[int, dict]:
-    """What an ASGI application answers, as status and JSON; the body comes in two parts.
+    """What an ASGI application answers, as status and JSON; the body comes in two parts. Of a
+    stream of events, the JSON has the ``lines``.
 
     Args:
         body: Bytes as they are, or what JSON is made of.
@@ -58,4 +67,41 @@ async def call(
     }
     await app(scope, receive, send)
     said = b"".join(message.get("body", b"") for message in sent[1:])
+    if said.startswith((b"data: ", b"event: ")):
+        return sent[0]["status"], {"lines": said.decode().splitlines()}
     return sent[0]["status"], json.loads(said or b"{}")
+
+
+class EchoQueue:
+    """Answers at once, in place of a model: "Turn 1 of tiny." and so on, in three pieces."""
+
+    is_alive = True
+
+    def __init__(self) -> None:
+        self.asked: list = []
+
+    def submit(self, ask) -> None:
+        wanted = ask.wanted
+        self.asked.append(wanted)
+        turns = sum(message["role"] == "user" for message in wanted.prompt)
+        text = f"Turn {turns} of {wanted.model}."
+        cuts = [text.partition(stop)[0] for stop in wanted.stop if stop in text]
+        text = min(cuts, key=len, default=text)
+        for piece in filter(None, (text[:4], text[4:9], text[9:])):
+            ask.tell(piece)
+        ask.tell(Ended("stop", 3, 7))
+
+    def stop(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def echo_app(queue: EchoQueue, names=("tiny",), **limits):
+    return make_app(queue, names, Generation(), Limits(**limits), lambda: None)  # type: ignore
+
+
+def numbered_ids(monkeypatch) -> None:
+    """Give responses and their messages ids that are the same in every run."""
+    numbers = itertools.count(1)
+    made = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032}"))
+    monkeypatch.setattr(replies, "uuid", made)

@@ -142,7 +142,7 @@ class AnswerQueue:
                     400,
                     f"the messages take {taken:,} of the model's {self.limit:,} positions (a "
                     "picture takes 3), which leaves no room for an answer: send fewer messages",
-                    "messages",
+                    wanted.key,
                     "context_length_exceeded",
                 )
         except Exception as error:
@@ -171,7 +171,7 @@ class AnswerQueue:
         try:
             batch = answerer.encode([row.ask.wanted.prompt for row in rows])
         except ValueError as error:  # a picture that cannot be decoded
-            raise ApiError(400, str(error), "messages") from None
+            raise ApiError(400, str(error), wanted.key) from None
         for row, length in zip(rows, batch["attention_mask"].sum(-1).tolist(), strict=True):
             row.prompt_tokens = length
         most = max(row.most for row in rows)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..questions import Generation
 from .answer_queue import AnswerQueue, Ask, Ended, Event, as_api_error
 from .guard import BODY, Guard, refusal
 from .limits import ApiError, Limits, log
-from .replies import ChatReply, ResponseReply, TextReply, event
+from .replies import ChatReply, ResponseReply, TextReply
 from .requests import (
     ChatRequest,
     ResponseRequest,
@@ -26,6 +26,7 @@ from .requests import (
     model_called,
     read_request,
 )
+from .response_store import ResponseStore
 
 ENDPOINTS: dict[str, tuple[type, type[TextReply]]] = {
     "/v1/chat/completions": (ChatRequest, ChatReply),
@@ -47,6 +48,7 @@ def make_app(
     on_start: Called when requests can be taken.
     """
     created = int(time.time())
+    responses = ResponseStore(limits.max_body_bytes)
 
     def described(name: str) -> dict[str, Any]:
         owner = "glm4v-patched"
@@ -66,17 +68,25 @@ def make_app(
     async def answer(request: Request) -> Response:
         kind, form = ENDPOINTS[request.url.path]
         body = request.scope[BODY]
-        wanted = await asyncio.to_thread(read_request, kind, body, names, defaults)
+        read = asyncio.to_thread(read_request, kind, body, names, defaults, responses, limits)
+        wanted = await read
         events, reply = _events(queue, request, wanted), form(wanted)
+
+        async def save(text: str, end: Ended) -> dict[str, Any]:
+            response = reply.whole(text, end)
+            if wanted.store:
+                await asyncio.to_thread(responses.save, wanted.items, response)
+            return response
+
         if wanted.stream:
             first = await anext(events)  # or a refusal, with a status of its own
             return StreamingResponse(
-                _stream(reply, first, events, request.url.path),
+                _stream(reply, first, events, request.url.path, save),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
         *texts, end = [each async for each in events]
-        return JSONResponse(reply.whole("".join(map(str, texts)), end))
+        return JSONResponse(await save("".join(map(str, texts)), end))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -129,7 +139,11 @@ async def _events(queue: AnswerQueue, request: Request, wanted: Wanted) -> Async
 
 
 async def _stream(
-    reply: TextReply, found: Event, events: AsyncIterator[Any], path: str
+    reply: TextReply,
+    found: Event,
+    events: AsyncIterator[Any],
+    path: str,
+    save: Callable[[str, Ended], Awaitable[object]],
 ) -> AsyncIterator[str]:
     """Server-sent events, of which ``found`` is the first."""
     text = ""
@@ -140,11 +154,13 @@ async def _stream(
             text += str(found)
             yield reply.more(str(found))
             found = await anext(events)
+        await save(text, found)  # before the client knows its id as that of a complete one
         for each in reply.end(text, found):
             yield each
     except ApiError as error:  # the status was sent long ago
         log(path, error)
-        yield event(error.body())
+        for each in reply.failed(error):
+            yield each
     finally:
         await events.aclose()  # type: ignore[attr-defined]  # a generator
 

@@ -6,6 +6,7 @@ import uuid
 from typing import Any
 
 from .answer_queue import Ended
+from .limits import ApiError
 from .requests import Wanted
 
 
@@ -36,6 +37,10 @@ class TextReply:
         """Events after the answer, which was ``text``."""
         usage = [self._chunk([], usage=self.usage(end))] if self.include_usage else []
         return [self._chunk([self.choice("", end.reason)]), *usage, "data: [DONE]\n\n"]
+
+    def failed(self, error: ApiError) -> list[str]:
+        """Events in place of the rest of an answer."""
+        return [event(error.body())]
 
     def choice(
         self, text: str, reason: str | None = None, is_whole: bool = False
@@ -77,6 +82,7 @@ class ResponseReply(TextReply):
         self.item = f"msg-{uuid.uuid4().hex}"
         self.place = {"item_id": self.item, "output_index": 0, "content_index": 0}
         self.number = 0
+        self.said = {"store": wanted.store, "previous_response_id": wanted.previous_response_id}
 
     def begin(self) -> list[str]:
         item = self._item("", "in_progress") | {"content": []}
@@ -89,6 +95,17 @@ class ResponseReply(TextReply):
 
     def more(self, text: str) -> str:
         return self._event("output_text.delta", **self.place, delta=text, logprobs=[])
+
+    def failed(self, error: ApiError) -> list[str]:
+        told = error.body()["error"]
+        # Some clients look for the error inside of the event, some for its parts beside the type.
+        parts = {key: told[key] for key in ("code", "message", "param")}
+        reason = {"code": "server_error", "message": told["message"]}
+        response = self.whole("") | {"status": "failed", "error": reason}
+        return [
+            self._named("error", **parts, error=told),
+            self._event("failed", response=response),
+        ]
 
     def end(self, text: str, end: Ended) -> list[str]:
         response = self.whole(text, end)
@@ -103,19 +120,23 @@ class ResponseReply(TextReply):
         """Without an end, of an answer that is on its way."""
         cut = end is not None and end.reason == "length"
         status = "in_progress" if end is None else "incomplete" if cut else "completed"
-        return self.head | {
-            "object": "response",
-            "status": status,
-            "output": [] if end is None else [self._item(text, status)],
-            "usage": None if end is None else self.usage(end),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "error": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": False,
-            "tool_choice": "none",
-            "tools": [],
-        }
+        return (
+            self.head
+            | self.said
+            | {
+                "object": "response",
+                "status": status,
+                "output": [] if end is None else [self._item(text, status)],
+                "usage": None if end is None else self.usage(end),
+                "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+                "error": None,
+                "instructions": None,
+                "metadata": {},
+                "parallel_tool_calls": False,
+                "tool_choice": "none",
+                "tools": [],
+            }
+        )
 
     def usage(self, end: Ended) -> dict[str, Any]:
         return {
@@ -127,7 +148,9 @@ class ResponseReply(TextReply):
         }
 
     def _event(self, kind: str, **values: Any) -> str:
-        name = f"response.{kind}"
+        return self._named(f"response.{kind}", **values)
+
+    def _named(self, name: str, **values: Any) -> str:
         told = {"type": name, "sequence_number": self.number} | values
         self.number += 1
         return f"event: {name}\n{event(told)}"

@@ -3,51 +3,57 @@
 What the server cannot do is refused, unless the request asks for what it does anyway.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ...data.messages import as_words, check_messages, pictures_of, replace_pictures
-from ...data.pictures import from_data_url
+from ...data.messages import as_words, pictures_of
 from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
-from .limits import ApiError
+from .conversation import drop_neutral, invalid, read_messages
+from .limits import ApiError, Limits
+from .pictures import secure
+from .response_store import ResponseStore
 
-# Keys that change nothing about an answer.
-IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+# Keys that change nothing about an answer: names for who asks and in which conversation, and what
+# other servers cache.
+IGNORED = ("cache_salt", "chat_id", "conversation_id", "folder_id", "id", "message_id", "metadata")
+IGNORED += ("parent_id", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+IGNORED += ("request_id", "safety_identifier", "session_id", "store", "user", "user_id")
 # Of what the server cannot do, the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
+    "chat_template_kwargs": ({}, {"enable_thinking": False}),
+    "function_call": ("none", "auto"),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "n": (1,),
     "parallel_tool_calls": (True, False),
+    "reasoning": ({}, {"effort": "none"}),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "text": ({"format": {"type": "text"}},),
+    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "medium"}),
     "tool_choice": ("none", "auto"),
     "truncation": ("disabled",),
+    "verbosity": ("medium",),
 }
+NEUTRAL["text"] += (NEUTRAL["text"][1] | NEUTRAL["text"][2],)
 # 0, false, or nothing in it.
-OFF = ["chat_template_kwargs", "continue_final_message", "echo", "ignore_eos", "include"]
-OFF += ["include_stop_str_in_output", "logit_bias", "logprobs", "min_p", "min_tokens", "store"]
-OFF += ["stop_token_ids", "suffix", "tools", "top_logprobs", "use_beam_search"]
+OFF = ["background", "conversation", "continue_final_message", "echo", "files", "functions"]
+OFF += ["filter_ids", "ignore_eos", "include", "include_stop_str_in_output", "logit_bias"]
+OFF += ["logprobs", "min_p", "min_tokens", "priority", "stop_token_ids", "suffix", "tool_ids"]
+OFF += ["tool_servers", "tools", "top_logprobs", "use_beam_search"]
 NEUTRAL |= dict.fromkeys(OFF, ())
-# The same of a message, a part of it, and its picture: clients send back what they got.
-NEUTRAL_OF_MESSAGES = dict.fromkeys(("annotations", "tool_calls", "logprobs"), ())
-IGNORED_OF_MESSAGES = ("name", "cache_control", "detail", "min_pixels", "max_pixels")
-"""The template shows no names, and the model sees pictures in one size."""
-ROLES = {"developer": "system"}
-TEXTS = ("text", "input_text", "output_text")
-IMAGES = ("image_url", "image", "input_image")
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ALIASES = ("glm-4v", "glm-4v-9b")
 """What GLM-4's own clients call any glm-4v."""
+PLACEHOLDERS = ("dummy",)
+"""What huggingface_hub's client sends where it is given an address and no model."""
 MOST_TEMPERATURE = 100
 
 Text = Annotated[str, Field(min_length=1)]
@@ -84,15 +90,28 @@ class Request(_Strict):
     stream_options: StreamOptions = StreamOptions()
 
 
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
+AsMessages = BeforeValidator(
+    lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+)
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Of what no answer here has."""
+
+
 class ChatRequest(Request):
     """Of ``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_tokens: AtLeastOne | None = None
     max_completion_tokens: AtLeastOne | None = None
-
-    def asked(self) -> list[dict[str, Any]]:
-        return self.messages
 
 
 class TextRequest(Request):
@@ -101,21 +120,16 @@ class TextRequest(Request):
     prompt: Annotated[list[Text], Texts, Field(min_length=1, max_length=1)]
     max_tokens: AtLeastOne | None = None
 
-    def asked(self) -> str:
-        return self.prompt[0]
-
 
 class ResponseRequest(Request):
-    """Of ``/v1/responses``, of which the server remembers none."""
+    """Of ``/v1/responses``."""
 
-    input: Text | list[dict[str, Any]]
+    input: Annotated[Messages, AsMessages]
     instructions: str | None = None
+    previous_response_id: Text | None = None
+    store: bool = True
+    include: list[Included] = []
     max_output_tokens: AtLeastOne | None = None
-
-    def asked(self) -> list[dict[str, Any]]:
-        said = self.input
-        asked = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        return [{"role": "system", "content": self.instructions or ""}, *asked]
 
 
 Asking = ChatRequest | TextRequest | ResponseRequest
@@ -128,12 +142,18 @@ class Wanted(Request):
         prompt: Messages as the processor takes them, with pictures as the bytes of files; or a text
             to continue.
         max_tokens: Of the answer, if the client says so.
+        key: Of the request, under which the prompt is.
+        items: Messages that are stored with the response.
     """
 
     prompt: list[dict] | str
     generation: Generation
     model: str = ""
     max_tokens: int | None = None
+    key: str = "messages"
+    items: list[dict] = []
+    store: bool = False
+    previous_response_id: str | None = None
 
     def goes_with(self, other: "Wanted") -> bool:
         """Whether both may be answered in one batch. What a seed draws depends on the batch."""
@@ -153,26 +173,27 @@ class Wanted(Request):
 
 
 def read_request(
-    kind: type[Asking], body: dict[str, Any], names: Sequence[str], defaults: Generation
+    kind: type[Asking],
+    body: dict[str, Any],
+    names: Sequence[str],
+    defaults: Generation,
+    responses: ResponseStore | None = None,
+    limits: Limits | None = None,
 ) -> Wanted:
-    """Check the JSON of a request, whose pictures :class:`guard.Guard` has checked.
+    """Check the JSON of a request, whose images :class:`guard.Guard` has checked.
 
     Args:
         names: Of the models that are served; the first is that of a request without one.
         defaults: What is generated where the request does not say.
+        responses: What a :class:`ResponseRequest` may refer to, ``limits`` being those of all that
+            it then has.
     """
+    own = {k: v for k, v in body.items() if k in kind.model_fields and v is not None}
+    others = {key: value for key, value in body.items() if key not in kind.model_fields}
     try:
-        request = kind.model_validate(_plain(body, IGNORED, NEUTRAL))
+        request = kind.model_validate(own | drop_neutral(others, IGNORED, NEUTRAL))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        told = first["msg"]
-        if first["type"] == "extra_forbidden":
-            told = f"is not read; expected one of {', '.join(kind.model_fields)}"
-        elif first["type"] != "missing":
-            told += f", and it is {as_words(first['input'])}"
-        raise ApiError(400, f"{key}: {told}", key) from None
-    asked = request.asked()
+        raise _as_api_error(error, kind) from None
     lengths = {k: v for k, v in request if k in LENGTHS and v is not None}
     if len({*lengths.values()}) > 1:
         told = " and ".join(f"{key} is {value}" for key, value in lengths.items())
@@ -180,94 +201,61 @@ def read_request(
     given = {key: value for key, value in request if key in Request.model_fields}
     given["model"] = model_called(request.model, names)
     return Wanted.model_construct(
-        **given,
-        prompt=asked if isinstance(asked, str) else _messages(asked),
+        **given | _prompt(request, responses, limits),
         generation=_generation(request, defaults),
         max_tokens=next(iter(lengths.values()), None),
     )
+
+
+def _prompt(
+    request: Asking, responses: ResponseStore | None, limits: Limits | None
+) -> dict[str, Any]:
+    """Return what is to be answered, in fields of :class:`Wanted`."""
+    if isinstance(request, TextRequest):
+        return {"prompt": request.prompt[0], "key": "prompt"}
+    if isinstance(request, ChatRequest):
+        return {"prompt": read_messages(_keyed("messages", request.messages)), "key": "messages"}
+    assert responses is not None and limits is not None
+    earlier = request.previous_response_id
+    before = [] if earlier is None else responses.conversation(earlier)
+    own = []
+    for key, item in _keyed("input", request.input):
+        is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
+        own.append((key, responses.item(str(item.get("id")), key) if is_reference else item))
+    items = [*before, *(item for _, item in own)]
+    if items != request.input:  # of which the guard has seen a part
+        secure({"input": items}, limits)
+    system = [("instructions", {"role": "system", "content": request.instructions or ""})]
+    said = [*system, *(("previous_response_id", item) for item in before), *own]
+    told = {"items": items, "store": request.store, "previous_response_id": earlier}
+    return told | {"prompt": read_messages(said), "key": "input"}
+
+
+def _keyed(key: str, items: Sequence[dict]) -> list[tuple[str, dict]]:
+    return [(f"{key}[{number}]", item) for number, item in enumerate(items)]
+
+
+def _as_api_error(error: ValidationError, kind: type[Asking]) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    names = [f"[{name}]" if isinstance(name, int) else f".{name}" for name in first["loc"]]
+    key = "".join(names).removeprefix(".")
+    told = first["msg"]
+    if first["type"] == "extra_forbidden":
+        told = f"is not read; expected one of {', '.join(kind.model_fields)}"
+    elif first["type"] != "missing":
+        told += f", and it is {as_words(first['input'])}"
+    return ApiError(400, f"{key}: {told}", key)
 
 
 def model_called(name: str | None, names: Sequence[str]) -> str:
     """Which of the models that are served a client means; raises ``ApiError`` if none."""
     if name in names:
         return str(name)
-    if name is None or name in ALIASES:
+    if name is None or name in ALIASES or (name in PLACEHOLDERS and len(names) == 1):
         return names[0]
     there = " and ".join(map(as_words, names))
     told = f"there is no model {as_words(name)}; this server has {there}"
     raise ApiError(404, told, "model", "model_not_found")
-
-
-def _plain(
-    given: dict[str, Any], ignored: Sequence[str], neutral: dict[str, tuple[Any, ...]]
-) -> dict[str, Any]:
-    """Without the keys that change nothing at their values, null among them."""
-    plain = {k: v for k, v in given.items() if v is not None and k not in ignored}
-    for key in neutral.keys() & plain.keys():
-        value, values = plain.pop(key), neutral[key]
-        # As JSON, where true is not 1.
-        same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in values)
-        if not (any(same) if values else not value):
-            expected = " or ".join(map(json.dumps, values)) or "nothing"
-            told = f"{key} is {as_words(value)}, which this server cannot do; expected {expected}"
-            raise ApiError(400, told, key, "unsupported_parameter")
-    return plain
-
-
-def _messages(given: list[dict[str, Any]]) -> list[dict]:
-    found: dict[str, bytes] = {}
-
-    def keep(url: Any) -> str:
-        key = str(len(found))
-        found[key] = from_data_url(url)
-        return key
-
-    try:
-        plain = [_message(message) for message in given]
-        plain = [m for m in plain if m.get("role") != "system" or m.get("content") != ""]
-        messages = check_messages(plain, keep, to_learn=False)
-    except ValueError as error:
-        raise ApiError(400, str(error), "messages") from None
-    if messages[-1]["role"] == "assistant":
-        raise ApiError(
-            400, "messages end with the assistant; expected a question of the user", "messages"
-        )
-    return replace_pictures(messages, found.__getitem__)
-
-
-def _message(given: dict[str, Any]) -> dict[str, Any]:
-    message = {"content": ""} | _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES)
-    if message.get("type") == "message":  # of /v1/responses
-        message = {k: v for k, v in message.items() if k not in ("type", "id", "status")}
-    for key in ("train", "loss", "weight", "image"):  # of files of data
-        if key in message:
-            raise ValueError(f"the key {as_words(key)} is not read")
-    role: Any = message.get("role")
-    if isinstance(role, str):
-        message["role"] = ROLES.get(role, role)
-    if isinstance(message["content"], list):
-        message["content"] = [_part(part) for part in message["content"]]
-    return message
-
-
-def _part(given: Any) -> Any:
-    if not isinstance(given, dict):
-        return given
-    part = _plain(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES)
-    if part.get("type") in TEXTS:
-        return part | {"type": "text"}
-    if part.get("type") not in IMAGES:
-        return part
-    [key] = part.keys() - {"type"} if len(part) == 2 else [""]
-    url = part.get(key)
-    if isinstance(url, dict):
-        url = _plain(url, IGNORED_OF_MESSAGES, {})
-        url = url["url"] if [*url] == ["url"] else None
-    # No other key: what stands there, the guard has not looked at.
-    if key not in ("image_url", "image") or not isinstance(url, str):
-        told = '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}'
-        raise ValueError(f"a picture is {as_words(part)}; expected {told}")
-    return {"type": "image", "image": url}
 
 
 def _generation(request: Request, defaults: Generation) -> Generation:
@@ -280,10 +268,6 @@ def _generation(request: Request, defaults: Generation) -> Generation:
     if 0 in (given.get("temperature"), given.get("top_p")):  # the likeliest token alone
         given |= {"temperature": None, "top_p": None, "top_k": None}
     elif given.get("temperature", LEAST_TEMPERATURE) < LEAST_TEMPERATURE:
-        raise ApiError(
-            400,
-            f"temperature is {given['temperature']:g}; expected 0, for the likeliest tokens, or at "
-            f"least {LEAST_TEMPERATURE:g}",
-            "temperature",
-        )
+        told = f"is {given['temperature']:g}; expected 0, for the likeliest tokens, or at least "
+        raise invalid("temperature", f"{told}{LEAST_TEMPERATURE:g}")
     return replace(defaults, **given)

@@ -1,0 +1,271 @@
+"""Conversations that clients hold with a server: ``python talks.py CLIENT URL KEY STOP``.
+
+Each client is a function that begins a conversation and returns what asks its next question. What
+is printed is JSON: the answers of three turns, whole and streamed, those around a text that stops
+one at once, and the client's own error about a broken image. Imports nothing of this package.
+"""
+
+import base64
+import io
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from PIL import Image
+
+MODEL = "tiny"
+QUESTION = "What is it?"
+NEXT = ["And now?", "Why?"]
+BROKEN = b"GIF89a" + bytes(20)
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 12), "orange").save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(image: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(image).decode()
+
+
+def parts_of(text: str, image: bytes | None) -> str | list[dict[str, Any]]:
+    shown = {"type": "image_url", "image_url": {"url": data_url(image)}} if image else None
+    return [shown, {"type": "text", "text": text}] if shown else text
+
+
+def openai_chat(url: str, key: str) -> Callable:
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    said: list[dict] = []
+
+    def ask(text, image=None, stream=False, stop=None):
+        said.append({"role": "user", "content": parts_of(text, image)})
+        given = {"model": MODEL, "messages": said, "stop": stop}
+        if stream:
+            with client.chat.completions.stream(**given) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**given).choices[0].message
+        said.append(message.model_dump())
+        return message.content
+
+    return ask
+
+
+def openai_responses(url: str, key: str) -> Callable:
+    """By ``previous_response_id``, which needs the default ``store: true``."""
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    last = openai.omit
+
+    def ask(text, image=None, stream=False, stop=None):
+        nonlocal last
+        content: list[dict] = [{"type": "input_text", "text": text}]
+        if image:
+            content.insert(0, {"type": "input_image", "image_url": data_url(image)})
+        given = {"model": MODEL, "input": [{"role": "user", "content": content}]}
+        given |= {"previous_response_id": last, "extra_body": {"stop": stop}}
+        if stream:
+            with client.responses.stream(**given) as events:
+                response = events.get_final_response()
+        else:
+            response = client.responses.create(**given)
+        last = response.id
+        return response.output_text
+
+    return ask
+
+
+def openai_responses_not_stored(url: str, key: str) -> Callable:
+    """By what the responses held, sent back."""
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    items: list = []
+
+    def ask(text, image=None, stream=False, stop=None):
+        content: list[dict] = [{"type": "input_text", "text": text}]
+        if image:
+            content.insert(0, {"type": "input_image", "image_url": data_url(image)})
+        items.append({"role": "user", "content": content})
+        given = {"model": MODEL, "input": items, "store": False, "extra_body": {"stop": stop}}
+        if stream:
+            with client.responses.stream(**given) as events:
+                response = events.get_final_response()
+        else:
+            response = client.responses.create(**given)
+        items.extend(response.output)
+        return response.output_text
+
+    return ask
+
+
+def huggingface_hub(url: str, key: str) -> Callable:
+    """Without a model, as its pages show it for a server of one's own."""
+    from huggingface_hub import InferenceClient
+
+    client = InferenceClient(base_url=url, api_key=key)
+    said: list = []
+
+    def ask(text, image=None, stream=False, stop=None):
+        said.append({"role": "user", "content": parts_of(text, image)})
+        reply = client.chat_completion(said, stream=stream, stop=stop)
+        if stream:
+            told = "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
+        else:
+            told = reply.choices[0].message.content
+        said.append({"role": "assistant", "content": told})
+        return told
+
+    return ask
+
+
+def _pydantic_ai(model: Any) -> Callable:
+    from pydantic_ai import Agent, BinaryContent
+
+    agent = Agent(model, system_prompt="Be short.", instructions="Be kind.", retries=0)
+    history: list = []
+
+    def ask(text, image=None, stream=False, stop=None):
+        nonlocal history
+        prompt = [text, BinaryContent(image, media_type="image/png")] if image else text
+        settings = {"stop_sequences": stop} if stop else {}
+        given = {"message_history": history, "model_settings": settings}
+        if stream:
+            reply = agent.run_stream_sync(prompt, **given)
+            told = reply.get_output()
+        else:
+            reply = agent.run_sync(prompt, **given)
+            told = reply.output
+        history = reply.all_messages()
+        return told
+
+    return ask
+
+
+def pydantic_ai(url: str, key: str) -> Callable:
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    return _pydantic_ai(OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key=key)))
+
+
+def pydantic_ai_responses(url: str, key: str) -> Callable:
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=url, api_key=key)
+    return _pydantic_ai(OpenAIResponsesModel(MODEL, provider=provider))
+
+
+def smolagents(url: str, key: str) -> Callable:
+    from smolagents import ChatMessage, OpenAIServerModel
+
+    model = OpenAIServerModel(MODEL, api_base=url, api_key=key)
+    said: list = []
+
+    def ask(text, image=None, stream=False, stop=None):
+        content: list[dict] = [{"type": "text", "text": text}]
+        if image == BROKEN:  # which it would open itself
+            content = parts_of(text, image)
+        elif image:
+            content.insert(0, {"type": "image", "image": Image.open(io.BytesIO(image))})
+        said.append(ChatMessage(role="user", content=content))
+        if stream:
+            chunks = model.generate_stream(said, stop_sequences=stop)
+            told = "".join(chunk.content or "" for chunk in chunks)
+        else:
+            told = model.generate(said, stop_sequences=stop).content
+        said.append(ChatMessage(role="assistant", content=[{"type": "text", "text": told}]))
+        return told
+
+    return ask
+
+
+def langchain_openai(url: str, key: str, **how) -> Callable:
+    from langchain_core.messages import HumanMessage, SystemMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model=MODEL, base_url=url, api_key=key, max_retries=0, **how)
+    said: list = [SystemMessage("Be short.")]
+
+    def ask(text, image=None, stream=False, stop=None):
+        said.append(HumanMessage(content=parts_of(text, image)))
+        if stream:
+            first, *rest = model.stream(said, stop=stop)
+            reply = sum(rest, start=first)
+        else:
+            reply = model.invoke(said, stop=stop)
+        said.append(reply)
+        return reply.text
+
+    return ask
+
+
+def langchain_openai_responses(url: str, key: str) -> Callable:
+    return langchain_openai(url, key, use_responses_api=True)
+
+
+def litellm(url: str, key: str) -> Callable:
+    from litellm import completion, stream_chunk_builder
+
+    said: list = []
+
+    def ask(text, image=None, stream=False, stop=None):
+        said.append({"role": "user", "content": parts_of(text, image)})
+        given = {"model": f"openai/{MODEL}", "messages": said, "api_base": url, "api_key": key}
+        reply = completion(**given, stream=stream, stop=stop)
+        reply = stream_chunk_builder([*reply]) if stream else reply
+        said.append(reply.choices[0].message.model_dump())
+        return reply.choices[0].message.content or ""
+
+    return ask
+
+
+def llama_index(url: str, key: str) -> Callable:
+    from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+    from llama_index.llms.openai_like import OpenAILike
+
+    how = {"is_chat_model": True, "temperature": 0, "max_retries": 0}
+    model = OpenAILike(model=MODEL, api_base=url, api_key=key, **how)
+    said: list = []
+
+    def ask(text, image=None, stream=False, stop=None):
+        blocks: list = [TextBlock(text=text)]
+        if image:
+            blocks.insert(0, ImageBlock(image=image, image_mimetype="image/png"))
+        said.append(ChatMessage(role="user", blocks=blocks))
+        given = {"stop": stop} if stop else {}
+        reply = [*model.stream_chat(said, **given)][-1] if stream else model.chat(said, **given)
+        said.append(reply.message)
+        return reply.message.content or ""
+
+    return ask
+
+
+def hold(begin: Callable[[str, str], Callable], url: str, key: str, stop: str) -> dict[str, Any]:
+    """Hold all conversations of a client."""
+    told: dict[str, Any] = {}
+    for name, stream in (("whole", False), ("streamed", True)):
+        ask = begin(url, key)
+        told[name] = [ask(QUESTION, png(), stream=stream)]
+        told[name] += [ask(text, stream=stream) for text in NEXT]
+    ask = begin(url, key)
+    try:
+        told["stopped"] = [ask(QUESTION, png(), stop=[stop]), ask(NEXT[0])]
+    except Exception as error:  # pydantic-ai takes no empty answer
+        told["stopped"] = [type(error).__name__]
+    try:
+        begin(url, key)(QUESTION, BROKEN)
+    except Exception as error:
+        told["error"] = {"type": type(error).__name__, "message": str(error)}
+    return told
+
+
+if __name__ == "__main__":
+    client, *given = sys.argv[1:]
+    print(json.dumps(hold(globals()[client], *given)))

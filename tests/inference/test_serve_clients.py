@@ -1,0 +1,330 @@
+"""What clients that nobody here wrote send to a server, and what it answers; without a model."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from glm4v_patched.inference.serving import response_store
+from glm4v_patched.inference.serving.answer_queue import Ended
+from glm4v_patched.inference.serving.limits import ApiError
+from glm4v_patched.inference.serving.response_store import Recent, ResponseStore
+from tests.helpers.serving import (
+    CHAT,
+    QUESTION,
+    EchoQueue,
+    about,
+    call,
+    data_url,
+    echo_app,
+    numbered_ids,
+    png,
+)
+
+RESPONSES = "/v1/responses"
+RECORDED = Path(__file__).parent / "clients" / "recorded"
+"""Written by tests/inference/clients/record.py."""
+USER = {"role": "user", "content": "a"}
+SAID = {"role": "assistant", "content": "b"}
+NEXT = {"role": "user", "content": "c"}
+CONTENT = png()
+
+
+def system(text: str, role: str = "system") -> dict:
+    return {"role": role, "content": text}
+
+
+@pytest.fixture
+def queue() -> EchoQueue:
+    return EchoQueue()
+
+
+@pytest.fixture
+def ask(queue):
+    """Answer a request, and return its status and JSON."""
+    app = echo_app(queue)
+
+    def ask(body: dict, path: str = CHAT, app=app):
+        return asyncio.run(call(app, body, path=path))
+
+    return ask
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.json")), ids=lambda path: path.stem)
+def test_three_turns_of_a_client_are_answered(path, ask, queue, monkeypatch):
+    """Whole and streamed, around an empty answer, and with an image that is none."""
+    numbered_ids(monkeypatch)
+    recorded = json.loads(path.read_text())
+    *requests, last = recorded["requests"]
+    for request in requests:
+        status, answered = ask(request["body"], request["path"])
+        assert status == 200, answered
+    assert ask(last["body"], last["path"])[0] == 400 and "no picture" in str(
+        recorded["answers"]["error"]
+    )
+    talks = [queue.asked[start : start + 3] for start in (0, 3)]
+    for turns in talks:
+        turns = [[m for m in wanted.prompt if m["role"] != "system"] for wanted in turns]
+        words = [[text_of(message) for message in prompt] for prompt in turns]
+        assert words[2] == [QUESTION, "Turn 1 of tiny.", "And now?", "Turn 2 of tiny.", "Why?"]
+        assert words[:2] == [words[2][:1], words[2][:3]]
+        assert all("image" in prompt[0] for prompt in turns)
+        assert [m["role"] for m in turns[2]] == ["user", "assistant", "user", "assistant", "user"]
+    first, *more = queue.asked[6:8]
+    assert text_of(first.prompt[-1]) == QUESTION
+    if first.stop and more:  # an answer that is empty stays out
+        assert text_of(more[0].prompt[-1]) == f"{QUESTION}\n\nAnd now?"
+        assert "image" in more[0].prompt[-1]
+
+
+def text_of(message: dict) -> str:
+    assert isinstance(message["content"], str)
+    return message["content"]
+
+
+EMPTY = [SAID | {"content": empty} for empty in (None, "", " \n", [])]
+EMPTY += [{"role": "assistant"}, {"role": "assistant", "content": "", "tool_calls": []}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([system("x"), system("y", "developer"), USER], [system("x\n\ny"), USER]),
+        ([USER, NEXT], [USER | {"content": "a\n\nc"}]),
+        ([USER, SAID, SAID, NEXT], [USER, SAID | {"content": "b\n\nb"}, NEXT]),
+        # The template can say these.
+        ([USER, SAID, system("x"), NEXT], [USER, SAID, system("x"), NEXT]),
+        ([USER, system("x", "developer")], [USER, system("x")]),
+        ([SAID, USER], [SAID, USER]),
+        ([system(""), USER | {"id": "1", "name": "me", "type": "message"}], [USER]),
+        *([(USER, empty, NEXT), [USER | {"content": "a\n\nc"}]] for empty in EMPTY),
+        ([USER, EMPTY[1]], [USER]),
+        # Of the assistant and the system, words are words; of the user, the place of an image.
+        ([USER, SAID | {"content": "<image>"}, NEXT], [USER, SAID | {"content": "<image>"}, NEXT]),
+        (
+            [about(data_url(CONTENT), text="<image>\na")[0], SAID, NEXT],
+            [USER | {"image": CONTENT}, SAID, NEXT],
+        ),
+    ],
+)
+def test_messages_are_joined_and_left_out_as_the_template_needs(messages, expected, ask, queue):
+    status, answered = ask({"messages": messages})
+    assert status == 200, answered
+    assert queue.asked[0].prompt == expected
+
+
+def test_images_of_messages_that_are_joined_keep_their_order(ask, queue):
+    images = [png(colour=colour) for colour in ("red", "blue", "green")]
+    one, two = about(*map(data_url, images[:2]), text="a"), about(data_url(images[2]), text="b")
+    assert ask({"messages": [*one, *two]})[0] == 200
+    shown = [{"type": "image", "image": image} for image in images]
+    text = {"type": "text", "text": "a\n\nb"}
+    assert queue.asked[0].prompt == [{"role": "user", "content": [*shown, text]}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        # Of Open WebUI's pages, as its server has them before it asks another one.
+        {"chat_id": "a", "session_id": "b", "id": "c", "parent_id": None, "folder_id": None}
+        | {"filter_ids": [], "tool_servers": [], "files": None, "metadata": {"a": {"b": 1}}},
+        {"store": True, "safety_identifier": "a", "prompt_cache_retention": "24h", "user": "b"},
+        {"verbosity": "medium", "reasoning_effort": "none", "function_call": "auto"},
+        {"chat_template_kwargs": {"enable_thinking": False}, "request_id": "a", "priority": 0},
+        {"model": "dummy"},
+        {"model": None, "tools": [], "logprobs": False},
+    ],
+)
+def test_ids_and_metadata_change_nothing(given, ask, queue):
+    assert ask({"messages": [USER]} | given)[0] == 200
+    assert queue.asked[0].prompt == [USER] and queue.asked[0].model == "tiny"
+
+
+def test_a_placeholder_is_a_model_where_one_is_served_alone(ask, queue):
+    app = echo_app(queue, ("tiny", "other"))
+    status, answered = ask({"messages": [USER], "model": "dummy"}, app=app)
+    assert (status, answered["error"]["code"]) == (404, "model_not_found")
+
+
+A_PART = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "told"),
+    [
+        ("a", "messages[1]", "valid dictionary"),
+        ({"role": "tool", "content": "a"}, "messages[1].role", '"tool"; expected one of system,'),
+        ({"role": ["user"], "content": "a"}, "messages[1].role", "a list"),
+        ({"content": "a"}, "messages[1].role", "null"),
+        ({"type": "reasoning", "summary": []}, "messages[1].type", '"reasoning"'),
+        (USER | {"content": None}, "messages[1].content", "null; expected text"),
+        (USER | {"content": " "}, "messages[1].content", "is empty"),
+        (USER | {"content": []}, "messages[1].content", "is empty"),
+        (USER | {"content": 5}, "messages[1].content", "5"),
+        (USER | {"train": False}, "messages[1].train", "is not read; expected role and content"),
+        (USER | {"tools": [{}]}, "messages[1].tools", "is not read"),
+        (SAID | {"tool_calls": [{"id": "a"}]}, "messages[1].tool_calls", "cannot do"),
+        (USER | {"content": ["a"]}, "messages[1].content[0]", '"a"; expected {"type": "text"'),
+        (USER | {"content": [A_PART, {"type": "input_file"}]}, "messages[1].content[1].type", ""),
+        (USER | {"content": [A_PART | {"text": 1}]}, "messages[1].content[0].text", "1"),
+        (USER | {"content": [A_PART | {"train": 1}]}, "messages[1].content[0].train", "not read"),
+        (
+            USER | {"content": [{"type": "input_image", "file_id": "f"}]},
+            "messages[1].content[0]",
+            "the keys file_id",
+        ),
+        (USER | {"content": "a <image>"}, "messages[1].content", "0 images"),
+        (SAID | {"content": about(data_url(CONTENT))[0]["content"]}, "messages[1].content", "user"),
+        (
+            USER | {"content": [A_PART, about(data_url(CONTENT))[0]["content"][0], A_PART]},
+            "messages[1].content",
+            "between texts",
+        ),
+    ],
+)
+def test_a_refusal_names_the_key_in_the_words_of_the_api(message, param, told, ask, capsys):
+    status, answered = ask({"messages": [USER, message]})
+    error = answered["error"]
+    assert (status, error["param"]) == (400, param) and told in error["message"]
+    for word in ("learned", "row", "train:", "a.png", "metadata"):
+        assert word not in error["message"]
+    # One line, and no traceback.
+    [line] = capsys.readouterr().out.splitlines()
+    assert f"{CHAT}: 400 {param}" in line
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [system("x")]}, "input"),
+        ({"input": [USER, SAID]}, "input[1]"),
+        ({"input": [USER], "include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"input": [USER], "text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"input": [USER], "tools": [{"type": "function"}]}, "tools"),
+        ({"input": [USER], "background": True}, "background"),
+        ({"input": [USER], "conversation": "c"}, "conversation"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
+    ],
+)
+def test_a_refusal_of_a_response_names_the_key(body, param, ask):
+    status, answered = ask(body, RESPONSES)
+    assert (status, answered["error"]["param"]) == (400, param), answered
+
+
+def test_responses_are_stored_for_requests_that_refer_to_them(ask, queue):
+    image = {"type": "input_image", "image_url": data_url(CONTENT)}
+    asked = {"role": "user", "content": [image, {"type": "input_text", "text": "a"}]}
+    _, first = ask({"input": [asked], "instructions": "x"}, RESPONSES)
+    assert first["store"] is True and first["previous_response_id"] is None
+    [item] = first["output"]
+    told = SAID | {"content": item["content"][0]["text"]}
+    shown = USER | {"image": CONTENT}
+    for more in (
+        {"input": "c", "previous_response_id": first["id"]},
+        {"input": [asked, {"type": "item_reference", "id": item["id"]}, NEXT]},
+        {"input": [asked, {"id": item["id"]}, NEXT]},
+        {"input": [asked, item, NEXT], "store": False},
+    ):
+        status, second = ask(more, RESPONSES)
+        assert status == 200 and queue.asked[-1].prompt == [shown, told, NEXT], second
+        assert second["previous_response_id"] == more.get("previous_response_id")
+    # The last one was not stored.
+    status, refused = ask({"input": "d", "previous_response_id": second["id"]}, RESPONSES)
+    error = refused["error"]
+    assert (status, error["param"]) == (400, "previous_response_id")
+    assert error["code"] == "previous_response_not_found" and "send the messages" in str(error)
+    reference = {"type": "item_reference", "id": second["output"][0]["id"]}
+    status, refused = ask({"input": [reference, NEXT]}, RESPONSES)
+    assert (status, refused["error"]["param"]) == (404, "input[0]")
+
+
+def test_what_is_stored_counts_as_part_of_a_request(queue, ask):
+    app = echo_app(queue, max_pictures=2)
+    shown = [{"type": "input_image", "image_url": data_url(png())}] * 2
+    _, first = ask({"input": [USER | {"content": shown}]}, RESPONSES, app)
+    more = {"input": [USER | {"content": shown[:1]}], "previous_response_id": first["id"]}
+    status, refused = ask(more, RESPONSES, app)
+    assert (status, refused["error"]["code"]) == (400, "too_many_images")
+    assert "3 pictures" in refused["error"]["message"]
+
+
+def test_a_store_drops_the_least_recently_used_beyond_its_limits(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(response_store.time, "monotonic", lambda: now)
+    store = Recent(max_entries=3, max_bytes=40, max_seconds=10)
+    for key in "abc":
+        store.put(key, key * 4)
+    assert store.get("a") == "aaaa"
+    store.put("d", "dddd")
+    assert [key for key in "abcd" if store.get(key)] == ["a", "c", "d"]
+    store.put("e", "e" * 28)  # 30 bytes of JSON
+    assert [key for key in "acde" if store.get(key)] == ["d", "e"]
+    store.put("f", "f" * 40)  # alone too large
+    assert not any(map(store.get, "def")) and store._bytes == 0
+    store.put("g", "gg")
+    now = 9
+    assert store.get("g") == "gg"
+    now = 19.5
+    assert store.get("g") is None
+
+
+def test_the_store_has_bytes_as_the_largest_requests():
+    store = ResponseStore(max_body_bytes=1000)
+    for number in range(30):
+        name = f"resp-{number}"
+        output = [{"id": f"msg-{number}", "text": "a"}]
+        store.save([{"text": "b" * 900}], {"id": name, "output": output})
+    kept = []
+    for number in range(30):
+        assert store.item(f"msg-{number}", "input[0]")["text"] == "a"
+        try:
+            kept.append(store.conversation(f"resp-{number}"))
+        except ApiError as error:
+            assert error.param == "previous_response_id"
+    assert 3 <= len(kept) <= 4
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_an_error_in_the_middle_of_a_stream_is_an_event_of_the_api(path, queue, monkeypatch):
+    def submit(ask) -> None:
+        ask.tell("Hel")
+        ask.tell(ApiError(503, "stopped"))
+
+    monkeypatch.setattr(queue, "submit", submit)
+    events = stream_of(queue, path)
+    if path == CHAT:
+        assert events[-1]["error"]["message"] == "stopped"
+        return
+    kinds = [event["type"] for event in events]
+    assert kinds[-3:] == ["response.output_text.delta", "error", "response.failed"]
+    assert events[-2]["message"] == events[-2]["error"]["message"] == "stopped"
+    assert events[-1]["response"]["status"] == "failed"
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+
+
+def test_the_events_of_a_response_are_complete_and_in_order(queue, monkeypatch):
+    def submit(ask) -> None:
+        ask.tell("Hel")
+        ask.tell("lo")
+        ask.tell(Ended("length", 2, 7))
+
+    monkeypatch.setattr(queue, "submit", submit)
+    events = stream_of(queue, RESPONSES)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    opened = ["created", "in_progress", "output_item.added", "content_part.added"]
+    said = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done"]
+    assert kinds == [*opened, *said, "output_item.done", "incomplete"]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    item, response = events[-2]["item"], events[-1]["response"]
+    assert response["output"] == [item] and item["content"][0]["text"] == "Hello"
+    assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
+
+
+def stream_of(queue: EchoQueue, path: str) -> list[dict]:
+    key = "input" if path == RESPONSES else "messages"
+    body = {key: [USER], "stream": True}
+    lines = asyncio.run(call(echo_app(queue), body, path=path))[1]["lines"]
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
