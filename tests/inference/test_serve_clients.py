@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from glm4v_patched.inference.serving import response_store
+from glm4v_patched.inference.serving import conversation, requests, response_store
 from glm4v_patched.inference.serving.answer_queue import Ended
 from glm4v_patched.inference.serving.limits import ApiError
 from glm4v_patched.inference.serving.response_store import Recent, ResponseStore
@@ -141,6 +142,16 @@ def test_ids_and_metadata_change_nothing(given, ask, queue):
     assert queue.asked[0].prompt == [USER] and queue.asked[0].model == "tiny"
 
 
+def test_the_page_lists_all_that_is_ignored():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    lines = {"a request": requests.IGNORED, "a message": conversation.IGNORED_OF_MESSAGES}
+    lines["a part of a message, its image"] = conversation.IGNORED_OF_PARTS
+    for name, keys in lines.items():
+        [line] = re.findall(rf"^\| {name} \|(.*)", page, re.M)
+        listed = re.findall("`([a-z_]+)`", line.partition("; `store`")[0].partition(":")[0])
+        assert {*listed} == {*keys} - {"store"}
+
+
 def test_a_placeholder_is_a_model_where_one_is_served_alone(ask, queue):
     app = echo_app(queue, ("tiny", "other"))
     status, answered = ask({"messages": [USER], "model": "dummy"}, app=app)
@@ -257,7 +268,7 @@ def test_a_store_drops_the_least_recently_used_beyond_its_limits(monkeypatch):
     store = Recent(max_entries=3, max_bytes=40, max_seconds=10)
     for key in "abc":
         store.put(key, key * 4)
-    assert store.get("a") == "aaaa"
+    assert store.get("a") == b'"aaaa"'
     store.put("d", "dddd")
     assert [key for key in "abcd" if store.get(key)] == ["a", "c", "d"]
     store.put("e", "e" * 28)  # 30 bytes of JSON
@@ -266,7 +277,7 @@ def test_a_store_drops_the_least_recently_used_beyond_its_limits(monkeypatch):
     assert not any(map(store.get, "def")) and store._bytes == 0
     store.put("g", "gg")
     now = 9
-    assert store.get("g") == "gg"
+    assert store.get("g") == b'"gg"'
     now = 19.5
     assert store.get("g") is None
 
@@ -281,10 +292,17 @@ def test_the_store_has_bytes_as_the_largest_requests():
     for number in range(30):
         assert store.item(f"msg-{number}", "input[0]")["text"] == "a"
         try:
-            kept.append(store.conversation(f"resp-{number}"))
+            kept.append(store.conversation(f"resp-{number}")[0])
         except ApiError as error:
             assert error.param == "previous_response_id"
     assert 3 <= len(kept) <= 4
+    # Those that are continued at a time, too; a lease ends with its request.
+    leases = [store.conversation("resp-29") for _ in range(4)]
+    with pytest.raises(ApiError, match="try later") as error:
+        store.conversation("resp-29")
+    assert error.value.status == 429
+    leases.pop()
+    assert store.conversation("resp-29")
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

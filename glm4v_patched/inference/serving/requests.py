@@ -18,7 +18,15 @@ from .response_store import ResponseStore
 
 # Keys that change nothing about an answer: names for who asks and in which conversation, and what
 # other servers cache.
-IGNORED = ("cache_salt", "chat_id", "conversation_id", "folder_id", "id", "message_id", "metadata")
+IGNORED: tuple[str, ...] = (
+    "cache_salt",
+    "chat_id",
+    "conversation_id",
+    "folder_id",
+    "id",
+    "message_id",
+    "metadata",
+)
 IGNORED += ("parent_id", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 IGNORED += ("request_id", "safety_identifier", "session_id", "store", "user", "user_id")
 # Of what the server cannot do, the values that ask for nothing.
@@ -144,6 +152,7 @@ class Wanted(Request):
         max_tokens: Of the answer, if the client says so.
         key: Of the request, under which the prompt is.
         items: Messages that are stored with the response.
+        lease: Of the conversation that is continued.
     """
 
     prompt: list[dict] | str
@@ -154,6 +163,7 @@ class Wanted(Request):
     items: list[dict] = []
     store: bool = False
     previous_response_id: str | None = None
+    lease: Any = None
 
     def goes_with(self, other: "Wanted") -> bool:
         """Whether both may be answered in one batch. What a seed draws depends on the batch."""
@@ -217,7 +227,7 @@ def _prompt(
         return {"prompt": read_messages(_keyed("messages", request.messages)), "key": "messages"}
     assert responses is not None and limits is not None
     earlier = request.previous_response_id
-    before = [] if earlier is None else responses.conversation(earlier)
+    before, lease = ([], None) if earlier is None else responses.conversation(earlier)
     own = []
     for key, item in _keyed("input", request.input):
         is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
@@ -228,6 +238,7 @@ def _prompt(
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
     said = [*system, *(("previous_response_id", item) for item in before), *own]
     told = {"items": items, "store": request.store, "previous_response_id": earlier}
+    told["lease"] = lease
     return told | {"prompt": read_messages(said), "key": "input"}
 
 

@@ -6,6 +6,7 @@ There is one API key, and ids are random: whoever knows an id has been sent it.
 import json
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -15,7 +16,8 @@ MAX_RESPONSES = 1000
 MAX_SECONDS = 3600
 """Since the last use."""
 LARGEST_BODIES = 4
-"""The stored conversations may have the bytes of so many of the largest requests."""
+"""The stored conversations may have the bytes of so many of the largest requests; so may those that
+are being continued, since a small request may refer to a large one."""
 MAX_ITEM_BYTES = 16 * 10**6
 """Of all stored answers: their texts alone, which AI SDKs refer to."""
 CURE = (
@@ -41,15 +43,15 @@ class Recent:
             self._add(key, text)
             self._drop_old()
 
-    def get(self, key: str) -> Any:
-        """Return a value, or None."""
+    def get(self, key: str) -> bytes | None:
+        """Return the JSON of a value."""
         with self._lock:
             self._drop_old()
             if key not in self._texts:
                 return None
             text = self._remove(key)
             self._add(key, text)
-        return json.loads(text)
+        return text
 
     def _add(self, key: str, text: bytes) -> None:
         self._texts[key] = time.monotonic(), text
@@ -70,6 +72,13 @@ class Recent:
             self._remove(next(iter(self._texts)))
 
 
+class Lease:
+    """Counts the bytes of a conversation that is being continued, as long as it exists."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+
 class ResponseStore:
     """What ``previous_response_id`` and ``item_reference`` stand for.
 
@@ -78,8 +87,10 @@ class ResponseStore:
     """
 
     def __init__(self, max_body_bytes: int):
-        most = LARGEST_BODIES * max_body_bytes
-        self._conversations = Recent(MAX_RESPONSES, most, MAX_SECONDS)
+        self.max_bytes = LARGEST_BODIES * max_body_bytes
+        self._conversations = Recent(MAX_RESPONSES, self.max_bytes, MAX_SECONDS)
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._lock = threading.Lock()
         # Apart: clients that refer to items send their images again with every request.
         self._items = Recent(MAX_RESPONSES * 16, MAX_ITEM_BYTES, MAX_SECONDS)
 
@@ -94,18 +105,30 @@ class ResponseStore:
         for item in response["output"]:
             self._items.put(item["id"], item)
 
-    def conversation(self, name: str) -> list[dict[str, Any]]:
-        """Return the messages that ``previous_response_id`` stands for."""
+    def conversation(self, name: str) -> tuple[list[dict[str, Any]], Lease]:
+        """Return the messages that ``previous_response_id`` stands for, and what the request has to
+        keep while it is answered."""
         found = self._conversations.get(name)
         if found is None:
             key = "previous_response_id"
             told = f"{key}: there is no stored response {json.dumps(name)}; {CURE}"
             raise ApiError(400, told, key, "previous_response_not_found")
-        return found
+        lease = Lease(len(found))
+        with self._lock:
+            used = sum(other.size for other in self._leases)
+            if used + lease.size > self.max_bytes:
+                raise ApiError(
+                    429,
+                    f"the stored responses that are being continued have {used:,} bytes and may "
+                    f"have {self.max_bytes:,}, which leaves no room for {lease.size:,} more: try "
+                    "later",
+                )
+            self._leases.add(lease)
+        return json.loads(found), lease
 
     def item(self, name: str, key: str) -> dict[str, Any]:
         """Return the message that an ``item_reference`` at ``key`` stands for."""
         found = self._items.get(name)
         if found is None:
             raise ApiError(404, f"{key}: there is no stored item {json.dumps(name)}; {CURE}", key)
-        return found
+        return json.loads(found)
