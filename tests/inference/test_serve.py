@@ -323,35 +323,7 @@ def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
     assert re.search(r", \d+ at once: length", server.log.read_text())
 
 
-# Clients that nobody here wrote, unchanged; ``nox -f tests/noxfile.py -s clients`` installs them.
-
-
-def langchain(url: str) -> str:
-    from langchain_core.messages import HumanMessage
-    from langchain_openai import ChatOpenAI
-
-    model = ChatOpenAI(model="tiny", base_url=url, api_key=KEY)
-    asked = [HumanMessage(content=PICTURE[0]["content"])]
-    told = model.invoke(asked).content
-    assert "".join(chunk.content for chunk in model.stream(asked)) == told
-    return told
-
-
-def litellm(url: str) -> str:
-    from litellm import completion
-
-    reply = completion(model="openai/tiny", messages=PICTURE, api_base=url, api_key=KEY)
-    return reply.choices[0].message.content
-
-
-def llama_index(url: str) -> str:
-    from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
-    from llama_index.llms.openai_like import OpenAILike
-
-    how = {"is_chat_model": True, "temperature": 0}
-    model = OpenAILike(model="tiny", api_base=url, api_key=KEY, **how)
-    shown = [ImageBlock(image=png(), image_mimetype="image/png"), TextBlock(text=QUESTION)]
-    return model.chat([ChatMessage(role="user", blocks=shown)]).message.content
+# Evaluations that ask a server, unchanged; ``nox -f tests/noxfile.py -s clients`` installs them.
 
 
 def evalscope(url: str) -> str:
@@ -381,9 +353,9 @@ def lmms_eval(url: str) -> str:
     return reply.text if hasattr(reply, "text") else reply
 
 
-@pytest.mark.parametrize("client", [langchain, litellm, llama_index, evalscope, lmms_eval])
+@pytest.mark.parametrize("client", [evalscope, lmms_eval])
 def test_a_client_is_answered_as_openais(client: Callable[[str], str], server):
-    pytest.importorskip("langchain_openai" if client is langchain else client.__name__)
+    pytest.importorskip(client.__name__)
     assert client(server.url) == text_of(server.ask(PICTURE))
 
 

@@ -44,11 +44,12 @@ def openai_chat(url: str, key: str) -> Callable:
     def ask(text, image=None, stream=False, stop=None):
         said.append({"role": "user", "content": parts_of(text, image)})
         given = {"model": MODEL, "messages": said, "stop": stop}
-        if stream:
-            with client.chat.completions.stream(**given) as events:
-                message = events.get_final_completion().choices[0].message
-        else:
-            message = client.chat.completions.create(**given).choices[0].message
+        if stream:  # not .stream(), which raises where an answer is cut
+            chunks = client.chat.completions.create(**given, stream=True)
+            told = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            said.append({"role": "assistant", "content": told})
+            return told
+        message = client.chat.completions.create(**given).choices[0].message
         said.append(message.model_dump())
         return message.content
 
@@ -69,11 +70,10 @@ def openai_responses(url: str, key: str) -> Callable:
             content.insert(0, {"type": "input_image", "image_url": data_url(image)})
         given = {"model": MODEL, "input": [{"role": "user", "content": content}]}
         given |= {"previous_response_id": last, "extra_body": {"stop": stop}}
+        response = client.responses.create(**given, stream=stream)
         if stream:
-            with client.responses.stream(**given) as events:
-                response = events.get_final_response()
-        else:
-            response = client.responses.create(**given)
+            *_, last_event = response
+            response = last_event.response
         last = response.id
         return response.output_text
 
@@ -93,11 +93,10 @@ def openai_responses_not_stored(url: str, key: str) -> Callable:
             content.insert(0, {"type": "input_image", "image_url": data_url(image)})
         items.append({"role": "user", "content": content})
         given = {"model": MODEL, "input": items, "store": False, "extra_body": {"stop": stop}}
+        response = client.responses.create(**given, stream=stream)
         if stream:
-            with client.responses.stream(**given) as events:
-                response = events.get_final_response()
-        else:
-            response = client.responses.create(**given)
+            *_, last_event = response
+            response = last_event.response
         items.extend(response.output)
         return response.output_text
 
