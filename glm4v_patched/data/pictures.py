@@ -17,6 +17,7 @@ from urllib.request import url2pathname
 from PIL import Image
 
 from ..atomic import write_atomically
+from ..paths import is_within
 from .check_cache import default_path
 from .columns import PICTURE_FILES
 from .fetching import fetch
@@ -83,12 +84,20 @@ class PictureFiles:
         allow_urls: Whether images may be fetched by http(s), from the public internet.
         store: Where pictures without a file are written, by the digest of their bytes; default in
             the user's cache folder. They stay there, and are not fetched again.
+        within: The folder in which files that are named must lie; default anywhere.
     """
 
-    def __init__(self, folder: str, allow_urls: bool = False, store: Path | None = None):
+    def __init__(
+        self,
+        folder: str,
+        allow_urls: bool = False,
+        store: Path | None = None,
+        within: str | None = None,
+    ):
         self.folder = os.path.abspath(folder)
         self.allow_urls = allow_urls
         self.store = store
+        self.within = within
 
     def path_of(self, picture: Any) -> str:
         """The absolute path of the file of a picture: a path, data URL, URL, bytes, or ``{"bytes",
@@ -126,6 +135,11 @@ class PictureFiles:
         path = os.path.normpath(os.path.join(self.folder, picture))
         if "\\" in picture:
             self._refuse_backslashes(picture, path)
+        if self.within is not None and not is_within(path, self.within):
+            raise ValueError(
+                f"image is {as_words(picture)}, outside of {self.within}; expected an image in the "
+                "table, or a path in data.image_folder: a data set of the Hub names no other files"
+            )
         return path
 
     def _refuse_backslashes(self, picture: str, path: str) -> None:

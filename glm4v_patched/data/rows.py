@@ -1,7 +1,7 @@
 """Where rows come from: files, tables and the Hub, read a row at a time. Needs no torch.
 
-Text is read by :mod:`text_rows`; all tables (Parquet, Arrow, tar of WebDataset, folders and
-repositories of the library ``datasets``) by that library (:mod:`tables`).
+Text is read by :mod:`text_rows`; tables (Parquet, Arrow, tar of WebDataset), folders and data sets
+of the Hub by :mod:`tables`.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
 from .columns import NO_CELL, named_columns, value_of
+from .folders import hub_cache_of
 from .formats import Found, find_format, read_as, read_columns
 from .left_out import require_nothing_left_out
 from .messages import (
@@ -153,7 +154,10 @@ def read_rows(
     source = _found_set(as_source(path))
     given = islice(_given_rows(source), source.max_samples)
     first = _first_of(given, source)
-    pictures = PictureFiles(folder_of_images(source), source.allow_urls)
+    folder = folder_of_images(source)
+    # What comes from the Hub may name no file of this machine.
+    within = None if source.is_local else folder
+    pictures = PictureFiles(folder, source.allow_urls, within=within)
     reader = _RowReader(source)
 
     def read(line: int, row: Any) -> Row | Fault:
@@ -184,8 +188,11 @@ def read_rows(
 
 def folder_of_images(source: Source) -> str:
     """Return what paths of images are relative to."""
-    is_folder = os.path.isdir(source.path)
-    return source.image_folder or (source.path if is_folder else os.path.dirname(source.path))
+    if source.image_folder:
+        return source.image_folder
+    if not source.is_local:
+        return hub_cache_of(source.path)
+    return source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
 
 
 def _found_set(source: Source) -> Source:

@@ -7,13 +7,13 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ..paths import expand, is_within
 from ..terminal_text import listed
 from .columns import PICTURE_FILES, fault_of_columns
+from .folders import Folder, matches
 from .formats import FORMATS
 from .messages import as_words, read_each
 
@@ -22,6 +22,7 @@ OF_CSV = (".csv", ".tsv")
 OF_TABLES = (".parquet", ".arrow", ".tar")
 OF_FILES = (".json", ".jsonl", *OF_TABLES, *OF_CSV)
 COMPRESSED = (".gz", ".zst", ".bz2")
+MOST_BYTES_OF_INFO = 2**24
 LLAMA_FACTORY = "dataset_info.json"
 """Says what is in a folder of LLaMA-Factory's; ``save_to_disk`` writes another one."""
 COLUMNS_OF_LLAMA_FACTORY = {
@@ -152,18 +153,7 @@ def pattern_reaches(pattern: str, folder: str) -> bool:
     plain = [*itertools.takewhile(lambda part: not glob.has_magic(part), parts)]
     parts[: len(plain)] = os.path.realpath(os.sep.join(plain) or os.sep).split(os.sep)
     wanted = os.path.realpath(folder).split(os.sep)
-    return any(_matches(wanted, parts[:n]) for n in range(len(plain), len(parts) + 1))
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether each name of a path matches its pattern; ``**`` is any number of names."""
-    if not patterns:
-        return not names
-    first, rest = patterns[0], patterns[1:]
-    if first == "**" and _matches(names, rest):
-        return True
-    left = patterns if first == "**" else rest
-    return bool(names) and fnmatchcase(names[0], first) and _matches(names[1:], left)
+    return any(matches(wanted, parts[:n]) for n in range(len(plain), len(parts) + 1))
 
 
 def is_saved(path: str) -> bool:
@@ -205,10 +195,9 @@ def of_llama_factory(source: Source) -> Source:
     Raises:
         ValueError: there is no such set, or it is of a kind that is not read.
     """
-    path = os.path.join(source.path, LLAMA_FACTORY)
+    path, folder = os.path.join(source.path, LLAMA_FACTORY), Folder(source.path)
     try:
-        with open(path, encoding="utf-8") as file:
-            sets = json.load(file)
+        sets = json.loads(folder.read_text(LLAMA_FACTORY, MOST_BYTES_OF_INFO))
         name = source.subset or (next(iter(sets)) if len(sets) == 1 else None)
         if name not in sets:
             raise ValueError(f"has the sets {listed([*sets], 20)}: name one of them (subset)")
@@ -219,14 +208,27 @@ def of_llama_factory(source: Source) -> Source:
         most = min(filter(None, (source.max_samples, entry.get("num_samples"))), default=None)
         source = replace(source, subset=None, columns=columns, max_samples=most)
         if "file_name" not in entry:
-            hub = {"split": entry.get("split"), "subset": entry.get("subset")}
-            return replace(source, path=entry["hf_hub_url"], **hub)
-        file_name = os.path.join(source.path, entry["file_name"])
+            raise ValueError(
+                f"{name} is on the Hub: {entry['hf_hub_url']!r}; a set may name its own files "
+                "only: name it in the recipe itself (path, split, subset, columns)"
+            )
+        file_name = _file_of(folder, entry["file_name"])
         return replace(source, path=file_name, image_folder=source.image_folder or source.path)
     except KeyError as error:
         raise ValueError(f"{path}: {name} has no {error}, from which its rows are read") from None
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _file_of(folder: Folder, name: str) -> str:
+    """Return the path of a file of rows inside of a folder, or of a folder of them."""
+    name = os.path.normpath(name)
+    if name in folder.files or any(file.startswith(f"{name}/") for file in folder.files):
+        return folder.local_path(name)
+    raise ValueError(
+        f"file_name is {as_words(name)}, which is no file inside of {folder.path}; a set may "
+        "name its own files only: correct it, or name that file in the recipe itself"
+    )
 
 
 def _columns_of_llama_factory(entry: dict) -> dict[str, Any] | None:

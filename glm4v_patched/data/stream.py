@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
-import fsspec.asyn
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -68,8 +67,6 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Streamed]:
         reader = get_worker_info()
-        if reader is not None:
-            fsspec.asyn.reset_lock()  # which a fork may have copied as it was held
         number, readers = (reader.id, reader.num_workers) if reader else (0, 1)
         for place_in_order, row in enumerate(islice(self._mixed(), self.start, None)):
             if place_in_order // self.batch_size % readers == number:

@@ -1,126 +1,206 @@
-"""Rows of tables, by the library ``datasets``: Parquet, Arrow, saved folders and the Hub.
+"""Rows of tables: Parquet, Arrow, archives of WebDataset, folders and data sets of the Hub.
 
-Tables are read a part at a time; pictures in them are not decoded.
+The library ``datasets`` is not asked, for it opens what a folder names, wherever that is
+(:mod:`folders`), and decodes a whole row group at once. Tables are read a few rows at a time, and
+images in them are not decoded.
 """
 
-import glob
-import logging
+import json
 import os
 import shlex
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..terminal_text import pip_install
+from .cards import read_subset
 from .columns import NO_CELL, PICTURE_FILES
+from .folders import Folder, HubFolder
 from .formats import find_format
-from .source import COMPRESSED, CURE_OF_FOLDER, OF_FILES, Source, is_saved, suffix_of
+from .source import COMPRESSED, CURE_OF_FOLDER, OF_CSV, OF_FILES, SAVED, Source, is_saved, suffix_of
 from .text_rows import OF_LINES, Fault, Numbered, kind_of_file, read_text
 
-BUILDERS = ("arrow", "csv", "imagefolder", "json", "parquet", "webdataset")
-"""What datasets may take a folder for: others (text, pickles of pandas) have no rows of ours."""
-METADATA = ("metadata.csv", "metadata.jsonl")
+KINDS = {
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "webdataset": (".tar",),
+    "json": (".jsonl", ".json"),
+    "csv": OF_CSV,
+    "imagefolder": PICTURE_FILES,
+    "text": (".txt",),
+}
+"""Kinds of folders by the suffixes of their files; of kinds with as many files, the first."""
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+MOST_ROWS_AT_ONCE = 64
+MOST_BYTES_AT_ONCE = 2**27
+MOST_BYTES = 2**30
+"""Of a row, in which an image may have 2**29."""
+MOST_VALUES = 2**24
+"""In the lists of a row, or in a column of a small Parquet file."""
+VALUES_A_BYTE, BYTES_A_BYTE = 64, 256
+"""More than these of a file's bytes are made by nothing but repetition."""
+MOST_BYTES_OF_STATE = 2**24
+DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
+}
+"""Of files in archives of WebDataset by their suffix; others stay bytes."""
 
 
-def read_table(source: Source) -> Iterator[tuple[int, Any]]:
+def read_table(source: Source) -> Numbered:
     """The number of each row, from 1, and its values by the names of columns, :data:`NO_CELL` for
-    null: pictures are their bytes or paths, and classes their names.
+    null: images are their bytes or paths, and classes their names.
 
     Raises:
         ValueError: there is no such table, or it cannot be read.
         RuntimeError: the library is missing.
     """
-    with _library(source) as datasets:
-        table = _open(datasets, source)
-        if isinstance(table, list):
-            yield from _rows_of_text(table)
-            return
-        features = table.features or {}
-        classes = {k: of for k, of in features.items() if isinstance(of, datasets.ClassLabel)}
-        table = table.decode(False) if features else table
-        # By batches: of single rows datasets gives each process that reads for a training a share,
-        # and whole files at that.
-        for number, batch in enumerate(table.iter(batch_size=1), start=1):
-            row = {name: values[0] for name, values in batch.items()}
-            named = {k: of.int2str(row[k]) for k, of in classes.items() if row[k] is not None}
-            full = {k: NO_CELL if of is None else of for k, of in (row | named).items()}
+    with _errors_of(source):
+        for number, row in enumerate(_open(source), start=1):
+            if isinstance(row, Fault):
+                yield number, row._replace(line=number)
+                continue
+            full = {key: NO_CELL if of is None else of for key, of in row.items()}
             yield number, _without_nulls(full)
 
 
 @contextmanager
-def _library(source: Source) -> Iterator[Any]:
+def _errors_of(source: Source) -> Iterator[None]:
     try:
-        import datasets
+        yield
     except ImportError as error:
-        raise RuntimeError(
-            f"{source.path} is read by the library datasets: {pip_install('datasets')}"
-        ) from error
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what is wrong is raised, too
-    try:
-        yield datasets
-    except Exception as error:  # of pyarrow, fsspec and the Hub's client, each its own
+        raise RuntimeError(f"{source.path} is read by pyarrow: {pip_install('pyarrow')}") from error
+    except Exception as error:  # of pyarrow, tarfile and the Hub's client, each its own
         if str(error).startswith(source.path):
             raise
-        raise ValueError(f"{source.path} cannot be read by datasets: {error}") from error
+        raise ValueError(f"{source.path} cannot be read: {error}") from error
 
 
-def _open(datasets: Any, source: Source) -> Any:
-    """A table, or the files of text that are read instead."""
+def _open(source: Source) -> Iterator[Any]:
     path = Path(source.path)
-    if not path.exists():
-        options = {"revision": source.revision, "streaming": True}
-        split = source.split or "train"
-        return datasets.load_dataset(source.path, source.subset, split=split, **options)
+    if path.is_file():
+        kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
+        with path.open("rb") as file:
+            kind = "arrow" if file.read(6) == b"ARROW1" else kind
+        return READERS[kind](source.path, {})
+    folder = Folder(source.path) if path.exists() else HubFolder(source.path, source.revision)
     if is_saved(source.path):
-        saved = datasets.load_from_disk(str(path))
-        if isinstance(saved, dict):
-            saved = saved[_split(source, saved)]
-        # Not the set itself: a cast writes a copy beside it.
-        return saved.to_iterable_dataset()
-    if path.is_dir():
-        return _open_folder(datasets, source)
-    kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
-    with path.open("rb") as file:
-        kind = "arrow" if file.read(6) == b"ARROW1" else kind
-    if kind == "webdataset":
-        require_plain_tars([path])
-    name = glob.escape(str(path))
-    return datasets.load_dataset(kind, data_files=[name], split="train", streaming=True)
+        return _rows_of_tables("arrow", folder, _saved_files(folder, source), {})
+    return _open_folder(folder, source)
 
 
-def _open_folder(datasets: Any, source: Source) -> Any:
-    if glob.has_magic(source.path) or "::" in source.path:
+def _saved_files(folder: Folder, source: Source) -> list[str]:
+    """Return the files of a set, or of one of the splits, that ``save_to_disk`` wrote.
+
+    Raises:
+        ValueError: there is no such split, or the set names what is no file of it.
+    """
+    state, below = SAVED[0], ""
+    if not folder.has(state):
+        end = f"/{state}"
+        splits = [file.removesuffix(end) for file in folder.files if file.endswith(end)]
+        below = _split(folder, source, splits) + "/"
+    text = folder.read_text(below + state, MOST_BYTES_OF_STATE)
+    where = f"{folder.path}/{below}{state}: _data_files"
+    try:
+        files = [below + of["filename"] for of in json.loads(text)["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{where} is missing; save the set again (save_to_disk)") from None
+    if others := [file for file in files if file not in folder.files]:
         raise ValueError(
-            f"{source.path} has one of *, ?, [ and :: in its name, which datasets takes for a "
-            "pattern or a chain of files: rename it"
+            f"{where} names {others[0].removeprefix(below)!r}, which is no file inside of "
+            f"{folder.path}; save the set again (save_to_disk)"
         )
-    builder = datasets.load_dataset_builder(source.path, source.subset)
-    split = _split(source, builder.config.data_files)
-    files = [*map(str, builder.config.data_files[split])]
-    described = [file for file in files if os.path.basename(file).startswith("metadata.")]
-    if builder.name in ("imagefolder", "json", "text") and not described:
-        _refuse_pairs(source, files)
-    if builder.name not in BUILDERS:
+    return files
+
+
+def _open_folder(folder: Folder, source: Source) -> Iterator[Any]:
+    subset = read_subset(folder, source.subset)
+    of_split = subset.splits[_split(folder, source, subset.splits)]
+    kind, files = _kind_of_files(of_split)
+    described = [file for file in files if os.path.basename(file) in METADATA]
+    is_local = not isinstance(folder, HubFolder)
+    if is_local and kind in ("imagefolder", "json", "text") and not described:
+        _refuse_pairs(source, [os.path.join(folder.path, file) for file in files])
+    if kind in ("", "text"):
+        such = f" (such as {of_split[0]})" if of_split else ""
         raise ValueError(
-            f"{source.path} is a folder of {builder.name} to datasets (such as {files[0]}), and no "
-            f"set; {CURE_OF_FOLDER}"
+            f"{source.path} is a folder of {kind or 'other files'}{such}, and no set; "
+            f"{CURE_OF_FOLDER}"
         )
-    if builder.name in ("json", "csv"):
-        return files
-    if builder.name == "imagefolder":  # some say what is in its pictures
-        rows = [name for name in os.listdir(source.path) if suffix_of(name) in OF_FILES]
-        if rows and not described:
+    if kind in ("json", "csv"):
+        return _rows_of_text(folder, files)
+    if kind == "imagefolder":  # some say what is in its images
+        if described:
+            return _rows_of_metadata(folder, described)
+        rows = [of for of in folder.files if "/" not in of and suffix_of(of) in OF_FILES]
+        if rows:
             raise ValueError(
-                f"{source.path} has {rows[0]} beside its images, and datasets would read these "
-                "alone: name that file or the folder of the images, or move the file elsewhere"
+                f"{source.path} has {rows[0]} beside its images, and it is not known which of them "
+                "are the set: name that file or the folder of the images, or move the file "
+                "elsewhere"
             )
-        described = [file for file in described if os.path.basename(file) in METADATA]
-        return described or builder.as_streaming_dataset(split=split)
-    if builder.name == "webdataset":
-        require_plain_tars([*map(Path, files)])
-    return builder.as_streaming_dataset(split=split)
+        return _rows_of_images(folder, files)
+    return _rows_of_tables(kind, folder, files, subset.classes)
+
+
+def _kind_of_files(files: list[str]) -> tuple[str, list[str]]:
+    """Return the most frequent kind, with its files; none if no file is of a known kind."""
+    known = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
+    kinds = {file: known.get(suffix_of(file), "") for file in files}
+    described = [file for file in files if os.path.basename(file) in METADATA]
+    if "imagefolder" in kinds.values():
+        kinds |= dict.fromkeys(described, "imagefolder")
+    number = Counter(kind for kind in kinds.values() if kind)
+    kind = max(KINDS, key=lambda kind: number[kind])  # the first of equals
+    return (kind if number else ""), [file for file, of in kinds.items() if of == kind]
+
+
+def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
+    """Rows of images, with the names of their folders if these are several, side by side."""
+    labels = {os.path.basename(os.path.dirname(file)) for file in files}
+    has_labels = len(labels) > 1 and len({file.count("/") for file in files}) == 1
+    for file in files:
+        row = {"image": folder.local_path(file)}
+        yield row | ({"label": os.path.basename(os.path.dirname(file))} if has_labels else {})
+
+
+def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
+    """Rows that say what is in images, which ``file_name`` names relative to their file."""
+    for file in files:
+        is_table = suffix_of(file) == ".parquet"
+        rows = _rows_of_tables("parquet", folder, [file], {}) if is_table else None
+        for row in rows or _rows_of_text(folder, [file]):
+            if isinstance(row, Fault):
+                yield row
+                continue
+            try:
+                yield _with_images(row, folder, os.path.dirname(file), is_table)
+            except ValueError as error:
+                yield Fault(0, f"{folder.path}/{file}: {error}")
+
+
+def _with_images(row: dict, folder: Folder, below: str, is_table: bool) -> dict:
+    """Return a row with the paths of its images. In tables ``*_file_name`` and ``*file_names`` name
+    images, too, as for ``datasets``; elsewhere columns keep their names."""
+
+    def path_of(name: Any) -> Any:
+        return folder.local_path(os.path.join(below, name)) if isinstance(name, str) else name
+
+    images, others = {}, {}
+    for key, value in row.items():
+        if key == "file_name" or is_table and key.endswith("_file_name"):
+            images[key.removesuffix("file_name").removesuffix("_") or "image"] = path_of(value)
+        elif is_table and (key == "file_names" or key.endswith("_file_names")):
+            name = key.removesuffix("file_names").removesuffix("_") or "images"
+            images[name] = [path_of(of) for of in value or ()]
+        else:
+            others[key] = value
+    return images | others
 
 
 def _refuse_pairs(source: Source, files: list[str]) -> None:
@@ -156,59 +236,247 @@ def _is_row(path: Path) -> bool:
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
 
-def _rows_of_text(files: list[str]) -> Numbered:
-    """Rows of several files, numbered together; faults of their text name their file."""
-    number = 0
+def _rows_of_text(folder: Folder, files: list[str]) -> Iterator[Any]:
+    """Rows of several files; faults of their text name their file."""
     for file in files:
-        kind = kind_of_file(Path(file))
-        for line, row in read_text(Source(file), kind):
-            number += 1
+        path = folder.local_path(file)
+        kind = kind_of_file(Path(path))
+        for line, row in read_text(Source(path), kind):
             if isinstance(row, Fault):
-                before = f"{file}:" if kind in OF_LINES else f"{file}, row "
-                row = Fault(number, f"{before}{line}: {row.text}")
-            elif os.path.basename(file) in METADATA and isinstance(row, dict):
-                # Of a picture, which datasets calls "image", too.
-                name = row.pop("file_name", NO_CELL)
-                if isinstance(name, str):
-                    name = os.path.join(os.path.dirname(file), name)
-                row = {"image": name} | row
-            yield number, row
+                before = f"{path}:" if kind in OF_LINES else f"{path}, row "
+                row = Fault(0, f"{before}{line}: {row.text}")
+            elif not isinstance(row, dict):
+                row = Fault(0, f"{path}: row {line} is no object")
+            yield row
 
 
-def require_plain_tars(paths: Sequence[Path]) -> None:
-    """Raise ``ValueError`` for what would be unpacked to a size that no one has looked at, and for
-    images of another kind than the first row has, which datasets would leave out."""
-    first, kinds = "", set()
-    for path in paths:
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                if member.issparse() or member.name.lower().endswith(COMPRESSED):
-                    raise ValueError(
-                        f"{path}: {member.name} is sparse or compressed; expected files that are "
-                        "as large as they say: unpack it, and make the archive again"
-                    )
-                folder, name = os.path.split(member.name)
-                stem, _, kind = name.partition(".")
-                if not member.isfile() or not stem:
-                    continue
-                first = first or f"{folder}/{stem}"
-                if first == f"{folder}/{stem}":
-                    kinds.add(kind)
-                elif kind not in kinds and name.lower().endswith(PICTURE_FILES):
-                    raise ValueError(
-                        f"{path}: {member.name} would be left out, for datasets reads the kinds of "
-                        f"files that the first row has ({', '.join(sorted(kinds))}): give all "
-                        "images one ending, and make the archive again"
-                    )
+def _rows_of_tables(
+    kind: str, folder: Folder, files: list[str], classes: Mapping[str, list[str]]
+) -> Iterator[dict]:
+    for file in files:
+        yield from READERS[kind](folder.local_path(file), classes)
 
 
-def _split(source: Source, splits: Any) -> str:
-    """That of the set's name."""
-    names = [*map(str, splits)]
-    split = source.split or "train"
-    if split not in names:
+def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
+    """Rows of Parquet, of which no more is in memory than a few rows and what encodes them.
+
+    Raises:
+        ValueError: it has columns in other files, or makes more of its bytes than data does.
+    """
+    import pyarrow.parquet
+
+    metadata = pyarrow.parquet.read_metadata(path, memory_map=True)
+    most = _require_own_data(path, metadata)
+    at_once = min(max(MOST_BYTES_AT_ONCE // max(most, 1), 1), MOST_ROWS_AT_ONCE)
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    # As they are written: of one text, a list may have any number.
+    in_lists = [
+        of.path for of in columns if of.max_repetition_level and of.physical_type == "BYTE_ARRAY"
+    ]
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=in_lists, memory_map=True) as file:
+        yield from _rows_of_batches(path, file.schema_arrow, file.iter_batches(at_once), classes)
+
+
+def _require_own_data(path: str, metadata: Any) -> int:
+    """Return how many bytes the largest row group has, unpacked."""
+    size, largest = os.path.getsize(path), 0
+    expected = "expected what data makes: write the table again, in smaller parts"
+    most_values = max(MOST_VALUES, VALUES_A_BYTE * size)
+    values: Counter[str] = Counter({"the rows": metadata.num_rows})
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        unpacked = 0
+        for column in map(group.column, range(group.num_columns)):
+            if column.file_path:
+                raise ValueError(
+                    f"{path}: the column {column.path_in_schema} is in another file, "
+                    f"{column.file_path!r}; expected all of the table in one: write it again"
+                )
+            values[column.path_in_schema] += column.num_values
+            unpacked += column.total_uncompressed_size
+        if unpacked > max(MOST_BYTES_AT_ONCE, BYTES_A_BYTE * size):
+            raise ValueError(
+                f"{path} has {size:,} bytes, of which a row group makes {unpacked:,}; {expected}"
+            )
+        largest = max(largest, unpacked)
+    [(name, number)] = values.most_common(1)
+    if number > most_values:
         raise ValueError(
-            f"{source.path} has the splits {', '.join(names)} and not {split}: name one of them "
+            f"{path} has {size:,} bytes, and {name} {number:,} values; at most {most_values:,} "
+            f"are read; {expected}"
+        )
+    return largest
+
+
+def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
+    import pyarrow
+
+    with pyarrow.memory_map(path) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        if is_file:
+            table = pyarrow.ipc.open_file(file)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        else:
+            table = batches = pyarrow.ipc.open_stream(file)
+        yield from _rows_of_batches(path, table.schema, map(_checked, batches), classes)
+
+
+def _checked(batch: Any) -> Any:
+    """Return a batch whose offsets lead to its own bytes, which Arrow itself does not look at."""
+    batch.validate(full=True)
+    return batch
+
+
+def _rows_of_batches(
+    path: str, schema: Any, batches: Any, classes: Mapping[str, list[str]]
+) -> Iterator[dict]:
+    if len({*schema.names}) < len(schema.names):
+        raise ValueError(f"{path}: two columns have one name: {', '.join(schema.names)}")
+    classes = {**classes, **_classes_of_schema(schema)}
+    classes = {name: of for name, of in classes.items() if name in schema.names}
+    number = 0
+    for batch in batches:
+        for row in _parts_of_batch(f"{path}, after row {number:,}", batch):
+            number += 1
+            for name, names in classes.items():
+                row[name] = _name_of_class(f"{path}, row {number}: {name}", row[name], names)
+            yield row
+
+
+def _parts_of_batch(place: str, batch: Any) -> Iterator[dict]:
+    """Rows as Python's objects, a few at a time, or one if they are large.
+
+    Raises:
+        ValueError: a row is too large. That is known before objects are made of it, for a file can
+            repeat a value as often as it likes.
+    """
+    at, at_once = 0, MOST_ROWS_AT_ONCE
+    while at < batch.num_rows:
+        part = batch.slice(at, at_once)
+        values, size = _measure(place, part.columns)
+        limits = (
+            ("values", values, MOST_VALUES),
+            ("bytes", size, MOST_BYTES_AT_ONCE if at_once > 1 else MOST_BYTES),
+        )
+        large = [of for of in limits if of[1] > of[2]]
+        if large and at_once > 1:
+            at_once = 1
+            continue
+        for what, number, most in large:
+            raise ValueError(f"{place}: a row has {number:,} {what}; expected {most:,} at most")
+        yield from part.to_pylist()
+        at += at_once
+
+
+def _measure(place: str, columns: Sequence[Any]) -> tuple[int, int]:
+    """Return how many values, and how many bytes of text, Python would have of some columns."""
+    import pyarrow
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    arrays, values, size = [*columns], 0, 0
+    while arrays:
+        array = arrays.pop()
+        array = array.storage if isinstance(array, pyarrow.ExtensionArray) else array
+        of = array.type
+        values = max(values, len(array))
+        if types.is_dictionary(of) and _is_text(of.value_type):
+            size += pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
+        elif _is_text(of):
+            size += pc.sum(pc.binary_length(array)).as_py() or 0
+        elif types.is_string_view(of) or types.is_binary_view(of):  # views of one text, at most
+            size += len(array) * array.nbytes
+        elif types.is_struct(of):
+            arrays += array.flatten()
+        elif types.is_map(of):
+            arrays.append(array.cast(pyarrow.list_(of.field(0).type)))
+        elif types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
+            arrays.append(array.flatten())
+        elif not (types.is_primitive(of) or types.is_null(of) or types.is_decimal(of)):
+            raise ValueError(f"{place}: values of the type {of} are not read")
+    return values, size
+
+
+def _is_text(of: Any) -> bool:
+    from pyarrow import types
+
+    is_text = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    return any(is_of(of) for is_of in is_text) or types.is_fixed_size_binary(of)
+
+
+def _classes_of_schema(schema: Any) -> dict[str, list[str]]:
+    """Return the names of classes that ``datasets`` wrote into a table."""
+    written = (schema.metadata or {}).get(b"huggingface")
+    features = json.loads(written).get("info", {}).get("features", {}) if written else {}
+    labels = {
+        name: of.get("names")
+        for name, of in (features or {}).items()
+        if isinstance(of, dict) and of.get("_type") == "ClassLabel"
+    }
+    return {name: [*map(str, of)] for name, of in labels.items() if isinstance(of, list)}
+
+
+def _name_of_class(place: str, value: Any, names: list[str]) -> Any:
+    if not isinstance(value, int):  # null, or a name
+        return value
+    if not 0 <= value < len(names):
+        raise ValueError(f"{place} is {value}; expected a class, from 0 to {len(names) - 1}")
+    return names[value]
+
+
+def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
+    """Rows of an archive of WebDataset: neighbours with one name, by what follows its first dot.
+
+    Raises:
+        ValueError: a file in it would be unpacked to a size that nothing bounds.
+    """
+    row: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    with tarfile.open(path, "r:") as archive:
+        for member in archive:
+            if member.issparse() or member.name.lower().endswith(COMPRESSED):
+                raise ValueError(
+                    f"{path}: {member.name} is sparse or compressed; expected files that are as "
+                    "large as they say: unpack it, and make the archive again"
+                )
+            folder, name = os.path.split(member.name)
+            stem, _, kind = name.partition(".")
+            if not member.isfile() or not stem or not kind:
+                continue
+            if member.size > MOST_BYTES:
+                told = f"{member.size:,} bytes; expected {MOST_BYTES:,} at most"
+                raise ValueError(f"{path}: {member.name} has {told}")
+            key = os.path.join(folder, stem)
+            if row and names["__key__"] != key:
+                yield row | names
+                row = {}
+            if kind in row:
+                raise ValueError(f"{path}: {member.name} is there twice in one row")
+            content = archive.extractfile(member)
+            assert content is not None  # of a file
+            row[kind] = _decoded(f"{path}: {member.name}", kind, content.read())
+            names = {"__key__": key, "__url__": path}
+    if row:
+        yield row | names
+
+
+def _decoded(place: str, kind: str, content: bytes) -> Any:
+    decode = DECODERS.get(kind.rpartition(".")[2].lower())
+    try:
+        return decode(content) if decode else content
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} cannot be read: {error}") from None
+
+
+READERS = {"parquet": _rows_of_parquet, "arrow": _rows_of_arrow, "webdataset": _rows_of_archive}
+
+
+def _split(folder: Folder, source: Source, splits: Any) -> str:
+    """That of the set's name."""
+    split = source.split or "train"
+    if split not in splits:
+        raise ValueError(
+            f"{folder.path} has the splits {', '.join(splits)} and not {split}: name one of them "
             "(split)"
         )
     return split

@@ -261,7 +261,7 @@ def test_a_file_of_one_column_or_of_names_that_are_words_is_read(tmp_path):
         assert isinstance(next(iter(read_rows(source, to_learn=False))), Row), text
 
 
-@pytest.mark.parametrize("images", [2, 3])  # of which datasets takes the more frequent kind
+@pytest.mark.parametrize("images", [2, 3])  # the more frequent kind is read
 @pytest.mark.parametrize("ending", ["txt", "json"])
 def test_images_with_texts_beside_them_are_read_by_the_printed_archive(tmp_path, images, ending):
     folder = tmp_path / "kohya's"
@@ -288,7 +288,7 @@ def test_a_folder_of_what_is_no_row_is_refused(tmp_path):
         (tmp_path / name).write_text("a line\n")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png())
-    with pytest.raises(ValueError, match=r"is a folder of text to datasets .*, and no set"):
+    with pytest.raises(ValueError, match=r"is a folder of text .*, and no set"):
         read(tmp_path)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).unlink()
@@ -301,8 +301,9 @@ def test_a_folder_of_what_is_no_row_is_refused(tmp_path):
 def test_an_archive_whose_images_change_their_kind_is_refused(tmp_path):
     rows = [{ending: png(), "txt": b"a"} for ending in ["png"] * 6 + ["jpg"] * 2]
     path = in_tar(tmp_path / "a.tar", rows)
-    with pytest.raises(ValueError, match=r"00006\.jpg would be left out.*\(png, txt\)"):
-        read(path, columns={"question": "What?", "answer": "txt", "image": "png"})
+    found = read(path, columns={"question": "What?", "answer": "txt", "image": "png"})
+    assert [isinstance(row, Row) for row in found] == [True] * 6 + [False] * 2
+    assert "jpg" in found[6].text
 
 
 @pytest.mark.parametrize(

@@ -303,8 +303,9 @@ class _Handler(BaseHTTPRequestHandler):
             assert name not in self.hub.repositories, f"{name} is there already"
             self.hub.add_repository(name, private=asked.get("visibility") == "private")
             return {"url": f"{self.hub.endpoint}/{name}", "name": name}
+        parts = parts[1:] if parts[0] == "datasets" else parts
         name, rest = "/".join(parts[:2]), parts[2:]
-        if name == "api/models":
+        if name in ("api/models", "api/datasets"):
             name, rest = "/".join(parts[2:4]), parts[4:]
         name = name.removesuffix(".git")
         if method == "GET" or rest[0] in ("paths-info", "lfs-files"):

@@ -1,0 +1,436 @@
+"""A data set names files inside of itself, and nothing else: of whatever names a file in a folder
+or in a data set of the Hub, each form that leads elsewhere is refused before anything is opened."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub.constants
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from glm4v_patched.data import tables
+from glm4v_patched.data.folders import find_matching
+from glm4v_patched.data.rows import Fault, Row, read_conversations, read_rows, split_rows
+from glm4v_patched.data.source import Source
+from glm4v_patched.data.tables import read_table
+from tests.helpers.data_forms import png, turns, write_rows
+from tests.helpers.local_hub import LocalHub
+
+SECRET = "a private word"
+HUB_ID = "someone/cards"
+WATCHED: list[tuple[str, str]] | None = None
+
+
+def _watch(event: str, of: tuple) -> None:
+    if WATCHED is not None and event in ("open", "socket.connect", "subprocess.Popen", "os.system"):
+        WATCHED.append((event, str(of[1] if event == "socket.connect" else of[0])))
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.fixture
+def watched(monkeypatch) -> list[tuple[str, str]]:
+    """What is opened, started and connected to."""
+    found: list[tuple[str, str]] = []
+    monkeypatch.setattr(sys.modules[__name__], "WATCHED", found)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with rows, beside private files of all kinds."""
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    write_rows(folder / "data" / "a.jsonl", turns("inside"))
+    (tmp_path / "private").mkdir()
+    private = write_rows(tmp_path / "private" / "a.jsonl", turns(SECRET))
+    shutil.copy(private, tmp_path / "private.jsonl")
+    (tmp_path / "private.png").write_bytes(png())
+    datasets.Dataset.from_list([{"messages": turns(SECRET)}]).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_list([{"messages": turns(SECRET)}]).save_to_disk(tmp_path / "saved")
+    # fsspec renders it with jinja, which can run commands.
+    refs = {"version": 1, "templates": {"u": "{{ 1 }}"}, "refs": {"a.jsonl": ["{{u}}"]}}
+    (folder / "data" / "refs").write_text(json.dumps(refs))
+    return folder
+
+
+OUTSIDE = "OUTSIDE"
+FORMS = (
+    "OUTSIDE/private.jsonl",
+    "../private.jsonl",
+    "data/../../private.jsonl",
+    "./../private.jsonl",
+    "../*.jsonl",
+    "../**/a.jsonl",
+    "*/../../private.jsonl",
+    "OUTSIDE/**/*.jsonl",
+    "OUTSIDE/[p]rivate.jsonl",
+    "~/private.jsonl",
+    "file://OUTSIDE/private.jsonl",
+    "file:OUTSIDE/private.jsonl",
+    "local://OUTSIDE/private.jsonl",
+    "http://127.0.0.1:9/a.jsonl",
+    "HTTPS://127.0.0.1:9/a.jsonl",
+    "ftp://127.0.0.1:9/a.jsonl",
+    "hf://datasets/other/private/a.jsonl",
+    "reference://a.jsonl::file://OUTSIDE/set/data/refs",
+    "simplecache::file://OUTSIDE/private.jsonl",
+    "filecache::http://127.0.0.1:9/a.jsonl",
+    "zip://a.jsonl::http://127.0.0.1:9/a.zip",
+    "data/a.jsonl::file://OUTSIDE/private.jsonl",
+    "dir://OUTSIDE::private.jsonl",
+    "\\\\127.0.0.1\\share\\a.jsonl",
+    "data/a.jsonl\0",
+    "..",
+    "/",
+    "",
+)
+
+
+def of_config(**fields) -> str:
+    return yaml.safe_dump({"configs": [{"config_name": "default", **fields}]})
+
+
+def readme(folder: Path, text: str) -> None:
+    (folder / "README.md").write_text(f"---\n{text}---\n# Cards\n")
+
+
+PLACES = {
+    "data_files": lambda at, name: readme(at, of_config(data_files=name)),
+    "data_files, a list": lambda at, name: readme(at, of_config(data_files=["data/a.jsonl", name])),
+    "data_files, of a split": lambda at, name: readme(
+        at, of_config(data_files=[{"split": "train", "path": ["data/a.jsonl", name]}])
+    ),
+    "data_files, of a split that is not read": lambda at, name: readme(
+        at,
+        of_config(
+            data_files=[
+                {"split": "train", "path": "data/a.jsonl"},
+                {"split": "test", "path": name},
+            ]
+        ),
+    ),
+    "data_files, below data_dir": lambda at, name: readme(
+        at, of_config(data_dir="data", data_files=name)
+    ),
+    "data_files of .huggingface.yaml": lambda at, name: (
+        readme(at, "license: mit\n"),
+        (at / ".huggingface.yaml").write_text(of_config(data_files=name)),
+    ),
+    "data_dir": lambda at, name: readme(at, of_config(data_dir=name)),
+    "file_name": lambda at, name: (at / "dataset_info.json").write_text(
+        json.dumps({"a": {"file_name": name}})
+    ),
+    "_data_files": lambda at, name: (at / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name}]})
+    ),
+}
+
+
+def read(path: Path | str, **fields) -> list[Row | Fault]:
+    return [*read_rows(Source(str(path), **fields))]
+
+
+def require_nothing_left(watched: list, outside: Path, inside: Path | None) -> None:
+    """Assert that no private file was opened, and nothing started or connected to."""
+    for event, of in watched:
+        assert event == "open", (event, of)
+        private = of.startswith(str(outside)) and not of.startswith(
+            (str(inside), str(outside / "cache"))
+        )
+        assert not private, of
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_name_of_what_is_not_inside_is_refused_wherever_it_stands(
+    folder, tmp_path, place, watched
+):
+    for form in FORMS:
+        name = form.replace(OUTSIDE, str(tmp_path))
+        if place in ("data_dir", "file_name") and name in ("", "/"):
+            continue  # the folder itself, by join or strip: see below
+        PLACES[place](folder, name)
+        watched.clear()
+        with pytest.raises(ValueError) as refused:
+            raise AssertionError(read(folder))
+        told = str(refused.value)
+        card = "README.md" if "yaml" not in place else ".huggingface.yaml"
+        file = {"file_name": "dataset_info.json", "_data_files": "state.json"}.get(place, card)
+        assert f"{folder}/{file}: " in told and place.partition(",")[0].split()[0] in told, told
+        assert "no file inside of" in told, (form, told)
+        require_nothing_left(watched, tmp_path, folder)
+
+
+def test_the_same_names_are_refused_of_the_hub(folder, tmp_path, monkeypatch, watched):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    rows = (folder / "data" / "a.jsonl").read_bytes()
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        port = hub.endpoint.rpartition(":")[2]
+        for file in ("README.md", ".huggingface.yaml"):
+            for form in FORMS:
+                name = form.replace(OUTSIDE, str(tmp_path))
+                text = of_config(data_files=["data/a.jsonl", name])
+                text = f"---\n{text}---\n" if file == "README.md" else text
+                hub.add_repository(HUB_ID, {"data/a.jsonl": rows, file: text.encode()})
+                watched.clear()
+                with pytest.raises(ValueError, match=f"^{HUB_ID}/{file}: configs, default: data_f"):
+                    raise AssertionError(read(HUB_ID))
+                connected = [of for event, of in watched if event == "socket.connect"]
+                assert all(port in of for of in connected), connected
+                opened = [(event, of) for event, of in watched if event != "socket.connect"]
+                require_nothing_left(opened, tmp_path, None)
+        assert all(HUB_ID in request.path for request in hub.requests)
+
+
+LINKS = {
+    "a file of rows": ("data/b.jsonl", "private.jsonl", "data/b.jsonl is a link to"),
+    "the card": ("README.md", "private.jsonl", "README.md is a link to"),
+    "what save_to_disk says": ("state.json", "saved/state.json", "state.json is a link to"),
+    "what LLaMA-Factory says": (
+        "dataset_info.json",
+        "private.jsonl",
+        "dataset_info.json is a link",
+    ),
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_that_leaves_is_refused_and_one_that_stays_is_read(folder, tmp_path, link, watched):
+    name, target, told = LINKS[link]
+    (folder / name).symlink_to(tmp_path / target)
+    with pytest.raises(ValueError, match=f"{told}.*{target}, outside of the folder") as refused:
+        raise AssertionError(read(folder))
+    assert "in the recipe" in str(refused.value)
+    require_nothing_left(watched, tmp_path, folder)
+    if link == "a file of rows":
+        (folder / name).unlink()
+        (folder / name).symlink_to("a.jsonl")
+        assert len(read(folder)) == 2
+
+
+def test_linked_folders_and_their_files_are_none_of_the_set(folder, tmp_path):
+    (folder / "more").symlink_to(tmp_path / "private")
+    (folder / "test").symlink_to(tmp_path / "saved")
+    assert [row.messages for row in read(folder)] == [turns("inside")]
+    readme(folder, of_config(data_files="more/a.jsonl"))
+    with pytest.raises(ValueError, match='names "more/a.jsonl", which is no file inside of'):
+        read(folder)
+
+
+NAMED_IMAGES = ("OUTSIDE/private.png", "../private.png", "data/../../private.png", "linked.png")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_metadata_of_images_name_images_of_the_folder(tmp_path, suffix):
+    folder = tmp_path / "photos"
+    (folder / "sub").mkdir(parents=True)
+    for path in (tmp_path / "private.png", folder / "a.png", folder / "sub" / "b.png"):
+        path.write_bytes(png())
+    (folder / "linked.png").symlink_to(tmp_path / "private.png")
+    names = ["a.png", "sub/b.png", "sub/../a.png", *NAMED_IMAGES, "http://127.0.0.1:9/a.png"]
+    rows = [{"file_name": name.replace(OUTSIDE, str(tmp_path)), "text": "red"} for name in names]
+    table = datasets.Dataset.from_list(rows)
+    {"csv": table.to_csv, "jsonl": table.to_json, "parquet": table.to_parquet}[suffix](
+        str(folder / f"metadata.{suffix}")
+    )
+    columns = {"question": "What?", "answer": "text", "image": "image"}
+    found = read(folder, columns=columns)
+    assert [row.pictures for row in found[:3]] == [
+        [str(folder / name)] for name in ("a.png", "sub/b.png", "a.png")
+    ]
+    for row in found[3:7]:
+        assert isinstance(row, Fault) and f"metadata.{suffix}" in row.text, row
+        assert "private.png, outside of the folder" in row.text, row
+    # As a name it is that of no file; nothing fetches it.
+    assert found[7].pictures == [str(folder / "http:/127.0.0.1:9/a.png")]
+
+
+def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, watched):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
+    images = tmp_path / "images"
+    images.mkdir()
+    for path in (tmp_path / "private.png", images / "a.png"):
+        path.write_bytes(png())
+    (images / "linked.png").symlink_to(tmp_path / "private.png")
+    names = [str(tmp_path / "private.png"), "../private.png", f"file://{tmp_path}/private.png"]
+    names += ["linked.png", "http://127.0.0.1:9/a.png", "hf://datasets/other/set/a.png"]
+    inside = {"bytes": None, "path": str(images / "a.png")}
+    cells = [{"bytes": None, "path": name} for name in names]
+    cells = [{"bytes": png(), "path": names[0]}, *cells, inside, {"bytes": None, "path": "a.png"}]
+    table = pa.table({"image": cells, "question": ["q"] * len(cells), "answer": ["a"] * len(cells)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    texts = [{"image": name, "question": "q", "answer": "a"} for name in names]
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        hub.add_repository(HUB_ID, {"data/a.parquet": (tmp_path / "a.parquet").read_bytes()})
+        hub.add_repository("someone/texts", {"a.jsonl": "\n".join(map(json.dumps, texts)).encode()})
+        watched.clear()
+        columns = {name: name for name in table.column_names}
+        (embedded,), faults = split_rows(read(HUB_ID, columns=columns))
+        assert Path(embedded.pictures[0]).read_bytes() == png() and len(faults) == len(cells) - 1
+        assert f"outside of {tmp_path}/cache/hub/datasets--someone--cards;" in faults[0].text
+        assert split_rows(read("someone/texts", columns=columns))[0] == []
+        # A folder that the recipe names has them, and its files alone.
+        *others, absolute, relative = read(HUB_ID, columns=columns, image_folder=str(images))[1:]
+        assert all(isinstance(row, Fault) for row in others), others
+        assert absolute.pictures == relative.pictures == [str(images / "a.png")]
+    private = [of for _, of in watched if "private.png" in of]
+    assert not private
+
+
+def test_a_data_set_of_the_hub_is_read_as_its_folder_is(tmp_path, monkeypatch):
+    """Also out of the Hub's cache, in which files are links."""
+    cache = tmp_path / "cache" / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    local = tmp_path / "local"
+    classes = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["x"])}
+    )
+    rows = [{"image": {"bytes": png(), "path": None}, "label": 0}]
+    for name in ("train", "test"):
+        datasets.Dataset.from_list(rows * (1 + (name == "train")), features=classes).to_parquet(
+            local / "data" / f"{name}-00000-of-00001.parquet"
+        )
+    (local / "more").mkdir()
+    write_rows(local / "more" / "a.jsonl", turns("more"))
+    (local / "photos" / "one").mkdir(parents=True)
+    (local / "photos" / "two").mkdir()
+    for at, name in enumerate(("one/a.png", "two/b.png")):
+        (local / "photos" / name).write_bytes(png((at, 9, 9)))
+    configs = [
+        {
+            "config_name": "tables",
+            "default": True,
+            "data_files": [
+                {"split": "train", "path": "data/train-*"},
+                {"split": "test", "path": ["data/test-*"]},
+            ],
+        },
+        {"config_name": "more", "data_dir": "more"},
+        {"config_name": "photos", "data_files": "photos/**"},
+    ]
+    card = f"---\n{yaml.safe_dump({'configs': configs})}---\n"
+    (local / "README.md").write_text(card)
+    files = {
+        str(path.relative_to(local)): path.read_bytes()
+        for path in local.rglob("*")
+        if path.is_file()
+    }
+    labels = {"question": "What?", "answer": "label", "image": "image"}
+    found = []
+    with LocalHub() as hub:
+        hub.redirect_client(monkeypatch)
+        commit = hub.add_repository(HUB_ID, files).head
+        hub.repositories[HUB_ID].add_commit({"README.md": b"", "more/a.jsonl": b"{}"})
+        for split, subset, columns, number in (
+            (None, None, labels, 2),
+            ("test", "tables", labels, 1),
+            (None, "more", None, 1),
+            (None, "photos", labels, 2),
+        ):
+            options = {"split": split, "subset": subset, "columns": columns}
+            of_hub = read_conversations(Source(HUB_ID, revision=commit, **options))
+            of_folder = read_conversations(Source(str(local), **options))
+            assert [said(row) for row in of_hub] == [said(row) for row in of_folder]
+            assert len(of_hub) == number, subset
+            found.append((options, of_hub))
+        # All of its files are there now.
+        [snapshot] = cache.glob(f"*/snapshots/{commit}")
+        for options, of_hub in found:
+            assert read_conversations(Source(str(snapshot), **options)) == of_hub
+        asked = len(hub.asked("GET", "/resolve/"))
+        assert said(of_hub[0]) == ["What?", "one"], of_hub[0]
+        read_conversations(Source(HUB_ID, revision=commit, columns=labels))
+        assert len(hub.asked("GET", "/resolve/")) == asked  # what is there is not fetched again
+        with pytest.raises(
+            ValueError, match="has the subsets tables, more, photos and not x: name"
+        ):
+            read(HUB_ID, revision=commit, subset="x")
+
+
+def said(messages: list[dict]) -> list[str]:
+    return [message["content"] for message in messages]
+
+
+def _many(value: Any, number: int) -> pa.Array:
+    """Return a list of one value so often, in a row."""
+    column = pa.DictionaryArray.from_arrays(np.zeros(number, "int32"), [value])
+    return pa.ListArray.from_arrays([0, number], column)
+
+
+TEXT = "x" * 2**12
+REPEATED = {
+    "one text in all rows": (lambda: _many(TEXT, 2400).flatten(), None),
+    "one text in a list": (lambda: _many(TEXT, 2400), "a row has 9,830,400 bytes"),
+    "nulls in a list": (lambda: pa.array([[None] * (2**16 + 1)]), "65,537 values"),
+    "rows of nothing": (lambda: pa.nulls(2**20 + 1, pa.int8()), "1,048,577 values"),
+    "a text that is packed": (lambda: pa.array(["x" * 2**21]), "a row group makes 2,097,"),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_small_parquet_is_not_unpacked_to_a_large_one(tmp_path, monkeypatch, name):
+    """The limits are a 256th of what they are, and so are these tables."""
+    for limit in ("MOST_BYTES", "MOST_BYTES_AT_ONCE", "MOST_VALUES"):
+        monkeypatch.setattr(tables, limit, getattr(tables, limit) // 256)
+    make, told = REPEATED[name]
+    path, options = tmp_path / "a.parquet", {"compression": "zstd", "store_schema": False}
+    as_texts = make().type == pa.string()
+    pq.write_table(
+        pa.table({"q": make()}),
+        path,
+        use_dictionary=not as_texts,
+        write_statistics=False,
+        **options,
+    )
+    of_default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(of_default)
+    pa.set_memory_pool(pool)
+    try:
+        rows = read_table(Source(str(path)))
+        if told is None:
+            assert sum(row["q"] == TEXT for _, row in rows) == 2400
+            assert pool.max_memory() > 0
+        else:
+            with pytest.raises(ValueError, match=rf"a\.parquet.* {told}.*expected"):
+                raise AssertionError([*rows])
+    finally:
+        pa.set_memory_pool(of_default)
+    assert pool.max_memory() < 2**20
+
+
+def test_columns_of_parquet_in_other_files_are_refused(tmp_path, watched):
+    pq.write_table(pa.table({"q": ["private"]}), tmp_path / "private.parquet")
+    metadata = pq.read_metadata(tmp_path / "private.parquet")
+    metadata.set_file_path("../private.parquet")
+    metadata.write_metadata_file(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"the column q is in another file, '\.\./private"):
+        read(tmp_path / "a.parquet")
+
+
+def test_offsets_of_arrow_that_leave_its_bytes_are_refused(tmp_path):
+    table, offsets = pa.table({"q": ["abc"]}), np.array([[0, 3], [0, 2**20]], "int32")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    content = (tmp_path / "a.arrow").read_bytes().rpartition(offsets[0].tobytes())
+    assert content[1]
+    (tmp_path / "a.arrow").write_bytes(content[0] + offsets[1].tobytes() + content[2])
+    with pytest.raises(ValueError, match=r"a\.arrow cannot be read: .*offset"):
+        read(tmp_path / "a.arrow")
+
+
+def test_names_of_files_are_matched_quickly():
+    name = "/".join("a" * 30)
+    assert find_matching([name], "**/" * 20 + "a") == [name]
+    assert find_matching([name], "**/a/" * 15 + "b") == []
+    assert find_matching([name], "**/" * 1000 + "a") == []
+    assert find_matching([name], "*a" * 5000 + "b") == []
