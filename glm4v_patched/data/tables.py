@@ -36,6 +36,8 @@ KINDS = {
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 MOST_ROWS_AT_ONCE = 64
 MOST_BYTES_AT_ONCE = 2**27
+MOST_REPEATED = 2**22
+"""Bytes of row groups whose texts in lists are looked at before they are repeated."""
 MOST_BYTES = 2**30
 """Of a row, in which an image may have 2**29."""
 MOST_VALUES = 2**24
@@ -269,9 +271,12 @@ def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     most = _require_own_data(path, metadata)
     at_once = min(max(MOST_BYTES_AT_ONCE // max(most, 1), 1), MOST_ROWS_AT_ONCE)
     columns = map(metadata.schema.column, range(metadata.num_columns))
-    # As they are written: of one text, a list may have any number.
+    # As they are written: a list may have one text any number of times. In large row groups, which
+    # a file of some bytes does not make, that would take time, and Arrow reads 2 GiB at most.
     in_lists = [
-        of.path for of in columns if of.max_repetition_level and of.physical_type == "BYTE_ARRAY"
+        of.path
+        for of in columns
+        if of.max_repetition_level and of.physical_type == "BYTE_ARRAY" and most <= MOST_REPEATED
     ]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=in_lists, memory_map=True) as file:
         yield from _rows_of_batches(path, file.schema_arrow, file.iter_batches(at_once), classes)
