@@ -7,7 +7,6 @@ weights it has.
 import json
 import os
 import pickle
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from ..engine.options import part_of, parts_trained
 from ..patch.config_json import read_object, why_not_glm4v
 from ..terminal_text import listed, shorten
+from .sizes import require_sizes
 
 LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,7 +25,6 @@ PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 FLOATS = {"F64", "F32", "F16", "BF16"}
 PREFIX = "transformer."
 TOWER = "transformer.vision."
-LAYER = re.compile(r"(.*\.layers)\.(\d+)\.")
 POINTER = b"version https://git-lfs"
 # What a file that is no JSON, or holds other things than it should, makes who reads it raise.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -178,6 +177,8 @@ def require_weights(
     """As :func:`require_whole`, of a config and what is ``there``: of ``None`` the name counts."""
     from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
 
+    if not from_scratch:
+        require_sizes(model, config, there)
     with torch.device("meta"):
         built = GLM4VForCausalLM(config)
     wanted = {name: tuple(weight.shape) for name, weight in built.named_parameters()}
@@ -304,10 +305,6 @@ def _guess(
         )
     if added := _common_prefix(left_over, wanted):
         return f"another tool put {added!r} before the names; expected them without it"
-    if left_over and not missing and not unlike and (layers := _layers_of(left_over)):
-        return f"config.json says fewer layers than there are of {layers}; expected its num_layers"
-    if missing and not left_over and (layers := _layers_of(missing)):
-        return f"config.json says more layers than there are of {layers}, or a shard is missing"
     if missing and all(name.startswith(TOWER) for name in missing):
         return (
             "the vision tower was left out, as by tools that save a language model; put the "
@@ -330,12 +327,6 @@ def _common_prefix(longer: Sequence[str], names: Iterable[str]) -> str | None:
         ):
             return before
     return None
-
-
-def _layers_of(names: Sequence[str]) -> str | None:
-    """The stack that all these are of the layers of."""
-    stacks = {found[1] if (found := LAYER.match(name)) else None for name in names}
-    return stacks.pop() if len(stacks) == 1 else None
 
 
 def _tensors(model: str, revision: str | None) -> dict[str, Shape]:

@@ -87,6 +87,42 @@ def refuse_nonfinite(values: Mapping | Sequence, place: str) -> None:
             )
 
 
+# Largest sizes that a config may have: far above those of every model. One of all of them is built
+# on the meta device in a quarter of a minute.
+LARGEST_SIZES = {
+    "num_layers": 1_000,
+    "padded_vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "ffn_hidden_size": 2**20,
+    "kv_channels": 2**14,
+    "num_attention_heads": 2**14,
+    "multi_query_group_num": 2**14,
+    "seq_length": 2**31,
+    "num_labels": 2**16,
+}
+LARGEST_VISION_SIZES = {
+    "hidden_size": 2**20,
+    "num_hidden_layers": 1_000,
+    "num_heads": 2**14,
+    "intermediate_size": 2**20,
+    "in_channels": 2**10,
+    "patch_size": 2**10,
+    "image_size": 2**14,
+    "num_positions": 2**24,
+}
+
+
+def refuse_sizes(values: Mapping, largest: Mapping[str, int], place: str) -> None:
+    """Raise ``ValueError`` for a size that is no integer from 1 to its ``largest``: transformers
+    builds whatever a config says, and of a thousand million layers never ends."""
+    for name, most in largest.items():
+        value = values.get(name, 1)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(
+                f"{place}: {name} is {value!r:.60}; expected an integer from 1 to {most:,}"
+            )
+
+
 def refuse_nonfinite_generation(values: Mapping, place: str) -> None:
     """Raise ``ValueError`` as :func:`refuse_nonfinite`, for options of generation. ``max_time`` may
     be infinite, and a bias of sequences minus infinity, which excludes them."""
@@ -173,6 +209,7 @@ class EVA2CLIPVisionConfig:
     scaling_factor: float = 8
 
     def __post_init__(self):
+        refuse_sizes(vars(self), LARGEST_VISION_SIZES, "vision_config")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"vision_config: hidden_size {self.hidden_size} is not a multiple of num_heads "
@@ -285,6 +322,10 @@ class ChatGLMConfig(PretrainedConfig):
     def __init__(self, vision_config=None, image_token_id=None, **kwargs):
         refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
+        refuse_sizes(values, LARGEST_SIZES, "config.json")
+        # transformers puts these over what they are other names of, and makes a name of each label.
+        others = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
+        refuse_sizes(others, LARGEST_SIZES, "config.json")
         if isinstance(values["eos_token_id"], tuple):
             values["eos_token_id"] = [*values["eos_token_id"]]
         for name, value in values.items():

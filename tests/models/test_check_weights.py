@@ -63,9 +63,9 @@ FAULTS = {
     "names without a part of them": (renamed("encoder.layers", "layers"), "published weights"),
     "adapters that were not merged": (renamed("dense.", "dense.base_layer."), "merge"),
     "no tower": (without(TOWER), "the vision tower was left out"),
-    "a layer less": (without(LAYER), "more layers"),
-    "a layer more": (with_more("transformer.encoder.layers.7.mlp.x.weight", 2), "fewer"),
-    "another config": (None, "config.json is another model's"),
+    "a layer less": (without(LAYER), "num_layers is 2"),
+    "a layer more": (with_more("transformer.encoder.layers.7.mlp.x.weight", 2), "num_layers is 2"),
+    "another config": (None, "ffn_hidden_size is 8"),
 }
 
 
