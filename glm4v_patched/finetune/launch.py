@@ -149,6 +149,10 @@ def require_model(recipe: Recipe, base: Base) -> Base:
     base = pin(base)
     require_recorded_base(base)
     require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+    if base.adapters is not None:
+        from ..models.limits import require_adapters  # late: transformers and peft are imported
+
+        require_adapters(base)
     return base
 
 

@@ -4,16 +4,10 @@ Needs no torch. Models are known by their contents, so that folders may move.
 """
 
 import hashlib
-import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..patch.config_json import LARGEST_NUMBER, nonfinite_number, read_object, why_not_glm4v
-from ..terminal_text import shorten
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REPORT = "training.json"  # what a training leaves beside what it saves
@@ -22,7 +16,6 @@ MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "toke
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
 MODEL_FILES += ["chat_template.jinja", "*.bin", "*.bin.index.json"]
 NOT_OF_MODEL = "training_args.bin"  # the Trainer leaves it beside what it saves
-SECONDS_FOR_A_PATTERN = 5
 WHOLE_UP_TO = 64 * 2**20  # bytes
 BLOCK, BLOCKS = 64 * 2**10, 64
 
@@ -69,7 +62,6 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder / ADAPTER_CONFIG}: {found}; expected a finite number, at most "
             f"{LARGEST_NUMBER:.2g}, which is float32's largest"
         )
-    _require_quick_patterns(folder, config, tensor_names(folder / ADAPTER_WEIGHTS))
     if Path(model).is_dir():
         if revision is not None:
             raise ValueError(
@@ -78,54 +70,6 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             )
         _require_glm4v(Path(model), folder)
     return Base(model, revision or config.get("revision"), folder)
-
-
-def _require_quick_patterns(folder: Path, config: dict, names: list[str]) -> None:
-    """Raise ``ValueError`` for a regular expression that is none, or would keep peft for minutes.
-
-    peft compares them with the name of each module; this with those that the weights ``names`` are
-    of, for seconds at most.
-    """
-    fields = ("target_modules", "exclude_modules", "layers_pattern")
-    given = [(name, value) for name in fields if isinstance(value := config.get(name), str)]
-    for name in ("rank_pattern", "alpha_pattern"):
-        given += [(name, key) for key in config.get(name) or {}]
-    modules = {name.rpartition(".lora_")[0] for name in names}
-    for name, pattern in given:
-        place = f"{folder / ADAPTER_CONFIG}: {name}"
-        try:
-            with time_limit(SECONDS_FOR_A_PATTERN):
-                compiled = re.compile(pattern)
-                for module in sorted(modules):
-                    compiled.fullmatch(module)
-        except (re.error, RecursionError, OverflowError) as error:
-            told = f"{place} is no regular expression ({error})"
-            raise ValueError(f"{told}; expected one for names of modules") from None
-        except TimeoutError:
-            raise ValueError(
-                f"{place} was compared with {len(modules):,} names of modules for more than "
-                f"{SECONDS_FOR_A_PATTERN} s: {shorten(pattern)}; expected one without repetitions "
-                "of repetitions, or a list of names"
-            ) from None
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` in the main thread, the only one that has such a clock."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:

@@ -59,6 +59,10 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         base = pin(base)
         require_recorded_base(base)
         require_whole(base.model, base.revision)
+        if base.adapters is not None:
+            from .limits import require_adapters  # late: peft is imported
+
+            require_adapters(base)
     if method := quantised_by(base.model, base.revision):
         if weights is not None:
             raise ValueError(

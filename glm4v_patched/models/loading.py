@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.exceptions import TemplateError
 
 from ..engine.fp8 import hold_in_fp8, require_products
 from ..engine.inference_layers import read_only
 from ..engine.kernels.flash_attention_3 import use_flash_attention_3
 from ..engine.trainable import continue_adapters, quantization_options
-from ..patch.config_json import read_object
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
 from ..terminal_text import doing
 from .base import Base
+from .limits import LimitedTemplate, require_settings, require_short_tokens
 
 
 class Loaded(NamedTuple):
@@ -103,22 +103,15 @@ def load_processor(base: Base) -> ChatGLMProcessor:
     if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
         place, revision = str(base.adapters), "main"
     try:
+        require_settings(place, revision)
         processor = ChatGLMProcessor.from_pretrained(place, revision=revision)
+        require_short_tokens(place, processor.tokenizer.added_tokens_decoder.values())
+        processor.tokenizer.render_template = LimitedTemplate(place)
         # Of a template, what is wrong shows when it is rendered.
         processor.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    except (SecurityError, TemplateSyntaxError) as error:
-        raise ValueError(f"{place}: its chat template: {error}") from error
     except TemplateError:
         return processor  # wants another conversation
     except Exception as error:  # of transformers' own, of every kind, and few name the file
-        raise ValueError(_unreadable_file(Path(place)) or f"{place}: {error}") from error
+        told = str(error)
+        raise ValueError(told if told.startswith(place) else f"{place}: {told}") from error
     return processor
-
-
-def _unreadable_file(folder: Path) -> str | None:
-    for file in sorted([*folder.glob("*.json"), *folder.rglob("*.jinja")]):
-        try:
-            read_object(file) if file.suffix == ".json" else file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            return str(error) if file.suffix == ".json" else f"{file} cannot be read: {error}"
-    return None

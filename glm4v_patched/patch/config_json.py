@@ -7,6 +7,11 @@ from typing import Any
 
 LARGEST_NUMBER = 3.4028234663852886e38
 """Of float32 and, but for rounding, of bfloat16."""
+# In bytes. Of empty lists, one MiB of JSON takes 22 MiB of memory.
+LARGEST_FILE, LARGEST_OF_MANY_ENTRIES = 16 * 2**20, 64 * 2**20
+MANY_ENTRIES = {"tokenizer.json", "model.safetensors.index.json", "training.json"}
+DEEPEST = 64
+"""Levels of nested values: those who read them after us do so by functions that call themselves."""
 
 
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
@@ -35,13 +40,24 @@ def is_glm4v(config: Mapping[str, Any]) -> bool:
 
 def read_object(path: Path) -> dict:
     """The object that a JSON file holds. Raises ``ValueError`` if there is none."""
+    return parse_object(read_bytes(path), str(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file of settings or of text holds. Raises ``ValueError`` if it cannot be read, or is
+    larger than any that is meant to be one."""
     if path.exists() and not path.is_file():  # the end of a pipe would be waited for
         raise ValueError(f"{path} cannot be read: it is no file")
+    most = LARGEST_OF_MANY_ENTRIES if path.name in MANY_ENTRIES else LARGEST_FILE
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+            size = path.stat().st_size
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    return parse_object(content, str(path))
+    if len(content) > most:
+        raise ValueError(f"{path} has {size:,} bytes; expected at most {most:,}")
+    return content
 
 
 def nonfinite_number(values: Any) -> str | None:
@@ -61,9 +77,24 @@ def nonfinite_number(values: Any) -> str | None:
 def parse_object(content: bytes, name: str) -> dict:
     """As :func:`read_object`, of what was read."""
     try:
-        values = json.loads(content)
+        values = json.loads(content, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}; expected an object")
+    level: list[Any] = [values]
+    for _ in range(DEEPEST):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+    if level:
+        raise ValueError(f"{name} nests more than {DEEPEST} values in each other; expected fewer")
+    return values
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in values if keys.count(key) > 1)
+        raise ValueError(f"the key {repeated!r:.60} is there twice; expected it once")
     return values

@@ -159,6 +159,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     vocab_files_names = {"vocab_file": "tokenizer.model", "tokenizer_file": "tokenizer.json"}
     model_input_names = ["input_ids", "attention_mask"]
     padding_side = "left"
+    render_template = staticmethod(render_jinja_template)
     _auto_class = "AutoTokenizer"
 
     def __init__(
@@ -392,7 +393,7 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ]
         escape = escaper or (lambda value: value)
         piece_break = _PIECE_BREAK if escaper else ""
-        made: Any = render_jinja_template(
+        made: Any = self.render_template(
             conversations=[[escape(_said(m)) for m in messages] for messages in conversations],
             tools=escape(tools),
             chat_template=template,

@@ -1,0 +1,308 @@
+"""What a stranger wrote costs nothing before it is refused: sizes, JSON, templates, patterns."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from jinja2.exceptions import TemplateError
+
+from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.models import limited_process
+from glm4v_patched.models.base import Base
+from glm4v_patched.models.check_weights import require_readable
+from glm4v_patched.models.find import find_source
+from glm4v_patched.models.limited_process import PROCESS, LimitExceeded
+from glm4v_patched.models.limits import SETTINGS, LimitedTemplate, require_adapters
+from glm4v_patched.models.loading import load_processor
+from glm4v_patched.patch.config_json import DEEPEST, read_object
+from glm4v_patched.remote import configuration_chatglm, modeling_chatglm
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote.tokenization_chatglm import CHAT_TEMPLATE
+
+OTHER_TEMPLATE = CHAT_TEMPLATE + "{# by others #}"
+CHAT = [{"role": "user", "content": "Hello 你好"}, {"role": "assistant", "content": "<sop>"}]
+
+
+@pytest.fixture
+def model(files, tmp_path) -> Path:
+    return Path(shutil.copytree(files.model, tmp_path / "model"))
+
+
+def change(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def nested(key: str, value: object, config: dict) -> dict:
+    """Fields of a config with one changed, which may be the tower's."""
+    section, _, name = key.rpartition(".")
+    return {section: config[section] | {name: value}} if section else {name: value}
+
+
+# Of each size a value that passes the config's own checks, and what is said of it.
+SIZES = {
+    "num_layers": (1000, "num_layers is 1,000, and the weights have 2 transformer.encoder.layers"),
+    "padded_vocab_size": (700, "padded_vocab_size is 700, and "),
+    "hidden_size": (2**20, "; hidden_size is 1,048,576, and transformer.embedding.word_emb"),
+    "ffn_hidden_size": (1, "ffn_hidden_size is 1, and "),
+    "num_attention_heads": (2**14, "num_attention_heads * kv_channels is "),
+    "kv_channels": (4, "num_attention_heads * kv_channels is "),
+    "multi_query_group_num": (1, "2 * multi_query_group_num) * kv_channels is "),
+    "vision_config.hidden_size": (2**20, "vision_config.hidden_size is 1,048,576, and "),
+    "vision_config.num_hidden_layers": (999, "vision_config.num_hidden_layers is 999, and "),
+    "vision_config.intermediate_size": (7, "vision_config.intermediate_size is 7, and "),
+    "vision_config.in_channels": (4, "vision_config.in_channels is 4, and "),
+}
+
+
+def test_sizes_are_compared_with_the_weights_before_a_model_is_built(model, monkeypatch):
+    monkeypatch.setattr(modeling_chatglm, "GLM4VForCausalLM", None)
+    config = json.loads((model / "config.json").read_text())
+    for key, (value, told) in SIZES.items():
+        (model / "config.json").write_text(json.dumps(config | nested(key, value, config)))
+        with pytest.raises(ValueError, match="config.json is not that of its weights") as refused:
+            find_source(str(model))
+        assert told.removeprefix("; ") in str(refused.value), refused.value
+
+
+def test_more_positions_or_larger_patches_than_there_are_weights_for_are_refused(model):
+    vision = json.loads((model / "config.json").read_text())["vision_config"]
+    for side, patch in ((2**14, 14), (vision["image_size"] * 2, 28)):
+        positions = (side // patch) ** 2 + 1
+        changed = {"image_size": side, "patch_size": patch, "num_positions": positions}
+        change(model / "config.json", {"vision_config": vision | changed})
+        with pytest.raises(ValueError, match="num_positions is|patch_size is"):
+            find_source(str(model))
+
+
+ABSURD = [
+    *({name: value} for name in configuration_chatglm.LARGEST_SIZES for value in (10**18, "40")),
+    {"num_layers": True},
+    {"num_layers": 0},
+    {"hidden_size": 4096.0},
+    {"seq_length": None},
+    {"num_hidden_layers": 10**9},  # for transformers another name of num_layers
+    {"num_key_value_heads": 10**9},
+    *(
+        {"vision_config": ChatGLMConfig().vision_config | {name: 10**18}}
+        for name in configuration_chatglm.LARGEST_VISION_SIZES
+    ),
+]
+
+
+@pytest.mark.parametrize("fields", ABSURD, ids=lambda fields: str(fields)[:40])
+def test_absurd_sizes_are_refused_by_the_config_itself(fields):
+    with pytest.raises(ValueError, match=r" is .*; expected an integer from 1 to [\d,]+$"):
+        ChatGLMConfig(**fields)
+
+
+def test_the_largest_sizes_are_whole_models_on_the_meta_device():
+    """Of one layer each; no product overflows."""
+    vision = configuration_chatglm.LARGEST_VISION_SIZES | {"num_hidden_layers": 1}
+    vision |= {"image_size": 2**14, "patch_size": 2**2, "num_positions": 2**24 + 1}
+    with pytest.raises(ValueError, match="num_positions is"):
+        ChatGLMConfig(vision_config=vision)
+    vision |= {"patch_size": 2**3, "num_positions": 2**22 + 1}
+    config = ChatGLMConfig(
+        **configuration_chatglm.LARGEST_SIZES | {"num_layers": 1, "num_labels": 2},
+        vision_config=ChatGLMConfig().vision_config | vision,
+    )
+    with torch.device("meta"):
+        built = modeling_chatglm.GLM4VForCausalLM(config)
+    assert sum(weight.numel() for weight in built.parameters()) > 2**48
+
+
+JSON = {
+    "deep": ("[" * 99_999, "cannot be read: maximum recursion"),
+    "deep enough for others": ('{"a":' * 200 + "1" + "}" * 200, f"nests more than {DEEPEST}"),
+    "lists": ('{"a":' + "[" * 200 + "]" * 200 + "}", f"nests more than {DEEPEST}"),
+    "twice": ('{"num_layers": 2, "num_layers": 3}', "the key 'num_layers' is there twice"),
+    "twice inside": ('{"a": {"b": 1, "b": 1}}', "the key 'b' is there twice"),
+    "digits": ('{"a": ' + "9" * 9999 + "}", "Exceeds the limit"),
+    "a list": ("[]", "holds a list"),
+    "half": ('{"a"', "cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), JSON.values(), ids=JSON)
+def test_json_is_read_within_limits(tmp_path, text, told):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_object(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "config.json", "generation_config.json"])
+def test_all_json_that_transformers_reads_is_read_within_limits_first(model, name):
+    (model / name).write_text(JSON["lists"][0])
+    with pytest.raises(ValueError, match=f"{name} nests more than {DEEPEST}"):
+        require_readable(str(model))
+        load_processor(Base(str(model)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_files_that_are_far_too_large_are_not_read(model, name):
+    with (model / name).open("r+b") as file:
+        file.truncate(2**33)  # no byte of it is written, nor read
+    with pytest.raises(ValueError, match=f"{name} has 8,589,934,592 bytes; expected at most"):
+        require_readable(str(model))
+        load_processor(Base(str(model)))
+
+
+def test_values_are_nested_as_deep_as_is_said(tmp_path):
+    for depth, fits in ((DEEPEST, True), (DEEPEST + 1, False)):
+        (tmp_path / "a.json").write_text('{"a":' * depth + "1" + "}" * depth)
+        try:
+            assert read_object(tmp_path / "a.json") and fits
+        except ValueError as error:
+            assert not fits and "nests more" in str(error)
+
+
+def split(pattern: str) -> dict:
+    return {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": pattern}}}
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+TOKENIZERS = {
+    "many": ("tokenizer_config.json", {"extra_special_tokens": [*map(str, range(2**14 + 1))]}),
+    "many by id": ("added_tokens.json", {str(number): number for number in range(2**14 + 1)}),
+    "many there": ("tokenizer.json", {"added_tokens": [{}] * (2**14 + 1)}),
+    "long": ("tokenizer_config.json", {"eos_token": "x" * 257}),
+    "other files": ("tokenizer_config.json", {"fast_tokenizer_files": ["tokenizer.4.0.json"]}),
+    "doubled": ("tokenizer.json", {"normalizer": DOUBLING}),
+    "doubled often": (
+        "tokenizer.json",
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 40}},
+    ),
+    "for ever": ("tokenizer.json", split("(a+)+$")),
+    "for ever in a list": (
+        "tokenizer.json",
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split("(a+)+$").values()]}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "values"), TOKENIZERS.values(), ids=TOKENIZERS)
+def test_what_a_tokenizer_would_take_for_ever_for_is_refused(model, name, values):
+    path = model / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+    with pytest.raises(ValueError, match="expected|take it out") as refused:
+        load_processor(Base(str(model)))
+    assert str(model) in str(refused.value)
+
+
+def test_a_rank_as_long_as_a_page_is_refused(model):
+    (model / "tokenizer.model").write_bytes(b"a" * 3000 + b" 1\n")
+    with pytest.raises(ValueError, match="tokenizer.model has a line of 3,002 bytes"):
+        load_processor(Base(str(model)))
+
+
+def with_template(model: Path, template: str):
+    (model / "chat_template.jinja").write_text(template)
+    return load_processor(Base(str(model)))
+
+
+def test_a_template_of_others_gives_the_same_ids_by_the_process_with_limits(files, model):
+    ours = load_processor(Base(str(files.model)))
+    theirs = with_template(model, OTHER_TEMPLATE)
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    conversations = [CHAT, CHAT[:1]]
+    given = [each.apply_chat_template(conversations, **options) for each in (ours, theirs)]
+    assert given[0]["input_ids"] == given[1]["input_ids"]
+    assert given[0]["assistant_masks"] == given[1]["assistant_masks"] and given[0]["input_ids"][0]
+    image = [{"role": "user", "content": [{"type": "image", "image": torch.ones(3, 56, 56)}]}]
+    texts = [each.apply_chat_template(image) for each in (ours, theirs)]
+    assert texts[0] == texts[1] and "<|begin_of_image|>" in texts[0]
+    with pytest.raises(TemplateError, match="has the role ghost"):
+        theirs.apply_chat_template([{"role": "ghost", "content": "x"}])
+
+
+# Well behaved until the word comes.
+HOSTILE = {
+    "memory": "{{ messages[0].role * 10000000000 }}",
+    "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a filter": "{{ messages[0].role | center(10000000000) }}",
+    "text": "{{ messages[0].role * 9000000 }}",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
+def test_a_template_that_begins_to_take_for_ever_is_ended(model, monkeypatch, template):
+    monkeypatch.setattr(limited_process, "SECONDS", 2)
+    template = "{% if 'now' in messages | string %}" + template + "{% endif %}" + CHAT_TEMPLATE
+    collator = ConversationCollator(with_template(model, template))
+    rows = [[{"role": "user", "content": text}, CHAT[1]] for text in ("then", "now", "now")]
+    assert collator.measure(rows[:1])[0].learned
+    for row in rows[1:]:  # the second one at once
+        with pytest.raises(ValueError, match="its chat template"):
+            collator.measure([row])
+
+
+def test_a_template_that_never_begins_is_ended_while_it_is_loaded(model, monkeypatch):
+    monkeypatch.setattr(limited_process, "SECONDS", 1)
+    for template in ("{{ 'a' * 10000000000 }}", HOSTILE["time"]):
+        with pytest.raises(ValueError, match="chat template took more than .*; expected another"):
+            with_template(model, template)
+
+
+def test_the_process_with_limits_is_one_for_all_threads_and_another_after_a_fork():
+    template = LimitedTemplate("here")
+    options = {"chat_template": "{{ messages[0].content }}"}
+    rendered: dict[int, str] = {}
+
+    def render(number: int) -> None:
+        for _ in range(20):
+            made, _ = template(conversations=[[{"content": f"{number}"}]], **options)
+            rendered[number] = made[0]
+
+    threads = [threading.Thread(target=render, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert rendered == {number: str(number) for number in range(4)}
+    assert PROCESS._process is not None
+    PROCESS._process.kill()
+    with pytest.raises(LimitExceeded, match="ended the process that ran it, with status -9"):
+        PROCESS.run("match", [("match", "a")], ["a"])
+    assert PROCESS.run("match", [("match", "a")], ["a"]) is None
+    if (child := os.fork()) == 0:
+        os._exit(int(PROCESS._process is not None))
+    assert os.waitpid(child, 0)[1] == 0 and PROCESS._process is not None
+
+
+ADAPTERS = {
+    "target_modules": (r"((\w+\.?)+)+!", "took more than 0.2"),
+    "exclude_modules": ("((", "is no regular expression"),
+    "rank_pattern": ({"(.*?){20}!": 4}, "took more than 0.2"),
+    "alpha_pattern": ({"*": 4}, "is no regular expression"),
+    "layers_pattern": (["(("], "is no regular expression"),
+    "modules_to_save": (["(.*)*(.*)*(.*)*!"], "took more than 0.2"),
+    "r": (10**9, r"\[4, 128\] in .*, and \[1000000000, 128\] by adapter_config.json"),
+    "lora_dropout": (2, "peft cannot make its adapters: dropout probability"),
+}
+
+
+def test_settings_of_adapters_cost_nothing_before_they_are_refused(files, tmp_path, monkeypatch):
+    """In a thread: no clock of the main one alone."""
+    monkeypatch.setattr(limited_process, "SECONDS", 0.2)
+    adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
+    config, refused = (adapters / "adapter_config.json").read_text(), []
+
+    def look() -> None:
+        for field, (value, told) in ADAPTERS.items():
+            (adapters / "adapter_config.json").write_text(config)
+            change(adapters / "adapter_config.json", {field: value})
+            with pytest.raises(ValueError, match=f"adapter_config.json.*{told}") as error:
+                require_adapters(Base(str(files.model), adapters=adapters))
+            assert field in ("r", "lora_dropout") or f": {field} " in str(error.value)
+            refused.append(field)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(60)
+    assert refused == [*ADAPTERS]
+    (adapters / "adapter_config.json").write_text(config)
+    assert find_source(str(adapters)).adapters == adapters
