@@ -18,10 +18,11 @@ import jinja2
 from huggingface_hub import HfApi
 
 import glm4v_patched
+from glm4v_patched.models.base import Base
+from glm4v_patched.models.loading import load_processor
 from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.paths import require_apart
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
 from .checks import (
     Target,
@@ -277,7 +278,7 @@ def _processor_files(source: Source | Target) -> dict[str, bytes]:
         for name, file in source.files.items():
             if file.content is not None and not name.endswith(".py"):
                 Path(given, name).write_bytes(file.content)
-        processor = ChatGLMProcessor.from_pretrained(given)
+        processor = load_processor(Base(given))
         processor.save_pretrained(saved)
         names = ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
         files = {name: Path(saved, name).read_bytes() for name in names}

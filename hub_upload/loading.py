@@ -14,15 +14,18 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from packaging.version import Version
 
+from glm4v_patched.models.base import Base
+from glm4v_patched.models.loading import load_processor
 from glm4v_patched.remote.configuration_chatglm import (
     FIRST_UNTESTED_TRANSFORMERS,
     OLDEST_TRANSFORMERS,
 )
 
 from .checks import FAILED, PASSED, SKIPPED, Check, Target
-from .load_check import STEPS
+from .load_check import STEPS, inputs_of
 
 LOAD_CHECK = Path(__file__).with_name("load_check.py")
 SECONDS = 1800
@@ -45,6 +48,10 @@ def load(target: Target, pythons: Sequence[str] = (sys.executable,)) -> list[Che
                 (source / name).write_bytes(file.content)
             elif file.path and small:
                 (source / name).symlink_to(os.path.realpath(file.path))
+        try:  # within limits, which the processes below do not have
+            inputs_of(load_processor(Base(str(source))), 0, torch.float32)
+        except Exception as error:
+            return [Check(STEPS[0], FAILED, str(error).replace(str(source), target.name))]
         for number, python in enumerate(pythons):
             print(f"loading it with {python}, by the code beside it", file=sys.stderr, flush=True)
             lines, ended = run(python, source, Path(home, str(number)))

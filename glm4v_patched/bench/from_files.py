@@ -18,6 +18,8 @@ from ..data.collate import ConversationCollator
 from ..data.rows import write_conversations
 from ..demo.tiny_model import build_processor, save, special_ids
 from ..engine.prepare import local_device
+from ..models.base import Base
+from ..models.loading import load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
@@ -53,7 +55,7 @@ def write_rows(folder: Path, settings: Settings, rows: int) -> None:
         picture = Image.blend(soft.resize((width, height), Image.Resampling.BICUBIC), noise, 0.25)
         pictures.append(str(folder / f"{number:02}.jpg"))
         picture.save(pictures[-1], quality=JPEG_QUALITY)
-    processor = ChatGLMProcessor.from_pretrained(settings.model or folder / "model")
+    processor = load_processor(Base(str(settings.model or folder / "model")))
     lengths = settings.text_lengths()
     written = [
         _row(processor, pictures[number % len(pictures)], lengths[number % len(lengths)], generator)

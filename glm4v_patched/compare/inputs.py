@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..data.collate import ConversationCollator
 from ..demo.pictures import draw_data_set
+from ..models.base import Base
+from ..models.loading import load_processor
 from ..remote.loss import IGNORE_INDEX
-from ..remote.processing_chatglm import ChatGLMProcessor
 
 # Rows of two lengths, so that one is padded in their batch.
 WORDS = (
@@ -31,7 +32,7 @@ def write_rows(folder: Path, model: Path) -> int:
     Raises:
         ValueError, OSError: its tokenizer cannot be loaded.
     """
-    processor = ChatGLMProcessor.from_pretrained(model)
+    processor = load_processor(Base(str(model)))
     collator = ConversationCollator(processor)
     side = processor.tokenizer.image_size
     drawn = draw_data_set(folder / "pictures", 2, seed=0, side=side)

@@ -8,7 +8,6 @@ It takes the place of ms-swift's own ``chatglm4v``, which fits the published cod
 which shares that name there, is then called ``chatglm4v_of_swift``.
 """
 
-import json
 from copy import deepcopy
 from io import BytesIO
 from pathlib import Path
@@ -36,7 +35,7 @@ from transformers import AutoProcessor
 
 import glm4v_patched
 
-from ..patch.config_json import why_not_glm4v
+from ..patch.config_json import read_object, why_not_glm4v
 from ..patch.patch_set import PatchSet, Swap
 from ..remote.image_processing_chatglm import as_picture
 from .api_check import require_members
@@ -224,7 +223,7 @@ def _why_not_glm4v(folder: str) -> str | None:
     config = Path(folder) / "config.json"
     if not config.is_file():
         return "there is none"
-    return why_not_glm4v(json.loads(config.read_text(encoding="utf-8")))
+    return why_not_glm4v(read_object(config))
 
 
 def _find_by_contents(original):

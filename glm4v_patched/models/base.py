@@ -62,6 +62,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder / ADAPTER_CONFIG}: {found}; expected a finite number, at most "
             f"{LARGEST_NUMBER:.2g}, which is float32's largest"
         )
+    tensor_names(folder / ADAPTER_WEIGHTS)  # it is there, and can be read
     if Path(model).is_dir():
         if revision is not None:
             raise ValueError(

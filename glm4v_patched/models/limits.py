@@ -44,6 +44,8 @@ PATTERNS = {
     "alpha_pattern": ("match", r"(.*\.)?({})$"),
     "modules_to_save": ("match", r"(^|.*\.){}($|\..*)"),
 }
+# Ends of names of the weights whose size is that of a rank.
+OF_RANK = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 
 
 @dataclass
@@ -174,13 +176,14 @@ def require_adapters(base: Base) -> None:
             made = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     except Exception as error:  # peft foresees few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    wanted = {name: [*weight.shape] for name, weight in made.items()}
-    unlike = sorted(n for n in there.keys() | wanted if there.get(n) != wanted.get(n))
+    # Others have sizes of the model's; what is missing of those is told by whoever loads.
+    wanted = {name: [*weight.shape] for name, weight in made.items() if name.endswith(OF_RANK)}
+    unlike = sorted(name for name, shape in wanted.items() if there.get(name) != shape)
     if unlike:
         told = f"{unlike[0]} is {there.get(unlike[0], 'absent')} in {ADAPTER_WEIGHTS}, and "
         told += f"{wanted.get(unlike[0], 'absent')} by {ADAPTER_CONFIG}"
         raise ValueError(
-            f"{base.adapters}: {len(unlike)} of {len(there)} weights are not those of "
+            f"{base.adapters}: {len(unlike)} of {len(wanted)} weights are not those of "
             f"{ADAPTER_CONFIG} on {base.model}: {told}; expected the settings they were saved with"
         )
 

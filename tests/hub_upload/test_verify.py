@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from glm4v_patched.models import limited_process
 from hub_upload import loading
 from hub_upload import verify as verifying
 from hub_upload.build import build, read_source
@@ -400,3 +401,22 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
     assert f"{SHARD} is not what the manifest says: sha256 " in told
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]
+
+
+def test_what_would_take_for_ever_is_not_run(copy, monkeypatch):
+    """Signed, so that each is what the manifest says."""
+    monkeypatch.setattr(limited_process, "SECONDS", 1)
+    monkeypatch.setattr(loading, "run", lambda *given: pytest.fail("it was run"))
+    template = copy / "chat_template.jinja"
+    before = template.read_text()
+    evil = "{{ 'a' * 10000000000 }}"
+    for written in (evil, "{% if messages[0].image %}" + evil + "{% endif %}"):
+        template.unlink()
+        template.write_text(written + before)
+        sign(copy)
+        assert verify(str(copy)).failures == ["loads"]
+    edit(copy / "config.json", lambda config: config.update(num_layers=10**9))
+    sign(copy)
+    report = verify(str(copy))
+    assert report.failures == ["parameters"]
+    assert "num_layers is 1000000000; expected" in by_name(report)["parameters"].detail
