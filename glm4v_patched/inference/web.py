@@ -1,5 +1,6 @@
 """``glm4v-patched chat --web``: a page with pictures, and with two models side by side."""
 
+import asyncio
 import os
 import queue
 import shutil
@@ -9,6 +10,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +22,9 @@ from ..models.find import find_source
 from ..models.placement import place
 from ..models.quantised_weights import check_weights
 from .chat import check_picture, question
+from .page_guard import PageGuard, require_guarded
 from .questions import Generation
-from .serving.guard import HostGuard
-from .serving.limits import ApiError, Limits
+from .serving.limits import LARGEST_PICTURES, ApiError, Limits
 from .serving.pictures import require_size
 from .serving.requests import Wanted
 from .serving.serve import hosts_of, listen
@@ -79,7 +81,8 @@ def chat_in_browser(options: Namespace) -> None:
         # Before gradio is imported, which reads it then.
         os.environ |= {"GRADIO_TEMP_DIR": folder, "GRADIO_RUN_HISTORY": "False"}
         page = make_page(models, queues, generation, options.system)
-        app = HostGuard(application(page), hosts_of(HOST, None))
+        app = application(page, folder)
+        asyncio.run(require_guarded(app))
         print(f"the page is http://{HOST}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         # Of a browser that still listens at the end, uvicorn would print a traceback.
         run_server(app, listener, on_exit=stop, log_level="critical")
@@ -133,8 +136,20 @@ def ask(
     """
     from .serving.answer_queue import Ask, Ended
 
+    limits = Limits()
+    earlier = sum(_num_images(message) for messages in before[:1] for message in messages)
+    if (number_of := earlier + len(pictures)) > limits.max_pictures:
+        raise ValueError(
+            f"the conversation has {number_of} images; the page takes {limits.max_pictures}: send "
+            "fewer, or begin a new one"
+        )
+    pixels = sum(require_size(Path(picture).read_bytes(), limits) for picture in pictures)
+    if pixels > (most := limits.max_pixels * LARGEST_PICTURES):
+        raise ValueError(
+            f"the images have {pixels / 1e6:.1f} million pixels; the page takes {most / 1e6:g} "
+            "million with a question: make them smaller, the model sees far fewer"
+        )
     for picture in pictures:
-        require_size(Path(picture).read_bytes(), Limits())
         check_picture(picture)
     if not said.strip():
         raise ValueError("write a question" + " about the picture" * bool(pictures))
@@ -157,6 +172,11 @@ def ask(
             yield [*every]
         finally:
             waiting.cancelled.set()  # of a reader that stopped
+
+
+def _num_images(message: dict) -> int:
+    content = message["content"]
+    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
 
 
 def _answered(messages: list[dict]) -> list[dict]:
@@ -186,19 +206,26 @@ def make_page(
         except (ValueError, ApiError) as error:
             # The question stays where it was typed.
             yield [given, before, *map(shown, before)]
-            raise gradio.Error(str(error), title="Not answered", print_exception=False) from None
+            told = escape(str(error))  # gradio shows HTML
+            raise gradio.Error(told, title="Not answered", print_exception=False) from None
 
     def stop_asking(every: list[list[dict]]) -> Any:
         return dict(zip(boxes, map(shown, every), strict=True))
 
-    names = [Path(name).name or name for name in models]
+    names = [escape(Path(name).name or name) for name in models]
     with gradio.Blocks(title=TITLE, analytics_enabled=False, fill_height=True) as page:
         gradio.Markdown(f"# {TITLE}\n{' and '.join(names)}, on this machine")
         every = gradio.State(nothing_said)
         with gradio.Row():
             boxes = [
                 # Side by side, or one above the other where the window is narrow.
-                gradio.Chatbot(label=name, height="65vh", min_width=320, buttons=["copy"])
+                gradio.Chatbot(
+                    label=name,
+                    height="65vh",
+                    min_width=320,
+                    buttons=[],  # of which one would copy what escape() made of the text
+                    render_markdown=False,  # it is HTML then, which escape() keeps from being any
+                )
                 for name in names
             ]
         entry = gradio.MultimodalTextbox(
@@ -225,21 +252,35 @@ def make_page(
             cancels=[asking],
             api_name="new",
         )
-    return page
+    return page.queue(max_size=Limits().most_at_once)
 
 
-def application(page: Any) -> Any:
-    """The page as an ASGI application."""
+def application(page: Any, folder: str) -> PageGuard:
+    """Return the page as an ASGI application, behind its guard.
+
+    Args:
+        folder: Where gradio puts uploads.
+    """
     import fastapi
     import gradio
 
     # Not the default fonts, which a browser would get from Google.
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    most = Limits().max_body_bytes
-    return gradio.mount_gradio_app(
-        app, page, "/", footer_links=[], max_file_size=most, theme=theme, css=CSS
+    limits = Limits()
+    gradio.mount_gradio_app(
+        app,
+        page,
+        "/",
+        footer_links=[],
+        max_file_size=limits.max_body_bytes,
+        ssr_mode=False,  # else GRADIO_SSR_MODE starts a server of its own
+        theme=theme,
+        css=CSS,
     )
+    hosts = hosts_of(HOST, None)
+    assert hosts is not None  # it is None with a key alone
+    return PageGuard(app, hosts, folder, limits)
 
 
 def shown(messages: Sequence[dict], waits: bool = False) -> list[dict]:
@@ -254,7 +295,8 @@ def shown(messages: Sequence[dict], waits: bool = False) -> list[dict]:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         for part in parts:
             is_image = part["type"] == "image"
-            what = {"path": preview(part["image"])} if is_image else part["text"]
+            # gradio lets HTML through, and no policy stops <link rel=preconnect>.
+            what = {"path": preview(part["image"])} if is_image else escape(part["text"], False)
             found.append({"role": message["role"], "content": what})
     return [*found, ANSWERING] if waits and messages and messages[-1]["role"] == "user" else found
 

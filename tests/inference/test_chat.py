@@ -1,5 +1,6 @@
 """``glm4v-patched chat``: turns, pictures in any of them, an end; and its page."""
 
+import html
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.error
+import urllib.parse
 import urllib.request
 from functools import partial
 from pathlib import Path
@@ -178,11 +180,21 @@ def test_a_question_that_was_stopped_is_not_asked_again(ask_both):
     # Something moves until an answer begins.
     assert shown([asked], waits=True) == [asked, ANSWERING] and shown([asked]) == [asked]
     assert shown([asked, said], waits=True) == [asked, said] and shown([]) == []
+    # A page shows HTML, of which a text has none.
+    [message] = shown([{"role": "user", "content": '<img src="a"> & <link>'}])
+    assert message["content"] == '&lt;img src="a"&gt; &amp; &lt;link&gt;'
 
 
 def test_what_cannot_be_asked_is_told(ask_both, cat, tmp_path, words):
     (tmp_path / "text.png").write_text("no picture")
     Image.new("1", (12_500, 8_000)).save(tmp_path / "large.png")
+    Image.new("1", (7_000, 7_000)).save(tmp_path / "fits.png")
+    asked = {"role": "user", "content": [{"type": "image", "image": cat}] * 16}
+    answered = [asked, {"role": "assistant", "content": "a"}]
+    with words.refused(ValueError, "the conversation has 17 images"):
+        list(ask_both("a", [cat], [answered, answered]))
+    with words.refused(ValueError, "245.0 million pixels"):
+        list(ask_both("a", [str(tmp_path / "fits.png")] * 5, [[], []]))
     for said, picture, named in (
         ("", "my cat.png", "write a question about the picture"),
         ("a", "text.png", "no picture"),
@@ -271,27 +283,61 @@ def page(files, tmp_path):
         assert "Traceback" not in log.read_text() and not os.listdir(uploads)
 
 
-def test_the_page_answers_and_no_other_host_reaches_it(page, answerer, adapted, cat, tmp_path):
+def test_the_page_answers_and_gives_no_file_that_was_not_uploaded(page, answerer, adapted, cat):
     url, uploads = page
-    client = pytest.importorskip("gradio_client")
-    with urllib.request.urlopen(f"{url}/config") as reply:
-        assert json.load(reply)["title"] == web.TITLE
-    for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(urllib.request.Request(f"{url}/gradio_api/upload", b"", header))
-    tiff = str(tmp_path / "cat.tiff")
-    Image.open(cat).save(tiff)
-    asked = {"text": "What is it?", "files": [client.handle_file(tiff)]}
-    page_client = client.Client(url, verbose=False, download_files=str(tmp_path / "down"))
-    *_, one, two = page_client.predict(asked, api_name="/ask")
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    api, kind = f"{url}/gradio_api", {"Content-Type": "application/json"}
+    assert f'"title":"{web.TITLE}"' in browser.open(url).read().decode()
+    tiff = io.BytesIO()
+    Image.open(cat).save(tiff, "TIFF")
+
+    def post(name: str, body: object, headers: dict[str, str] = kind, by=browser) -> object:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(f"{api}/{name}", content, headers)
+        with by.open(request, timeout=60) as reply:
+            return json.load(reply)
+
+    def ask(text: str, *paths: str, by=browser) -> list:
+        files = [{"path": path, "meta": {"_type": "gradio.FileData"}} for path in paths]
+        data = [{"text": text, "files": files}, None]
+        post("queue/join", {"data": data, "fn_index": 0, "session_hash": "a1"}, by=by)
+        with by.open(f"{api}/queue/data?session_hash=a1", timeout=60) as events:
+            told = [json.loads(line[6:]) for line in events if line.startswith(b"data: {")]
+        [ended] = [each for each in told if each["msg"] == "process_completed"]
+        return ended["output"]
+
+    form = b'--x\r\nContent-Disposition: form-data; name="files"; filename="cat.tiff"\r\n\r\n'
+    form += tiff.getvalue() + b"\r\n--x--\r\n"
+    [path] = post("upload", form, {"Content-Type": "multipart/form-data; boundary=x"})
+    assert [*uploads.rglob("*.tiff")] == [Path(path)]
+    *_, one, two = ask("What is it?", path)["data"]
     prompt = {"role": "user", "image": cat, "content": "What is it?"}
     for messages, each in zip((one, two), (answerer, adapted), strict=True):
-        assert messages[0]["content"][0]["file"].endswith(".tiff.png")
-        assert messages[-1]["content"][0]["text"] == each.answer([[prompt]])[0].text
-    assert [*uploads.rglob("*.tiff")]
-    with pytest.raises(Exception, match="write a question"):
-        page_client.predict({"text": "  ", "files": []}, api_name="/ask")
-    page_client.close()
+        shown_image = messages[0]["content"][0]["file"]
+        assert shown_image["path"] == f"{path}.png"
+        with browser.open(f"{api}/file={path}.png") as reply, Image.open(reply) as image:
+            assert image.size == (56, 56)
+        said = each.answer([[prompt]])[0].text
+        assert messages[-1]["content"][0]["text"] == html.escape(said, quote=False)
+    assert "write a question" in ask("  ")["error"]
+
+    os.chmod(cat, 0o600)
+    file = {"path": cat, "meta": {"_type": "gradio.FileData"}}
+    other = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    other.open(url)
+    for attempt in (
+        lambda: post("call/ask", {"data": [{"text": "a", "files": [file]}]}),
+        lambda: ask("a", cat),
+        lambda: browser.open(f"{api}/file={urllib.parse.quote(cat)}"),
+        lambda: ask("a", path, by=other),
+        lambda: other.open(f"{api}/file={path}"),
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            attempt()
+    assert not [*uploads.rglob("*cat.png")]
+    for header in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            post("upload", form, header)
 
 
 @pytest.mark.parametrize("command", [["chat"], ["chat", "--web"], ["serve"]], ids=" ".join)
