@@ -366,6 +366,15 @@ def jobs(session: nox.Session, system: str) -> None:
     fill_table(session, system)
 
 
+@nox.session
+@nox.parametrize("gradio", ["gradio==6.0.0", "gradio>=6"], ids=["oldest", "newest"])
+def browser(session: nox.Session, gradio: str) -> None:
+    """The page of ``chat --web`` in the system's chromium (``apt-get install chromium``)."""
+    install_on_top(session, gradio, "playwright==1.65.2")
+    names = ["browser.py", "page_guard.py", "chat.py"]
+    run_tests(session, "-n", "0", "-rs", *(f"tests/inference/test_{name}" for name in names))
+
+
 @nox.session(tags=["table"])
 def llamafactory(session: nox.Session) -> None:
     """All of LLaMA-Factory, with 6 GB of what it requires."""

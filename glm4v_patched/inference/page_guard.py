@@ -339,7 +339,12 @@ async def require_guarded(app: PageGuard) -> None:
 
     async def ask(method: str, path: str, event: Any = None) -> tuple[int, bytes]:
         sent: list[Message] = []
-        scope: Message = {"type": "http", "method": method, "path": path, "raw_path": path.encode()}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+        }
         scope |= {"asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
         scope |= {"query_string": b"", "root_path": "", "client": None, "server": None}
         scope["headers"] = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]

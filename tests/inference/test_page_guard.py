@@ -385,6 +385,18 @@ def test_the_page_starts_behind_its_guard_alone(page, monkeypatch):
             asyncio.run(page_guard.require_guarded(page))
 
 
+def test_a_file_has_a_limit_of_its_own(page):
+    """gradio counts it, which launch() is not needed for."""
+    most = Limits().max_body_bytes
+    head = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n'
+    for size, status in ((most + 1, 413), (most, 200)):
+        content = head + bytes(size) + b"\r\n--x--\r\n"
+        kind = {"content_type": "multipart/form-data; boundary=x"}
+        reply = ask(page, "POST", UPLOAD, content, **kind)
+        assert reply.status == status, reply.body[:200]
+    assert page.bytes_kept == most
+
+
 def routes(found) -> set[tuple[str, str]]:
     """Method and path of each route, however it is nested."""
     every = set()
