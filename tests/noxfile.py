@@ -438,6 +438,40 @@ def llm_compressor(session: nox.Session) -> None:
     run_tests(session, "-m", "slow", "-k", "export_formats", "tests/test_experiments.py")
 
 
+# Each package of tests/frameworks/quantizers.py: what is installed with all that it requires, and
+# what without, because it would replace torch.
+QUANTIZERS = {
+    "torchao": (["torchao==0.18.0"], []),
+    "bitsandbytes": (["bitsandbytes==0.50.2"], []),
+    "auto-round": (["auto-round==0.16.1"], []),
+    "llmcompressor": (
+        ["loguru", "requests"],
+        ["llmcompressor==0.14.0.1", "compressed-tensors==0.19.0"],
+    ),
+    "optimum-quanto": (["optimum-quanto==0.2.7"], []),
+    "hqq": (["hqq==0.2.8.post1"], []),
+    "gptqmodel": (
+        ["pypcre", "tokenicer", "device-smi", "logbar", "threadpoolctl", "requests"],
+        ["gptqmodel==7.7.0", "optimum==2.3.0", "defuser==0.0.28", "torchao==0.18.0"],
+    ),
+    "fp-quant": (["scipy"], ["fp-quant==0.3.2"]),
+}
+
+
+@nox.session
+@nox.parametrize("package", [*QUANTIZERS], ids=[*QUANTIZERS])
+def quantizers(session: nox.Session, package: str) -> None:
+    """The methods of a quantizer on a tiny model; fills the table of docs/elsewhere.md."""
+    with_requirements, alone = QUANTIZERS[package]
+    session.env["DISABLE_CUDA"] = "1"  # else hqq compiles kernels for GPUs
+    install_on_top(session, "pip", *with_requirements)
+    if alone:
+        session.install("--no-deps", *alone)
+    model = Path(session.virtualenv.location).parent / "quantizers-model"  # made once for all
+    command = ["python", "-m", "tests.frameworks.quantizers", package, "--page"]
+    session.run(*command, "--folder", str(model), *session.posargs)
+
+
 @nox.session
 def clients(session: nox.Session) -> None:
     """Other people's clients, of Python and node, talk with our server; evalscope and lmms-eval ask

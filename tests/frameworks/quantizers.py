@@ -1,0 +1,308 @@
+"""Other people's quantizers on a tiny model that answers questions about images.
+
+``python -m tests.frameworks.quantizers PACKAGE`` runs the methods of an installed package and
+writes their rows of docs/benchmarks/quantizers.json; ``--page`` writes the table into
+docs/elsewhere.md. The session ``quantizers`` of tests/noxfile.py does both for each package, in an
+environment of its own.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tables import installed, markdown, on_page, put_rows, read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "benchmarks" / "quantizers.json"
+PAGE = ROOT / "docs" / "elsewhere.md"
+SCRIPT = Path(__file__).with_name("quantizer_script.py")
+NUMBER = 24  # of questions
+SECONDS = 300  # of each process: what hangs has failed
+HEADS = ["quantizer", "code", "outcome", "logits", "right / swapped", "quantized layers", "with"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """``shown`` is what a reader writes: a configuration for ``from_pretrained``, or calls of the
+    quantizer's own functions. ``before`` is what comes before it, such as imports."""
+
+    package: str
+    shown: str
+    before: str = ""
+    note: str = ""
+
+    @property
+    def code(self) -> str:
+        is_config = re.match(r"\w+Config\(", self.shown)
+        return f"{self.before}\n" + (f"model = load({self.shown})" if is_config else self.shown)
+
+
+def of_transformers(package: str, *configs: str, before: str = "", note: str = "") -> list[Method]:
+    """Methods that ``from_pretrained(quantization_config=...)`` takes."""
+    return [
+        Method(package, config, f"from transformers import *\n{before}", note) for config in configs
+    ]
+
+
+LANGUAGE_ONLY = 'ignore=["re:.*vision.*", "re:.*output_layer"]'
+TORCHAO = "from torchao.quantization import *"
+TOKENIZER = """
+from transformers import AutoProcessor
+processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
+tokenizer = processor.tokenizer
+"""
+METHODS = [
+    *of_transformers(
+        "torchao",
+        "TorchAoConfig(Int8WeightOnlyConfig())",
+        'TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["transformer.vision"])',
+        "TorchAoConfig(Int8DynamicActivationInt8WeightConfig())",
+        "TorchAoConfig(Int8DynamicActivationIntxWeightConfig())",
+        "TorchAoConfig(IntxWeightOnlyConfig(torch.int4, PerGroup(32)))",
+        "TorchAoConfig(Int4WeightOnlyConfig(group_size=32))",
+        "TorchAoConfig(Float8WeightOnlyConfig())",
+        before=TORCHAO,
+    ),
+    *of_transformers(
+        "torchao",
+        "TorchAoConfig(Float8DynamicActivationFloat8WeightConfig())",
+        before=TORCHAO,
+        note="it takes the 128 x 128 layers of this tiny model for scaled in blocks; "
+        "glm-4v-9b has none",
+    ),
+    *of_transformers(
+        "bitsandbytes",
+        "BitsAndBytesConfig(load_in_8bit=True)",
+        'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")',
+        'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")',
+        "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)",
+        'BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["transformer.vision"])',
+    ),
+    *(
+        Method(
+            "auto-round",
+            f'AutoRound(model, tokenizer, processor=processor, scheme="{scheme}", iters=0{more})'
+            '.quantize_and_save("quantized", format="auto_round")',
+            f"{TOKENIZER}from auto_round import AutoRound\nmodel = load()",
+        )
+        # Otherwise it calibrates 4 bits with a data set of the Hub.
+        for scheme, more in (("W8A16", ""), ("W4A16", ", disable_opt_rtn=True"))
+    ),
+    *(
+        Method(
+            "llmcompressor",
+            f'oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme="{scheme}",'
+            f" {LANGUAGE_ONLY}), trust_remote_code_model=True)",
+            "from llmcompressor import oneshot\n"
+            "from llmcompressor.modifiers.quantization import QuantizationModifier\n"
+            "model = load()",
+            note="its range of transformers, 5.15 to 5.17, is ignored",
+        )
+        for scheme in ("W8A16",)
+    ),
+    *of_transformers(
+        "optimum-quanto",
+        *(f'QuantoConfig(weights="{name}")' for name in ("int8", "int4", "float8")),
+    ),
+    *of_transformers("hqq", "HqqConfig(nbits=8, group_size=64)", "HqqConfig(nbits=4)"),
+    Method(
+        "gptqmodel",
+        'quantizer = GPTQModel.load("model", QuantizeConfig(bits=4, group_size=32), '
+        'trust_remote_code=True); quantizer.quantize(texts); quantizer.save("quantized")',
+        # It starts two threads at least, and allows half as many as there are cores.
+        "import os\nos.environ.setdefault('GPTQMODEL_CPU_WORKERS', '2')\n"
+        "from gptqmodel import GPTQModel, QuantizeConfig\n"
+        "texts = ['What color does the shape in this image have? ' * 4] * 8",
+        note="its class for `chatglm` replaces the encoder's forward by GLM-4's; of rows with "
+        "images it passes on the ids alone, which the model refuses",
+    ),
+    *of_transformers(
+        "gptqmodel",
+        'GPTQConfig(bits=4, group_size=32, dataset=["What color is it?"] * 8, tokenizer=tokenizer, '
+        'block_name_to_quantize="transformer.encoder.layers")',
+        before=TOKENIZER,
+        note="optimum keeps the first argument and the keywords of a layer, of which this model "
+        "gives all by position",
+    ),
+    *of_transformers("fp-quant", 'FPQuantConfig(forward_dtype="mxfp4", pseudoquantization=True)'),
+]
+# The other quantizers of transformers, with the word by which the page says why they were not run.
+# These only load what tools of their own have quantized beforehand:
+PREQUANTIZED = {"aqlm", "awq", "bitnet", "gemma", "quark", "spqr", "vptq"}
+# And these were not run, for want of a package, a kernel from the Hub, hardware or time:
+NOT_RUN = {
+    "eetq",
+    "fbgemm_fp8",
+    "fouroversix",
+    "fp8",
+    "gguf",
+    "higgs",
+    "metal",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "sinq",
+}
+PACKAGES = list(dict.fromkeys(method.package for method in METHODS))
+
+
+def build_model(folder: Path) -> None:
+    """``model``, which knows the answers about 24 images by heart, and ``rows.json``."""
+    from glm4v_patched.demo.pictures import draw_data_set
+    from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, save, tiny_config
+    from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
+    from tests.frameworks.drawn_task import other_of, rows_of, teach
+
+    conversations = draw_data_set(folder / "pictures", NUMBER, seed=0, side=IMAGE_SIDE)
+    processor = build_processor([m["content"] for both in conversations for m in both])
+    # Some quantizers need widths that 128 divides.
+    tower = {"hidden_size": 128, "intermediate_size": 256}
+    model = GLM4VForCausalLM(tiny_config(processor.tokenizer, tower=tower))
+    save(model, processor, folder / "random")
+    rows = rows_of(conversations)
+    teach(folder / "model", folder / "random", [rows] * 80, rate=2e-3)
+    for row, pair in zip(rows, conversations, strict=True):
+        row["swapped"] = other_of(*pair, conversations)[0]["image"]
+    (folder / "rows.json").write_text(json.dumps(rows))
+
+
+def run(method: Method, folder: Path) -> dict:
+    """The row of a method, also if it fails."""
+    import torch
+
+    row = {
+        "quantizer": method.package,
+        "version": installed(method.package),
+        "code": method.shown,
+        "transformers": installed("transformers"),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "note": method.note,
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        here = Path(temporary)
+        for name in ("model", "rows.json"):
+            (here / name).symlink_to(folder / name)
+        if error := run_script(here, "quantize", method.code):
+            return row | {"error": error}
+        measured = json.loads((here / "quantized.json").read_text())
+        row |= {name: measured[name] for name in ("layers", "right", "swapped")}
+        row["distance"] = float(f"{measured['distance']:.2g}")
+        error = measured["why_not_saved"] or run_script(here, "reload")
+        row["reloaded"] = without_paths(error) or "no error"
+        if not error:
+            again = json.loads((here / "reloaded.json").read_text())
+            row["reloaded"] = "same" if again["answers"] == measured["answers"] else "other answers"
+    return row
+
+
+def run_script(here: Path, *arguments: str) -> str:
+    """The last line of what went wrong, or nothing."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLM4V_PATCHED")}
+    environment |= {
+        "HF_HOME": str(here / "home"),
+        "HF_MODULES_CACHE": str(here / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    try:
+        ended = subprocess.run(
+            [sys.executable, str(SCRIPT), *arguments],
+            cwd=here,
+            env=environment,
+            timeout=SECONDS,
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"took more than {SECONDS} s"
+    if ended.returncode == 0:
+        return ""
+    print(ended.stderr[-4000:], file=sys.stderr)
+    # transformers hides the cause of an error of quantizing in a report before its own error.
+    errors = re.findall(r"^\w*(?:Error|Exception): .*", ended.stderr, re.M)
+    hidden = "automatic conversion of the weights" in (errors or [""])[-1]
+    return without_paths(errors[0 if hidden else -1] if errors else f"status {ended.returncode}")
+
+
+def without_paths(text: str) -> str:
+    return re.sub(r"(?<!\w)/(?:[\w.-]+/)+", "", text.strip())[:150]
+
+
+def outcome(row: dict) -> str:
+    """ "works" if it answers right about its own images alone, also after loading."""
+    if "error" in row:
+        told = f"does not run: {row['error']}"
+    elif row["right"] < 0.9 * NUMBER or row["swapped"] > 0.1 * NUMBER:
+        told = "runs, and loses answers"
+    else:
+        told = "works"
+    again = row.get("reloaded", "same")
+    if again != "same":
+        told += f"; not reloaded: {again}"
+    return told + (f"; {row['note']}" if row["note"] else "")
+
+
+def table(rows: list[dict]) -> str:
+    lines = []
+    for row in rows:
+        has_run = "error" not in row
+        layers = [f"{part} {done}/{of}" for part, (done, of) in row.get("layers", {}).items()]
+        lines.append(
+            [
+                f"{row['quantizer']} {row['version']}",
+                f"`{row['code']}`",
+                outcome(row),
+                f"{row['distance']:.1%}" if has_run else "",
+                f"{row['right']} / {row['swapped']}" if has_run else "",
+                ", ".join(layers),
+                f"transformers {row['transformers']}, {row['device']}, {row['date']}",
+            ]
+        )
+    return markdown(HEADS, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=", ".join(PACKAGES))
+    parser.add_argument("--code", default="", help="a part of the code of those that are run")
+    parser.add_argument("--folder", type=Path, help="where the tiny model is kept for next time")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
+    given = parser.parse_args()
+    if unknown := {*given.packages} - {*PACKAGES}:
+        parser.error(f"no methods of {', '.join(unknown)}; there are {', '.join(PACKAGES)}")
+    chosen = [m for m in METHODS if m.package in given.packages and given.code in m.shown]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (given.folder or Path(temporary)).absolute()
+        if chosen and not (folder / "rows.json").exists():
+            folder.mkdir(exist_ok=True)
+            build_model(folder)
+        for method in chosen:
+            row = run(method, folder)
+            print(method.shown, outcome(row), sep=": ", flush=True)
+            put_rows(given.out, [row], key=key, order=position)
+    if given.page:
+        PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read_rows(RESULTS))))
+
+
+def key(row: dict) -> tuple:
+    return row["quantizer"], row["code"], row["device"]
+
+
+def position(row: dict) -> int:
+    """That of its method; rows of methods that are gone come first, and fail the page's test."""
+    places = {(method.package, method.shown): place for place, method in enumerate(METHODS)}
+    return places.get((row["quantizer"], row["code"]), -1)
+
+
+if __name__ == "__main__":
+    main()
