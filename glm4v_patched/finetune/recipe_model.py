@@ -11,8 +11,8 @@ from ..models.base import (
     ADAPTER_WEIGHTS,
     Base,
     base_of_adapters,
-    tensor_names,
 )
+from ..models.weight_files import read_header
 from ..patch.config_json import read_object
 from .recipe import Recipe
 
@@ -33,7 +33,7 @@ def base_of(recipe: Recipe) -> Base:
             "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
             "other weights, merge them into their model first (glm4v-patched merge)"
         )
-    names = tensor_names(folder / ADAPTER_WEIGHTS)
+    names = [*read_header(folder / ADAPTER_WEIGHTS)]
     on_tower = any(".vision." in name for name in names)
     if on_tower != (recipe.trained == "lora_all"):
         has = "tower and language model" if on_tower else "the language model"

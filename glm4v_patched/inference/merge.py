@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ..atomic import give_usual_modes, require_inside
 from ..engine.folders import nearest
 from ..models.base import ADAPTER_CONFIG, Base, folders_of
-from ..models.check_weights import INDEX, shards_of
 from ..models.find import find_source
+from ..models.weight_files import INDEX, shards_of
 from ..paths import require_apart
 from ..terminal_text import in_bytes, listed
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..patch.config_json import LARGEST_NUMBER, nonfinite_number, read_object, why_not_glm4v
+from .weight_files import read_header
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REPORT = "training.json"  # what a training leaves beside what it saves
@@ -62,7 +63,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder / ADAPTER_CONFIG}: {found}; expected a finite number, at most "
             f"{LARGEST_NUMBER:.2g}, which is float32's largest"
         )
-    tensor_names(folder / ADAPTER_WEIGHTS)  # it is there, and can be read
+    read_header(folder / ADAPTER_WEIGHTS)  # it is there, and can be read
     if Path(model).is_dir():
         if revision is not None:
             raise ValueError(
@@ -90,17 +91,6 @@ def read_report(folder: Path) -> dict:
         return read_object(folder / REPORT)
     except ValueError:
         return {}
-
-
-def tensor_names(weights: Path) -> list[str]:
-    """Of a file of safetensors; ``ValueError`` if it cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(weights, framework="numpy") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{weights} cannot be read as safetensors: {error}") from None
 
 
 def require_recorded_base(base: Base) -> None:

@@ -6,35 +6,32 @@ weights it has.
 
 import json
 import os
-import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from ..engine.options import part_of, parts_trained
 from ..patch.config_json import read_object, why_not_glm4v
-from ..terminal_text import listed, shorten
+from ..terminal_text import listed
 from .sizes import require_sizes
+from .weight_files import (
+    INDEX,
+    WHOLE,
+    Shape,
+    check_header,
+    check_index,
+    require_agreement,
+    shards_of,
+    tensors_of,
+)
 
-LONGEST_HEADER = 10**8  # of safetensors, in bytes: its own limit
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPUTED = "rotary_pos_emb.inv_freq"  # in published weights; no weight, and not read
 PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 FLOATS = {"F64", "F32", "F16", "BF16"}
 PREFIX = "transformer."
 TOWER = "transformer.vision."
-POINTER = b"version https://git-lfs"
-# What a file that is no JSON, or holds other things than it should, makes who reads it raise.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-
-
-class Shape(NamedTuple):
-    """Of a tensor in a file: its sides, and its dtype as safetensors names it (``BF16``)."""
-
-    sides: tuple[int, ...]
-    dtype: str
 
 
 def fault_of_model_folder(folder: Path) -> str | None:
@@ -52,96 +49,15 @@ def fault_of_model_folder(folder: Path) -> str | None:
     if not (folder / "config.json").exists():
         return "a folder without config.json; expected one of a glm-4v"
     try:
-        config = read_object(folder / "config.json")
+        if reason := why_not_glm4v(read_object(folder / "config.json")):
+            return f"its config.json is not a glm-4v's: {reason}"
+        tensors_of(folder)
         shards = shards_of(folder)
     except ValueError as error:
-        return shorten(str(error), 300)
-    if reason := why_not_glm4v(config):
-        return f"its config.json is not a glm-4v's: {reason}"
-    faults = (_fault_of_shard(folder / name) for name in shards)
-    if fault := next(filter(None, faults), None):
-        return fault
+        return str(error)
     if not shards and not [*folder.glob("*.bin")]:
         return "a folder without weights; expected model.safetensors, or an index of its parts"
     return None
-
-
-def _fault_of_shard(weights: Path) -> str | None:
-    """What a file of safetensors says that it holds, against its length."""
-    if not weights.is_file():
-        return f"{weights.name} is missing, which its index names"
-    try:
-        with weights.open("rb") as file:
-            if file.read(len(POINTER)) == POINTER:
-                told = f"{weights.name} is a pointer of git-lfs and has no weights"
-                return f"{told}; run git lfs pull there"
-        header, begin = read_header(weights)
-        end = begin + max((int(of["data_offsets"][1]) for of in header.values()), default=0)
-        length = weights.stat().st_size
-    except UNREADABLE:
-        return None  # reported when it is loaded
-    if length >= end:
-        return None
-    return (
-        f"{weights.name} has {length:,} of its {end:,} bytes: a download that was cut short; "
-        "expected the whole file, download it again"
-    )
-
-
-def tensors_of(folder: Path) -> dict[str, Shape]:
-    """What files of safetensors hold, by name; none if one of them cannot be read."""
-    tensors: dict[str, Shape] = {}
-    try:
-        for shard in shards_of(folder):
-            header, _ = read_header(folder / shard)
-            for name, of in header.items():
-                tensors[name] = Shape(tuple(int(side) for side in of["shape"]), str(of["dtype"]))
-    except UNREADABLE:
-        return {}
-    return tensors
-
-
-def read_header(weights: Path) -> tuple[dict[str, Any], int]:
-    """What a file of safetensors says of each tensor, and where the first one begins."""
-    with weights.open("rb") as file:
-        length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
-        header = dict(json.loads(file.read(length)))
-    header.pop("__metadata__", None)
-    return header, 8 + length
-
-
-def shards_of(folder: Path) -> list[str]:
-    """Names of the model's files of weights.
-
-    Raises:
-        ValueError: its index names what is no file of the folder itself: whoever reads or writes
-            under these names must not leave the folder. Or it names others than a whole file
-            beside it.
-    """
-    has_whole = (folder / WHOLE).is_file()
-    if not (folder / INDEX).exists():
-        return [WHOLE] if has_whole else []
-    try:
-        names = {*read_object(folder / INDEX)["weight_map"].values()}
-    except UNREADABLE:
-        return []  # what is wrong with it is reported when it is loaded
-    if odd := [name for name in names if not _is_bare(name)]:
-        raise ValueError(
-            f"its {INDEX} names {min(map(repr, odd))}; expected names of files in that folder "
-            "alone, without another folder's"
-        )
-    if has_whole and WHOLE not in names:
-        raise ValueError(
-            f"it holds {WHOLE}, which is what transformers reads, and an {INDEX} of other files; "
-            "expected one of the two"
-        )
-    return sorted(names)
-
-
-def _is_bare(name: Any) -> bool:
-    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
-        return False
-    return PurePosixPath(name).name == PureWindowsPath(name).name == name
 
 
 def require_whole(
@@ -335,7 +251,7 @@ def _tensors(model: str, revision: str | None) -> dict[str, Shape]:
     if folder.is_dir():
         return tensors_of(folder) if shards_of(folder) else _tensors_of_pickles(folder)
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+    from huggingface_hub.errors import NotASafetensorsRepoError
 
     with suppress(OSError, ValueError):  # none of it is in the cache
         # Where all of them are, the Hub need not answer.
@@ -348,13 +264,19 @@ def _tensors(model: str, revision: str | None) -> dict[str, Shape]:
         return _tensors_of_pickles(
             Path(snapshot_download(model, revision=revision, allow_patterns=PICKLES))
         )
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except Exception as error:  # huggingface_hub does not foresee what a file of others holds
         raise ValueError(f"the weights of {model} cannot be had from the Hub: {error}") from None
-    return {
-        name: Shape(tuple(tensor.shape), tensor.dtype)
-        for file in metadata.files_metadata.values()
-        for name, tensor in file.tensors.items()
-    }
+    headers = {}
+    for shard, file in metadata.files_metadata.items():
+        header = {
+            name: {"dtype": of.dtype, "shape": of.shape, "data_offsets": [*of.data_offsets]}
+            for name, of in file.tensors.items()
+        }
+        headers[shard] = check_header(header, f"{model}: {shard}")
+    if metadata.sharded:
+        index = {"metadata": metadata.metadata, "weight_map": metadata.weight_map}
+        require_agreement(check_index(index), headers)
+    return {name: shape for tensors in headers.values() for name, shape in tensors.items()}
 
 
 def _tensors_of_pickles(folder: Path) -> dict[str, Shape]:
@@ -364,8 +286,9 @@ def _tensors_of_pickles(folder: Path) -> dict[str, Shape]:
     for file in sorted(folder.glob(PICKLES[0])):
         try:
             held = torch.load(file, map_location="meta", weights_only=True)
-        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{file} cannot be read: {error}") from None
-        for name, tensor in held.items():
-            tensors[name] = Shape(tuple(tensor.shape), "F32" if tensor.is_floating_point() else "")
+            for name, tensor in held.items():
+                dtype = "F32" if tensor.is_floating_point() else ""
+                tensors[name] = Shape(tuple(tensor.shape), dtype)
+        except Exception as error:  # a damaged pickle makes torch raise any kind
+            raise ValueError(f"{file} cannot be read as a dict of tensors: {error}") from None
     return tensors

@@ -38,7 +38,8 @@ def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, words):
 
 
 def index_of(*names: object) -> str:
-    return json.dumps({"weight_map": {str(number): name for number, name in enumerate(names)}})
+    where = {str(number): name for number, name in enumerate(names)}
+    return json.dumps({"metadata": {}, "weight_map": where})
 
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"

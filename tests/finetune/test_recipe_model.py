@@ -86,10 +86,10 @@ def test_adapters_that_are_missing_or_damaged_are_named(tmp_path):
     folder = adapters(tmp_path / "lora", model(tmp_path / "base"))
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     weights.write_bytes(weights.read_bytes()[:20])
-    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
+    with pytest.raises(ValueError, match="adapter_model.safetensors has 20 of its 152 bytes"):
         base_under(folder)
     weights.unlink()
-    with pytest.raises(ValueError, match="cannot be read as safetensors: No such file"):
+    with pytest.raises(ValueError, match="adapter_model.safetensors is missing"):
         base_under(folder)
     for damage in ("", "[]", "[" * 99_999):
         config.write_text(damage)

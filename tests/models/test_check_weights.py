@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.models.check_weights import COMPUTED, INDEX, WHOLE, require_whole, shards_of
+from glm4v_patched.models.check_weights import COMPUTED, require_whole
 from glm4v_patched.models.find import fault_of_model, find_source
+from glm4v_patched.models.weight_files import INDEX, WHOLE, shards_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import drawn_recipe
@@ -55,6 +56,10 @@ def configured(model: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def write_index(folder: Path, where: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
 FAULTS = {
     "another tool's prefix": (
         lambda weights: {f"base_model.{name}": weight for name, weight in weights.items()},
@@ -82,7 +87,7 @@ def test_what_is_not_whole_is_refused_with_its_cause(model, new, cause, words):
 def test_an_index_may_name_any_file_of_its_folder(tmp_path):
     for name in ("a+b@1,[2].safetensors", "-x~.safetensors"):
         (tmp_path / name).touch()
-        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+        write_index(tmp_path, {"a": name})
         assert shards_of(tmp_path) == [name]
 
 
@@ -105,11 +110,11 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
     (model / WHOLE).write_bytes(content)
     # transformers would read the one, and the index tell of the other.
     (model / "model-1.safetensors").write_bytes(content)
-    (model / INDEX).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    write_index(model, {"a": "model-1.safetensors"})
     with pytest.raises(ValueError, match="expected one of the two"):
         require_whole(str(model))
     for outside in ("../a.safetensors", "..\\a.safetensors"):
-        (model / INDEX).write_text(json.dumps({"weight_map": {"a": outside}}))
+        write_index(model, {"a": outside})
         with pytest.raises(ValueError, match="without another folder's"):
             require_whole(str(model))
     (model / INDEX).unlink()
@@ -127,7 +132,7 @@ def test_what_transformers_reads_alike_is_whole(model, tmp_path):
     number = require_whole(str(model))
     change(model, lambda weights: {n.removeprefix("transformer."): w for n, w in weights.items()})
     change(model, with_more("rotary_pos_emb.inv_freq", 8))
-    (model / INDEX).write_text(json.dumps({"weight_map": {"a": WHOLE}}))
+    write_index(model, {"a": WHOLE})
     assert require_whole(str(model)) == number and fault_of_model(str(model)) is None
     read = GLM4VForCausalLM.from_pretrained(model).state_dict()
     assert all(torch.equal(weight, read[name]) for name, weight in want.items())
@@ -189,6 +194,16 @@ def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkey
         require_whole("our-org/whole")
         with pytest.raises(ValueError, match="tower was left out"):
             require_whole("our-org/text")
+        for number, header in enumerate((b"{", b"[]", b'{"a": 1}', b'{"a": {"shape": [null]}}')):
+            damaged = len(header).to_bytes(8, "little") + header
+            hub.add_repository(f"our-org/damaged-{number}", held | {WHOLE: damaged})
+            with pytest.raises(ValueError, match=f"our-org/damaged-{number} cannot be had"):
+                require_whole(f"our-org/damaged-{number}")
+        shard, where = held.pop(WHOLE), dict.fromkeys(load_file(tmp_path / "model" / WHOLE), "a")
+        where = json.dumps({"weight_map": where}).encode()
+        hub.add_repository("our-org/index", held | {"a": shard, INDEX: where})
+        with pytest.raises(ValueError, match=f"{INDEX} has metadata None"):
+            require_whole("our-org/index")
 
 
 ON_CPU = ["--device", "cpu"]

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from ...models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
-from ...models.check_weights import read_header
+from ...models.weight_files import read_header
 from ...terminal_text import own_command, pip_install
 from ..questions import Generation
 from .guard import Guard
@@ -97,7 +97,7 @@ def environment_of(limits: Limits) -> dict[str, str]:
 def _rank_for_vllm(folder: Path) -> int:
     """The least of :data:`LORA_RANKS` that has room for adapters: the rest is zeros."""
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    header, _ = read_header(folder / ADAPTER_WEIGHTS)
+    header = read_header(folder / ADAPTER_WEIGHTS)
     fault = None
     if on_tower := sum(".vision." in name for name in header):
         fault = f"{on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
