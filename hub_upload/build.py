@@ -16,13 +16,16 @@ from typing import Any
 
 import jinja2
 from huggingface_hub import HfApi
+from transformers import GenerationConfig
 
 import glm4v_patched
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.loading import load_processor
+from glm4v_patched.models.weight_files import as_written
 from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.paths import require_apart
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
+from glm4v_patched.remote import configuration_chatglm, tokenization_chatglm
+from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig, known_part
 
 from .checks import (
     Target,
@@ -49,13 +52,11 @@ from .loading import load
 from .manifest import FineTune, Listed, Manifest, Origin, as_json, read_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
-WEIGHTS_LICENSE = "MODEL_LICENSE"
+WEIGHTS_LICENSE, GENERATION = "MODEL_LICENSE", "generation_config.json"
 # The published config names this class; whoever loads and saves the model, another one.
 PUBLISHED_ARCHITECTURES = ["ChatGLMModel"]
 LEFT_BY_TRAINING = {"training.json", "trainer_state.json", "training_args.bin"}
 OF_ADAPTERS = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
-# transformers leaves these in a tokenizer's config; they say where it was loaded from.
-TRACES = ("chat_template", "is_local", "local_files_only", "name_or_path", "_commit_hash")
 
 
 @dataclass
@@ -213,7 +214,7 @@ def contents(
     eos_and_pad = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     files |= our_code() | {
         "config.json": as_json(config),
-        "generation_config.json": source.content("generation_config.json") or as_json(eos_and_pad),
+        GENERATION: _generation_config(source) or as_json(eos_and_pad),
         "LICENSE": our_license,
         "requirements.txt": "".join(f"{line}\n" for line in project["dependencies"]).encode(),
     }
@@ -223,6 +224,8 @@ def contents(
     for target, given in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
         if given and (content := source.content(given)) is not None:
             files[target] = content
+    if INDEX in files and (own := as_written(index := source.read_json(INDEX))) != index:
+        files[INDEX] = as_json(own)
     files["README.md"] = _card(source, name, license_name, licensed_at, project["dependencies"])
     return with_manifest(files, source.weights, source.fine_tune, source.origin)
 
@@ -244,6 +247,15 @@ def with_manifest(
     return {**files, MANIFEST: as_json(manifest.model_dump())}
 
 
+def _generation_config(source: Source | Target) -> bytes | None:
+    """The original's, without options that transformers does not know."""
+    if (content := source.content(GENERATION)) is None:
+        return None
+    values = source.read_json(GENERATION)
+    known = known_part(values, vars(GenerationConfig()), f"{source.name}: {GENERATION}")
+    return content if known == values else as_json(known)
+
+
 def _config(source: Source | Target, processor_files: dict[str, bytes]) -> dict[str, Any]:
     """The original's fields as they are, and ours for the loader; ids that it lacks are added."""
     config = source.read_json("config.json")
@@ -261,7 +273,12 @@ def _config(source: Source | Target, processor_files: dict[str, bytes]) -> dict[
             config[key] = ids[token]
     checked = ChatGLMConfig.from_dict(config)
     config.setdefault("eos_token_id", checked.eos_token_id)
+    config["vision_config"] = known_part(
+        config["vision_config"], vars(checked.vision), f"{source.name}: config.json: vision_config"
+    )
     config["vision_config"].setdefault("image_size", checked.vision.image_size)
+    config.pop("_name_or_path", None)
+    config = known_part(config, configuration_chatglm.SAVED, f"{source.name}: config.json")
     return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
 
 
@@ -282,7 +299,11 @@ def _processor_files(source: Source | Target) -> dict[str, bytes]:
         processor.save_pretrained(saved)
         names = ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
         files = {name: Path(saved, name).read_bytes() for name in names}
-    tokenizer = {key: value for key, value in tokenizer.items() if key not in TRACES}
+    left_out = tokenization_chatglm.TRACES | {"chat_template"}
+    tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
+    known = tokenization_chatglm.SAVED | processor.tokenizer.special_tokens_map.keys()
+    tokenizer = known_part(tokenizer, known, f"{source.name}: tokenizer_config.json")
+    tokenizer["tokenizer_class"] = type(processor.tokenizer).__name__
     tokenizer.setdefault("image_size", processor.tokenizer.image_size)
     configs = {"processor_config.json": {}, "tokenizer_config.json": tokenizer}
     configs["preprocessor_config.json"] = json.loads(files["preprocessor_config.json"])

@@ -66,6 +66,8 @@ def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> 
             continued = model
         else:
             continued = PeftModel.from_pretrained(model, folder, name, is_trainable=True, **options)
+    # A class and its module, as a file of others names them, which peft would save again.
+    continued.peft_config[name].auto_mapping = None
     # peft would only warn of adapters that it does not find, and leave them as new ones begin.
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         there = {*file.keys()}

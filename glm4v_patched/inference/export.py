@@ -32,7 +32,7 @@ from .merge import (
     require_mergeable,
     require_new,
     require_space,
-    taken_over,
+    take_over,
     weights_of,
 )
 from .questions import Request, read_questions, spread
@@ -161,9 +161,7 @@ def export(
         quantise(base, partial, of.scheme, of.ignore, conversations, device)
         gc.collect()  # of the model, before it is loaded again
         seconds = time.monotonic() - start
-        for path in taken_over(held):
-            if not (partial / path.name).exists():
-                shutil.copyfile(path, partial / path.name)
+        take_over(held, partial)
         shutil.rmtree(partial / "merged", ignore_errors=True)
     if evaluation is not None:
         after = evaluate(replace(evaluation, model=str(out), revision=None))

@@ -14,11 +14,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import give_usual_modes, require_inside
+from ..atomic import give_usual_modes, require_inside, write_atomically
 from ..engine.folders import nearest
 from ..models.base import ADAPTER_CONFIG, Base, folders_of
 from ..models.find import find_source
-from ..models.weight_files import INDEX, shards_of
+from ..models.weight_files import INDEX, as_written, shards_of
+from ..patch.config_json import read_object
 from ..paths import require_apart
 from ..terminal_text import in_bytes, listed
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Beside weights and what our classes write.
-TAKEN_OVER = ["generation_config.json", "LICENSE*", "MODEL_LICENSE*"]
+GENERATION = "generation_config.json"
+TAKEN_OVER = [GENERATION, "LICENSE*", "MODEL_LICENSE*"]
 PREFIX = "base_model.model."  # peft's, before the names of the model's modules
 # What merging understands, of peft's fields, and what does not change the weights.
 UNDERSTOOD = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
@@ -112,6 +114,23 @@ def taken_over(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in TAKEN_OVER))
 
 
+def take_over(folder: Path, out: Path) -> None:
+    """Copy licences and options of generation to ``out``, where it has none; but for options that
+    transformers does not know, which are logged."""
+    from transformers import GenerationConfig
+
+    from ..remote.configuration_chatglm import known_part
+
+    for path in taken_over(folder):
+        if (out / path.name).exists():
+            continue
+        if path.name != GENERATION:
+            shutil.copyfile(path, out / path.name)
+            continue
+        known = known_part(read_object(path), vars(GenerationConfig()), GENERATION)
+        write_atomically(out / GENERATION, json.dumps(known, indent=2) + "\n")
+
+
 def bytes_of(folder: Path) -> int:
     """Of a model's weights."""
     return sum((folder / name).stat().st_size for name in shards_of(folder))
@@ -162,18 +181,19 @@ def _write(base: Base, folder: Path, out: Path) -> None:
     custom_object_save(model, out)
     config.save_pretrained(out)
     load_processor(base).save_pretrained(out)
-    for path in [*taken_over(folder), *folder.glob(INDEX)]:
-        shutil.copyfile(path, out / path.name)
+    take_over(folder, out)
+    if (folder / INDEX).is_file():
+        index = as_written(read_object(folder / INDEX))
+        write_atomically(out / INDEX, json.dumps(index, indent=2) + "\n")
     layers = adapted_layers(base, model)
     missing = {*layers}
     for name in tqdm(shards_of(folder), unit="file", desc="merging", disable=None):
         with safe_open(folder / name, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
-            metadata = {"format": "pt"} | (file.metadata() or {})
         for key in layers.keys() & tensors.keys():
             tensors[key] = merged_weight(layers[key], tensors[key], key)
             missing.discard(key)
-        save_file(tensors, out / name, metadata=metadata)
+        save_file(tensors, out / name, metadata={"format": "pt"})
     if missing:
         raise ValueError(
             f"{base.model} lacks {len(missing)} of {len(layers)} weights that the adapters are on: "

@@ -176,6 +176,14 @@ def check_index(index: Mapping[str, Any]) -> dict[str, str]:
     return where
 
 
+def as_written(index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers writes into an index, and nothing that others wrote beside it."""
+    sizes = ("total_size", "total_parameters")
+    metadata = {key: value for key, value in index["metadata"].items() if key in sizes}
+    metadata = {key: value for key, value in metadata.items() if isinstance(value, int)}
+    return {"metadata": metadata, "weight_map": index["weight_map"]}
+
+
 def _is_bare(name: Any) -> bool:
     if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable():
         return False

@@ -321,9 +321,12 @@ def _save_code_with_adapters(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def save_pretrained(self, save_directory, *args, **kwargs):
+        base = self.get_base_model()
+        if isinstance(base, ChatGLMPreTrainedModel):
+            for config in self.peft_config.values():
+                config.auto_mapping = None  # a module's name, of others where they were loaded
         result = original(self, save_directory, *args, **kwargs)
         given = signature.bind(self, save_directory, *args, **kwargs).arguments
-        base = self.get_base_model()
         if isinstance(base, ChatGLMPreTrainedModel) and given.get("is_main_process", True):
             for name in given.get("selected_adapters") or self.peft_config:
                 # As peft names their folders.

@@ -4,10 +4,11 @@ Fields that every glm-4v checkpoint has at one value are refused at another: a f
 in silence would mean other numbers in silence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from math import inf
+from typing import Any
 
 import transformers
 from packaging.specifiers import SpecifierSet
@@ -133,6 +134,33 @@ def refuse_nonfinite_generation(values: Mapping, place: str) -> None:
     refuse_nonfinite([bias for *_, bias in pairs if bias != -inf], f"{place}: sequence_bias")
 
 
+def own_places(auto_map: dict | None, saved: str | None) -> dict:
+    """Return those entries of an ``auto_map`` that name a file of this code, in its own folder.
+
+    Args:
+        saved: The name for the object that is saved, whose place transformers has written itself.
+    """
+    given = (auto_map if isinstance(auto_map, dict) else {}).items()
+    places = {key: [*value] if isinstance(value, tuple) else value for key, value in given}
+    return {key: value for key, value in places.items() if key == saved or PLACES.get(key) == value}
+
+
+def log_unknown(names: Iterable, file: str) -> None:
+    """Log in one line which settings of a file are not saved: what they may name is not known."""
+    if names := [f"{name!r:.60}" for name in names]:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        logging.get_logger().warning(
+            f"{file} is saved without {', '.join(names[:8])}{more}: only settings of glm-4v are "
+            "saved, for others may name code that whoever loads the file would run"
+        )
+
+
+def known_part(values: Mapping, known: Collection, file: str) -> dict:
+    """Return the items of ``values`` with a known key, and log the other keys."""
+    log_unknown([key for key in values if key not in known], file)
+    return {key: value for key, value in values.items() if key in known}
+
+
 def fault_of_adapters() -> str | None:
     """Why this transformers cannot load adapters of this model by itself; ``None`` if it can."""
     if not is_peft_available():
@@ -178,6 +206,26 @@ AUTO_MAP = {
     "AutoModelForMultimodalLM": "modeling_chatglm.GLM4VForCausalLM",  # of transformers 5
     "AutoModelForSequenceClassification": "modeling_chatglm.ChatGLMForSequenceClassification",
 }
+
+PROCESSOR = "ChatGLMProcessor"
+# All that a file of ours may name.
+PLACES: dict[str, Any] = AUTO_MAP | {
+    "AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor",
+    "AutoProcessor": f"processing_chatglm.{PROCESSOR}",
+    "AutoTokenizer": ["tokenization_chatglm.ChatGLM4Tokenizer", None],
+}
+
+
+def _own_keys(quantization_config: dict) -> dict:
+    """Return what the class of that method writes, of a config of quantised weights; all of it
+    where the method's package is not installed, without which nobody can say."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    try:
+        own = AutoQuantizationConfig.from_dict({**quantization_config}).to_dict()
+    except Exception:  # what a package of others raises for what it does not take
+        return quantization_config
+    return {key: value for key, value in quantization_config.items() if key in own}
 
 
 def _auto_map(given: dict | None) -> dict:
@@ -285,6 +333,16 @@ DEFAULTS = ONLY | {
     "skip_logits": False,
     "loss_chunk_size": 1024,
 }
+# Settings that transformers has for every model, and a glm-4v may have in its file. Others name
+# classes, or are options of generation, which have a file of their own.
+OF_TRANSFORMERS = ("architectures", "auto_map", "chunk_size_feed_forward", "dtype", "id2label")
+OF_TRANSFORMERS += ("is_encoder_decoder", "label2id", "model_type", "output_attentions")
+OF_TRANSFORMERS += ("output_hidden_states", "problem_type", "quantization_config", "return_dict")
+OF_TRANSFORMERS += ("torch_dtype", "transformers_version")
+SAVED = {*DEFAULTS, "vision_config", "image_token_id", *OF_TRANSFORMERS}
+# Classes of models, ours and the published ones, that a file may name.
+ARCHITECTURES = {place.rpartition(".")[2] for place in AUTO_MAP.values()}
+ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
 # By which transformers' pipelines say what they load a model for.
 PIPELINE_TASK = "_from_pipeline"
 # transformers 4 puts these on every config, with values of its own, and 5 on none.
@@ -376,7 +434,23 @@ class ChatGLMConfig(PretrainedConfig):
         """As transformers'; ``ValueError`` for names by which it would fetch and run code."""
         refuse_fetched_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
+        named = config_dict.get("architectures") or ()
+        if not ARCHITECTURES.issuperset(named):
+            logging.get_logger().warning_once(
+                f"config.json: architectures is {named!r:.80}, which is left out; expected one of "
+                f"{', '.join(sorted(ARCHITECTURES))}"
+            )
+            config_dict = config_dict | {"architectures": None}
         return super().from_dict(config_dict, **kwargs)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As usual, but for settings that glm-4v does not have: these are logged, and not saved."""
+        values, own = super().to_diff_dict(), self.to_diff_dict()
+        unknown = [name for name in values if name not in SAVED | self.attribute_map.keys()]
+        for name in own.keys() & {"vision_config", "quantization_config"}:
+            unknown += [f"{name}.{key}" for key in values[name] if key not in own[name]]
+        log_unknown(unknown, "config.json")
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:
         """As usual; what is saved has the code beside it, wherever this one's came from."""
@@ -387,9 +461,13 @@ class ChatGLMConfig(PretrainedConfig):
         return values
 
     def to_diff_dict(self) -> dict:
-        """What is saved: without what follows from the published fields."""
-        values = super().to_diff_dict()
-        values.pop("num_key_value_heads", None)
+        """What is saved: settings of glm-4v, without what follows from the published fields."""
+        values = {k: value for k, value in super().to_diff_dict().items() if k in SAVED}
+        known = [field.name for field in fields(EVA2CLIPVisionConfig)]
+        vision = values["vision_config"]
+        values["vision_config"] = {k: value for k, value in vision.items() if k in known}
+        if "quantization_config" in values:
+            values["quantization_config"] = _own_keys(values["quantization_config"])
         absent = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}
         if self.padded_vocab_size <= IMAGE_TOKEN_ID:
             absent["image_token_id"] = None

@@ -4,11 +4,14 @@
 token needs nothing from the rows before it (cached_rows.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, SuppressTokensLogitsProcessor
+from transformers import GenerationConfig, GenerationMixin, SuppressTokensLogitsProcessor
 from transformers.cache_utils import Cache
 
 from .cached_rows import (
@@ -20,7 +23,7 @@ from .cached_rows import (
     remember_drawn,
     room_of,
 )
-from .configuration_chatglm import ChatGLMConfig, refuse_nonfinite_generation
+from .configuration_chatglm import ChatGLMConfig, log_unknown, refuse_nonfinite_generation
 from .image_checks import GivenRows, check_position
 from .image_layout import GrownRows, grow_rows, unmask_images
 from .keywords import (
@@ -42,6 +45,22 @@ CACHE_STEP = 64
 COMPILES_NO_STEPS = ("cpu",)  # by itself
 
 # Shapes: B rows, R length of the grown rows, N new ids, K keys of the cache.
+
+
+@contextmanager
+def known_options(model) -> Iterator[None]:
+    """Leave the model only those options of generation that transformers has, while it is saved."""
+    given = model.generation_config
+    own = copy(given)
+    unknown = sorted(given.to_dict().keys() - vars(GenerationConfig()))
+    log_unknown(unknown, "generation_config.json")
+    for name in unknown:
+        delattr(own, name)
+    model.generation_config = own
+    try:
+        yield
+    finally:
+        model.generation_config = given
 
 
 class ChatGLMGenerationMixin(GenerationMixin):

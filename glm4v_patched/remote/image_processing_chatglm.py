@@ -18,6 +18,8 @@ from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 from transformers.image_utils import ImageInput
 from transformers.utils import is_vision_available
 
+from .configuration_chatglm import PROCESSOR, log_unknown, own_places
+
 if is_vision_available():
     import PIL.Image
     import PIL.ImageOps
@@ -28,6 +30,12 @@ SECONDS_TO_ANSWER = 60
 MOST_BYTES_FETCHED = 256 * 2**20
 # How Pillow says that a file has 16 bits a channel; in "BGR;16" they are a pixel's.
 OF_16_BITS = (";16B", ";16L", ";16N")
+
+
+SAVED = {"size", "patch_size", "resample", "do_convert_rgb", "image_mean", "image_std"}
+SAVED |= {"image_processor_type"}
+# Where transformers 4 and 5 keep the name of its processor's class.
+OF_PROCESSOR = ("_processor_class", "processor_class")
 
 
 class ChatGLMImageProcessor(BaseImageProcessor):
@@ -72,6 +80,20 @@ class ChatGLMImageProcessor(BaseImageProcessor):
                     f"{name} is {values}, which makes pixel values NaN, infinite or all the same: "
                     "give finite numbers, and in image_std none that is 0 in float32"
                 )
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As usual, but for settings that this class does not have: these are logged, not saved."""
+        log_unknown(sorted(vars(self).keys() - self.to_dict()), "preprocessor_config.json")
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def to_dict(self) -> dict:
+        """What is saved, here and in the processor's file: settings, and where the code is."""
+        values = super().to_dict()
+        own = {key: values[key] for key in SAVED if key in values}
+        own |= {key: PROCESSOR for key in OF_PROCESSOR if values.get(key)}
+        if places := own_places(values.get("auto_map"), self._auto_class):
+            own["auto_map"] = places
+        return own
 
     def preprocess(
         self,

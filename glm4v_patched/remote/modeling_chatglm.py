@@ -35,7 +35,7 @@ from .checkpointing import CheckpointedLayer
 from .class_lists import enter_class
 from .classification_chatglm import ScoresRows
 from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, check_adapters
-from .generation_chatglm import ChatGLMGenerationMixin
+from .generation_chatglm import ChatGLMGenerationMixin, known_options
 from .image_checks import GivenRows, ImageFormat
 from .image_layout import grow_rows
 from .keywords import (
@@ -238,9 +238,8 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         check_adapters(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
             config = ChatGLMConfig.of(config)
-        return super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, config=config, **kwargs
-        )
+        options = kwargs | {"config": config}
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
 
     def load_adapter(self, peft_model_id=None, *args, **kwargs):
         """As usual. Raises ``ImportError`` where this transformers cannot load them."""
@@ -789,8 +788,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         enter_class(cls, "CAUSAL_LM")
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
-        """``empty_init``: of the published code, without effect: weights that no checkpoint gives
-        are initialised, and no others."""
+        """``empty_init`` has no effect: only weights that no checkpoint gives are initialised."""
         super().__init__(config)
         # transformers takes it from the class name, which a derived class may lack.
         self.loss_type = "ForCausalLM"
@@ -799,12 +797,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """As usual. For the pipeline "feature-extraction", which takes the first output of what
-        ``AutoModel`` gives, return the decoder alone: that output would be logits."""
+        """As usual; the decoder for the pipeline "feature-extraction", which takes logits else."""
         tasks = getattr(config, PIPELINE_TASK, None), kwargs.get(PIPELINE_TASK)
-        loaded = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, config=config, **kwargs
-        )
+        options = kwargs | {"config": config}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
         if "feature-extraction" not in tasks:
             return loaded
         # Loaded as a whole: adapters of the folder name the modules of the whole model.
@@ -813,6 +809,10 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if (placed := getattr(model, "hf_device_map", None)) is not None:
             decoder.hf_device_map = placed  # a pipeline moves what has none
         return (decoder, *info) if info else decoder
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        with known_options(self):
+            super().save_pretrained(save_directory, *args, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer

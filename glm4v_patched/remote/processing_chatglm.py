@@ -12,7 +12,7 @@ from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
 # What these import themselves has to be imported here, too: transformers 4.57 looks no further.
-from .configuration_chatglm import ChatGLMConfig  # noqa: F401
+from .configuration_chatglm import own_places
 from .image_processing_chatglm import ChatGLMImageProcessor, flat_images
 from .tokenization_chatglm import (
     IMAGES_AND_TEXT,
@@ -108,6 +108,13 @@ class ChatGLMProcessor(ProcessorMixin):
         # The image processor's own file with every version: 4.57 looks for it.
         self.image_processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def to_dict(self) -> dict:
+        """What is saved: the image processor's settings, and where the code is."""
+        values = super().to_dict()
+        if places := own_places(values.pop("auto_map", None), self._auto_class):
+            values["auto_map"] = places
+        return values
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 # First: it raises for versions of transformers that lack what is imported below.
-from .configuration_chatglm import ChatGLMConfig  # noqa: F401
+from .configuration_chatglm import PROCESSOR, known_part, own_places
 
 # isort: split
 import numpy as np
@@ -56,6 +56,16 @@ OPTIONS_OF_OTHERS = (
     "remove_space",
     "strip_accents",
 )
+
+# Settings of the tokenizer's file.
+SAVED = {"added_tokens_decoder", "additional_special_tokens", "auto_map", "backend"}
+SAVED |= {"chat_template"}
+SAVED |= {"clean_up_tokenization_spaces", "extra_special_tokens", "image_size", "model_max_length"}
+SAVED |= {"model_input_names", "padding_side", "processor_class", "split_special_tokens"}
+SAVED |= {"tokenizer_class", "truncation_side", *OPTIONS_OF_OTHERS}
+# What transformers puts beside them, which says where the tokenizer was loaded from.
+TRACES = {"name_or_path", "is_local", "local_files_only", "_commit_hash", "special_tokens_map_file"}
+TRACES |= {"tokenizer_file", "vocab_file", "files_loaded", "tokenizer_object", "device_map"}
 
 # What rows may have beside their ids and mask, of the same length.
 PADDED_WITH_0 = {"position_ids", "assistant_masks"}
@@ -182,6 +192,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 # Upstream's code formats chats itself and never reads the template of its folder.
                 chat_template = None
         _refuse_options_of_others(kwargs)
+        if kwargs.get("processor_class") is not None:
+            kwargs["processor_class"] = PROCESSOR  # whatever class the file names
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
         # transformers 5 saves this list as `extra_special_tokens`, where 4.57 takes only a dict (of
@@ -224,19 +236,20 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
 
         A tokenizer that came with a processor names that in its file. Saved alone, it brings the
-        processor's code along, or does not name it where that is not at hand.
+        processor's code along, or does not name it where that is not at hand. Settings that it
+        does not have are logged, and not saved.
         """
-        auto_map = self.init_kwargs.get("auto_map") or {}
-        saved = Path(save_directory, PROCESSOR_FILE)
-        is_in_folder = "--" not in str(auto_map.get("AutoProcessor", "--"))
-        if is_in_folder and not saved.exists() and not Path(save_directory).is_file():
-            code = Path(__file__).with_name(PROCESSOR_FILE)
+        given = {key: value for key, value in self.init_kwargs.items() if key not in TRACES}
+        kept = known_part(given, SAVED | self.special_tokens_map.keys(), "tokenizer_config.json")
+        places = own_places(given.get("auto_map"), self._auto_class)
+        saved, code = Path(save_directory, PROCESSOR_FILE), Path(__file__).with_name(PROCESSOR_FILE)
+        if "AutoProcessor" in places and not saved.exists() and not Path(save_directory).is_file():
             if code.exists():
                 saved.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(code, saved)
             else:
-                kept = {name: place for name, place in auto_map.items() if name != "AutoProcessor"}
-                self.init_kwargs["auto_map"] = kept
+                del places["AutoProcessor"]
+        self.init_kwargs = kept | {"auto_map": places}
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     @functools.wraps(PreTrainedTokenizerFast.__call__)  # its signature is read by others
