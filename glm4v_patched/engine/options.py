@@ -44,12 +44,20 @@ PACKAGES = {
     "chat --web": ["gradio", "uvicorn"],
 }
 # What transformers needs to load weights that were saved quantised, by the method in their config.
-PACKAGES |= {
+OF_QUANTISERS = {
+    "aqlm": ["aqlm"],
+    "auto-round": ["auto_round"],
+    "awq": ["gptqmodel"],
     "bitsandbytes": ["bitsandbytes"],
     "compressed-tensors": ["compressed_tensors"],
     "gptq": ["gptqmodel"],
-    "awq": ["gptqmodel"],
+    "hqq": ["hqq"],
+    "quanto": ["optimum"],
+    "quark": ["quark"],
+    "torchao": ["torchao"],
+    "vptq": ["vptq"],
 }
+PACKAGES |= OF_QUANTISERS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,8 +55,15 @@ def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> 
         model: glm-4v, or peft's around it, which then has these adapters beside its own.
         name: peft's, of the adapters; without a dot.
     """
-    from peft import PeftModel, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, __version__, get_peft_model_state_dict
 
+    try:
+        PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # of any kind, for settings that another release wrote
+        raise ValueError(
+            f"{folder / 'adapter_config.json'} cannot be read by peft {__version__}: {error}; "
+            "expected the settings that it writes"
+        ) from error
     with warnings.catch_warnings():
         # peft's own use of transformers; no user can change it.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")

@@ -17,6 +17,25 @@ MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "toke
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
 MODEL_FILES += ["chat_template.jinja", "*.bin", "*.bin.index.json"]
 NOT_OF_MODEL = "training_args.bin"  # the Trainer leaves it beside what it saves
+# What peft's settings may be beside null; it raises errors of any kind for others.
+NAMES, FLAG, NUMBER = (str, list), (bool,), (int, float)
+KINDS: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": NUMBER, "lora_dropout": NUMBER}
+KINDS |= dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode"), FLAG)
+KINDS |= dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), FLAG)
+KINDS |= dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES)
+KINDS |= {"modules_to_save": (list,), "layers_to_transform": (int, list), "bias": (str,)}
+KINDS |= dict.fromkeys(("rank_pattern", "alpha_pattern", "auto_mapping", "eva_config"), (dict,))
+KINDS |= {"task_type": (str,), "revision": (str,), "init_lora_weights": (bool, str)}
+KINDS |= {"corda_config": (dict,), "runtime_config": (dict,), "qalora_group_size": (int,)}
+# By which peft does more than add LoRA to linear layers, in ways that were not tried here.
+NOT_LOADED: tuple[str, ...] = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+    "loftq_config",
+)
+NOT_LOADED += ("target_parameters", "trainable_token_indices")
+REQUIRED = {"r", "lora_alpha"}
 WHOLE_UP_TO = 64 * 2**20  # bytes
 BLOCK, BLOCKS = 64 * 2**10, 64
 
@@ -63,6 +82,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder / ADAPTER_CONFIG}: {found}; expected a finite number, at most "
             f"{LARGEST_NUMBER:.2g}, which is float32's largest"
         )
+    _require_kinds(folder, config)
     read_header(folder / ADAPTER_WEIGHTS)  # it is there, and can be read
     if Path(model).is_dir():
         if revision is not None:
@@ -72,6 +92,30 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             )
         _require_glm4v(Path(model), folder)
     return Base(model, revision or config.get("revision"), folder)
+
+
+def _require_kinds(folder: Path, config: dict) -> None:
+    """Raise ``ValueError`` for a setting of peft that has another type than it may have."""
+    for name, value in config.items():
+        kinds = KINDS.get(name, ())
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        fits = not kinds or (value is None and name not in REQUIRED)
+        if kinds and value is not None:
+            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if name in NOT_LOADED:
+            fits, expected = not value, "null: adapters with it are not supported"
+        elif isinstance(value, list) and fits and kinds:
+            inner = int if int in kinds else str
+            fits, expected = all(type(one) is inner for one in value), f"{inner.__name__} in it"
+        elif name in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
+            fits = all(isinstance(one, NUMBER) and one > 0 for one in value.values())
+            expected = "numbers above 0 in it"
+        elif name == "r" and fits:
+            fits, expected = 0 < value < 2**31, "1 or more"
+        if not fits:
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG}: {name} is {value!r:.60}; expected {expected}"
+            )
 
 
 def _require_glm4v(model: Path, adapters: Path) -> None:

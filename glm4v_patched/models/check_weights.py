@@ -177,7 +177,7 @@ def quantised_by(model: str, revision: str | None = None) -> str | None:
 
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
     found = getattr(config, "quantization_config", None)
-    return found.get("quant_method") if isinstance(found, dict) else None
+    return str(found.get("quant_method")) if isinstance(found, dict) else None
 
 
 def _compare(

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..engine.options import require_packages
+from ..engine.options import OF_QUANTISERS, require_packages
 from ..terminal_text import doing, printable
 from .base import (
     ADAPTER_CONFIG,
@@ -67,6 +67,11 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         if weights is not None:
             raise ValueError(
                 f"--weights {weights}: {base.model} was saved quantised by {method}; leave it out"
+            )
+        if method not in OF_QUANTISERS:
+            raise ValueError(
+                f"{base.model}: config.json: quantization_config has quant_method {method!r:.60}; "
+                f"expected one of {', '.join(OF_QUANTISERS)}, or no quantization_config"
             )
         require_packages(method, f"{base.model}, which was saved quantised by {method},")
     return base

@@ -4,10 +4,11 @@ Fields that every glm-4v checkpoint has at one value are refused at another: a f
 in silence would mean other numbers in silence.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 import transformers
@@ -122,6 +123,65 @@ def refuse_sizes(values: Mapping, largest: Mapping[str, int], place: str) -> Non
             raise ValueError(
                 f"{place}: {name} is {value!r:.60}; expected an integer from 1 to {most:,}"
             )
+
+
+MOST = 2**31 - 1
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    def is_whole(value: Any) -> bool:
+        is_number = isinstance(value, Integral) and type(value) is not bool
+        return is_number and least <= int(value) <= MOST
+
+    return is_whole
+
+
+def _of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
+
+
+def _is_number(key: Any) -> bool:
+    return str(key).isascii() and str(key).isdigit()
+
+
+DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
+# What a setting may be, by its name here, and how an error says it.
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "flag": (_of(bool), "true or false"),
+    "size": (_whole(1), f"a whole number from 1 to {MOST}"),
+    "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
+    "id": (lambda value: value is None or _whole(-MOST)(value), "the number of a token, or null"),
+    "ids": (
+        lambda value: (
+            value is None
+            or _whole(-MOST)(value)
+            or (isinstance(value, (list, tuple)) and all(map(_whole(-MOST), value)))
+        ),
+        "the number of a token, a list of such, or null",
+    ),
+    "text": (_of(str, type(None)), "text or null"),
+    "texts": (
+        lambda value: value is None or (isinstance(value, list) and all(map(_of(str), value))),
+        "a list of texts, or null",
+    ),
+    "object": (_of(Mapping, type(None)), "an object, or null"),
+    "labels": (
+        lambda value: value is None or (isinstance(value, Mapping) and all(map(_is_number, value))),
+        "an object of labels by their numbers, or null",
+    ),
+    "dtype": (
+        lambda value: value is None or str(value).removeprefix("torch.") in DTYPES,
+        f"null or one of {', '.join(DTYPES)}",
+    ),
+    "option": (_of(bool, type(None)), "true, false or null"),
+}
+
+
+def require_kinds(values: Mapping, kinds: Mapping[str, str], place: str) -> None:
+    """Raise ``ValueError`` for a setting of another type than ``kinds`` has for its name."""
+    for name, value in values.items():
+        if name in kinds and not (kind := KINDS[kinds[name]])[0](value):
+            raise ValueError(f"{place}: {name} is {value!r:.60}; expected {kind[1]}")
 
 
 def refuse_nonfinite_generation(values: Mapping, place: str) -> None:
@@ -335,14 +395,39 @@ DEFAULTS = ONLY | {
 }
 # Settings that transformers has for every model, and a glm-4v may have in its file. Others name
 # classes, or are options of generation, which have a file of their own.
-OF_TRANSFORMERS = ("architectures", "auto_map", "chunk_size_feed_forward", "dtype", "id2label")
+OF_TRANSFORMERS: tuple[str, ...] = (
+    "architectures",
+    "auto_map",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+)
 OF_TRANSFORMERS += ("is_encoder_decoder", "label2id", "model_type", "output_attentions")
 OF_TRANSFORMERS += ("output_hidden_states", "problem_type", "quantization_config", "return_dict")
 OF_TRANSFORMERS += ("torch_dtype", "transformers_version")
 SAVED = {*DEFAULTS, "vision_config", "image_token_id", *OF_TRANSFORMERS}
+# The kind of each setting, by its default.
+OF_DEFAULTS = {bool: "flag", int: "size", float: "number", tuple: "ids"}
+SETTINGS = {
+    name: OF_DEFAULTS[type(v)] for name, v in DEFAULTS.items() if v is not None and name not in ONLY
+}
+SETTINGS |= {"rope_ratio": "number", "image_token_id": "id", "bos_token_id": "ids"}
+SETTINGS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
+VISION = {
+    field.name: OF_DEFAULTS.get(type(field.default), "text")
+    for field in fields(EVA2CLIPVisionConfig)
+}
+VISION |= {"scaling_factor": "number"}
+GENERAL = {"architectures": "texts", "auto_map": "object", "chunk_size_feed_forward": "number"}
+GENERAL |= {"id2label": "labels", "label2id": "object", "quantization_config": "object"}
+GENERAL |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
+GENERAL |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "option")
+GENERAL |= dict.fromkeys(("output_hidden_states", "return_dict"), "option")
+GENERAL |= {"problem_type": "text", "transformers_version": "text"}
 # Classes of models, ours and the published ones, that a file may name.
 ARCHITECTURES = {place.rpartition(".")[2] for place in AUTO_MAP.values()}
 ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
+HEADS = "num_key_value_heads"
 # By which transformers' pipelines say what they load a model for.
 PIPELINE_TASK = "_from_pipeline"
 # transformers 4 puts these on every config, with values of its own, and 5 on none.
@@ -378,12 +463,20 @@ class ChatGLMConfig(PretrainedConfig):
     _auto_class = "AutoConfig"
 
     def __init__(self, vision_config=None, image_token_id=None, **kwargs):
+        require_kinds({"vision_config": vision_config}, GENERAL, "config.json")
+        for alias, name in self.attribute_map.items():
+            if alias not in kwargs:
+                continue
+            given = kwargs.pop(alias)
+            if alias == HEADS:  # to_dict writes both names, and callers change this one
+                kwargs[name] = given
+            if kwargs.setdefault(name, given) != given:
+                raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
         refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
+        require_kinds(kwargs, SETTINGS, "config.json")
+        require_kinds(vision_config or {}, VISION, "config.json: vision_config")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
-        refuse_sizes(values, LARGEST_SIZES, "config.json")
-        # transformers puts these over what they are other names of, and makes a name of each label.
-        others = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
-        refuse_sizes(others, LARGEST_SIZES, "config.json")
+        refuse_sizes(kwargs | values, LARGEST_SIZES, "config.json")
         if isinstance(values["eos_token_id"], tuple):
             values["eos_token_id"] = [*values["eos_token_id"]]
         for name, value in values.items():
@@ -434,6 +527,14 @@ class ChatGLMConfig(PretrainedConfig):
         """As transformers'; ``ValueError`` for names by which it would fetch and run code."""
         refuse_fetched_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
+        require_kinds(config_dict, GENERAL, "config.json")
+        for name in config_dict.keys() - SAVED:
+            default = getattr(cls, name, None)
+            if not isinstance(default, (bool, int, str, type(None))):
+                raise ValueError(
+                    f"config.json has {name}, which is a part of the class of configs, and no "
+                    "setting; expected none of that name: take it out"
+                )
         named = config_dict.get("architectures") or ()
         if not ARCHITECTURES.issuperset(named):
             logging.get_logger().warning_once(
@@ -441,7 +542,16 @@ class ChatGLMConfig(PretrainedConfig):
                 f"{', '.join(sorted(ARCHITECTURES))}"
             )
             config_dict = config_dict | {"architectures": None}
-        return super().from_dict(config_dict, **kwargs)
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except (ValueError, ImportError):
+            raise
+        except Exception as error:  # transformers reads settings of other models, of any type
+            odd = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED))
+            raise ValueError(
+                f"config.json cannot be read by transformers {transformers.__version__}: {error}; "
+                f"glm-4v has no {odd:.500}: take out what is wrong"
+            ) from error
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As usual, but for settings that glm-4v does not have: these are logged, and not saved."""
@@ -455,7 +565,7 @@ class ChatGLMConfig(PretrainedConfig):
     def to_dict(self) -> dict:
         """As usual; what is saved has the code beside it, wherever this one's came from."""
         # peft looks here, and not at the attributes.
-        heads = {"num_key_value_heads": self.multi_query_group_num}
+        heads = {HEADS: self.multi_query_group_num}
         values = super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
         values.pop(PIPELINE_TASK, None)
         return values

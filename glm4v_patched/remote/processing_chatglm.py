@@ -109,9 +109,12 @@ class ChatGLMProcessor(ProcessorMixin):
         self.image_processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
-    def to_dict(self) -> dict:
-        """What is saved: the image processor's settings, and where the code is."""
-        values = super().to_dict()
+    def to_dict(self, **options) -> dict:
+        """What is saved: the image processor's settings, and where the code is.
+
+        ``options`` are those of transformers 4.
+        """
+        values = super().to_dict(**options)
         if places := own_places(values.pop("auto_map", None), self._auto_class):
             values["auto_map"] = places
         return values

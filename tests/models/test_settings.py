@@ -1,0 +1,78 @@
+"""A setting of a model or of adapters that has a wrong type is refused by its file and name."""
+
+import json
+import shutil
+
+import pytest
+
+from glm4v_patched.engine.options import OF_QUANTISERS
+from glm4v_patched.models.base import KINDS, NOT_LOADED, base_of_adapters
+from glm4v_patched.models.find import find_source
+from glm4v_patched.patch.config_json import why_not_glm4v
+from glm4v_patched.remote.configuration_chatglm import GENERAL, SAVED, VISION, ChatGLMConfig
+from tests.helpers.tiny import golden_json
+
+VALUES = [None, True, -1, 0, 1.5, float("inf"), 10**30, "", "x", [], [[1]], {}, {"a": {"b": 1}}]
+# Of transformers' class of configs, and of configs of other models.
+OTHERS = ["attribute_map", "sub_configs", "to_dict", "from_dict", "_auto_class", "__class__"]
+OTHERS += ["__dict__", "vision", "keys_to_ignore_at_inference", "num_hidden_layers", "vocab_size"]
+OTHERS += ["rope_parameters", "layer_types", "per_layer_config", "num_labels", "pruned_heads"]
+OTHERS += ["attn_implementation", "_attn_implementation_internal", "tokenizer_class", "model_type"]
+SETTINGS = [*sorted({*SAVED, *GENERAL}), *OTHERS, *(f"vision_config.{name}" for name in VISION)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_config_of_wrong_types_is_read_or_refused_by_the_settings_name(name):
+    for value in VALUES:
+        config = golden_json("config.json")
+        outer, _, inner = name.rpartition(".")
+        (config[outer] if outer else config)[inner] = value
+        try:
+            read = ChatGLMConfig.from_dict(config)
+        except ValueError as error:
+            assert inner in str(error) and len(str(error)) < 1_000
+            continue
+        read.to_diff_dict(), repr(read)
+        if name in ("num_layers", "hidden_size", "vision_config.patch_size", "id2label"):
+            assert value in (None, {}) and name == "id2label"
+
+
+def test_other_names_of_one_setting_agree(tmp_path):
+    config = golden_json("config.json")
+    with pytest.raises(ValueError, match="num_hidden_layers and num_layers, which differ"):
+        ChatGLMConfig.from_dict(config | {"num_hidden_layers": 3})
+    alone = {name: value for name, value in config.items() if name != "num_layers"}
+    assert ChatGLMConfig.from_dict(alone | {"num_hidden_layers": 3}).num_layers == 3
+    assert why_not_glm4v(config | {"vision_config": {}}) is None
+
+
+@pytest.mark.parametrize("name", [*KINDS, *NOT_LOADED, "another"])
+def test_adapters_of_wrong_types_are_refused_by_the_settings_name(files, tmp_path, name):
+    folder = shutil.copytree(files.adapters, tmp_path / "adapters")
+    path = folder / "adapter_config.json"
+    given = json.loads(path.read_text())
+    refused = 0
+    for value in VALUES:
+        path.write_text(json.dumps(given | {name: value}))
+        try:
+            base_of_adapters(folder)
+        except ValueError as error:
+            assert str(path) in str(error) and name in str(error)
+            refused += 1
+    assert refused >= (3 if name != "another" else 1)
+    path.write_text(json.dumps(given))
+    base_of_adapters(folder)
+
+
+METHODS = [*OF_QUANTISERS, "higgs", "evil", None, 1, "", [], {}]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_method_whose_package_is_absent_or_unknown_is_said(files, tmp_path, method, monkeypatch):
+    model = shutil.copytree(files.model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    quantised = {"quantization_config": {"quant_method": method, "bits": 4}}
+    (model / "config.json").write_text(json.dumps(config | quantised))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises((ValueError, RuntimeError), match=r"config.json|needs .*: .*install"):
+        find_source(str(model))
