@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from .serving.guard import LARGEST_AT_ONCE, SECONDS_TO_SEND, HostGuard, Message, Receive, Send
+from .serving.guard import SECONDS_TO_SEND, HostGuard, Message, Receive, Send
 from .serving.limits import MOST_BYTES_OF_TEXT, ApiError, Limits
 
 API = "/gradio_api"
@@ -164,7 +164,7 @@ class PageGuard(HostGuard):
         """Return what gives an upload to gradio, which counts the bytes of each file of it."""
         size, most = (
             headers.get(b"content-length", b""),
-            LARGEST_AT_ONCE * self.limits.max_body_bytes,
+            self.limits.largest_at_once * self.limits.max_body_bytes,
         )
         if not size.isdigit():
             raise ApiError(411, "an upload needs a Content-Length")

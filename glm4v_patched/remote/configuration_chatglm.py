@@ -130,7 +130,7 @@ MOST = 2**31 - 1
 
 def _whole(least: int) -> Callable[[Any], bool]:
     def is_whole(value: Any) -> bool:
-        is_number = isinstance(value, Integral) and type(value) is not bool
+        is_number = isinstance(value, Integral) and value is not True and value is not False
         return is_number and least <= int(value) <= MOST
 
     return is_whole
