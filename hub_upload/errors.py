@@ -4,7 +4,8 @@ import errno
 import os
 import re
 
-from huggingface_hub import constants, get_session, get_token, set_client_factory
+import huggingface_hub
+from huggingface_hub import constants, get_token
 from huggingface_hub import errors as hub_errors
 
 from glm4v_patched.patch.repository import host_of
@@ -19,11 +20,15 @@ AGAIN = "run the same command again: it finds what has arrived and does the rest
 
 def limit_silence() -> None:
     """Let no request wait longer than ``HF_HUB_DOWNLOAD_TIMEOUT``; most of them set no limit."""
-    session = get_session()
+    told = f"huggingface_hub {huggingface_hub.__version__} has no set_client_factory"
+    assert hasattr(huggingface_hub, "set_client_factory"), f"{told}: pip install -U huggingface_hub"
+    session = huggingface_hub.get_session()
     hooks = [hook for hook in session.event_hooks["request"] if hook is not _limit]
     with_limit = {"request": [*hooks, _limit]}
     client = type(session)
-    set_client_factory(lambda: client(event_hooks=with_limit, follow_redirects=True, timeout=None))
+    huggingface_hub.set_client_factory(
+        lambda: client(event_hooks=with_limit, follow_redirects=True, timeout=None)
+    )
 
 
 def _limit(request) -> None:
