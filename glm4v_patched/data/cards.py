@@ -5,6 +5,9 @@ names. Needs no torch.
 """
 
 import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import yaml
@@ -15,8 +18,9 @@ from .messages import as_words
 
 README, STANDALONE = "README.md", ".huggingface.yaml"
 MOST_CHARACTERS = 2**20
-MOST_PATTERNS = 10_000
-FRONT_MATTER = re.compile(r"\s*---[ \t]*[\r\n]+(.*?)[\r\n]+---[ \t]*(?:[\r\n]|\Z)", re.DOTALL)
+MOST_COMPARED = 10_000_000
+"""Files, times the patterns that they are compared with."""
+LINE_END = re.compile(r"\r\n?|\n")
 OF_CONFIG = (
     *("config_name", "data_files", "data_dir", "default", "description", "version", "features"),
     *("drop_labels", "drop_metadata", "sep", "delimiter", "encoding", "columns", "field"),
@@ -32,18 +36,20 @@ SEPARATOR = "[-._ 0-9]"
 
 
 class Subset(NamedTuple):
-    """The files of each split, and the names of classes by columns."""
+    """The files of a split of a subset, and the names of classes by columns."""
 
-    splits: dict[str, list[str]]
+    files: list[str]
     classes: dict[str, list[str]]
 
 
-def read_subset(folder: Folder, name: str | None) -> Subset:
-    """Return a subset of a folder; without a name its default one.
+def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
+    """Return a split of a subset of a folder; without a name that of its default one.
+
+    What a card names for other splits need not be there: it may not have been downloaded.
 
     Raises:
-        ValueError: There is no such subset, or the card cannot be read, or names what is no file
-            of the folder.
+        ValueError: There is no such subset or split, or the card cannot be read, or names what is
+            no file of the folder.
     """
     card = _read_card(folder)
     where, config = _choose_config(folder, card, name)
@@ -58,11 +64,56 @@ def read_subset(folder: Folder, name: str | None) -> Subset:
             raise ValueError(_describe_other(folder, f"{where}: data_dir", config["data_dir"]))
     if config.get("data_files") is None:
         splits = _splits_by_name(files)
+        found = splits[choose_split(folder, splits, split)]
     else:
-        splits = _splits_of_config(folder, files, f"{where}: data_files", config["data_files"])
-    splits = {split: [before + file for file in of] for split, of in splits.items()}
+        where = f"{where}: data_files"
+        patterns = _patterns_of_config(where, config["data_files"])
+        of_split = patterns[choose_split(folder, patterns, split)]
+        found = _files_of_patterns(folder, files, where, of_split)
     chosen = config.get("config_name", name or "default")
-    return Subset(splits, _classes_of_card(card.get("dataset_info"), chosen))
+    return Subset(
+        [before + file for file in found], _classes_of_card(card.get("dataset_info"), chosen)
+    )
+
+
+def choose_split(folder: Folder, splits: Collection[str], split: str | None) -> str:
+    """Return the split of a recipe's set. Raise ``ValueError`` if there is no such split."""
+    split = split or "train"
+    if split not in splits:
+        raise ValueError(
+            f"{folder.path} has the splits {listed([*splits], 20)} and not {split}: name one of "
+            "them (split)"
+        )
+    return split
+
+
+SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+
+
+class _Loader(SafeLoader):
+    """YAML of texts, true and false, null, lists and mappings, whose keys stand once.
+
+    All else is text: a number of YAML 1.1 such as 1:1:1:... takes time that grows with the square
+    of its length. A merge key (``<<``) is a key as others.
+    """
+
+    yaml_implicit_resolvers: Mapping = {}
+    yaml_constructors = {
+        tag: of
+        for tag, of in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "str", "seq", "map")
+    }
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len({*keys}) < len(keys):
+            [(twice, times)] = Counter(keys).most_common(1)
+            told = f"the key {as_words(twice)} stands {times} times"
+            raise yaml.constructor.ConstructorError(problem=told, problem_mark=node.start_mark)
+
+
+for _kind, _words in (("null", r"(?i:~|null|)\Z"), ("bool", r"(?i:true|false)\Z")):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_words), None)
 
 
 def _read_card(folder: Folder) -> dict[str, Any]:
@@ -71,16 +122,20 @@ def _read_card(folder: Folder) -> dict[str, Any]:
     for file in filter(folder.has, (README, STANDALONE)):
         where = f"{folder.path}/{file}"
         text = folder.read_text(file, MOST_CHARACTERS)
-        if file == README:
-            front = FRONT_MATTER.match(text)
-            text = front[1] if front else ""
         try:
-            said = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            said = yaml.load(_front_matter(text) if file == README else text, _Loader)
+        except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
             raise ValueError(f"{where}: its YAML cannot be read: {error}") from None
         if isinstance(said, dict):
             card |= said | ({"where": where} if "configs" in said else {})
     return card
+
+
+def _front_matter(text: str) -> str:
+    """Return what stands between the first two lines of ``---``; nothing, if a text lacks them."""
+    first, *lines = LINE_END.split(text.lstrip())
+    above = [*takewhile(lambda line: line.rstrip() != "---", lines)]
+    return "\n".join(above) if first.rstrip() == "---" and len(above) < len(lines) else ""
 
 
 def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, dict]:
@@ -97,7 +152,9 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
     if name is not None:
         chosen = [of for of in configs if of["config_name"] == name]
     else:
-        default = [of for of in configs if of.get("default") or of["config_name"] == "default"]
+        default = [
+            of for of in configs if of.get("default") is True or of["config_name"] == "default"
+        ]
         chosen = default or configs
     if len(chosen) != 1:
         has = f"the subsets {listed(names, 20)}" if names else "no subsets"
@@ -106,26 +163,37 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
     return f"{where}, {chosen[0]['config_name']}", chosen[0]
 
 
-def _splits_of_config(
-    folder: Folder, files: list[str], where: str, given: Any
-) -> dict[str, list[str]]:
-    splits: dict[str, list[str]] = {}
-    number = 0
+def _patterns_of_config(where: str, given: Any) -> dict[str, list[Any]]:
+    patterns: dict[str, list[Any]] = {}
     for item in given if isinstance(given, list) else [given]:
         entry = {"split": "train", "path": item} if isinstance(item, str) else item
         if not isinstance(entry, dict) or entry.keys() != {"split", "path"}:
             expected = "a path, or a list of paths or of {split: NAME, path: FILES}"
             raise ValueError(f"{where} is {as_words(given)}; expected {expected}")
-        of_split = splits.setdefault(_as_text(entry["split"], f"{where}: split"), [])
-        for pattern in entry["path"] if isinstance(entry["path"], list) else [entry["path"]]:
-            number += 1
-            if number > MOST_PATTERNS:
-                raise ValueError(f"{where} has over {MOST_PATTERNS:,} paths")
-            found = find_matching(files, _as_text(pattern, where))
-            if not found:
-                raise ValueError(_describe_other(folder, where, pattern))
-            of_split += found
-    return {split: [*dict.fromkeys(of)] for split, of in splits.items()}
+        of_split = patterns.setdefault(_as_text(entry["split"], f"{where}: split"), [])
+        of_split += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+    return patterns
+
+
+def _files_of_patterns(
+    folder: Folder, files: list[str], where: str, patterns: list[Any]
+) -> list[str]:
+    known, compared = {*files}, 0
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        found = [pattern] if _as_text(pattern, where) in known else None
+        if found is None:
+            compared += len(files)
+            if compared > MOST_COMPARED:
+                raise ValueError(
+                    f"{where} has {len(patterns):,} paths for {len(files):,} files; expected "
+                    f"{MOST_COMPARED:,} comparisons at most: write fewer patterns"
+                )
+            found = find_matching(files, pattern)
+        if not found:
+            raise ValueError(_describe_other(folder, where, pattern))
+        chosen |= dict.fromkeys(found)
+    return [*chosen]
 
 
 def _as_text(value: Any, where: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 MOST_PARTS = 32
 """Folders of a pattern, for each ``**`` may match in many ways."""
@@ -61,7 +62,7 @@ class Folder:
             raise ValueError(f"{path} is no regular file")
         if (size := os.path.getsize(path)) > most:
             raise ValueError(f"{path} has {size:,} bytes; expected {most:,} at most")
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        return Path(path).read_text(encoding="utf-8-sig", errors="replace")
 
 
 class HubFolder(Folder):
@@ -97,7 +98,10 @@ def hub_cache_of(repository: str) -> str:
 
 
 def _files_below(path: str) -> Iterator[str]:
-    for folder, folders, names in os.walk(path):
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         below = os.path.relpath(folder, path)
         yield from (
@@ -120,7 +124,8 @@ def _real_roots(path: str) -> list[str]:
     snapshots, to which its files are links."""
     real = Path(os.path.realpath(path))
     around = (of.parent for of in (real, *real.parents) if of.name == "snapshots")
-    return [str(real), *(str(of / "blobs") for of in around)]
+    of_hub = (of for of in around if of.name.startswith(("datasets--", "models--")))
+    return [str(real), *(str(of / "blobs") for of in of_hub)]
 
 
 def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ images in them are not decoded.
 import json
 import os
 import shlex
+import struct
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal_text import pip_install
-from .cards import read_subset
+from .cards import choose_split, read_subset
 from .columns import NO_CELL, PICTURE_FILES
 from .folders import Folder, HubFolder
 from .formats import find_format
@@ -44,6 +45,7 @@ MOST_VALUES = 2**24
 """In the lists of a row, or in a column of a small Parquet file."""
 VALUES_A_BYTE, BYTES_A_BYTE = 64, 256
 """More than these of a file's bytes are made by nothing but repetition."""
+OLD_COMPRESSION = b"ARROW:experimental_compression"
 MOST_BYTES_OF_STATE = 2**24
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
@@ -105,7 +107,7 @@ def _saved_files(folder: Folder, source: Source) -> list[str]:
     if not folder.has(state):
         end = f"/{state}"
         splits = [file.removesuffix(end) for file in folder.files if file.endswith(end)]
-        below = _split(folder, source, splits) + "/"
+        below = choose_split(folder, splits, source.split) + "/"
     text = folder.read_text(below + state, MOST_BYTES_OF_STATE)
     where = f"{folder.path}/{below}{state}: _data_files"
     try:
@@ -121,13 +123,12 @@ def _saved_files(folder: Folder, source: Source) -> list[str]:
 
 
 def _open_folder(folder: Folder, source: Source) -> Iterator[Any]:
-    subset = read_subset(folder, source.subset)
-    of_split = subset.splits[_split(folder, source, subset.splits)]
+    of_split, classes = read_subset(folder, source.subset, source.split)
     kind, files = _kind_of_files(of_split)
     described = [file for file in files if os.path.basename(file) in METADATA]
     is_local = not isinstance(folder, HubFolder)
     if is_local and kind in ("imagefolder", "json", "text") and not described:
-        _refuse_pairs(source, [os.path.join(folder.path, file) for file in files])
+        _refuse_pairs(folder, [os.path.join(folder.path, file) for file in files])
     if kind in ("", "text"):
         such = f" (such as {of_split[0]})" if of_split else ""
         raise ValueError(
@@ -147,7 +148,7 @@ def _open_folder(folder: Folder, source: Source) -> Iterator[Any]:
                 "elsewhere"
             )
         return _rows_of_images(folder, files)
-    return _rows_of_tables(kind, folder, files, subset.classes)
+    return _rows_of_tables(kind, folder, files, classes)
 
 
 def _kind_of_files(files: list[str]) -> tuple[str, list[str]]:
@@ -205,10 +206,10 @@ def _with_images(row: dict, folder: Folder, below: str, is_table: bool) -> dict:
     return images | others
 
 
-def _refuse_pairs(source: Source, files: list[str]) -> None:
+def _refuse_pairs(folder: Folder, files: list[str]) -> None:
     """Raise ``ValueError`` for images and texts that belong together by their names, 0.png and
     0.txt: datasets would read those of one kind and leave the others out."""
-    names = {folder: {*os.listdir(folder)} for folder in {*map(os.path.dirname, files)}}
+    names = {where: {*os.listdir(where)} for where in {*map(os.path.dirname, files)}}
     pairs = []
     for file in files:
         there = names[os.path.dirname(file)]
@@ -220,21 +221,22 @@ def _refuse_pairs(source: Source, files: list[str]) -> None:
     if 2 * len(pairs) < len(files) or not pairs:  # a note beside an image or two
         return
     where, image, text = pairs[0]
-    if text.endswith(".json") and (len(files) == 1 or _is_row(Path(where, text))):
+    if text.endswith(".json") and (len(files) == 1 or _is_row(folder, where, text)):
         return
-    folder, kind = shlex.quote(source.path), text.rpartition(".")[2]
+    path, kind = shlex.quote(folder.path), text.rpartition(".")[2]
     answer = {"txt": "txt"}.get(kind, "json.answer")
     raise ValueError(
-        f"{source.path} has {image} and {text}, an image and what is said of it, and datasets "
+        f"{folder.path} has {image} and {text}, an image and what is said of it, and datasets "
         f"reads one of the two; make an archive of WebDataset of them: tar --sort=name -cf "
-        f'{folder}.tar -C {folder} . (data.columns={{question: "...?", answer: {answer}, '
+        f'{path}.tar -C {path} . (data.columns={{question: "...?", answer: {answer}, '
         f"image: {image.rpartition('.')[2]}}})"
     )
 
 
-def _is_row(path: Path) -> bool:
+def _is_row(folder: Folder, where: str, name: str) -> bool:
     """Return whether a JSON file is a row of a known format, which names its images itself."""
-    rows = [row for _, row in read_text(Source(str(path)), kind_of_file(path))]
+    path = folder.local_path(os.path.join(where, name))
+    rows = [row for _, row in read_text(Source(path), kind_of_file(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
 
@@ -313,17 +315,83 @@ def _require_own_data(path: str, metadata: Any) -> int:
 
 
 def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
+    """Rows of Arrow's stream, which a file of Arrow has between its first 8 bytes and an index.
+
+    Raises:
+        ValueError: it makes more of its bytes than data does.
+    """
     import pyarrow
 
     with pyarrow.memory_map(path) as file:
-        is_file = file.read(6) == b"ARROW1"
-        file.seek(0)
-        if is_file:
-            table = pyarrow.ipc.open_file(file)
-            batches = map(table.get_batch, range(table.num_record_batches))
+        begin = 8 if file.read(6) == b"ARROW1" else 0
+        file.seek(begin)
+        _require_own_batches(path, pyarrow.ipc.MessageReader.open_stream(file))
+        file.seek(begin)
+        table = pyarrow.ipc.open_stream(file)
+        yield from _rows_of_batches(path, table.schema, map(_checked, table), classes)
+
+
+def _require_own_batches(path: str, messages: Any) -> None:
+    """Raise ``ValueError`` for messages of Arrow that hold more rows, or in compressed parts more
+    bytes, than the file makes of itself. Arrow unpacks a batch, whatever it says, at once."""
+    size, rows, kept = os.path.getsize(path), 0, 0
+    most_rows = max(MOST_VALUES, VALUES_A_BYTE * size)
+    for message in messages:
+        if message.type not in ("record batch", "dictionary"):
+            continue
+        number, unpacked = _size_of_batch(message)
+        held = kept + unpacked
+        if message.type == "dictionary":  # which stays in memory
+            kept = held
         else:
-            table = batches = pyarrow.ipc.open_stream(file)
-        yield from _rows_of_batches(path, table.schema, map(_checked, batches), classes)
+            rows += number
+        if held > MOST_BYTES:
+            raise ValueError(
+                f"{path} has {size:,} bytes, of which a batch makes {held:,}; expected "
+                f"{MOST_BYTES:,} at most: write it in smaller batches, or without compression"
+            )
+        if rows > most_rows:
+            raise ValueError(
+                f"{path} has {size:,} bytes and {rows:,} rows or more; expected {most_rows:,} at "
+                "most: write the table again, in smaller parts"
+            )
+
+
+def _size_of_batch(message: Any) -> tuple[int, int]:
+    """Return the rows of a batch, and the bytes of those of its buffers that are compressed.
+
+    Of Arrow's header (Message.fbs, in the format of FlatBuffers) pyarrow shows the kind alone, and
+    has seen to it that its offsets lead to its own bytes.
+    """
+    header, body = message.metadata.to_pybytes(), message.body
+    if OLD_COMPRESSION in header:
+        raise ValueError("its batches are compressed as by Arrow 0.17: write the table again")
+
+    def number(of: str, at: int) -> int:
+        return struct.unpack_from(f"<{of}", header, at)[0]
+
+    def place_of(table: int, field: int) -> int:
+        """Return where a field is; 0, if it has its default value."""
+        fields = table - number("i", table)
+        at = 4 + 2 * field
+        offset = number("H", fields + at) if at < number("H", fields) else 0
+        return offset and table + offset
+
+    def follow(at: int) -> int:
+        return at + number("I", at)
+
+    batch = follow(place_of(follow(0), 2))
+    if message.type == "dictionary":
+        batch = follow(place_of(batch, 1))
+    length, buffers = place_of(batch, 0), place_of(batch, 2)
+    rows, unpacked = length and number("q", length), 0
+    if place_of(batch, 3) and buffers:
+        first = follow(buffers) + 4
+        for place in range(first, first + 16 * number("I", first - 4), 16):
+            at, packed = number("q", place), number("q", place + 8)
+            if packed:  # by its first 8 bytes; -1, if it is as it is
+                unpacked += max(struct.unpack_from("<q", body, at)[0], 0)
+    return rows, unpacked
 
 
 def _checked(batch: Any) -> Any:
@@ -439,6 +507,9 @@ def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     names: dict[str, str] = {}
     with tarfile.open(path, "r:") as archive:
         for member in archive:
+            archive.members = []  # else all that were read are held
+            if member.size < 0:  # and the next would be looked for before it, for ever
+                raise ValueError(f"{path}: {member.name} has {member.size:,} bytes; expected 0 up")
             if member.issparse() or member.name.lower().endswith(COMPRESSED):
                 raise ValueError(
                     f"{path}: {member.name} is sparse or compressed; expected files that are as "
@@ -474,17 +545,6 @@ def _decoded(place: str, kind: str, content: bytes) -> Any:
 
 
 READERS = {"parquet": _rows_of_parquet, "arrow": _rows_of_arrow, "webdataset": _rows_of_archive}
-
-
-def _split(folder: Folder, source: Source, splits: Any) -> str:
-    """That of the set's name."""
-    split = source.split or "train"
-    if split not in splits:
-        raise ValueError(
-            f"{folder.path} has the splits {', '.join(splits)} and not {split}: name one of them "
-            "(split)"
-        )
-    return split
 
 
 def _without_nulls(value: Any) -> Any:

@@ -41,6 +41,8 @@ UNICODE = ("UTF-16 or UTF-32", "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8")
 MOST_DIGITS = 300  # Python itself neither reads nor writes more than 4,300
 MOST_CHARACTERS = 2**27
 """Of a row, which is held in memory several times."""
+MOST_UNPACKED, BYTES_A_BYTE = 2**30, 256
+"""Bytes of a compressed file, or as often its own: repetition alone makes more."""
 TOO_LONG = (
     f"has {MOST_CHARACTERS:,} characters or more: make files of its pictures, or close its quotes"
 )
@@ -140,12 +142,39 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
     kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
     if kind is not None:
         stream.close()
+        stream = io.BufferedReader(_Unpacked(path, kind), CHARACTERS_AT_ONCE)
+    return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of a compressed file, of which no more are read than data makes."""
+
+    def __init__(self, path: Path, kind: str):
         try:
             import pyarrow  # late, for it is needed here alone
         except ImportError as error:
             raise ValueError(f"{path} is read by pyarrow: {pip_install('pyarrow')}") from error
-        stream = pyarrow.input_stream(str(path), compression=kind)
-    return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=newline)
+        self.path, self.size, self.unpacked = path, path.stat().st_size, 0
+        self.most = max(MOST_UNPACKED, BYTES_A_BYTE * self.size)
+        self.stream = pyarrow.input_stream(str(path), compression=kind)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.stream.read(len(buffer))
+        self.unpacked += len(content)
+        if self.unpacked > self.most:
+            raise ValueError(
+                f"{self.path} has {self.size:,} bytes, and makes over {self.most:,} of them; "
+                "expected what data makes: unpack it yourself, if it is meant"
+            )
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
 
 
 def _is_around_rows(text: str) -> bool:

@@ -2,8 +2,11 @@
 or in a data set of the Hub, each form that leads elsewhere is refused before anything is opened."""
 
 import json
+import os
 import shutil
 import sys
+import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from glm4v_patched.data import tables
+from glm4v_patched.data import cards, tables, text_rows
 from glm4v_patched.data.folders import find_matching
 from glm4v_patched.data.rows import Fault, Row, read_conversations, read_rows, split_rows
 from glm4v_patched.data.source import Source
@@ -159,6 +162,10 @@ def test_a_name_of_what_is_not_inside_is_refused_wherever_it_stands(
             continue  # the folder itself, by join or strip: see below
         PLACES[place](folder, name)
         watched.clear()
+        if "not read" in place:  # nor is it looked at, for it may not have been downloaded
+            assert [row.messages for row in read(folder)] == [turns("inside")]
+            require_nothing_left(watched, tmp_path, folder)
+            continue
         with pytest.raises(ValueError) as refused:
             raise AssertionError(read(folder))
         told = str(refused.value)
@@ -167,6 +174,86 @@ def test_a_name_of_what_is_not_inside_is_refused_wherever_it_stands(
         assert f"{folder}/{file}: " in told and place.partition(",")[0].split()[0] in told, told
         assert "no file inside of" in told, (form, told)
         require_nothing_left(watched, tmp_path, folder)
+
+
+def test_a_card_may_name_splits_that_were_not_downloaded(folder):
+    patterns = [
+        {"split": "test", "path": "data/test-*"},
+        {"split": "train", "path": "./data/a.*"},
+        {"split": "[odd]", "path": "data/[b].jsonl"},
+    ]
+    readme(folder, of_config(data_files=patterns))
+    write_rows(folder / "data" / "[b].jsonl", turns("odd"))
+    assert [row.messages for row in read(folder)] == [turns("inside")]
+    assert [row.messages for row in read(folder, split="[odd]")] == [turns("odd")]
+    with pytest.raises(ValueError, match='data_files names "data/test-.*", which is no file'):
+        read(folder, split="test")
+    with pytest.raises(ValueError, match="has the splits test, train, .odd. and not dev: name one"):
+        read(folder, split="dev")
+
+
+CARDS = {
+    "no end": ("---\n" + "\n" * 2**19, None),
+    "carriage returns": ("---\r" * 2**16, None),
+    "numbers of base 60": ("---\nx: 1" + ":1" * 2**18 + "\n---\n", None),
+    "an explicit number": ("---\nx: !!int 1:1\n---\n", "could not determine a constructor"),
+    "nested": ("---\nx: " + "[" * 2**18 + "\n---\n", "nest|recursion"),
+    "one key twice": (
+        "---\nconfigs:\n- config_name: a\n  data_files: a.jsonl\n  data_files: b.jsonl\n---\n",
+        'the key "data_files" stands 2 times',
+    ),
+    "a merge key": (
+        "---\nconfigs:\n- &a {config_name: a}\n- {config_name: b, default: true, <<: *a}\n---\n",
+        'the key "<<" is not read',
+    ),
+    "an unknown key": (
+        "---\nconfigs: [{config_name: a, data_files: data/a.jsonl, filters: x}]\n---\n",
+        'configs, a: the key "filters" is not read; take it out',
+    ),
+    "no boolean": ("---\nx: !!bool 7\n---\n", "YAML cannot be read"),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_card_of_any_form_is_read_or_refused_at_once(folder, card):
+    text, told = CARDS[card]
+    (folder / "README.md").write_text(text, newline="")
+    if told is None:
+        assert [row.messages for row in read(folder)] == [turns("inside")]
+    else:
+        with pytest.raises(ValueError, match=f"README.md.*(?s:.*)(?:{told})"):
+            read(folder)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_card_of_any_editor_chooses_the_files(folder, end):
+    write_rows(folder / "data" / "b.jsonl", turns("chosen"))
+    text = f"---\n{of_config(data_files='data/b.jsonl')}---\n# Cards\n"
+    (folder / "README.md").write_text(text, encoding="utf-8-sig", newline=end)
+    assert [row.messages for row in read(folder)] == [turns("chosen")]
+
+
+def test_patterns_times_files_are_limited_and_names_are_not(folder, monkeypatch):
+    monkeypatch.setattr(cards, "MOST_COMPARED", 10)
+    readme(folder, of_config(data_files=["data/a.jsonl"] * 100))
+    assert len(read(folder)) == 1
+    readme(folder, of_config(data_files=["data/*.jsonl"] * 6))
+    with pytest.raises(ValueError, match="has 6 paths for 3 files; expected 10 comparisons"):
+        read(folder)
+
+
+def test_folders_that_may_not_be_read_are_not_left_out(folder, monkeypatch):
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("data"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    write_rows(folder / "b.jsonl", turns("other"))
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises((ValueError, OSError), match="Permission denied.*data"):
+        read(folder)
 
 
 def test_the_same_names_are_refused_of_the_hub(folder, tmp_path, monkeypatch, watched):
@@ -215,6 +302,29 @@ def test_a_link_that_leaves_is_refused_and_one_that_stays_is_read(folder, tmp_pa
         (folder / name).unlink()
         (folder / name).symlink_to("a.jsonl")
         assert len(read(folder)) == 2
+
+
+def test_blobs_beside_a_folder_of_snapshots_are_not_those_of_the_hub(tmp_path):
+    folder = tmp_path / "snapshots" / "set"
+    (tmp_path / "blobs").mkdir()
+    folder.mkdir(parents=True)
+    blob = write_rows(tmp_path / "blobs" / "a", turns(SECRET))
+    (folder / "a.jsonl").symlink_to(blob)
+    with pytest.raises(ValueError, match="a.jsonl is a link to .*blobs/a, outside of the folder"):
+        read(folder)
+
+
+def test_rows_beside_images_are_not_looked_at_through_a_link(folder, tmp_path, watched):
+    """Whether a JSON file beside an image is a row shows in it alone."""
+    shutil.rmtree(folder / "data")
+    for name in ("0.png", "1.png"):
+        (folder / name).write_bytes(png())
+    (tmp_path / "private.json").write_text(json.dumps({"messages": turns(SECRET)}))
+    (folder / "0.json").symlink_to(tmp_path / "private.json")
+    watched.clear()
+    with pytest.raises(ValueError, match="0.json is a link to .*outside of the folder"):
+        read(folder, columns={"question": "q?", "answer": "label", "image": "image"})
+    require_nothing_left(watched, tmp_path, folder)
 
 
 def test_linked_folders_and_their_files_are_none_of_the_set(folder, tmp_path):
@@ -434,3 +544,106 @@ def test_names_of_files_are_matched_quickly():
     assert find_matching([name], "**/a/" * 15 + "b") == []
     assert find_matching([name], "**/" * 1000 + "a") == []
     assert find_matching([name], "*a" * 5000 + "b") == []
+
+
+ARROW = {
+    "text": (lambda: pa.array(["x" * 2**23]), 8_388_6),
+    "texts of a dictionary": (lambda: pa.array(["x" * 2**23]).dictionary_encode(), 8_388_6),
+    "numbers": (lambda: pa.array(np.zeros(2**20, "int64")), 8_388_6),
+    "rows of nothing": (lambda: pa.nulls(2**23), None),
+}
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("name", ARROW)
+def test_a_small_file_of_arrow_is_not_unpacked_to_a_large_one(
+    tmp_path, monkeypatch, name, codec, kind
+):
+    """The limits are a 256th of what they are."""
+    for limit in ("MOST_BYTES", "MOST_VALUES"):
+        monkeypatch.setattr(tables, limit, getattr(tables, limit) // 256)
+    make, unpacked = ARROW[name]
+    path, table = tmp_path / "a.arrow", pa.table({"q": make()})
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    opened = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
+    with opened(path, table.schema, options=options) as file:
+        file.write_table(table)
+    told = f"has {path.stat().st_size:,} bytes"
+    told += " and 8,388,608 rows or more; expected " if unpacked is None else ", of which a batch "
+    told += "" if unpacked is None else r"makes 8,388,\d\d\d; expected 4,194,304 at most: write it"
+    of_default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(of_default)
+    pa.set_memory_pool(pool)
+    try:
+        with pytest.raises(ValueError, match=told):
+            raise AssertionError([*read_table(Source(str(path)))])
+    finally:
+        pa.set_memory_pool(of_default)
+    assert pool.max_memory() < 2**20
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+@pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
+def test_batches_of_arrow_are_read_whatever_packs_them(tmp_path, codec, kind):
+    number = 2500
+    texts = [f"text {row % 7}" for row in range(number)]
+    values = {"q": texts, "of": pa.array(texts).dictionary_encode(), "none": pa.nulls(number)}
+    table = pa.table(values | {"lists": [[row, None] for row in range(number)]})
+    options = pa.ipc.IpcWriteOptions(compression=codec)
+    opened = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
+    with opened(tmp_path / "a.arrow", table.schema, options=options) as file:
+        file.write_table(table, max_chunksize=1000)
+    rows = [row for _, row in read_table(Source(str(tmp_path / "a.arrow")))]
+    assert [row["q"] for row in rows] == [row["of"] for row in rows] == texts
+    assert rows[-1]["lists"] == [number - 1, None]
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("bz2", "bz2"), ("zstd", "zst")])
+def test_a_compressed_text_is_not_unpacked_without_end(tmp_path, monkeypatch, kind, suffix):
+    monkeypatch.setattr(text_rows, "MOST_UNPACKED", 2**16)
+    row = json.dumps({"messages": turns("inside")}) + "\n"
+    path = tmp_path / f"a.jsonl.{suffix}"
+    for blank in ("\n", " "):
+        with pa.output_stream(str(path), compression=kind) as file:
+            file.write((row + blank * 2**20).encode())
+        size = path.stat().st_size
+        told = rf"\.{suffix} has {size:,} bytes, and makes over {max(2**16, 256 * size):,} of them"
+        with pytest.raises(ValueError, match=told):
+            read(path)
+    with pa.output_stream(str(path), compression=kind) as file:
+        file.write(row.encode() * 300)
+    assert len(read(path)) == 300
+
+
+BEFORE_ITSELF = {
+    "of a header": lambda member: setattr(member, "size", -512),
+    "of pax": lambda member: member.pax_headers.update(size="-1536"),
+}
+
+
+@pytest.mark.parametrize("place", BEFORE_ITSELF)
+def test_a_member_of_an_archive_does_not_lead_back_to_itself(tmp_path, place):
+    member = tarfile.TarInfo("a")  # without a suffix it is of no row
+    BEFORE_ITSELF[place](member)
+    of_text = tarfile.TarInfo("first.txt")
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(of_text)
+    end = (tmp_path / "a.tar").read_bytes()[: tarfile.BLOCKSIZE]
+    is_pax = place == "of pax"
+    header = member.tobuf(tarfile.PAX_FORMAT if is_pax else tarfile.GNU_FORMAT)
+    (tmp_path / "a.tar").write_bytes(end + header + bytes(2 * tarfile.BLOCKSIZE))
+    with pytest.raises(ValueError, match=r"a\.tar: a has -\d.* bytes; expected 0"):
+        read(tmp_path / "a.tar", columns={"question": "q?", "answer": "txt"})
+
+
+def test_what_was_read_of_an_archive_is_not_held(tmp_path):
+    header = tarfile.TarInfo("a").tobuf()
+    (tmp_path / "a.tar").write_bytes(header * 2000 + bytes(2 * tarfile.BLOCKSIZE))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="0 conversations"):
+            read(tmp_path / "a.tar", columns={"question": "q?", "answer": "txt"})
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
