@@ -10,7 +10,7 @@ from ..terminal_text import listed
 from .columns import OF_TOOLS, Columns, is_empty
 from .columns import named_columns as of_columns
 from .messages import pictures_of, quoted, text_of
-from .pictures import IMAGE_NAMES, image_kind, is_image_file
+from .pictures import IMAGE_NAMES, PictureFiles, image_kind, is_image_file
 from .source import Source
 from .suggestion import as_image, line_of
 
@@ -88,7 +88,7 @@ _ALONE = {kind: re.compile(rf"(?:\s|{tag})+", re.IGNORECASE) for kind, tag in TA
 
 
 def require_nothing_left_out(
-    row: dict, messages: list[dict], shown: Sequence[Any], source: Source, folder: str
+    row: dict, messages: list[dict], shown: Sequence[Any], source: Source, files: PictureFiles
 ) -> None:
     """Raise ``ValueError`` if a row has what the sample made of it lacks.
 
@@ -96,16 +96,16 @@ def require_nothing_left_out(
         row: As it stands in the file.
         messages: Of :func:`messages.check_messages`.
         shown: The images of the row as they stand there.
-        folder: What paths of images are relative to.
+        files: Those that rows of the set may name.
     """
     for number, message in enumerate(messages, start=1):
         if fault := _fault_of_words(text_of(message), message["role"], row):
             raise ValueError(f"message {number} of {len(messages)}: {fault}")
     paths = pictures_of(messages)
-    _require_no_files(messages, folder, {os.path.normpath(path) for path in paths})
+    _require_no_files(messages, files, {os.path.normpath(path) for path in paths})
     _require_media(row, source, bool(paths))
     if source.columns:
-        lost = [*_lost(row, source, paths, shown, folder)]
+        lost = [*_lost(row, source, paths, shown, files)]
         if lost:
             raise ValueError(_describe_lost(lost, source.columns, bool(paths)))
 
@@ -136,7 +136,7 @@ def _tag_in_place(kind: str, text: str, role: str) -> re.Match | None:
     return _AT_AN_END[kind].search(text) if role == "user" else _ALONE[kind].fullmatch(text)
 
 
-def _require_no_files(messages: list[dict], folder: str, shown: set[str]) -> None:
+def _require_no_files(messages: list[dict], files: PictureFiles, shown: set[str]) -> None:
     """Raise ``ValueError`` if a question names the file of an image that is not shown: as Markdown
     and HTML do, or where none is shown as the end of a line."""
     for text in (text_of(message) for message in messages if message["role"] == "user"):
@@ -145,7 +145,7 @@ def _require_no_files(messages: list[dict], folder: str, shown: set[str]) -> Non
         names = [of for of in ends if image_kind(of) == "path" and not shown]
         names += [found[1] or found[2] for found in IN_WORDS.finditer(text)]
         for name in names[:MOST_NAMES]:
-            if _files_of(name, folder) - shown:
+            if _files_of(name, files) - shown:
                 raise ValueError(
                     f"{quoted(name)} in the words is the file of an image, and the sample would "
                     'not have it: write <image> there, and the path under "image" of the row'
@@ -178,7 +178,7 @@ Lost = tuple[str, Any]
 
 
 def _lost(
-    row: dict, source: Source, paths: list[str], shown: Sequence[Any], folder: str
+    row: dict, source: Source, paths: list[str], shown: Sequence[Any], files: PictureFiles
 ) -> Iterator[Lost]:
     """Yield the columns with images that are not shown."""
     columns = source.columns or {}
@@ -201,7 +201,7 @@ def _lost(
         kind = image_kind(value)
         is_words = kind == "path" and isinstance(value, str) and " " in value.strip()
         if kind not in ORDER[0] and (paths or kind is None or is_words):
-            kind = "path" if not embedded and _files_of(value, folder) - {*paths} else None
+            kind = "path" if not embedded and _files_of(value, files) - {*paths} else None
         if kind or not paths and _is_called_image(name, value):
             yield name, kind
 
@@ -218,15 +218,15 @@ def _is_called_image(name: str, value: Any) -> bool:
     return bool(inside or IMAGE_NAMES.fullmatch(last))
 
 
-def _files_of(value: Any, folder: str) -> set[str]:
+def _files_of(value: Any, files: PictureFiles) -> set[str]:
     """Return the files that are named by a value, and begin as images do."""
     found = set()
     for name in (value if isinstance(value, list) else [value])[:MOST_NAMES]:
         name = name.get("path") if isinstance(name, dict) else name
         # A name with blanks and without an image's ending is looked for nowhere: most are texts.
         if isinstance(name, str) and (image_kind(name) == "path" or " " not in name[:LONGEST_NAME]):
-            path = os.path.normpath(os.path.join(folder, name))
-            if len(name) < LONGEST_NAME and is_image_file(path):
+            path = os.path.normpath(os.path.join(files.folder, name))
+            if len(name) < LONGEST_NAME and files.may_name(path) and is_image_file(path):
                 found.add(path)
     return found
 

@@ -135,12 +135,16 @@ class PictureFiles:
         path = os.path.normpath(os.path.join(self.folder, picture))
         if "\\" in picture:
             self._refuse_backslashes(picture, path)
-        if self.within is not None and not is_within(path, self.within):
+        if not self.may_name(path):
             raise ValueError(
                 f"image is {as_words(picture)}, outside of {self.within}; expected an image in the "
                 "table, or a path in data.image_folder: a data set of the Hub names no other files"
             )
         return path
+
+    def may_name(self, path: str) -> bool:
+        """Return whether rows may name a file, which need not exist."""
+        return self.within is None or is_within(path, self.within)
 
     def _refuse_backslashes(self, picture: str, path: str) -> None:
         """Raise ``ValueError`` if there is no such file, and one by the name with slashes."""

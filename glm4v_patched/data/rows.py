@@ -169,7 +169,7 @@ def read_rows(
             messages, shown = reader(row)
             row = {key: value for key, value in row.items() if value is not NO_CELL}
             checked = check_messages(messages, pictures.path_of, to_learn, shown)
-            require_nothing_left_out(row, checked, shown or [], source, pictures.folder)
+            require_nothing_left_out(row, checked, shown or [], source, pictures)
             return Row(line, checked)
         except ValueError as error:
             return Fault(line, sys.intern(str(error)))  # of many rows, often the same

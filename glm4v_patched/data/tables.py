@@ -507,7 +507,7 @@ def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[di
     names: dict[str, str] = {}
     with tarfile.open(path, "r:") as archive:
         for member in archive:
-            archive.members = []  # else all that were read are held
+            archive.members = []  # type: ignore[attr-defined]  # else it holds all of them
             if member.size < 0:  # and the next would be looked for before it, for ever
                 raise ValueError(f"{path}: {member.name} has {member.size:,} bytes; expected 0 up")
             if member.issparse() or member.name.lower().endswith(COMPRESSED):
