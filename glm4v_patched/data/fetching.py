@@ -72,8 +72,10 @@ def _ask(url: str, most: int, end: float) -> tuple[bytes, str | None]:
     headers = {"User-Agent": "glm4v-patched", "Connection": "close"}
     target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
     target += f"?{quote(parts.query, safe='/%:@!$&()*+,;=~?[]')}" if parts.query else ""
-    with closing(kind(parts.hostname, port, timeout=SECONDS_TO_ANSWER)) as connection:
-        watch = threading.Timer(max(end - time.monotonic(), 0), connection.cut_off)
+    left = max(end - time.monotonic(), 0)
+    timeout = min(left, SECONDS_TO_ANSWER) or 1e-3  # 0 is to wait for nothing
+    with closing(kind(parts.hostname, port, timeout=timeout)) as connection:
+        watch = threading.Timer(left, connection.cut_off)
         watch.daemon = True
         watch.start()
         try:

@@ -185,6 +185,24 @@ def test_a_slow_handshake_ends_in_time(host):
         fetch(url.replace("http", "https"), seconds=0.4)
 
 
+def test_connecting_ends_in_time(monkeypatch):
+    """Whoever names addresses that do not answer can name any number of them."""
+    waited = []
+
+    def be_silent(address, timeout):
+        waited.append(timeout)
+        time.sleep(timeout)
+        raise TimeoutError("timed out")
+
+    found = [(2, 1, 6, "", ("93.184.216.34", 80))] * 50
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: found)
+    monkeypatch.setattr(socket, "create_connection", be_silent)
+    monkeypatch.setattr(fetching, "SECONDS_TO_ANSWER", 3)
+    with pytest.raises(ValueError, match=r"it took over 0\.2 s"):
+        fetch("http://host/a.png", seconds=0.2)
+    assert sum(waited) < 1
+
+
 def test_more_than_is_taken_is_refused_whatever_is_announced(host):
     url, handlers = host
     for head, body, told in (
