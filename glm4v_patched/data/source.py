@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -33,6 +34,10 @@ COLUMNS_OF_LLAMA_FACTORY = {
     "messages": "turns",
     "system": "system",
     "images": "image",
+}
+OF_LLAMA_FACTORY = {
+    *("file_name", "formatting", "ranking", "columns", "tags", "num_samples"),
+    *("split", "hf_hub_url", "ms_hub_url", "om_hub_url"),
 }
 SAVED = ("state.json", "dataset_dict.json")
 """What ``save_to_disk`` of ``datasets`` writes: of a single set, or of several splits."""
@@ -197,27 +202,59 @@ def of_llama_factory(source: Source) -> Source:
     """
     path, folder = os.path.join(source.path, LLAMA_FACTORY), Folder(source.path)
     try:
-        sets = json.loads(folder.read_text(LLAMA_FACTORY, MOST_BYTES_OF_INFO))
+        text = folder.read_text(LLAMA_FACTORY, MOST_BYTES_OF_INFO)
+        sets = json.loads(text, object_pairs_hook=_without_doubles)
+        if not isinstance(sets, dict):
+            raise ValueError(f"is {as_words(sets)}; expected {{NAME: {{file_name: FILE}}}}")
         name = source.subset or (next(iter(sets)) if len(sets) == 1 else None)
         if name not in sets:
             raise ValueError(f"has the sets {listed([*sets], 20)}: name one of them (subset)")
         entry = sets[name]
-        if entry.get("ranking"):
-            raise ValueError(f"{name} is of preferences, which TRL trains on")
+        _require_readable(str(name), entry)
         columns = source.columns or _columns_of_llama_factory(entry)
+        if columns and (fault := fault_of_columns(columns)):
+            raise ValueError(f"{name}: columns {fault}")
         most = min(filter(None, (source.max_samples, entry.get("num_samples"))), default=None)
         source = replace(source, subset=None, columns=columns, max_samples=most)
-        if "file_name" not in entry:
-            raise ValueError(
-                f"{name} is on the Hub: {entry['hf_hub_url']!r}; a set may name its own files "
-                "only: name it in the recipe itself (path, split, subset, columns)"
-            )
         file_name = _file_of(folder, entry["file_name"])
         return replace(source, path=file_name, image_folder=source.image_folder or source.path)
-    except KeyError as error:
-        raise ValueError(f"{path}: {name} has no {error}, from which its rows are read") from None
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except RecursionError:
+        raise ValueError(f"{path}: objects or lists are nested too deeply") from None
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(values := dict(pairs)) < len(pairs):
+        [(twice, times)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {as_words(twice)} stands {times} times in one object")
+    return values
+
+
+def _require_readable(name: str, entry: Any) -> None:
+    """Raise ``ValueError`` for a set of LLaMA-Factory's with fields that are not read."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is {as_words(entry)}; expected {{file_name: FILE}}")
+    if entry.get("file_name") is None and not entry.get("ranking"):
+        has = listed([f"{key}: {as_words(of)}" for key, of in entry.items()])
+        raise ValueError(
+            f"{name} has no file_name ({has}); a set may name its own files only: one that is on "
+            "the Hub is named in the recipe itself (path, split, subset, columns)"
+        )
+    if others := [key for key in entry if key not in OF_LLAMA_FACTORY]:
+        raise ValueError(f"{name}: the key {as_words(others[0])} is not read; take it out")
+    if entry.get("ranking"):
+        raise ValueError(f"{name} is of preferences, which TRL trains on")
+    for key, is_right, expected in (
+        ("file_name", lambda of: isinstance(of, str), "text"),
+        ("formatting", lambda of: of in ("alpaca", "sharegpt"), "alpaca or sharegpt"),
+        ("columns", lambda of: isinstance(of, dict), "an object"),
+        ("tags", lambda of: isinstance(of, dict), "an object"),
+        ("split", lambda of: of == "train", "train"),
+        ("num_samples", *EXPECTED["max_samples"]),
+    ):
+        if entry.get(key) is not None and not is_right(entry[key]):
+            raise ValueError(f"{name}: {key} is {as_words(entry[key])}; expected {expected}")
 
 
 def _file_of(folder: Folder, name: str) -> str:
@@ -236,6 +273,7 @@ def _columns_of_llama_factory(entry: dict) -> dict[str, Any] | None:
     names = entry.get("columns")
     if not names:
         return None
+    names = {name: of for name, of in names.items() if of is not None}
     if others := [name for name in names if name not in COLUMNS_OF_LLAMA_FACTORY]:
         raise ValueError(f"the column {listed(others)} is not read")
     columns = {COLUMNS_OF_LLAMA_FACTORY[name]: column for name, column in names.items()}
@@ -243,7 +281,7 @@ def _columns_of_llama_factory(entry: dict) -> dict[str, Any] | None:
         tags = entry.get("tags", {})
         keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
         if keys not in (("from", "value"), ("role", "content")):
-            raise ValueError(f"turns with the keys {' and '.join(keys)} are not read")
+            raise ValueError(f"turns with the keys {listed(keys)} are not read")
         return {"turns": "conversations"} | columns
     more = columns.pop("more", None)
     asked = columns.get("question", "instruction")

@@ -194,16 +194,18 @@ def _with_images(row: dict, folder: Folder, below: str, is_table: bool) -> dict:
     def path_of(name: Any) -> Any:
         return folder.local_path(os.path.join(below, name)) if isinstance(name, str) else name
 
-    images, others = {}, {}
+    made: dict[str, Any] = {}
     for key, value in row.items():
+        name = key
         if key == "file_name" or is_table and key.endswith("_file_name"):
-            images[key.removesuffix("file_name").removesuffix("_") or "image"] = path_of(value)
+            name, value = key.removesuffix("file_name").removesuffix("_") or "image", path_of(value)
         elif is_table and (key == "file_names" or key.endswith("_file_names")):
             name = key.removesuffix("file_names").removesuffix("_") or "images"
-            images[name] = [path_of(of) for of in value or ()]
-        else:
-            others[key] = value
-    return images | others
+            value = [path_of(of) for of in value or ()]
+        if name in made:
+            raise ValueError(f"several columns are for {name}, such as {key}: give one of them")
+        made[name] = value
+    return made
 
 
 def _refuse_pairs(folder: Folder, files: list[str]) -> None:

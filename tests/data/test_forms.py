@@ -291,10 +291,29 @@ def test_sets_of_llama_factory_are_read_or_refused(tmp_path):
     for info, named in (
         ({"a": {}, "b": {}}, "a, b: name one"),
         ({"a": {"ranking": True}}, "TRL"),
-        ({"a": {"script_url": "x"}}, "hf_hub_url"),
+        (
+            {"a": {"hf_hub_url": "x/y", "subset": "z"}},
+            r'no file_name \(hf_hub_url: "x/y", .*Hub is',
+        ),
         ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, "videos"),
-        (5, "dataset_info.json: "),
+        (5, "dataset_info.json: is 5; expected"),
+        ({"a": 5}, "a is 5; expected"),
+        ({"a": only | {"folder": "x"}}, 'the key "folder" is not read'),
+        ({"a": only | {"file_name": ["x.json"]}}, "file_name is a list; expected text"),
+        ({"a": only | {"formatting": "odd"}}, 'formatting is "odd"; expected alpaca or'),
+        ({"a": only | {"split": "test"}}, 'split is "test"; expected train'),
+        ({"a": only | {"num_samples": -1}}, "num_samples is -1; expected a whole number"),
+        ({"a": only | {"columns": {"prompt": 5}}}, "columns question is 5; expected"),
+        ({"a": only | {"columns": {"images": {}}}}, "columns image is an empty object"),
+        ({"a": only | {"formatting": "sharegpt", "tags": ["x"]}}, "tags is a list"),
     ):
         (tmp_path / "dataset_info.json").write_text(json.dumps(info))
         with pytest.raises(ValueError, match=named):
+            [*read_rows(Source(str(tmp_path)))]
+    for text, named in (
+        ('{"a": {"file_name": "y"}, "a": {"file_name": "x.json"}}', 'key "a" stands 2 times'),
+        ('{"a":' * 100_000, "nested too deeply"),
+    ):
+        (tmp_path / "dataset_info.json").write_text(text)
+        with pytest.raises(ValueError, match=f"dataset_info.json: .*{named}"):
             [*read_rows(Source(str(tmp_path)))]

@@ -364,6 +364,16 @@ def test_metadata_of_images_name_images_of_the_folder(tmp_path, suffix):
     assert found[7].pictures == [str(folder / "http:/127.0.0.1:9/a.png")]
 
 
+def test_metadata_give_an_image_by_one_column(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(png())
+    rows = [{"file_name": "a.png", "text": "red"}, {"file_name": "a.png", "image": "b.png"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    first, second = read(tmp_path, columns={"question": "?", "answer": "text", "image": "image"})
+    assert first.pictures == [str(tmp_path / "a.png")]
+    assert "metadata.jsonl: several columns are for image, such as image: give" in second.text
+
+
 def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, watched):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
     images = tmp_path / "images"
