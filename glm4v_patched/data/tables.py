@@ -8,7 +8,6 @@ images in them are not decoded.
 import json
 import os
 import shlex
-import struct
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal_text import pip_install
+from .arrow_sizes import BatchSize, batch_sizes
 from .cards import choose_split, read_subset
 from .columns import NO_CELL, PICTURE_FILES
 from .folders import Folder, HubFolder
@@ -45,7 +45,6 @@ MOST_VALUES = 2**24
 """In the lists of a row, or in a column of a small Parquet file."""
 VALUES_A_BYTE, BYTES_A_BYTE = 64, 256
 """More than these of a file's bytes are made by nothing but repetition."""
-OLD_COMPRESSION = b"ARROW:experimental_compression"
 MOST_BYTES_OF_STATE = 2**24
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
@@ -317,7 +316,7 @@ def _require_own_data(path: str, metadata: Any) -> int:
 
 
 def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
-    """Rows of Arrow's stream, which a file of Arrow has between its first 8 bytes and an index.
+    """Rows of Arrow.
 
     Raises:
         ValueError: it makes more of its bytes than data does.
@@ -325,25 +324,25 @@ def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict
     import pyarrow
 
     with pyarrow.memory_map(path) as file:
-        begin = 8 if file.read(6) == b"ARROW1" else 0
-        file.seek(begin)
-        _require_own_batches(path, pyarrow.ipc.MessageReader.open_stream(file))
-        file.seek(begin)
-        table = pyarrow.ipc.open_stream(file)
-        yield from _rows_of_batches(path, table.schema, map(_checked, table), classes)
+        is_file = file.read(6) == b"ARROW1"
+        _require_own_batches(path, batch_sizes(file, is_file))
+        file.seek(0)
+        if is_file:
+            table = pyarrow.ipc.open_file(file)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        else:
+            table = batches = pyarrow.ipc.open_stream(file)
+        yield from _rows_of_batches(path, table.schema, map(_checked, batches), classes)
 
 
-def _require_own_batches(path: str, messages: Any) -> None:
-    """Raise ``ValueError`` for messages of Arrow that hold more rows, or in compressed parts more
-    bytes, than the file makes of itself. Arrow unpacks a batch, whatever it says, at once."""
+def _require_own_batches(path: str, sizes: Iterator[BatchSize]) -> None:
+    """Raise ``ValueError`` if a file has more rows than its bytes make, or a batch that is larger
+    when it is unpacked, with all dictionaries, than a row may be."""
     size, rows, kept = os.path.getsize(path), 0, 0
     most_rows = max(MOST_VALUES, VALUES_A_BYTE * size)
-    for message in messages:
-        if message.type not in ("record batch", "dictionary"):
-            continue
-        number, unpacked = _size_of_batch(message)
+    for is_dictionary, number, unpacked in sizes:
         held = kept + unpacked
-        if message.type == "dictionary":  # which stays in memory
+        if is_dictionary:  # stays in memory
             kept = held
         else:
             rows += number
@@ -357,43 +356,6 @@ def _require_own_batches(path: str, messages: Any) -> None:
                 f"{path} has {size:,} bytes and {rows:,} rows or more; expected {most_rows:,} at "
                 "most: write the table again, in smaller parts"
             )
-
-
-def _size_of_batch(message: Any) -> tuple[int, int]:
-    """Return the rows of a batch, and the bytes of those of its buffers that are compressed.
-
-    Of Arrow's header (Message.fbs, in the format of FlatBuffers) pyarrow shows the kind alone, and
-    has seen to it that its offsets lead to its own bytes.
-    """
-    header, body = message.metadata.to_pybytes(), message.body
-    if OLD_COMPRESSION in header:
-        raise ValueError("its batches are compressed as by Arrow 0.17: write the table again")
-
-    def number(of: str, at: int) -> int:
-        return struct.unpack_from(f"<{of}", header, at)[0]
-
-    def place_of(table: int, field: int) -> int:
-        """Return where a field is; 0, if it has its default value."""
-        fields = table - number("i", table)
-        at = 4 + 2 * field
-        offset = number("H", fields + at) if at < number("H", fields) else 0
-        return offset and table + offset
-
-    def follow(at: int) -> int:
-        return at + number("I", at)
-
-    batch = follow(place_of(follow(0), 2))
-    if message.type == "dictionary":
-        batch = follow(place_of(batch, 1))
-    length, buffers = place_of(batch, 0), place_of(batch, 2)
-    rows, unpacked = length and number("q", length), 0
-    if place_of(batch, 3) and buffers:
-        first = follow(buffers) + 4
-        for place in range(first, first + 16 * number("I", first - 4), 16):
-            at, packed = number("q", place), number("q", place + 8)
-            if packed:  # by its first 8 bytes; -1, if it is as it is
-                unpacked += max(struct.unpack_from("<q", body, at)[0], 0)
-    return rows, unpacked
 
 
 def _checked(batch: Any) -> Any:
@@ -455,19 +417,25 @@ def _measure(place: str, columns: Sequence[Any]) -> tuple[int, int]:
         array = array.storage if isinstance(array, pyarrow.ExtensionArray) else array
         of = array.type
         values = max(values, len(array))
-        if types.is_dictionary(of) and _is_text(of.value_type):
-            size += pc.sum(pc.binary_length(array.dictionary).take(array.indices)).as_py() or 0
-        elif _is_text(of):
-            size += pc.sum(pc.binary_length(array)).as_py() or 0
+        if is_dictionary := types.is_dictionary(of):
+            of = of.value_type
+        said = array.dictionary if is_dictionary else array
+        if _is_text(of):
+            lengths = pc.binary_length(said)
+            size += pc.sum(lengths.take(array.indices) if is_dictionary else lengths).as_py() or 0
         elif types.is_string_view(of) or types.is_binary_view(of):  # views of one text, at most
-            size += len(array) * array.nbytes
+            size += len(array) * said.nbytes
+        elif types.is_primitive(of) or types.is_null(of) or types.is_decimal(of):
+            pass
+        elif is_dictionary:
+            raise ValueError(f"{place}: values of the type {array.type} are not read")
         elif types.is_struct(of):
             arrays += array.flatten()
         elif types.is_map(of):
             arrays.append(array.cast(pyarrow.list_(of.field(0).type)))
         elif types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
             arrays.append(array.flatten())
-        elif not (types.is_primitive(of) or types.is_null(of) or types.is_decimal(of)):
+        else:
             raise ValueError(f"{place}: values of the type {of} are not read")
     return values, size
 

@@ -602,14 +602,32 @@ def test_batches_of_arrow_are_read_whatever_packs_them(tmp_path, codec, kind):
     number = 2500
     texts = [f"text {row % 7}" for row in range(number)]
     values = {"q": texts, "of": pa.array(texts).dictionary_encode(), "none": pa.nulls(number)}
+    views = pa.DictionaryArray.from_arrays(
+        np.zeros(number, "int8"), pa.array(["a view"], pa.string_view())
+    )
+    values |= {"views": views, "numbers": pa.array([*range(number)]).dictionary_encode()}
     table = pa.table(values | {"lists": [[row, None] for row in range(number)]})
     options = pa.ipc.IpcWriteOptions(compression=codec)
     opened = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
     with opened(tmp_path / "a.arrow", table.schema, options=options) as file:
         file.write_table(table, max_chunksize=1000)
-    rows = [row for _, row in read_table(Source(str(tmp_path / "a.arrow")))]
-    assert [row["q"] for row in rows] == [row["of"] for row in rows] == texts
-    assert rows[-1]["lists"] == [number - 1, None]
+    content = bytearray((tmp_path / "a.arrow").read_bytes())
+    for _ in (1, 2):
+        rows = [row for _, row in read_table(Source(str(tmp_path / "a.arrow")))]
+        assert [row["q"] for row in rows] == [row["of"] for row in rows] == texts
+        assert {*(row["views"] for row in rows)} == {"a view"} and rows[0]["numbers"] == 0
+        assert rows[-1]["lists"] == [number - 1, None]
+        if kind == "file":  # the footer tells it all: polars writes nothing else that can be read
+            content[8:16] = bytes(8)
+            (tmp_path / "a.arrow").write_bytes(content)
+
+
+def test_batches_that_do_not_show_their_size_are_refused(tmp_path):
+    batch = pa.record_batch([["a"]], names=["q"])
+    with pa.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as file:
+        file.write_batch(batch, custom_metadata={"ARROW:experimental_compression": "zstd"})
+    with pytest.raises(ValueError, match="a.arrow cannot be read: .*Arrow 0.17: write the table"):
+        read(tmp_path / "a.arrow")
 
 
 @pytest.mark.parametrize(("kind", "suffix"), [("bz2", "bz2"), ("zstd", "zst")])
