@@ -46,6 +46,8 @@ MOST_UNPACKED, BYTES_A_BYTE = 2**30, 256
 TOO_LONG = (
     f"has {MOST_CHARACTERS:,} characters or more: make files of its pictures, or close its quotes"
 )
+MOST_KEYS = 2**20
+"""Of an object, or columns of a CSV, each of which is looked at."""
 TOO_DEEP = "objects or lists are nested too deeply"
 BLANK = re.compile(r"[ \t\r\n]*")
 LIST_OF_OBJECTS = re.compile(r'"([^"\\]*+)"\s*+:\s*+\[\s*+\{')
@@ -223,6 +225,9 @@ class _Json:
         if len(values) < len(pairs):
             [(twice, times)] = Counter(key for key, _ in pairs).most_common(1)
             self.fault = f"the key {quoted(twice)} stands {times} times in one object"
+        if len(values) > MOST_KEYS:
+            self.fault = f"an object has {len(values):,} keys; expected {MOST_KEYS:,} at most"
+            return {}
         return values
 
     def _integer(self, digits: str) -> int:
@@ -388,6 +393,8 @@ def _csv(path: Path) -> Numbered:
         between = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
         rows = csv.reader(chain([first, second], lines), delimiter=between, strict=True)
         names = next(rows, [])
+        if len(names) > MOST_KEYS:
+            raise ValueError(f"{path}:1: {len(names):,} columns; expected {MOST_KEYS:,} at most")
         if names and (fault := _fault_of_names(names, second)):
             raise ValueError(f"{path}:1: {fault}")
         if twice := [name for name, times in Counter(names).items() if times > 1]:

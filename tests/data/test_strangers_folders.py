@@ -647,6 +647,24 @@ def test_a_compressed_text_is_not_unpacked_without_end(tmp_path, monkeypatch, ki
     assert len(read(path)) == 300
 
 
+def test_keys_of_an_object_and_columns_are_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_rows, "MOST_KEYS", 5)
+    for number in (5, 6):
+        names = [f"k{at}" for at in range(number)]
+        path = write_rows(tmp_path / "a.jsonl", turns("inside"))
+        row = {"messages": turns("inside"), "more": dict.fromkeys(names, 1)}
+        path.write_text(json.dumps(row))
+        (tmp_path / "a.csv").write_text(f"{','.join(names)}\n{','.join('x' * number)}\n")
+        columns = {"question": "?", "answer": "k1"}
+        if number == 5:
+            assert isinstance(read(path, ignore=("more",))[0], Row)
+            assert isinstance(read(tmp_path / "a.csv", columns=columns)[0], Row)
+            continue
+        assert read(path, ignore=("more",))[0].text == "an object has 6 keys; expected 5 at most"
+        with pytest.raises(ValueError, match="a.csv:1: 6 columns; expected 5 at most"):
+            read(tmp_path / "a.csv", columns=columns)
+
+
 BEFORE_ITSELF = {
     "of a header": lambda member: setattr(member, "size", -512),
     "of pax": lambda member: member.pax_headers.update(size="-1536"),
