@@ -100,6 +100,7 @@ LARGEST_SIZES = {
     "num_attention_heads": 2**14,
     "multi_query_group_num": 2**14,
     "seq_length": 2**31,
+    "loss_chunk_size": 2**31,
     "num_labels": 2**16,
 }
 LARGEST_VISION_SIZES = {
@@ -112,17 +113,6 @@ LARGEST_VISION_SIZES = {
     "image_size": 2**14,
     "num_positions": 2**24,
 }
-
-
-def refuse_sizes(values: Mapping, largest: Mapping[str, int], place: str) -> None:
-    """Raise ``ValueError`` for a size that is no integer from 1 to its ``largest``: transformers
-    builds whatever a config says, and of a thousand million layers never ends."""
-    for name, most in largest.items():
-        value = values.get(name, 1)
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(
-                f"{place}: {name} is {value!r:.60}; expected an integer from 1 to {most:,}"
-            )
 
 
 MOST = 2**31 - 1
@@ -148,7 +138,6 @@ DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 # What a setting may be, by its name here, and how an error says it.
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "flag": (_of(bool), "true or false"),
-    "size": (_whole(1), f"a whole number from 1 to {MOST}"),
     "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
     "id": (lambda value: value is None or _whole(-MOST)(value), "the number of a token, or null"),
     "ids": (
@@ -177,11 +166,21 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def require_kinds(values: Mapping, kinds: Mapping[str, str], place: str) -> None:
-    """Raise ``ValueError`` for a setting of another type than ``kinds`` has for its name."""
-    for name, value in values.items():
-        if name in kinds and not (kind := KINDS[kinds[name]])[0](value):
-            raise ValueError(f"{place}: {name} is {value!r:.60}; expected {kind[1]}")
+def require_kinds(values: Mapping, kinds: Mapping[str, str | int], place: str) -> None:
+    """Raise ``ValueError`` for a setting of another type than ``kinds`` has for its name: one of
+    :data:`KINDS`, or the largest of a size. For transformers builds whatever a config says, and of
+    a thousand million layers never ends."""
+    for name in values.keys() & kinds.keys():
+        value, kind = values[name], kinds[name]
+        if isinstance(kind, int):
+            fits, expected = (
+                type(value) is int and 1 <= value <= kind,
+                f"an integer from 1 to {kind:,}",
+            )
+        else:
+            fits, expected = KINDS[kind][0](value), KINDS[kind][1]
+        if not fits:
+            raise ValueError(f"{place}: {name} is {value!r:.60}; expected {expected}")
 
 
 def refuse_nonfinite_generation(values: Mapping, place: str) -> None:
@@ -317,7 +316,7 @@ class EVA2CLIPVisionConfig:
     scaling_factor: float = 8
 
     def __post_init__(self):
-        refuse_sizes(vars(self), LARGEST_VISION_SIZES, "vision_config")
+        require_kinds(vars(self), VISION, "vision_config")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"vision_config: hidden_size {self.hidden_size} is not a multiple of num_heads "
@@ -406,18 +405,17 @@ OF_TRANSFORMERS += ("is_encoder_decoder", "label2id", "model_type", "output_atte
 OF_TRANSFORMERS += ("output_hidden_states", "problem_type", "quantization_config", "return_dict")
 OF_TRANSFORMERS += ("torch_dtype", "transformers_version")
 SAVED = {*DEFAULTS, "vision_config", "image_token_id", *OF_TRANSFORMERS}
-# The kind of each setting, by its default.
-OF_DEFAULTS = {bool: "flag", int: "size", float: "number", tuple: "ids"}
-SETTINGS = {
+# The kind of each setting, by its default; of a size the largest.
+OF_DEFAULTS = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
+SETTINGS: dict[str, str | int] = {
     name: OF_DEFAULTS[type(v)] for name, v in DEFAULTS.items() if v is not None and name not in ONLY
 }
-SETTINGS |= {"rope_ratio": "number", "image_token_id": "id", "bos_token_id": "ids"}
+SETTINGS |= LARGEST_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
 SETTINGS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
-VISION = {
-    field.name: OF_DEFAULTS.get(type(field.default), "text")
-    for field in fields(EVA2CLIPVisionConfig)
+VISION: dict[str, str | int] = {
+    field.name: OF_DEFAULTS[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
 }
-VISION |= {"scaling_factor": "number"}
+VISION |= LARGEST_VISION_SIZES
 GENERAL = {"architectures": "texts", "auto_map": "object", "chunk_size_feed_forward": "number"}
 GENERAL |= {"id2label": "labels", "label2id": "object", "quantization_config": "object"}
 GENERAL |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
@@ -474,9 +472,7 @@ class ChatGLMConfig(PretrainedConfig):
                 raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
         refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
         require_kinds(kwargs, SETTINGS, "config.json")
-        require_kinds(vision_config or {}, VISION, "config.json: vision_config")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
-        refuse_sizes(kwargs | values, LARGEST_SIZES, "config.json")
         if isinstance(values["eos_token_id"], tuple):
             values["eos_token_id"] = [*values["eos_token_id"]]
         for name, value in values.items():
@@ -542,11 +538,18 @@ class ChatGLMConfig(PretrainedConfig):
                 f"{', '.join(sorted(ARCHITECTURES))}"
             )
             config_dict = config_dict | {"architectures": None}
+        if (
+            config_dict.get("quantization_config", ...) is None
+        ):  # which transformers 4 asks for more
+            config_dict = {k: v for k, v in config_dict.items() if k != "quantization_config"}
         try:
             return super().from_dict(config_dict, **kwargs)
-        except (ValueError, ImportError):
+        except ImportError:
             raise
         except Exception as error:  # transformers reads settings of other models, of any type
+            names = {*config_dict, *kwargs, *cls.attribute_map}
+            if isinstance(error, ValueError) and any(name in str(error) for name in names):
+                raise
             odd = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED))
             raise ValueError(
                 f"config.json cannot be read by transformers {transformers.__version__}: {error}; "
