@@ -24,15 +24,18 @@ from glm4v_patched.models.loading import load_processor
 from glm4v_patched.models.weight_files import as_written
 from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.paths import require_apart
-from glm4v_patched.remote import configuration_chatglm, tokenization_chatglm
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig, known_part
+from glm4v_patched.remote import tokenization_chatglm
+from glm4v_patched.remote.configuration_chatglm import (
+    ChatGLMConfig,
+    known_part,
+    refuse_fetched_code,
+)
 
 from .checks import (
     Target,
     check_files,
     check_parameters,
     refuse_failed,
-    require_known,
     run_in_order,
 )
 from .files import Contents, File, read_folder, read_repository, sha256_of_file
@@ -207,10 +210,6 @@ def contents(
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     files = _processor_files(source)
     config = _config(source, files)
-    generation = "generation_config.json"
-    if source.content(generation) is not None:  # what is left out would change the answers
-        options = source.read_json(generation)
-        require_known(options, KEYS[generation], f"{source.name}: {generation}")
     eos_and_pad = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     files |= our_code() | {
         "config.json": as_json(config),
@@ -248,11 +247,14 @@ def with_manifest(
 
 
 def _generation_config(source: Source | Target) -> bytes | None:
-    """The original's, without options that transformers does not know."""
+    """The original's, without options that transformers does not know; of those that it knows,
+    :func:`checks.check_keys` refuses what would change how answers are computed."""
     if (content := source.content(GENERATION)) is None:
         return None
     values = source.read_json(GENERATION)
-    known = known_part(values, vars(GenerationConfig()), f"{source.name}: {GENERATION}")
+    place = f"{source.name}: {GENERATION}"
+    refuse_fetched_code(values, place)
+    known = known_part(values, KEYS[GENERATION] | vars(GenerationConfig()), place)
     return content if known == values else as_json(known)
 
 
@@ -274,11 +276,13 @@ def _config(source: Source | Target, processor_files: dict[str, bytes]) -> dict[
     checked = ChatGLMConfig.from_dict(config)
     config.setdefault("eos_token_id", checked.eos_token_id)
     config["vision_config"] = known_part(
-        config["vision_config"], vars(checked.vision), f"{source.name}: config.json: vision_config"
+        config["vision_config"],
+        KEYS["config.json"]["vision_config"],
+        f"{source.name}: config.json: vision_config",
     )
     config["vision_config"].setdefault("image_size", checked.vision.image_size)
     config.pop("_name_or_path", None)
-    config = known_part(config, configuration_chatglm.SAVED, f"{source.name}: config.json")
+    config = known_part(config, KEYS["config.json"], f"{source.name}: config.json")
     return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
 
 
@@ -301,8 +305,8 @@ def _processor_files(source: Source | Target) -> dict[str, bytes]:
         files = {name: Path(saved, name).read_bytes() for name in names}
     left_out = tokenization_chatglm.TRACES | {"chat_template"}
     tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
-    known = tokenization_chatglm.SAVED | processor.tokenizer.special_tokens_map.keys()
-    tokenizer = known_part(tokenizer, known, f"{source.name}: tokenizer_config.json")
+    name = "tokenizer_config.json"
+    tokenizer = known_part(tokenizer, KEYS[name], f"{source.name}: {name}")
     tokenizer["tokenizer_class"] = type(processor.tokenizer).__name__
     tokenizer.setdefault("image_size", processor.tokenizer.image_size)
     configs = {"processor_config.json": {}, "tokenizer_config.json": tokenizer}

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
-from safetensors import SafetensorError, safe_open
 
-from glm4v_patched.models.check_weights import Shape, require_weights
+from glm4v_patched.models.check_weights import require_weights, shapes_of
+from glm4v_patched.models.weight_files import Shape, check_index, read_header, require_agreement
 from glm4v_patched.remote.configuration_chatglm import (
     ChatGLMConfig,
     refuse_fetched_code,
@@ -162,11 +162,7 @@ def check_weights(target: Target) -> str:
         return f"left for a server-side copy from {target.manifest.weights_from}"
     tensors = {name: _read_header(target, name) for name in names}
     if INDEX in target.files:
-        where = target.read_json(INDEX)["weight_map"]
-        held = {tensor: name for name in names for tensor in tensors[name]}
-        wrong = {tensor for tensor, _ in where.items() ^ held.items()}
-        told = f"{len(wrong)} tensors are not where the index says: {listed(sorted(wrong))}"
-        require(not wrong, told)
+        require_agreement(check_index(target.read_json(INDEX)), tensors)
     target.tensors = tensors
     compared = target.revision or target.check_weights
     told = "sha256 compared" if compared else "sha256 not compared without --weights"
@@ -174,18 +170,11 @@ def check_weights(target: Target) -> str:
 
 
 def _read_header(target: Target, name: str) -> dict[str, Shape]:
-    """The shapes of the tensors of a file; the length of the file is checked by the library."""
-    path = target.files[name].path
-    if path is None:
-        read = HfApi().parse_safetensors_file_metadata
-        tensors = read(target.name, name, revision=target.revision).tensors
-        return {key: Shape(tuple(info.shape), info.dtype) for key, info in tensors.items()}
-    try:
-        with safe_open(path, framework="numpy") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            return {k: Shape(tuple(s.get_shape()), s.get_dtype()) for k, s in slices.items()}
-    except SafetensorError as error:
-        raise ValueError(f"{name}: {error}") from error
+    """The shapes of the tensors of a file, here or on the Hub."""
+    if path := target.files[name].path:
+        return read_header(path)
+    read = HfApi().parse_safetensors_file_metadata
+    return shapes_of(read(target.name, name, revision=target.revision), f"{target.name}: {name}")
 
 
 def check_config(target: Target) -> str:

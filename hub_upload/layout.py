@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import glm4v_patched
-from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, DEFAULTS, EVA2CLIPVisionConfig
+from glm4v_patched.remote import (
+    configuration_chatglm,
+    image_processing_chatglm,
+    tokenization_chatglm,
+)
+from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, EVA2CLIPVisionConfig
 
 UPSTREAM = "zai-org/glm-4v-9b"
 ARCHITECTURE = "GLM4VForCausalLM"
@@ -29,13 +34,12 @@ def _keys(text: str, **inner: dict[str, Any]) -> dict[str, Any]:
 
 _SIZES = _keys("total_size total_parameters")
 _VISION = dict.fromkeys(field.name for field in fields(EVA2CLIPVisionConfig))
-# By file, every key that a build may have; ``None`` if what it holds is not looked into. In
-# config.json these are the published code's and ours, and what says where the file comes from.
+_SPECIAL = "bos_token cls_token eos_token mask_token pad_token sep_token unk_token"
+# By file, every key that a build may have, and is built from; ``None`` if what it holds is not
+# looked into. Weights that were quantized are not published.
 KEYS: dict[str, dict[str, Any]] = {
-    "config.json": dict.fromkeys(DEFAULTS)
-    | _keys("architectures auto_map model_type dtype torch_dtype transformers_version")
-    | _keys("_name_or_path image_token_id classifier_dropout prefix_projection")
-    | _keys("attn_implementation _attn_implementation", vision_config=_VISION),
+    "config.json": dict.fromkeys(configuration_chatglm.SAVED - {"quantization_config"})
+    | {"vision_config": _VISION},
     "generation_config.json": _keys(
         "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id "
         "decoder_start_token_id forced_bos_token_id forced_eos_token_id do_sample temperature "
@@ -48,17 +52,10 @@ KEYS: dict[str, dict[str, Any]] = {
         "remove_invalid_values use_cache output_attentions output_hidden_states output_logits "
         "output_scores return_dict_in_generate"
     ),
-    "tokenizer_config.json": _keys(
-        "added_tokens_decoder additional_special_tokens extra_special_tokens auto_map backend "
-        "bos_token clean_up_tokenization_spaces cls_token do_lower_case eos_token image_size "
-        "mask_token model_max_length model_input_names pad_token padding_side processor_class "
-        "remove_space sep_token split_special_tokens tokenizer_class truncation_side unk_token"
-    ),
-    "preprocessor_config.json": _keys(
-        "auto_map do_convert_rgb image_mean image_processor_type image_std patch_size "
-        "processor_class resample",
-        size=_keys("height width"),
-    ),
+    "tokenizer_config.json": dict.fromkeys(tokenization_chatglm.SAVED - {"chat_template"})
+    | _keys(_SPECIAL),
+    "preprocessor_config.json": dict.fromkeys(image_processing_chatglm.SAVED)
+    | _keys("auto_map processor_class", size=_keys("height width")),
     "processor_config.json": _keys("auto_map processor_class"),
     "model.safetensors.index.json": _keys("weight_map", metadata=_SIZES),
 }

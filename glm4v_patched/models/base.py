@@ -31,11 +31,13 @@ KINDS |= {"corda_config": (dict,), "runtime_config": (dict,), "qalora_group_size
 NOT_LOADED: tuple[str, ...] = (
     "alora_invocation_tokens",
     "arrow_config",
+    "kasa_config",
     "layer_replication",
     "loftq_config",
+    "monteclora_config",
 )
-NOT_LOADED += ("target_parameters", "trainable_token_indices")
-REQUIRED = {"r", "lora_alpha"}
+NOT_LOADED += ("target_parameters", "trainable_token_indices", "use_bdlora", "velora_config")
+REQUIRED = {"r", "lora_alpha", "lora_dropout", "bias", "rank_pattern", "alpha_pattern"}
 WHOLE_UP_TO = 64 * 2**20  # bytes
 BLOCK, BLOCKS = 64 * 2**10, 64
 
@@ -103,7 +105,9 @@ def _require_kinds(folder: Path, config: dict) -> None:
         if kinds and value is not None:
             fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         if name in NOT_LOADED:
-            fits, expected = not value, "null: adapters with it are not supported"
+            # Of loftq_config, an empty one is none; of others it is one with defaults.
+            fits = not value and (name == "loftq_config" or value != {})
+            expected = "null: adapters with it are not supported"
         elif isinstance(value, list) and fits and kinds:
             inner = int if int in kinds else str
             fits, expected = all(type(one) is inner for one in value), f"{inner.__name__} in it"

@@ -266,17 +266,21 @@ def _tensors(model: str, revision: str | None) -> dict[str, Shape]:
         )
     except Exception as error:  # huggingface_hub does not foresee what a file of others holds
         raise ValueError(f"the weights of {model} cannot be had from the Hub: {error}") from None
-    headers = {}
-    for shard, file in metadata.files_metadata.items():
-        header = {
-            name: {"dtype": of.dtype, "shape": of.shape, "data_offsets": [*of.data_offsets]}
-            for name, of in file.tensors.items()
-        }
-        headers[shard] = check_header(header, f"{model}: {shard}")
+    files = metadata.files_metadata.items()
+    headers = {shard: shapes_of(file, f"{model}: {shard}") for shard, file in files}
     if metadata.sharded:
         index = {"metadata": metadata.metadata, "weight_map": metadata.weight_map}
         require_agreement(check_index(index), headers)
     return {name: shape for tensors in headers.values() for name, shape in tensors.items()}
+
+
+def shapes_of(file: Any, place: str) -> dict[str, Shape]:
+    """Return what a file on the Hub holds, by its ``SafetensorsFileMetadata``."""
+    header = {
+        name: {"dtype": of.dtype, "shape": of.shape, "data_offsets": [*of.data_offsets]}
+        for name, of in file.tensors.items()
+    }
+    return check_header(header, place)
 
 
 def _tensors_of_pickles(folder: Path) -> dict[str, Shape]:

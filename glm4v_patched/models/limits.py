@@ -19,6 +19,7 @@ from ..remote.tokenization_chatglm import CHAT_TEMPLATE, SPLIT_PATTERN, render_j
 from ..terminal_text import shorten
 from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
 from .limited_process import PROCESS, Failed, LimitExceeded
+from .weight_files import read_header
 
 # What transformers reads of a folder by itself; the config is read where the weights are looked at.
 SETTINGS = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
@@ -154,7 +155,6 @@ def require_adapters(base: Base) -> None:
     if base.adapters is None:
         return
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-    from safetensors import safe_open
 
     from ..remote.configuration_chatglm import ChatGLMConfig
     from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
@@ -164,10 +164,9 @@ def require_adapters(base: Base) -> None:
     with torch.device("meta"):
         model = GLM4VForCausalLM(config)
     _require_quick_patterns(path, [name for name, _ in model.named_modules()])
+    tensors = read_header(base.adapters / ADAPTER_WEIGHTS)
+    there = {name: [*shape.sides] for name, shape in tensors.items()}
     try:
-        with safe_open(base.adapters / ADAPTER_WEIGHTS, framework="numpy") as file:
-            names = [*file.keys()]
-            there = {name: [*file.get_slice(name).get_shape()] for name in names}
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peft's own use of transformers, and of no name
             settings = LoraConfig.from_pretrained(str(base.adapters))

@@ -38,7 +38,7 @@ def read_header(weights: Path) -> dict[str, Shape]:
         ValueError: The file cannot be read, or is not what its header says.
     """
     if not os.path.isfile(weights):  # no error for a name that is too long
-        raise ValueError(f"{_shown(weights)} is missing, or is no file; expected weights")
+        raise ValueError(f"{_shown(weights)} is missing, or is no file; expected safetensors")
     try:
         with weights.open("rb") as file:
             begin, size = file.read(len(POINTER)), os.fstat(file.fileno()).st_size

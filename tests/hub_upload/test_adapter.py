@@ -89,7 +89,7 @@ FAULTS = {
     "no LoRA": (lambda folder: damaged(folder, peft_type="IA3"), "peft_type is 'IA3'"),
     "a path": (lambda folder: damaged(folder, eva_config={"cache": "/home/me"}), "has a path"),
     "other weights": (with_another_weight, "weights that are no LoRA: base_model.model.score"),
-    "pickled weights": (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "as safetensors"),
+    "pickled weights": (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "expected safetensors"),
 }
 
 

@@ -219,7 +219,7 @@ LOADED_OTHERWISE = [
     ("generation_config.json", "cache_implementation", "evil"),
     ("generation_config.json", "compile_config", {"backend": "evil"}),
     ("generation_config.json", "custom_generate", "x/y"),
-    ("generation_config.json", "unknown", 1),
+    ("generation_config.json", "watermarking_config", {"bias": 2.0}),
     ("generation_config.json", "temperature", float("inf")),
 ]
 

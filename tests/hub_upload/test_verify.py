@@ -410,13 +410,17 @@ def test_what_would_take_for_ever_is_not_run(copy, monkeypatch):
     template = copy / "chat_template.jinja"
     before = template.read_text()
     evil = "{{ 'a' * 10000000000 }}"
-    for written in (evil, "{% if messages[0].image %}" + evil + "{% endif %}"):
+    on_images = "{% if messages[0].image %}" + evil + "{% endif %}"
+    for written, check in ((evil, "rebuilt"), (on_images, "loads")):
         template.unlink()
         template.write_text(written + before)
         sign(copy)
-        assert verify(str(copy)).failures == ["loads"]
+        report = verify(str(copy))
+        assert report.failures == [check]
+        assert "its chat template took more than" in by_name(report)[check].detail
+    template.write_text(before)
     edit(copy / "config.json", lambda config: config.update(num_layers=10**9))
     sign(copy)
     report = verify(str(copy))
-    assert report.failures == ["parameters"]
-    assert "num_layers is 1000000000; expected" in by_name(report)["parameters"].detail
+    assert report.failures == ["rebuilt"]
+    assert "num_layers is 1000000000; expected" in by_name(report)["rebuilt"].detail
