@@ -140,6 +140,8 @@ def require_readable(model: str, revision: str | None = None) -> None:
         ChatGLMConfig.from_dict(values)
         if values.get("transformers_weights"):
             raise ValueError(f"the weights are in {WHOLE}, or in the files of {INDEX}")
+        if values.get("configuration_files"):
+            raise ValueError("no other file of settings is checked")
         if (quantised := values.get("quantization_config")) is not None:
             with suppress(ImportError):  # a package that is missing is told by whoever loads
                 AutoQuantizationConfig.from_dict(quantised)

@@ -113,5 +113,7 @@ def load_processor(base: Base) -> ChatGLMProcessor:
         return processor  # wants another conversation
     except Exception as error:  # of transformers' own, of every kind, and few name the file
         told = str(error)
+        if type(error) is Exception:  # of the tokenizers library, which reads this file alone
+            told = f"{place}: tokenizer.json: {told}"
         raise ValueError(told if told.startswith(place) else f"{place}: {told}") from error
     return processor

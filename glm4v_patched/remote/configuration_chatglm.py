@@ -134,9 +134,11 @@ def _is_number(key: Any) -> bool:
     return str(key).isascii() and str(key).isdigit()
 
 
+# How a value is compared, and how an error says what was expected.
+Kind = tuple[Callable[[Any], bool], str]
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
-# What a setting may be, by its name here, and how an error says it.
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+# What a setting may be, by its name here.
+KINDS: dict[str, Kind] = {
     "flag": (_of(bool), "true or false"),
     "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
     "id": (lambda value: value is None or _whole(-MOST)(value), "the number of a token, or null"),
@@ -166,19 +168,19 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def require_kinds(values: Mapping, kinds: Mapping[str, str | int], place: str) -> None:
+def require_kinds(values: Mapping, kinds: Mapping[str, str | int | Kind], place: str) -> None:
     """Raise ``ValueError`` for a setting of another type than ``kinds`` has for its name: one of
-    :data:`KINDS`, or the largest of a size. For transformers builds whatever a config says, and of
-    a thousand million layers never ends."""
-    for name in values.keys() & kinds.keys():
-        value, kind = values[name], kinds[name]
+    :data:`KINDS` or like them, or the largest of a size. For transformers builds whatever a config
+    says, and of a thousand million layers never ends."""
+    for name, value in values.items():
+        if (kind := kinds.get(name)) is None:
+            continue
         if isinstance(kind, int):
-            fits, expected = (
-                type(value) is int and 1 <= value <= kind,
-                f"an integer from 1 to {kind:,}",
-            )
+            fits = type(value) is int and 1 <= value <= kind
+            expected = f"an integer from 1 to {kind:,}"
         else:
-            fits, expected = KINDS[kind][0](value), KINDS[kind][1]
+            check, expected = KINDS[kind] if isinstance(kind, str) else kind
+            fits = check(value)
         if not fits:
             raise ValueError(f"{place}: {name} is {value!r:.60}; expected {expected}")
 

@@ -2,12 +2,16 @@
 
 import json
 import shutil
+from collections import Counter
+from itertools import product
 
 import pytest
 
 from glm4v_patched.engine.options import OF_QUANTISERS
-from glm4v_patched.models.base import KINDS, NOT_LOADED, base_of_adapters
+from glm4v_patched.models.base import KINDS, NOT_LOADED, Base, base_of_adapters
 from glm4v_patched.models.find import find_source
+from glm4v_patched.models.limits import TOKENIZER
+from glm4v_patched.models.loading import load_processor
 from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.remote.configuration_chatglm import GENERAL, SAVED, VISION, ChatGLMConfig
 from tests.helpers.tiny import golden_json
@@ -62,6 +66,52 @@ def test_adapters_of_wrong_types_are_refused_by_the_settings_name(files, tmp_pat
     assert refused >= (3 if name != "another" else 1)
     path.write_text(json.dumps(given))
     base_of_adapters(folder)
+
+
+def test_a_tokenizer_of_wrong_types_is_read_or_refused_by_the_settings_name(files, tmp_path):
+    """Also when the first text is encoded."""
+    folder = shutil.copytree(files.model, tmp_path / "model")
+    given = json.loads((folder / "tokenizer_config.json").read_text())
+    refused: Counter[str] = Counter()
+    for name, value in product([*TOKENIZER, "tokenizer_file"], VALUES):
+        (folder / "tokenizer_config.json").write_text(json.dumps(given | {name: value}))
+        try:
+            load_processor(Base(str(folder))).tokenizer("x")
+        except ValueError as error:
+            assert name in str(error) and str(folder) in str(error) and len(str(error)) < 1_000
+            refused[name] += 1
+    assert min(refused[name] for name in TOKENIZER) >= 7 and refused["tokenizer_file"] == 8
+
+
+def test_adapters_of_variants_that_were_not_tried_are_refused_with_their_defaults_too(
+    files, tmp_path
+):
+    """Of an empty object, peft makes that variant with its defaults."""
+    folder = shutil.copytree(files.adapters, tmp_path / "adapters")
+    path = folder / "adapter_config.json"
+    given = json.loads(path.read_text()) | {"loftq_config": {}}
+    for name in NOT_LOADED:
+        path.write_text(json.dumps(given | {name: {}}))
+        if name == "loftq_config":
+            assert base_of_adapters(folder)
+            continue
+        with pytest.raises(ValueError, match=rf"{name} is {{}}; expected null"):
+            base_of_adapters(folder)
+
+
+@pytest.mark.parametrize("keys", [{}, {"quantization_config": None}])
+def test_a_config_that_names_another_one_is_refused(files, tmp_path, keys):
+    """transformers reads that one, which nobody has looked at."""
+    model = shutil.copytree(files.model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | keys
+    (model / "config.json").write_text(json.dumps(config))
+    assert find_source(str(model)).model == str(model)
+    (model / "config.4.0.0.json").write_text(json.dumps(config | {"rope_ratio": 5}))
+    (model / "config.json").write_text(
+        json.dumps(config | {"configuration_files": ["config.4.0.0.json"]})
+    )
+    with pytest.raises(ValueError, match=r"config.json has configuration_files .*: take it out"):
+        find_source(str(model))
 
 
 METHODS = [*OF_QUANTISERS, "higgs", "evil", None, 1, "", [], {}]
