@@ -303,7 +303,7 @@ def _processor_files(source: Source | Target) -> dict[str, bytes]:
         processor.save_pretrained(saved)
         names = ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
         files = {name: Path(saved, name).read_bytes() for name in names}
-    left_out = tokenization_chatglm.TRACES | {"chat_template"}
+    left_out = tokenization_chatglm.TRACES | {"backend", "chat_template"}
     tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
     name = "tokenizer_config.json"
     tokenizer = known_part(tokenizer, KEYS[name], f"{source.name}: {name}")

@@ -52,7 +52,9 @@ KEYS: dict[str, dict[str, Any]] = {
         "remove_invalid_values use_cache output_attentions output_hidden_states output_logits "
         "output_scores return_dict_in_generate"
     ),
-    "tokenizer_config.json": dict.fromkeys(tokenization_chatglm.SAVED - {"chat_template"})
+    "tokenizer_config.json": dict.fromkeys(
+        tokenization_chatglm.SAVED - {"backend", "chat_template"}
+    )
     | _keys(_SPECIAL),
     "preprocessor_config.json": dict.fromkeys(image_processing_chatglm.SAVED)
     | _keys("auto_map processor_class", size=_keys("height width")),

@@ -44,6 +44,7 @@ PLANTED = {
         "auto_map": {"AutoTokenizer": [ELSEWHERE, None], "AutoProcessor": ELSEWHERE, WORD: WORD},
         "name_or_path": f"{WORD}/repo",
         "tokenizer_class": WORD,
+        "backend": WORD,
     },
     "preprocessor_config.json": ANYWHERE
     | {"auto_map": {"AutoImageProcessor": ELSEWHERE, "AutoProcessor": ELSEWHERE, WORD: WORD}},

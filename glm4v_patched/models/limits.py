@@ -147,7 +147,8 @@ def require_settings(place: str, revision: str) -> None:
 def _require_setting(path: Path, changed: int) -> None:
     """Of a file that was ``changed`` then: to read a whole vocabulary takes a second."""
     values = read_object(path)
-    if found := next(filter(values.get, sorted(OTHER_FILES)), None):
+    named = sorted(key for key in OTHER_FILES & values.keys() if values[key] is not None)
+    if found := next(iter(named), None):
         told = f"{path}: {found} is {shorten(str(values[found]))}, which names files to be read in "
         raise ValueError(f"{told} place of those that were checked; take it out")
     lists = {path.name: values} if path.name == "added_tokens.json" else values

@@ -194,6 +194,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         _refuse_options_of_others(kwargs)
         if kwargs.get("processor_class") is not None:
             kwargs["processor_class"] = PROCESSOR  # whatever class the file names
+        if kwargs.get("backend") is not None:
+            kwargs["backend"] = "tokenizers"  # the only one, whichever the file names
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
         # transformers 5 saves this list as `extra_special_tokens`, where 4.57 takes only a dict (of
