@@ -15,6 +15,7 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
 from transformers.utils import find_adapter_config_file, is_peft_available, logging
 
 OLDEST_TRANSFORMERS = "4.57.6"
@@ -340,6 +341,11 @@ class EVA2CLIPVisionConfig:
                 f"vision_config: layer_norm_eps is {self.layer_norm_eps}, and scaling_factor "
                 f"{self.scaling_factor}; expected 0 or more, and another number than 0"
             )
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(
+                f"vision_config: hidden_act is {self.hidden_act!r:.60}; expected gelu, or another "
+                f"activation of transformers {transformers.__version__}"
+            )
         if self.dropout_prob:
             raise ValueError(f"vision_config: dropout_prob {self.dropout_prob} is not supported")
 
@@ -427,6 +433,8 @@ GENERAL |= {"problem_type": "text", "transformers_version": "text"}
 # Classes of models, ours and the published ones, that a file may name.
 ARCHITECTURES = {place.rpartition(".")[2] for place in AUTO_MAP.values()}
 ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
+# What transformers takes for the config of a model's decoder, where it is there.
+OF_TEXT = ("decoder", "generator", "text_config", "text_encoder")
 HEADS = "num_key_value_heads"
 # By which transformers' pipelines say what they load a model for.
 PIPELINE_TASK = "_from_pipeline"
@@ -528,9 +536,9 @@ class ChatGLMConfig(PretrainedConfig):
         require_kinds(config_dict, GENERAL, "config.json")
         for name in config_dict.keys() - SAVED:
             default = getattr(cls, name, None)
-            if not isinstance(default, (bool, int, str, type(None))):
+            if name in OF_TEXT or not isinstance(default, (bool, int, str, type(None))):
                 raise ValueError(
-                    f"config.json has {name}, which is a part of the class of configs, and no "
+                    f"config.json has {name}, which is a part of classes of configs, and no "
                     "setting; expected none of that name: take it out"
                 )
         named = config_dict.get("architectures") or ()

@@ -50,6 +50,19 @@ def test_other_names_of_one_setting_agree(tmp_path):
     assert why_not_glm4v(config | {"vision_config": {}}) is None
 
 
+@pytest.mark.parametrize("name", ["hidden_act", "text_config", "decoder", "generator"])
+def test_names_of_functions_and_of_other_configs_are_refused_before_a_model_is_built(
+    files, tmp_path, name
+):
+    model = shutil.copytree(files.model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    for value in ("evil", {"model_type": "llama"}):
+        (config["vision_config"] if name == "hidden_act" else config)[name] = value
+        (model / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=rf"config.json.* {name}\b.*expected"):
+            find_source(str(model))
+
+
 @pytest.mark.parametrize("name", [*KINDS, *NOT_LOADED, "another"])
 def test_adapters_of_wrong_types_are_refused_by_the_settings_name(files, tmp_path, name):
     folder = shutil.copytree(files.adapters, tmp_path / "adapters")
