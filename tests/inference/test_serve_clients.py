@@ -185,6 +185,10 @@ A_PART = {"type": "text", "text": "a"}
             "messages[1].content[0]",
             "the keys file_id",
         ),
+        # No character, in places where it is not sent back as a value.
+        (USER | {"\udc00": 1}, "messages[1].\\udc00", "is not read"),
+        (USER | {"content": "\ud800"}, "messages[1].content", "half of a surrogate pair"),
+        (USER | {"k" * 9999: 1}, f"messages[1].{'k' * 38}...{'k' * 38}", "is not read"),
         (USER | {"content": "a <image>"}, "messages[1].content", "0 images"),
         (SAID | {"content": about(data_url(CONTENT))[0]["content"]}, "messages[1].content", "user"),
         (

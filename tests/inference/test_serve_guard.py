@@ -330,6 +330,43 @@ def test_a_client_that_reads_nothing_of_its_response_is_ended(monkeypatch):
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_a_server_that_ends_cuts_off_bodies_that_arrive_and_later_all_else(monkeypatch):
+    """uvicorn cancelled the application: status 500, and a traceback for each."""
+    monkeypatch.setattr(connections, "SECONDS_TO_END", 1)
+
+    async def until_it_is_gone(scope, receive, send):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    app, state = Guard(until_it_is_gone, Limits()), ServerState()
+    config = uvicorn.Config(app, ws="none", lifespan="off")
+    config.load()
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 2\r\n\r\n"
+
+    async def run() -> None:
+        made = lambda: Connection(  # noqa: E731
+            config=config, server_state=state, app_state={}, most=8
+        )
+        server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
+        readers = []
+        for content in (b"{", b"{}"):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(head + content)
+            readers.append((reader, writer))
+        while (len(app.arriving), len(app.answered)) != (1, 1):
+            await asyncio.sleep(0.01)
+        for each in [*state.connections]:
+            each.shutdown()
+        for number, (reader, _) in enumerate(readers):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            await asyncio.sleep(0.05)
+            assert len(state.tasks) == len(state.connections) == 1 - number
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_the_number_of_connections_leaves_files_to_open(monkeypatch):
     limit = lambda most: monkeypatch.setattr(  # noqa: E731
         connections.resource, "getrlimit", lambda kind: (most, most)
@@ -358,16 +395,19 @@ def test_the_number_of_connections_leaves_files_to_open(monkeypatch):
     ],
 )
 def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limits, code):
-    for part in (
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "image_url", "image_url": url},
-        {"type": "image", "image": url},
-        {"type": "input_image", "image_url": url},
-        {"type": "video_url", "video_url": {"url": url}},
-        {"type": "input_file", "file_url": url},
+    for key, value in (
+        ("image_url", {"url": url}),
+        ("image_url", url),
+        ("image", url),
+        ("video_url", {"url": url}),
+        ("file_url", url),
     ):
-        status, body = ask({"messages": [{"role": "user", "content": [part]}]}, Limits(**limits))
-        assert (status, body["error"]["code"]) == (400, code)
+        content = [{"type": "text", "text": "a"}, {"type": "any", key: value}]
+        for whole in ("messages", "input"):
+            status, body = ask({whole: [{"role": "user", "content": content}]}, Limits(**limits))
+            assert (status, body["error"]["code"]) == (400, code)
+            place = f"{whole}[0].content[1].{key}" + ".url" * isinstance(value, dict)
+            assert body["error"]["param"] == (whole if code == "too_many_images" else place)
 
 
 @pytest.mark.parametrize("key", ["metadata", "tools"])
@@ -381,7 +421,7 @@ def test_pictures_are_counted_together():
     small, large = data_url(png((10, 10))), data_url(png((1000, 1000), 1, "1"))
     assert ask({"messages": about(*[small] * 4)}, Limits(max_pixels=100))[0] == 200
     status, body = ask({"messages": about(*[large] * 5)}, Limits(max_pixels=10**6))
-    assert status == 400 and "first 5 pictures have 5.0 million" in body["error"]["message"]
+    assert status == 400 and "5 pictures of 5.0 million" in body["error"]["message"]
     assert ask({"messages": about(*[small] * 3)}, Limits(max_pictures=3))[0] == 200
     assert ask({"messages": about(*[small] * 4)}, Limits(max_pictures=3))[0] == 400
 
@@ -437,7 +477,8 @@ def test_pictures_that_are_fetched_share_one_limit_and_are_handed_on_as_data(sho
 def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, capsys):
     assert ask({"messages": about("\x1b[31mred")})[0] == 400
     line = capsys.readouterr().out  # of the log, which no terminal obeys
-    assert "/v1/chat/completions: 400 image is" in line and "\x1b" not in line
+    key = "messages[0].content[0].image_url.url"
+    assert f"/v1/chat/completions: 400 {key}: image is" in line and "\x1b" not in line
     limits = Limits(hosts=["a", "b"], max_pictures=3, api_key="secret")
     monkeypatch.setenv(VARIABLE, limits.to_json())
     assert Guard(echo).limits == limits

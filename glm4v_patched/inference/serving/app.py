@@ -95,7 +95,7 @@ def make_app(
         queue.stop()
         await asyncio.to_thread(queue.join)
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", health),
             Route("/v1/models", models),
@@ -106,6 +106,9 @@ def make_app(
         exception_handlers={ApiError: _told, HTTPException: _told, Exception: _told},
         lifespan=lifespan,
     )
+    # Its redirects would lead from a proxy's https to http.
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _events(queue: AnswerQueue, request: Request, wanted: Wanted) -> AsyncIterator[Any]:

@@ -25,7 +25,7 @@ SECONDS_TO_END = 3
 # response_complete, say who has not sent a request; transport and loop end it; the others are
 # overridden.
 PRIVATE = {"more_body", "response_complete", "connections", "cycle", "transport", "loop"}
-PRIVATE |= {"connection_made", "connection_lost", "on_response_complete"}
+PRIVATE |= {"connection_made", "connection_lost", "on_response_complete", "shutdown"}
 
 
 class Connection(H11Protocol):
@@ -61,6 +61,13 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self.since = self.loop.time()
         super().on_response_complete()
+
+    def shutdown(self) -> None:
+        """End when the server does: at once, if the client is still sending a body. Who is left
+        after a while is aborted, since uvicorn would cancel the application with a traceback."""
+        super().shutdown()
+        is_sending = not self.is_unheard() and self.cycle.more_body
+        self.loop.call_later(0 if is_sending else SECONDS_TO_END, self.transport.abort)
 
     def pause_writing(self) -> None:
         self.unread_since = self.loop.time()
@@ -139,7 +146,7 @@ def run_server(
 
     most, at_once = most_connections()
     options: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": log_level}
-    options["timeout_graceful_shutdown"] = SECONDS_TO_END
+    options["timeout_graceful_shutdown"] = 2 * SECONDS_TO_END  # Connection's is over before
     options["http"] = partial(Connection, most=most)
     # asyncio accepts so many in a round of its loop, before it tells a protocol of any; how many
     # wait in the kernel is set again afterwards.

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...data.messages import PLACE, PLACES_AT_THE_ENDS, as_words
 from ...data.pictures import from_data_url
+from ...terminal_text import shorten
 from .limits import ApiError
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -205,4 +206,4 @@ def _read_part(key: str, given: Any) -> str | bytes:
 
 def _refuse_keys(left: dict[str, Any], before: str, known: Sequence[str]) -> None:
     for key in left:
-        raise invalid(before + key, f"is not read; expected {' and '.join(known)}")
+        raise invalid(before + shorten(key), f"is not read; expected {' and '.join(known)}")

@@ -79,8 +79,9 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        # JSON is sent as UTF-8, which has no halves of surrogate pairs.
+        super().__init__(message.encode(errors="backslashreplace").decode())
+        self.status, self.param, self.code = status, param and shorten(param, 200), code
 
     def body(self) -> dict[str, Any]:
         """As JSON."""
@@ -88,6 +89,12 @@ class ApiError(Exception):
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         told = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
+
+
+def key_of(place: Sequence[str | int]) -> str:
+    """Return how errors name a place of a request, such as ``messages[0].content``."""
+    parts = (f"[{each}]" if isinstance(each, int) else f".{shorten(each)}" for each in place)
+    return "".join(parts).removeprefix(".")
 
 
 def log(path: str, told: object) -> None:

@@ -15,7 +15,7 @@ from ...data.fetching import fetch
 from ...data.image_limits import TooLargeError, measure, open_image
 from ...data.messages import as_words
 from ...data.pictures import from_data_url
-from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits
+from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits, key_of
 
 FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats that clients may send."""
@@ -36,37 +36,37 @@ def secure(body: Any, limits: Limits) -> bool:
         Whether the body was changed.
     """
     places = list(_strings_in(body))
-    others = sum(len(holder[key]) for holder, key, is_picture in places if not is_picture)
+    others = sum(len(holder[place[-1]]) for holder, place, is_picture in places if not is_picture)
     if others > MOST_BYTES_OF_TEXT:
         raise too_much_text(others)
-    pictures = [(holder, key) for holder, key, is_picture in places if is_picture]
+    pictures = [(holder, place) for holder, place, is_picture in places if is_picture]
     if len(pictures) > limits.max_pictures:
         raise ApiError(
             400,
             f"the messages have {len(pictures):,} pictures; this server takes "
             f"{limits.max_pictures:,} (--max-pictures): send fewer",
-            "messages",
+            key_of(pictures[0][1][:1]),
             "too_many_images",
         )
     fetched = pixels = 0
-    for number, (holder, key) in enumerate(pictures, start=1):
-        url = holder[key]
-        if url[:5].lower() == "data:":
-            try:
-                content = from_data_url(url)
-            except ValueError as error:
-                raise _refused(str(error)) from None
-        else:
-            content = _fetched(url, limits, fetched)
-            fetched += len(content)
-            holder[key] = "data:image/any;base64," + base64.b64encode(content).decode()
-        pixels += require_size(content, limits, FORMATS)
-        if pixels > limits.max_pixels * LARGEST_PICTURES:
-            raise _too_large(
-                f"the first {number:,} pictures have {pixels / 1e6:.1f} million pixels",
-                limits.max_pixels * LARGEST_PICTURES,
-                f"{LARGEST_PICTURES} times --max-picture-megapixels",
-            )
+    for holder, place in pictures:
+        url = holder[place[-1]]
+        try:
+            if url[:5].lower() == "data:":
+                content = _decoded(url)
+            else:
+                content = _fetched(url, limits, fetched)
+                fetched += len(content)
+                encoded = base64.b64encode(content).decode()
+                holder[place[-1]] = f"data:image/any;base64,{encoded}"
+            pixels += require_size(content, limits, FORMATS)
+        except ApiError as error:
+            key = key_of(place)
+            raise ApiError(error.status, f"{key}: {error}", key, error.code) from None
+    if pixels > (most := limits.max_pixels * LARGEST_PICTURES):
+        told = f"the messages have {len(pictures):,} pictures of {pixels / 1e6:.1f} million pixels"
+        option = f"{LARGEST_PICTURES} times --max-picture-megapixels"
+        raise _too_large(told, most, option, key_of(pictures[0][1][:1]))
     return fetched > 0
 
 
@@ -79,20 +79,27 @@ def too_much_text(size: int) -> ApiError:
     )
 
 
-def _strings_in(body: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield where each text of a request is, and whether that is a place of images."""
-    waiting = [(body, True, 1)]
+def _strings_in(body: Any) -> Iterator[tuple[Any, tuple, bool]]:
+    """Yield what holds each text of a request, its place, and whether it is one of images."""
+    waiting: list[tuple[Any, tuple, bool]] = [(body, (), True)]
     while waiting:
-        value, has_pictures, depth = waiting.pop()
-        if depth > MOST_DEPTH:
+        value, where, has_pictures = waiting.pop()
+        if len(where) >= MOST_DEPTH:
             raise ApiError(400, f"the body has over {MOST_DEPTH} levels; expected fewer")
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in items:
             may_be = has_pictures and not (value is body and key in NO_PICTURES)
             if isinstance(each, str):
-                yield value, key, may_be and key in KEYS_OF_URLS
+                yield value, (*where, key), may_be and key in KEYS_OF_URLS
             elif isinstance(each, dict | list):
-                waiting.append((each, may_be, depth + 1))
+                waiting.append((each, (*where, key), may_be))
+
+
+def _decoded(url: str) -> bytes:
+    try:
+        return from_data_url(url)
+    except ValueError as error:
+        raise _refused(str(error)) from None
 
 
 def _fetched(url: str, limits: Limits, before: int) -> bytes:
@@ -104,8 +111,7 @@ def _fetched(url: str, limits: Limits, before: int) -> bytes:
             400,
             f"image is {as_words(url)}: this server fetches no pictures (it was started "
             "without --allow-urls); send it as data:image/...;base64,...",
-            "messages",
-            "url_not_allowed",
+            code="url_not_allowed",
         )
     try:
         return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH)
@@ -132,14 +138,14 @@ def require_size(content: bytes, limits: Limits, formats: Sequence[str] | None =
 
 
 def _refused(message: str) -> ApiError:
-    return ApiError(400, message, "messages", "invalid_image")
+    return ApiError(400, message, code="invalid_image")
 
 
-def _too_large(told: str, most: int, option: str) -> ApiError:
+def _too_large(told: str, most: int, option: str, key: str | None = None) -> ApiError:
     return ApiError(
         400,
         f"{told}; this server takes {most / 1e6:g} million ({option}): make it smaller, the model "
         "sees far fewer",
-        "messages",
+        key,
         "image_too_large",
     )

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ...data.messages import as_words, pictures_of
 from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
 from .conversation import drop_neutral, invalid, read_messages
-from .limits import ApiError, Limits
+from .limits import ApiError, Limits, key_of
 from .pictures import secure
 from .response_store import ResponseStore
 
@@ -248,8 +248,7 @@ def _keyed(key: str, items: Sequence[dict]) -> list[tuple[str, dict]]:
 
 def _as_api_error(error: ValidationError, kind: type[Asking]) -> ApiError:
     first = error.errors(include_url=False)[0]
-    names = [f"[{name}]" if isinstance(name, int) else f".{name}" for name in first["loc"]]
-    key = "".join(names).removeprefix(".")
+    key = key_of(first["loc"])
     told = first["msg"]
     if first["type"] == "extra_forbidden":
         told = f"is not read; expected one of {', '.join(kind.model_fields)}"
