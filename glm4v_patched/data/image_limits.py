@@ -2,7 +2,7 @@
 
 Pixels alone do not say it: a resize has a temporary image as high as the input, a progressive JPEG
 decodes all of its pixels once a scan, and Pillow reads a file of millions of empty segments one by
-one, in Python.
+one, in Python; so it decodes some formats.
 """
 
 import io
@@ -20,6 +20,10 @@ SCANS = 10
 MOST_PARTS = 40_000
 """Segments, chunks, strips or tiles of any file; a larger one may have a part for 512 bytes."""
 # In the data of a scan, 0xff is followed by 0 or the number of a restart.
+PIXELS_OF_A_BYTE = 16
+"""A byte that is decoded in Python takes as long as so many pixels of PNG: 0.7 to 1.2 us."""
+PIXELS_OF_A_COMMENT = 2000
+"""In a PPM of text: each is cut out of a block of 1 MB."""
 NEXT_MARKER = re.compile(rb"\xff+[^\x00\xd0-\xd7\xff]")
 SMALLER = "make it smaller (the model sees 1120 x 1120 pixels)"
 
@@ -72,12 +76,28 @@ def measure(image: Image.Image, content: bytes, most_pixels: int) -> int:
     if len(getattr(image, "tile", ())) > most_parts(content):
         raise _too_many_parts(len(content))
     cost = width * height * max(scans, SCANS) // SCANS
+    in_python = _cost_in_python(image, content)
+    if in_python > most_pixels:
+        raise TooLargeError(
+            f"is too large ({len(content):,} bytes of {image.format} that Pillow decodes in "
+            f"Python take as long as {in_python:,} pixels); expected {most_pixels:,} pixels at "
+            "most: save it as PNG"
+        )
     if cost > most_pixels:
         raise TooLargeError(
             f"is too large ({shown}, {scans} times: a scan of JPEG each); expected "
             f"{most_pixels * SCANS // scans:,} pixels at most: save it anew"
         )
-    return cost
+    return max(cost, in_python)
+
+
+def _cost_in_python(image: Image.Image, content: bytes) -> int:
+    """Return the pixels that the bytes count as; 0 where Pillow decodes them in C."""
+    codec = next((tile[0] for tile in getattr(image, "tile", ())), None)
+    if codec not in Image.DECODERS:
+        return 0
+    comments = content.count(b"#") if codec == "ppm_plain" else 0
+    return len(content) * PIXELS_OF_A_BYTE + comments * PIXELS_OF_A_COMMENT
 
 
 def open_image(content: bytes, formats: Collection[str] | None = None) -> Image.Image:

@@ -47,6 +47,13 @@ def tiled(side: int) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join([*entries, bytes(4), data])
 
 
+def run_length_encoded(pairs: int) -> bytes:
+    """A BMP of 8 bits."""
+    header = struct.pack("<IiiHHIIiiII", 40, 4000, 4000, 1, 8, 1, 0, 0, 0, 256, 0)
+    start = struct.pack("<IHHI", 0, 0, 0, 14 + 40 + 1024)
+    return b"BM" + start + header + bytes(1024) + b"\1\5" * pairs
+
+
 PARTS = MOST_PARTS + 5000
 JPEG = encoded("JPEG")
 COSTLY = {
@@ -58,6 +65,12 @@ COSTLY = {
     "chunks before": (png(chunk(b"prVt") * PARTS), "over .* parts"),
     "chunks after": (png(after=chunk(b"prVt") * PARTS), "over .* parts"),
     "chunks of data": (png(chunk(b"IDAT") * PARTS), "over .* parts"),
+    # Decoded in Python: 20 to 35 s for 30 MB, and over a minute for 1 MB of comments.
+    "runs of BMP": (run_length_encoded(5 * 10**6), "10,001,078 bytes of BMP that Pillow"),
+    "text": (b"P3 1600 1600 255 " + b"1 " * 1600 * 1600 * 3, "bytes of PPM that Pillow"),
+    "bits as text": (b"P1 3000 3000 " + b"1" * 9 * 10**6, "bytes of PPM that Pillow"),
+    "levels": (b"P5 3000 3000 7 " + bytes(9 * 10**6), "bytes of PPM that Pillow"),
+    "comments": (b"P2 9 9 255 " + b"#a\n" * 70_000 + b"1 " * 81, "bytes of PPM that Pillow"),
     "tiles": (tiled(30_000), "tiles of 30,000 x 30,000"),
 }
 
@@ -99,6 +112,8 @@ def test_images_at_the_limits_are_taken_in_any_number_of_frames():
         assert find_fault(encoded("PNG", size, "1")) is None
     assert find_fault(png(chunk(b"prVt") * 9000)) is None
     assert find_fault(tiled(16)) is None
+    for content in (run_length_encoded(10**5), b"P2 9 9 255 #a\n" + b"1 " * 81):
+        assert require_size(content, Limits(), FORMATS) >= 16 * len(content)
 
 
 def test_clients_send_the_formats_that_are_named():

@@ -249,7 +249,7 @@ def test_without_them_an_answer_does_load(served, tab, monkeypatch):
         shown(served, tab, STAYS.format(leak))
         assert {"/img", "/srcset", "a referrer"} <= {*asked}
         put(tab, leak)
-        more = {"/style", "/stylesheet", "/import", "/video", "/poster", "/frame", "/object"}
+        more = {"/sheet", "/stylesheet", "/import", "/video", "/poster", "/frame", "/object"}
         assert more | {"/prefetch"} <= {*asked}
         tab.evaluate("[...document.querySelectorAll('a[ping]')].at(-1).click()")
         tab.wait_for_url(f"{leak}/a")
