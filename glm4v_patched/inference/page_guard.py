@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
-from .serving.guard import SECONDS_TO_SEND, HostGuard, Message, Receive, Send
+from .serving.guard import SECONDS_TO_SEND, HostGuard, Message, Receive, Send, require_json
 from .serving.limits import MOST_BYTES_OF_TEXT, ApiError, Limits
 
 API = "/gradio_api"
@@ -40,6 +40,7 @@ REQUEST_HEADERS = (b"host", b"origin", b"user-agent", b"accept", b"content-type"
 COOKIE = "glm4v_patched_page"
 MOST_BYTES_KEPT = 2 * 10**9
 """Of all uploads."""
+MOST_SESSIONS = 1000
 MOST_STREAMS = 32
 """Of events: a page has two."""
 
@@ -106,6 +107,7 @@ class PageGuard(HostGuard):
         super().__init__(app, hosts)
         self.folder, self.limits = Path(folder), limits
         self.owners: dict[str, str] = {}  # of uploads, by path: the cookie of a browser
+        self.sessions: dict[str, str | None] = {}  # by gradio's names, in the same way
         self.bytes_kept = 0
         self.open: dict[int, bool] = {}  # requests, and whether each is a stream of events
 
@@ -115,7 +117,7 @@ class PageGuard(HostGuard):
         await super().__call__(scope, receive, send)
 
     async def admit(self, scope: Message, receive: Receive) -> Receive:
-        headers = _single(scope["headers"])
+        headers = dict(scope["headers"])
         await super().admit(scope, receive)
         _require_same_origin(scope, headers)
         query = self._route(scope, headers)
@@ -141,7 +143,12 @@ class PageGuard(HostGuard):
             if re.fullmatch(pattern, path, re.ASCII):
                 given = rf"(?:^|&)({parameter}=\w{{1,64}})(?:&|$)".encode()
                 found = re.search(given, scope["query_string"])
-                return found[1] if found else b""
+                query = found[1] if found else b""
+                if path.startswith(f"{API}/heartbeat/"):
+                    self._require_session(path.rpartition("/")[2], headers)
+                elif query.startswith(b"session_hash="):
+                    self._require_session(query.decode().partition("=")[2], headers)
+                return query
         raise ApiError(404, f"the page has no {scope['method']} of this address")
 
     def _count(self, scope: Message) -> None:
@@ -159,6 +166,15 @@ class PageGuard(HostGuard):
         owner = self.owners.get(path) or self.owners.get(path.removesuffix(".png"))
         if owner is None or owner != _cookie(headers):
             raise ApiError(404, "this file was not uploaded to the page by this browser")
+
+    def _require_session(self, name: str, headers: dict[bytes, bytes]) -> None:
+        """Raise ``ApiError`` if another browser has used a session of gradio's before: it has a
+        conversation, and browsers choose its name by ``Math.random()``."""
+        owner = self.sessions.setdefault(name, _cookie(headers))
+        if len(self.sessions) > MOST_SESSIONS:
+            self.sessions.pop(next(iter(self.sessions)))
+        if owner != _cookie(headers):
+            raise ApiError(404, "this conversation was not begun by this browser")
 
     def _upload(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """Return what gives an upload to gradio, which counts the bytes of each file of it."""
@@ -196,11 +212,7 @@ class PageGuard(HostGuard):
         self, scope: Message, headers: dict[bytes, bytes], receive: Receive
     ) -> Receive:
         """Return what gives an event to gradio: the known keys of it alone."""
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
-            raise ApiError(
-                415, f"Content-Type is {kind.decode('latin-1')!r}; expected application/json"
-            )
+        require_json(headers)
         try:
             async with asyncio.timeout(SECONDS_TO_SEND):
                 content = await _read(receive)
@@ -217,6 +229,8 @@ class PageGuard(HostGuard):
         for given in body.data if isinstance(body, Join) else ():
             for upload in given.files if given else ():
                 self._require_owner(upload.path, headers)
+        if isinstance(body, Join | Cancel):
+            self._require_session(body.session_hash, headers)
         messages = [{"type": "http.request", "body": body.model_dump_json().encode()}]
         headers[b"content-length"] = str(len(messages[0]["body"])).encode()
 
@@ -263,15 +277,6 @@ class PageGuard(HostGuard):
                 raise RuntimeError(f"gradio put an upload at {path}, outside of {self.folder}")
             self.bytes_kept += Path(path).stat().st_size
             self.owners[path] = cookie
-
-
-def _single(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Headers by their names; of two with one name, others might read the other one."""
-    found = dict(headers)
-    for name in (b"host", b"origin", b"content-type", b"content-length", b"cookie"):
-        if [each for each, _ in headers].count(name) > 1:
-            raise ApiError(400, f"the request has two headers {name.decode()}; expected one")
-    return found
 
 
 def _require_same_origin(scope: Message, headers: dict[bytes, bytes]) -> None:

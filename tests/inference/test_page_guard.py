@@ -433,3 +433,20 @@ def scope_of(method: str, path: str) -> dict:
     return {"method": method, "path": path, "headers": [(b"host", HOST.encode())]} | {
         "query_string": b""
     }
+
+
+def test_a_session_is_of_the_browser_that_began_it(guard, gradio, monkeypatch):
+    """Whoever knew its name got the conversation, its events, or ended it."""
+    cancel = {"event_id": "a", "fn_index": 0, "session_hash": "a1"}
+    asked = [("POST", f"{API}/queue/join", event()), ("POST", f"{API}/cancel", cancel)]
+    asked += [("GET", f"{API}/{name}") for name in ("heartbeat/a1", "queue/data?session_hash=a1")]
+    for given in asked:
+        guard.sessions.clear()
+        assert ask(guard, *given).status == 200
+        for other in asked:
+            assert ask(guard, *other).status == 200
+            assert ask(guard, *other, cookie=THEIRS).status == 404
+    monkeypatch.setattr(page_guard, "MOST_SESSIONS", 2)
+    for name in ("a2", "a3", "a4"):
+        ask(guard, "GET", f"{API}/heartbeat/{name}")
+    assert [*guard.sessions] == ["a3", "a4"]

@@ -82,11 +82,12 @@ def test_a_key_is_taken_as_http_has_it_and_a_websocket_is_closed():
     assert sent_back == [{"type": "websocket.close", "code": 1008}] * 2
 
 
-@pytest.mark.parametrize("name", ["host", "origin", "content-type", "authorization"])
+@pytest.mark.parametrize("name", ["host", "origin", "content-type", "cookie", "authorization"])
 def test_a_header_that_two_readers_could_read_differently_is_refused(name):
     """The guard read the last one, starlette the first."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     headers += [(b"authorization", b"Bearer secret"), (b"origin", b"http://localhost")]
+    headers += [(b"cookie", b"a=b")]
 
     async def with_headers(more: list) -> tuple[int, dict]:
         app = Guard(echo, Limits(api_key="secret", hosts=["localhost"]))

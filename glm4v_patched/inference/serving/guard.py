@@ -28,7 +28,7 @@ OPEN_PATHS = ("/health", "/ping")
 SECONDS_TO_SEND = 60
 READERS = 64
 """Threads: so many that hosts from which images are fetched keep no other request waiting."""
-ONCE = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
+ONCE = (b"authorization", b"content-length", b"content-type", b"cookie", b"host", b"origin")
 """Headers of which a request has one at most: of two, other code would read the other one."""
 # Of a body that is too large so much is still read: a client that is sending does not see an answer
 # when the connection ends under it.
@@ -140,11 +140,8 @@ class Guard(HostGuard):
                 "KEY",
                 code="invalid_api_key",
             )
-        kind = headers.get(b"content-type", b"").decode("latin-1")
-        # A page of the web may send other types without asking, to any machine.
-        is_json = kind.partition(";")[0].strip().lower() == "application/json"
-        if scope["method"] == "POST" and not is_json:
-            raise ApiError(415, f"Content-Type is {kind!r}; expected application/json")
+        if scope["method"] == "POST":
+            require_json(headers)
 
     async def _read(self, receive: Receive, key: int) -> bytes:
         parts, size, most = [], 0, self.limits.max_body_bytes
@@ -224,6 +221,14 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
             raise ApiError(400, f"the request has {number} headers {name.decode()}; expected one")
     if b"transfer-encoding" in names and b"content-length" in names:
         raise ApiError(400, "the request has transfer-encoding and content-length; expected one")
+
+
+def require_json(headers: dict[bytes, bytes]) -> None:
+    """Raise ``ApiError`` for other types, which a page of the web may send to any machine without
+    asking."""
+    kind = headers.get(b"content-type", b"").decode("latin-1")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"Content-Type is {kind!r}; expected application/json")
 
 
 def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> None:
