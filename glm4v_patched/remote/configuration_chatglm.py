@@ -531,16 +531,25 @@ class ChatGLMConfig(PretrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """As transformers'; ``ValueError`` for names by which it would fetch and run code."""
+
+        def is_of_class(name: str) -> bool:
+            default = getattr(cls, name, None)
+            return name in OF_TEXT or not isinstance(default, (bool, int, str, type(None)))
+
         refuse_fetched_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
         require_kinds(config_dict, GENERAL, "config.json")
-        for name in config_dict.keys() - SAVED:
-            default = getattr(cls, name, None)
-            if name in OF_TEXT or not isinstance(default, (bool, int, str, type(None))):
+        # A null one says nothing. Labels have a number, too.
+        foreign = [
+            name for name in config_dict.keys() - SAVED - {"num_labels"} if is_of_class(name)
+        ]
+        for name in foreign:
+            if config_dict[name] is not None:
                 raise ValueError(
                     f"config.json has {name}, which is a part of classes of configs, and no "
                     "setting; expected none of that name: take it out"
                 )
+        config_dict = {key: v for key, v in config_dict.items() if key not in foreign}
         named = config_dict.get("architectures") or ()
         if not ARCHITECTURES.issuperset(named):
             logging.get_logger().warning_once(
@@ -548,9 +557,7 @@ class ChatGLMConfig(PretrainedConfig):
                 f"{', '.join(sorted(ARCHITECTURES))}"
             )
             config_dict = config_dict | {"architectures": None}
-        if (
-            config_dict.get("quantization_config", ...) is None
-        ):  # which transformers 4 asks for more
+        if config_dict.get("quantization_config", ...) is None:  # transformers 4 asks it for more
             config_dict = {k: v for k, v in config_dict.items() if k != "quantization_config"}
         try:
             return super().from_dict(config_dict, **kwargs)

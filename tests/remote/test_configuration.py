@@ -199,3 +199,11 @@ def test_keywords_of_loading_are_looked_at_as_the_file_is(model, tmp_path):
     # A config may be named by its folder.
     loaded = type(model).from_pretrained(tmp_path, config=str(tmp_path))
     assert type(loaded) is type(model)
+
+
+def test_nulls_of_other_programs_say_nothing_and_the_number_of_labels_is_read():
+    config = golden_json("config.json") | {"rope_scaling": None, "text_config": None}
+    read = ChatGLMConfig.from_dict(config | {"attribute_map": None, "num_labels": 3})
+    assert read.num_labels == 3 and read.attribute_map["vocab_size"] == "padded_vocab_size"
+    with pytest.raises(ValueError, match="has attribute_map, which is a part of classes"):
+        ChatGLMConfig.from_dict(config | {"attribute_map": {}})
