@@ -424,7 +424,7 @@ def _measure(place: str, columns: Sequence[Any]) -> tuple[int, int]:
             lengths = pc.binary_length(said)
             size += pc.sum(lengths.take(array.indices) if is_dictionary else lengths).as_py() or 0
         elif types.is_string_view(of) or types.is_binary_view(of):  # views of one text, at most
-            size += len(array) * said.nbytes
+            size += len(array) * said.get_total_buffer_size()
         elif types.is_primitive(of) or types.is_null(of) or types.is_decimal(of):
             pass
         elif is_dictionary:
