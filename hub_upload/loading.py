@@ -50,7 +50,7 @@ def load(target: Target, pythons: Sequence[str] = (sys.executable,)) -> list[Che
                 (source / name).symlink_to(os.path.realpath(file.path))
         try:  # within limits, which the processes below do not have
             inputs_of(load_processor(Base(str(source))), 0, torch.float32)
-        except Exception as error:
+        except Exception as error:  # of a processor and template of others, of any kind
             return [Check(STEPS[0], FAILED, str(error).replace(str(source), target.name))]
         for number, python in enumerate(pythons):
             print(f"loading it with {python}, by the code beside it", file=sys.stderr, flush=True)

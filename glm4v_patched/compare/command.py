@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
             f"the published code does not work with transformers {version('transformers')}, and "
             f"needs an environment of its own: {how_to_make_one()}"
         )
-    told = check_python(options.python)
-    print(f"running with {told}: {code}", file=sys.stderr, flush=True)
+    versions = check_python(options.python)
+    print(f"running with {versions}: {code}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as work:
         lines = compare(folder, options.python, options.precision, device, Path(work))
     from .verdicts import DIFFERENT, OURS_WRONG, table

@@ -21,10 +21,9 @@ MOST_CHARACTERS = 2**20
 MOST_COMPARED = 10_000_000
 """Files, times the patterns that they are compared with."""
 LINE_END = re.compile(r"\r\n?|\n")
-OF_CONFIG = (
-    *("config_name", "data_files", "data_dir", "default", "description", "version", "features"),
-    *("drop_labels", "drop_metadata", "sep", "delimiter", "encoding", "columns", "field"),
-)
+OF_CONFIG = ["config_name", "data_files", "data_dir", "default", "description", "version"]
+OF_CONFIG += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding", "columns"]
+OF_CONFIG += ["field"]
 """Keys of a subset that choose files, or that change nothing of what is read here."""
 SHARDED = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 KEYWORDS = {
@@ -64,15 +63,15 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
             raise ValueError(_describe_other(folder, f"{where}: data_dir", config["data_dir"]))
     if config.get("data_files") is None:
         splits = _splits_by_name(files)
-        found = splits[choose_split(folder, splits, split)]
+        split_files = splits[choose_split(folder, splits, split)]
     else:
         where = f"{where}: data_files"
         patterns = _patterns_of_config(where, config["data_files"])
-        of_split = patterns[choose_split(folder, patterns, split)]
-        found = _files_of_patterns(folder, files, where, of_split)
+        chosen_patterns = patterns[choose_split(folder, patterns, split)]
+        split_files = _files_of_patterns(folder, files, where, chosen_patterns)
     chosen = config.get("config_name", name or "default")
     return Subset(
-        [before + file for file in found], _classes_of_card(card.get("dataset_info"), chosen)
+        [before + file for file in split_files], _classes_of_card(card.get("dataset_info"), chosen)
     )
 
 
@@ -108,8 +107,8 @@ class _Loader(SafeLoader):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if len({*keys}) < len(keys):
             [(twice, times)] = Counter(keys).most_common(1)
-            told = f"the key {as_words(twice)} stands {times} times"
-            raise yaml.constructor.ConstructorError(problem=told, problem_mark=node.start_mark)
+            problem = f"the key {as_words(twice)} stands {times} times"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
 
 
 for _kind, _words in (("null", r"(?i:~|null|)\Z"), ("bool", r"(?i:true|false)\Z")):
@@ -170,8 +169,8 @@ def _patterns_of_config(where: str, given: Any) -> dict[str, list[Any]]:
         if not isinstance(entry, dict) or entry.keys() != {"split", "path"}:
             expected = "a path, or a list of paths or of {split: NAME, path: FILES}"
             raise ValueError(f"{where} is {as_words(given)}; expected {expected}")
-        of_split = patterns.setdefault(_as_text(entry["split"], f"{where}: split"), [])
-        of_split += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+        split_files = patterns.setdefault(_as_text(entry["split"], f"{where}: split"), [])
+        split_files += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
     return patterns
 
 
@@ -181,18 +180,18 @@ def _files_of_patterns(
     known, compared = {*files}, 0
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        found = [pattern] if _as_text(pattern, where) in known else None
-        if found is None:
+        matching = [pattern] if _as_text(pattern, where) in known else None
+        if matching is None:
             compared += len(files)
             if compared > MOST_COMPARED:
                 raise ValueError(
                     f"{where} has {len(patterns):,} paths for {len(files):,} files; expected "
                     f"{MOST_COMPARED:,} comparisons at most: write fewer patterns"
                 )
-            found = find_matching(files, pattern)
-        if not found:
+            matching = find_matching(files, pattern)
+        if not matching:
             raise ValueError(_describe_other(folder, where, pattern))
-        chosen |= dict.fromkeys(found)
+        chosen |= dict.fromkeys(matching)
     return [*chosen]
 
 

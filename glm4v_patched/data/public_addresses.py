@@ -1,9 +1,9 @@
-"""Which IP addresses are of the public internet, by IANA's registries of special-purpose addresses.
+"""Which IP addresses are of the public internet, after IANA's registries of special addresses.
 
 ``ipaddress.is_global`` answers differently in Python 3.11.7, 3.12 and 3.13. The registries are
-https://www.iana.org/assignments/iana-ipv4-special-registry and iana-ipv6-special-registry, as of
-November 2026. Ranges in them that are reachable (anycast of AS112, AMT, TURN, PCP) are left out,
-too: no image is there.
+https://www.iana.org/assignments/iana-ipv4-special-registry and iana-ipv6-special-registry; this
+table was written without access to them and has not been compared line by line. Ranges in them that
+are reachable (anycast of AS112, AMT, TURN, PCP) are left out, too: no image is there.
 """
 
 import ipaddress

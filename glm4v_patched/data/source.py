@@ -35,10 +35,8 @@ COLUMNS_OF_LLAMA_FACTORY = {
     "system": "system",
     "images": "image",
 }
-OF_LLAMA_FACTORY = {
-    *("file_name", "formatting", "ranking", "columns", "tags", "num_samples"),
-    *("split", "hf_hub_url", "ms_hub_url", "om_hub_url"),
-}
+OF_LLAMA_FACTORY = {"file_name", "formatting", "ranking", "columns", "tags", "num_samples", "split"}
+OF_LLAMA_FACTORY |= {"hf_hub_url", "ms_hub_url", "om_hub_url"}
 SAVED = ("state.json", "dataset_dict.json")
 """What ``save_to_disk`` of ``datasets`` writes: of a single set, or of several splits."""
 PATHS = ("path", "annotations", "image_folder")

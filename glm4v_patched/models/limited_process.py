@@ -146,8 +146,8 @@ def _answer(body: bytes, limits: Limits) -> bytes:
     try:
         reply = _as_line({"value": TASKS[task](*arguments)})
         if len(reply) > limits.answer:
-            told = f"made a text of {in_bytes(len(reply))}"
-            raise LimitExceeded(f"{told}, of {in_bytes(limits.answer)} at most")
+            problem = f"made a text of {in_bytes(len(reply))}"
+            raise LimitExceeded(f"{problem}, of {in_bytes(limits.answer)} at most")
     except MemoryError:
         text = f"took more than {in_bytes(limits.memory)} of memory"
         reply = _as_line({"kind": LimitExceeded.__name__, "text": text})

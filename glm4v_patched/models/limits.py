@@ -139,8 +139,8 @@ def require_settings(place: str, revision: str) -> None:
     if (path := folder / RANKS).exists():
         longest = max(map(len, read_bytes(path).splitlines()), default=0)
         if longest > LONGEST_RANK:
-            told = f"{path} has a line of {longest:,} bytes"
-            raise ValueError(f"{told}; expected at most {LONGEST_RANK:,}")
+            problem = f"{path} has a line of {longest:,} bytes"
+            raise ValueError(f"{problem}; expected at most {LONGEST_RANK:,}")
 
 
 @lru_cache
@@ -149,13 +149,15 @@ def _require_setting(path: Path, changed: int) -> None:
     values = read_object(path)
     named = sorted(key for key in OTHER_FILES & values.keys() if values[key] is not None)
     if found := next(iter(named), None):
-        told = f"{path}: {found} is {shorten(str(values[found]))}, which names files to be read in "
-        raise ValueError(f"{told} place of those that were checked; take it out")
+        problem = (
+            f"{path}: {found} is {shorten(str(values[found]))}, which names files to be read in "
+        )
+        raise ValueError(f"{problem} place of those that were checked; take it out")
     lists = {path.name: values} if path.name == "added_tokens.json" else values
     for key, tokens in lists.items():
         if isinstance(tokens, (dict, list)) and len(tokens) > MOST_TOKENS and key != "model":
-            told = f"{path}: {key} has {len(tokens):,} entries"
-            raise ValueError(f"{told}; expected at most {MOST_TOKENS:,}")
+            problem = f"{path}: {key} has {len(tokens):,} entries"
+            raise ValueError(f"{problem}; expected at most {MOST_TOKENS:,}")
     if path.name in ("tokenizer_config.json", "special_tokens_map.json"):
         require_kinds(values, TOKENIZER, str(path))
     if path.name == "added_tokens.json":
@@ -222,15 +224,16 @@ def require_adapters(base: Base) -> None:
             made = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     except Exception as error:  # peft foresees few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    # Others have sizes of the model's; what is missing of those is told by whoever loads.
+    # Others have sizes of the model's; whoever loads them reports what is missing.
     wanted = {name: [*weight.shape] for name, weight in made.items() if name.endswith(OF_RANK)}
     unlike = sorted(name for name, shape in wanted.items() if there.get(name) != shape)
     if unlike:
-        told = f"{unlike[0]} is {there.get(unlike[0], 'absent')} in {ADAPTER_WEIGHTS}, and "
-        told += f"{wanted.get(unlike[0], 'absent')} by {ADAPTER_CONFIG}"
+        problem = f"{unlike[0]} is {there.get(unlike[0], 'absent')} in {ADAPTER_WEIGHTS}, and "
+        problem += f"{wanted.get(unlike[0], 'absent')} by {ADAPTER_CONFIG}"
         raise ValueError(
             f"{base.adapters}: {len(unlike)} of {len(wanted)} weights are not those of "
-            f"{ADAPTER_CONFIG} on {base.model}: {told}; expected the settings they were saved with"
+            f"{ADAPTER_CONFIG} on {base.model}: {problem}; expected the settings that they were "
+            "saved with"
         )
 
 
@@ -255,5 +258,5 @@ def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
                 "repetitions of repetitions"
             ) from None
         except Failed as error:
-            told = f"{path}: {key} is no regular expression ({error})"
-            raise ValueError(f"{told}; expected one for names of modules") from None
+            problem = f"{path}: {key} is no regular expression ({error})"
+            raise ValueError(f"{problem}; expected one for names of modules") from None
