@@ -19,6 +19,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import glm4v_patched
@@ -90,10 +91,9 @@ def environment_options() -> dict:
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0", "1"):
         return {}
-    try:
+    options = None
+    with suppress(ValueError):
         options = json.loads(value)
-    except ValueError:
-        options = None
     if not isinstance(options, dict):
         raise ValueError(
             f"{VARIABLE}={value!r} is neither 1 nor a JSON object with options of "

@@ -516,14 +516,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         role_id = cast(int, self.convert_tokens_to_ids(f"<|{role}|>"))
         return [role_id, *head, *(message_prefix or []), *text]
 
-    if not hasattr(PreTrainedTokenizerFast, "batch_encode_plus"):
-        # Two names that transformers 5 has dropped.
-        def encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
-            return self(text, text_pair, **kwargs)
-
-        def batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
-            return self(batch_text_or_text_pairs, **kwargs)
-
     @classmethod
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
         """Leave the pattern alone: transformers takes folders that it saved itself in 4.57.3 to
