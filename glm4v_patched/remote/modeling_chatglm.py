@@ -263,12 +263,6 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """As :meth:`ChatGLMModel.get_image_features`."""
         return self.transformer.get_image_features(pixel_values, **options)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.transformer.set_input_embeddings(value)
-
     @classmethod
     def _from_config(cls, config, **kwargs):
         return super()._from_config(ChatGLMConfig.of(config), **kwargs)
