@@ -127,7 +127,7 @@ if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_genera
 def names_of(*forwards: Callable) -> tuple[str, ...]:
     """Return the keywords that methods named ``forward`` have in their signatures, each once."""
     every = [one for forward in forwards for one in signature(forward).parameters.values()]
-    named = [one.name for one in every if one.kind is one.POSITIONAL_OR_KEYWORD]
+    named = [one.name for one in every if one.kind is not one.VAR_KEYWORD]
     return tuple(name for name in dict.fromkeys(named) if name != "self")
 
 

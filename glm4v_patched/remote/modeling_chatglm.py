@@ -829,6 +829,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
         labels: Tensor | None = None,
+        *,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,

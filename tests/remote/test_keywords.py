@@ -75,6 +75,8 @@ def test_the_model_without_a_head_takes_what_the_heads_signature_names(model, im
     """Callers read one signature and call the other; what only logits depend on changes nothing."""
     inner, of_logits = model.base_model, {name: 3 for name in OF_LOGITS}
     assert {*of_logits} == {*model.forward_names} - {*inner.forward_names}
+    with pytest.raises(TypeError, match="positional"):  # not taken for what comes next here
+        model(*[None] * 8, False)
     want = inner(**rows(image)).last_hidden_state
     for keywords in (of_logits, {"logits_to_keep": torch.tensor([0, 2])}):
         assert torch.equal(inner(**rows(image), **keywords).last_hidden_state, want)
