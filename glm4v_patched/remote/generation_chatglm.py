@@ -4,6 +4,7 @@
 token needs nothing from the rows before it (cached_rows.py).
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -44,12 +45,14 @@ COMPILES_NO_STEPS = ("cpu",)  # by itself
 # Shapes: B rows, R length of the grown rows, N new ids, K keys of the cache.
 
 
-def drop_unknown_options(generation_config: GenerationConfig) -> None:
-    """Leave only those options of generation that transformers has, before they are saved."""
+def known_options(generation_config: GenerationConfig) -> GenerationConfig:
+    """Return a copy with only those options of generation that transformers has, to be saved."""
+    own = copy(generation_config)
     unknown = sorted(generation_config.to_dict().keys() - vars(GenerationConfig()))
     log_unknown(unknown, "generation_config.json")
     for name in unknown:
-        delattr(generation_config, name)
+        delattr(own, name)
+    return own
 
 
 class ChatGLMGenerationMixin(GenerationMixin):

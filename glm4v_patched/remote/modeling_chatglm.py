@@ -35,7 +35,7 @@ from .checkpointing import CheckpointedLayer
 from .class_lists import enter_class
 from .classification_chatglm import OF_TOKENS, ScoresRows
 from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, check_adapters
-from .generation_chatglm import ChatGLMGenerationMixin, drop_unknown_options
+from .generation_chatglm import ChatGLMGenerationMixin, known_options
 from .image_checks import GivenRows, ImageFormat
 from .image_layout import grow_rows
 from .keywords import (
@@ -806,8 +806,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return (decoder, *info) if info else decoder
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        drop_unknown_options(self.generation_config)
-        super().save_pretrained(save_directory, *args, **kwargs)
+        given = self.generation_config
+        self.generation_config = known_options(given)
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.generation_config = given
 
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer
