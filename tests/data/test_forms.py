@@ -186,7 +186,9 @@ def test_a_row_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, name, 
     assert path.stat().st_size < LIMIT
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match="134,217,728 characters or more|has over 1,048,576 char"):
+        with pytest.raises(
+            ValueError, match="134,217,728 characters or more|has over 1,048,576 char"
+        ):
             raise ValueError([row.text for row in read(path)])
         assert tracemalloc.get_traced_memory()[1] < 24 * LIMIT
     finally:

@@ -33,7 +33,9 @@ def test_a_large_array_is_refused_with_what_makes_lines_of_it(tmp_path, monkeypa
         monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content))
         assert len([*read_rows(path)]) == 9
         monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content) - 1)
-        told = f"{name} has over {len(content) - 1} characters in one .* jq -c '.*' {path} > {path}l"
+        told = (
+            f"{name} has over {len(content) - 1} characters in one .* jq -c '.*' {path} > {path}l"
+        )
         with pytest.raises(ValueError, match=told):
             [*read_rows(path)]
 
