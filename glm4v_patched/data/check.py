@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import PIL
-from datasets import Dataset
 from tqdm import tqdm
 
 from ..terminal_text import shorten
@@ -34,7 +33,7 @@ from .messages import pictures_of, replace_pictures
 from .pictures import Stamp, times_of
 from .rows import Fault, Row, cure_of, describe_faults, read_rows
 from .source import Source
-from .stored_rows import ROWS_AT_ONCE, column, kept_rows, store_rows, values
+from .stored_rows import ROWS_AT_ONCE, StoredRows, column, kept_rows, store_rows, values
 
 # So much of the work is not lost if it is stopped.
 KEPT_AT_ONCE = 1000
@@ -53,7 +52,7 @@ class _Read(NamedTuple):
 
     sources: Sources
     files: list[Stamp]
-    rows: Dataset
+    rows: StoredRows
     faults: list[list[Fault]]
     """Of each set."""
     good: list[int]
@@ -142,7 +141,7 @@ def _read(
     collator: ConversationCollator,
     memory: Path | None,
     first: int | None = None,
-) -> tuple[list[Stamp], Dataset]:
+) -> tuple[list[Stamp], StoredRows]:
     """The files of sets, and their rows, read and measured; or the first ones."""
     streamed = first is not None
     files = [] if streamed else [Stamp.of(path) for source in sources for path in source.files]
@@ -157,7 +156,7 @@ def _read(
         if rows is not None and not _lacks_pictures(rows):
             return files, rows
 
-    def is_kept(rows: Dataset) -> bool:
+    def is_kept(rows: StoredRows) -> bool:
         if changed := next((stamp for stamp in files if stamp.has_changed()), None):
             raise ValueError(f"{changed.path} has changed while it was read: start again")
         # What cannot be fetched now may be there next time.
@@ -173,7 +172,7 @@ def _with_absolute_paths(source: Source) -> dict[str, Any]:
     return asdict(source) | absolute | {"weight": 1}
 
 
-def _lacks_pictures(rows: Dataset) -> bool:
+def _lacks_pictures(rows: StoredRows) -> bool:
     """Whether a picture that was written to the cache as rows were read is there no longer."""
     cache = default_path()
     made = str(cache and cache.parent / "pictures") + os.sep
@@ -246,16 +245,16 @@ def measure(conversations: list[list[dict]], collator: ConversationCollator) -> 
         return [measure([conversation], collator)[0] for conversation in conversations]
 
 
-def _pictures_of(rows: Dataset) -> Iterator[str]:
+def _pictures_of(rows: StoredRows) -> Iterator[str]:
     return (path for (pictures,) in values(rows, "pictures") for path in pictures)
 
 
-def _counts(sources: Sources, rows: Dataset) -> list[int]:
+def _counts(sources: Sources, rows: StoredRows) -> list[int]:
     """How many rows each set has."""
     return np.bincount(column(rows, "source"), minlength=len(sources)).tolist()
 
 
-def _require_some_of_each(sources: Sources, rows: Dataset) -> None:
+def _require_some_of_each(sources: Sources, rows: StoredRows) -> None:
     """Raise ``ValueError`` if a set has rows and a weight so small that none of them comes."""
     for source, count in zip(sources, _counts(sources, rows), strict=True):
         if count and not round(source.weight * count):
@@ -268,7 +267,7 @@ def _require_some_of_each(sources: Sources, rows: Dataset) -> None:
 
 def _find_faults(
     sources: Sources,
-    rows: Dataset,
+    rows: StoredRows,
     facts: dict[str, Facts],
     max_positions: int,
     pack_to: int | None,
