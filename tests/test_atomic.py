@@ -22,9 +22,7 @@ ROW["messages"] = "[]" * 5000
 
 WRITERS = {
     "content": lambda out: write_atomically(out / "a", b"x" * 9000),
-    "rows": lambda out: write_stored(
-        store_rows([[ROW]], None, "", lambda rows: False), out / "data.arrow"
-    ),
+    "rows": lambda out: write_stored(store_rows([[ROW]], None), out / "data.arrow"),
     "picture": lambda out: PictureFiles("", store=out).path_of(b"x" * 9000),
     "recipe": lambda out: recipe({"model": "m" * 9000}).write(out / "recipe.json"),
 }

@@ -1,18 +1,13 @@
-"""Rows as they were read and measured, in Arrow files of which nothing is held in memory.
+"""Rows as they were read and measured, in Arrow files of which nothing is held in memory."""
 
-What was read once is kept in the user's cache folder, and is there at once when the same files are
-checked for the same model again.
-"""
-
-import hashlib
 import json
+import mmap
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -28,8 +23,6 @@ except ImportError as error:
     ) from error
 
 ROWS_AT_ONCE = 1000
-SECONDS_KEPT = 30 * 24 * 3600
-"""Of what no check has asked for since."""
 SCHEMA = pa.schema(
     {
         "messages": pa.string(),  # JSON, for keys differ from row to row
@@ -51,19 +44,28 @@ class StoredRows:
     """Rows of an Arrow file, which is mapped: processes share its pages, and a pickle has its path.
 
     Attributes:
+        path: None of a file without a name, which is gone with this process.
         numbers: Which rows of the file these are, in ascending order.
     """
 
-    path: Path
+    path: Path | None
     table: pa.Table
     numbers: np.ndarray
 
     @classmethod
     def open(cls, path: Path, numbers: np.ndarray | None = None) -> "StoredRows":
-        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        return cls(path, table, np.arange(len(table)) if numbers is None else numbers)
+        with path.open("rb") as file:
+            rows = cls.map(file, path)
+        return rows if numbers is None else replace(rows, numbers=numbers)
+
+    @classmethod
+    def map(cls, file: Any, path: Path | None = None) -> "StoredRows":
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        table = pa.ipc.open_stream(pa.py_buffer(mapped)).read_all()
+        return cls(path, table, np.arange(len(table)))
 
     def __reduce__(self):
+        assert self.path is not None, "rows of a check are written before processes have them"
         return StoredRows.open, (self.path, self.numbers)
 
     def __len__(self) -> int:
@@ -85,51 +87,22 @@ class StoredRows:
             begin += len(batch)
 
 
-def kept_rows(key: str, folder: Path) -> StoredRows | None:
-    """The rows that :func:`store_rows` kept by that key. What was damaged is removed, and what
-    nobody asked for lately."""
-    found = None
-    for path in folder.glob("*.arrow"):
-        with suppress(OSError):  # another check removes it, too
-            if path.name.startswith(f"{key}-") and path.stem.endswith(_digest(path)):
-                os.utime(path)
-                found = StoredRows.open(path)
-            elif path.name.startswith(key) or path.stat().st_mtime < time.time() - SECONDS_KEPT:
-                path.unlink()
-    return found
-
-
-def store_rows(
-    rows: Iterable[list[dict[str, Any]]],
-    folder: Path | None,
-    key: str,
-    is_kept: Callable[[StoredRows], bool],
-) -> StoredRows:
-    """Write rows, some at a time, to a file that is gone when nobody reads it any more.
+def store_rows(rows: Iterable[list[dict[str, Any]]], folder: Path | None) -> StoredRows:
+    """Write rows, some at a time, to a file without a name.
 
     Args:
         rows: With the keys of :data:`SCHEMA`.
-        folder: For the file; where it cannot be written, the system's for temporary files is.
-        key: By which :func:`kept_rows` finds the rows, if they are kept.
+        folder: On the disk that takes the file; where it cannot be written, the system's for
+            temporary files does, which may be memory.
     """
-    place = None  # /tmp may be memory
-    with suppress(OSError):
-        if folder is not None:
+    if folder is not None:
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            place = folder if os.access(folder, os.W_OK) else None
-    with NamedTemporaryFile(dir=place, suffix=".arrow") as file:
+        folder = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+    with TemporaryFile(dir=folder) as file:
         _write((pa.RecordBatch.from_pylist(some, SCHEMA) for some in rows), file)
         file.flush()
-        stored = StoredRows.open(Path(file.name))
-        if is_kept(stored) and place is not None:
-            with suppress(OSError):  # another check keeps them, too; or links cannot be made
-                os.link(file.name, place / f"{key}-{_digest(Path(file.name))}.arrow")
-    return stored
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return StoredRows.map(file)
 
 
 def _write(batches: Iterable[pa.RecordBatch], file: Any) -> None:

@@ -182,29 +182,17 @@ def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
                 yield row
                 continue
             try:
-                yield _with_images(row, folder, os.path.dirname(file), is_table)
+                yield _with_image(row, folder, os.path.dirname(file))
             except ValueError as error:
                 yield Fault(0, f"{folder.path}/{file}: {error}")
 
 
-def _with_images(row: dict, folder: Folder, below: str, is_table: bool) -> dict:
-    """Return a row with the paths of its images. In tables ``*_file_name`` and ``*file_names`` name
-    images, too, as for ``datasets``; elsewhere columns keep their names."""
-
-    def path_of(name: Any) -> Any:
-        return folder.local_path(os.path.join(below, name)) if isinstance(name, str) else name
-
-    made: dict[str, Any] = {}
-    for key, value in row.items():
-        name = key
-        if key == "file_name" or is_table and key.endswith("_file_name"):
-            name, value = key.removesuffix("file_name").removesuffix("_") or "image", path_of(value)
-        elif is_table and (key == "file_names" or key.endswith("_file_names")):
-            name = key.removesuffix("file_names").removesuffix("_") or "images"
-            value = [path_of(of) for of in value or ()]
-        if name in made:
-            raise ValueError(f"several columns are for {name}, such as {key}: give one of them")
-        made[name] = value
+def _with_image(row: dict, folder: Folder, below: str) -> dict:
+    if row.keys() >= {"file_name", "image"}:
+        raise ValueError("file_name and image are both for the image: give one of them")
+    made = {"image" if key == "file_name" else key: value for key, value in row.items()}
+    if isinstance(name := row.get("file_name"), str):
+        made["image"] = folder.local_path(os.path.join(below, name))
     return made
 
 

@@ -1,6 +1,5 @@
 """The check before training: what it counts, what it refuses, what it remembers."""
 
-import base64
 import os
 import time
 from pathlib import Path
@@ -14,7 +13,6 @@ from glm4v_patched.data.check import check_sets
 from glm4v_patched.data.check_cache import Memory, default_path
 from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.pictures import Stamp
 from glm4v_patched.data.source import Source
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
@@ -108,7 +106,7 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     assert checked.counts.rows == len(checked.row_digests) == 2
     assert checked.conversations()[1] == colours()
     words(capsys.readouterr().out)
-    assert not [*(tmp_path / "memory" / "rows").glob("*.arrow")]
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["m.sqlite"]
     (tmp_path / "bad.png").unlink()  # the picture of a row that is left out may change
     checked.conversations()
     with words.refused(ValueError, "1 of 1 rows"):
@@ -134,46 +132,18 @@ def any_age(monkeypatch):
     monkeypatch.setattr("glm4v_patched.data.check.NANOSECONDS_UNTIL_SURE", -HOUR * 10**9)
 
 
-def test_a_second_check_decodes_only_new_pictures_and_reads_no_rows_that_it_knows(
+def test_a_second_check_decodes_only_new_pictures(
     check, write, draw, decoded, any_age, monkeypatch
 ):
-    measured, measure = [], ConversationCollator.measure
-
-    def noted(collator, rows):
-        measured.extend(rows)
-        return measure(collator, rows)
-
-    monkeypatch.setattr(ConversationCollator, "measure", noted)
     monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
     draw("b.png")
     first = check(write(colours("a.png"), colours("b.png"), colours("a.png", "a red circle")))
-    assert decoded == ["a.png", "b.png"] and len(measured) == 3
+    assert decoded == ["a.png", "b.png"]
     assert found(check(Path(first.path))) == found(first)
-    assert len(decoded) == 2 and len(measured) == 3
     mended = check(write(colours("a.png"), colours("b.png", "green"), colours("a.png", "red")))
-    assert len(decoded) == 2 and len(measured) == 6
+    assert len(decoded) == 2
     same = [old == new for old, new in zip(first.row_digests, mended.row_digests, strict=True)]
     assert same == [True, False, False]
-
-
-def test_rows_are_read_again_where_something_changed_on_which_they_depend(
-    tmp_path, processor, check, write, monkeypatch
-):
-    path = write(colours(), colours(rounds=2))
-    sizes = check(path).column("positions")
-    for old, new in ((b"Which", b"which"), (b"ARROW1", b"")):
-        [stored] = (tmp_path / "memory" / "rows").glob("*.arrow")
-        stored.write_bytes(stored.read_bytes().replace(old, new))
-        assert [*check(path).conversations()] == [colours(), colours(rounds=2)]
-    with pytest.raises(ValueError, match="2 of 2 rows cannot be used"):
-        check(Source(str(path), format="alpaca"))
-    embedded = colours("data:image/png;base64," + base64.b64encode(png()).decode())
-    [written] = [check(write(embedded)).pictures for _ in range(2)][1]
-    Path(written.path).unlink()  # as if the cache had been cleared
-    assert check(write(embedded)).pictures == (Stamp.of(written.path),)
-    path = write(colours(), colours(rounds=2))
-    monkeypatch.setattr(processor, "chat_template", processor.chat_template + "{{ 'x' }}")
-    assert (check(path).column("positions") == sizes + 1).all()
 
 
 def test_a_picture_that_changed_is_decoded_again(check, write, draw, decoded, any_age):

@@ -373,7 +373,7 @@ def test_metadata_give_an_image_by_one_column(tmp_path):
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     first, second = read(tmp_path, columns={"question": "?", "answer": "text", "image": "image"})
     assert first.pictures == [str(tmp_path / "a.png")]
-    assert "metadata.jsonl: several columns are for image, such as image: give" in second.text
+    assert "metadata.jsonl: file_name and image are both for the image: give" in second.text
 
 
 def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, watched):
