@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..atomic import fault_of_file
-from ..paths import PathError, expand
 
 VERSION = 2
 MOST_BYTES = 2**28
@@ -24,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 def default_path() -> Path | None:
     """In ``$XDG_CACHE_HOME``, or ``~/.cache``; None for who has no home."""
-    try:
-        root = Path(expand(os.environ.get("XDG_CACHE_HOME") or "."))
-    except PathError as error:
-        raise ValueError(f"XDG_CACHE_HOME: {error}") from None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
     if not root.is_absolute():  # then it is to be ignored, as that standard says
         try:
             root = Path.home() / ".cache"
