@@ -128,7 +128,7 @@ def _open_folder(folder: Folder, source: Source) -> Iterator[Any]:
     described = [file for file in files if os.path.basename(file) in METADATA]
     is_local = not isinstance(folder, HubFolder)
     if is_local and kind in ("imagefolder", "json", "text") and not described:
-        _refuse_pairs(folder, [os.path.join(folder.path, file) for file in files])
+        _refuse_pairs(folder, files)
     if kind in ("", "text"):
         such = f" (such as {of_split[0]})" if of_split else ""
         raise ValueError(
@@ -199,33 +199,31 @@ def _with_image(row: dict, folder: Folder, below: str) -> dict:
 def _refuse_pairs(folder: Folder, files: list[str]) -> None:
     """Raise ``ValueError`` for images and texts that belong together by their names, 0.png and
     0.txt: datasets would read those of one kind and leave the others out."""
-    names = {where: {*os.listdir(where)} for where in {*map(os.path.dirname, files)}}
-    pairs = []
+    there, pairs = {*folder.files}, []
     for file in files:
-        there = names[os.path.dirname(file)]
-        stem = os.path.basename(file).partition(".")[0]
-        image = next((f"{stem}{of}" for of in PICTURE_FILES if f"{stem}{of}" in there), None)
-        text = next((f"{stem}{of}" for of in (".txt", ".json") if f"{stem}{of}" in there), None)
+        stem = os.path.splitext(file)[0]
+        image = next((stem + of for of in PICTURE_FILES if stem + of in there), None)
+        text = next((stem + of for of in (".txt", ".json") if stem + of in there), None)
         if image is not None and text is not None:
-            pairs.append((os.path.dirname(file), image, text))
+            pairs.append((image, text))
     if 2 * len(pairs) < len(files) or not pairs:  # a note beside an image or two
         return
-    where, image, text = pairs[0]
-    if text.endswith(".json") and (len(files) == 1 or _is_row(folder, where, text)):
+    image, text = pairs[0]
+    if text.endswith(".json") and (len(files) == 1 or _is_row(folder, text)):
         return
-    path, kind = shlex.quote(folder.path), text.rpartition(".")[2]
-    answer = {"txt": "txt"}.get(kind, "json.answer")
+    path, answer = shlex.quote(folder.path), "txt" if text.endswith(".txt") else "json.answer"
     raise ValueError(
-        f"{folder.path} has {image} and {text}, an image and what is said of it, and datasets "
-        f"reads one of the two; make an archive of WebDataset of them: tar --sort=name -cf "
+        f"{folder.path} has {os.path.basename(image)} and {os.path.basename(text)}, an image and "
+        "what is said of it, and datasets reads one of the two; make an archive of WebDataset of "
+        "them: tar --sort=name -cf "
         f'{path}.tar -C {path} . (data.columns={{question: "...?", answer: {answer}, '
         f"image: {image.rpartition('.')[2]}}})"
     )
 
 
-def _is_row(folder: Folder, where: str, name: str) -> bool:
+def _is_row(folder: Folder, file: str) -> bool:
     """Return whether a JSON file is a row of a known format, which names its images itself."""
-    path = folder.local_path(os.path.join(where, name))
+    path = folder.local_path(file)
     rows = [row for _, row in read_text(Source(path), kind_of_file(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
