@@ -8,18 +8,19 @@ question, one below the other, of which a row may lack some; or pictures.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from string import Formatter
 from typing import Any
 
-from ..terminal_text import listed
+from ..terminal_text import listed, shorten
 from .messages import MOST_KEYS_LISTED, as_words, quoted
 
 NAMES = ("question", "answer", "image", "system", "turns", "history")
 LISTS = ("question", "image")
 NAME = re.compile(r"[\w/-]+(?:\.[\w/-]+)*")
 SPEC = re.compile(r"\d{0,3}")  # a width, as 012
+MOST_OF_A_LOOK = 40
 OF_TOOLS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add."""
 PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -56,6 +57,40 @@ def named_columns(value: str | list[str]) -> list[str]:
     """The columns that such words, or a list of them, are made of."""
     words = value if isinstance(value, list) else [value]
     return [name for one in words for _, name, _ in _parts(one) if name is not None]
+
+
+def unnamed_columns(row: dict, named: Collection[str], before: str = "") -> Iterator[str]:
+    """Yield the columns of a row that hold something and are not in ``named``: of an object of
+    which some is named, what else it holds."""
+    for key, value in row.items():
+        name = before + key
+        if name in named or name in OF_TOOLS or is_empty(value):
+            continue
+        if not any(other.startswith(f"{name}.") for other in named):
+            yield name
+        elif isinstance(value, dict):
+            yield from unnamed_columns(value, named, f"{name}.")
+
+
+def describe_columns(row: dict, names: Iterable[str]) -> str:
+    """Return the names of columns, each with the beginning of its value."""
+
+    def look(name: str) -> str:
+        value = value_of(row, name)
+        if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:  # an image in a table
+            value = value.get("bytes") or value.get("path")
+        return f"{quoted(name)} ({shorten(as_words(value), MOST_OF_A_LOOK)})"
+
+    return listed([look(name) for name in names], MOST_KEYS_LISTED)
+
+
+def describe_unnamed(row: dict, names: Iterable[str]) -> str:
+    """Say that columns of a row are neither used nor ignored."""
+    return (
+        f"{describe_columns(row, names)}: in neither data.columns nor data.ignore; name in columns "
+        "what the sample is made of, images first, and in ignore what is left out (docs/data.md, "
+        '"Columns"; answer, evaluate: --columns, --ignore)'
+    )
 
 
 def value_of(row: Any, name: str) -> Any:

@@ -12,19 +12,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
-from .columns import NO_CELL, named_columns
+from .columns import NO_CELL
 from .formats import FORMATS
 from .messages import MOST_KEYS_LISTED, quoted
 from .pictures import image_kind
 from .source import OF_CSV, Source, suffix_of
-from .suggestion import fault_of_object
 
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -59,7 +57,6 @@ BESIDE_ROWS = ("info", "licenses", "categories")
 """Lists beside the rows, in files as COCO's."""
 OF_LINES = ("JSON lines", "CSV")
 """Kinds of which a row has a line of its own."""
-JOINED_BY = "question_id"
 OF_CELLS = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
 """What is a cell of a CSV and no name of a column: a number, a date."""
 OF_NAMES = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
@@ -86,8 +83,7 @@ def read_text(source: Source, kind: str) -> Numbered:
     path = Path(source.path)
     readers = {"CSV": _csv, "JSON lines": _lines, "JSON array": _array, "JSON object": _of_object}
     try:
-        rows = readers[kind](path)
-        yield from rows if source.annotations is None else _annotated(rows, source)
+        yield from readers[kind](path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
@@ -121,7 +117,7 @@ def kind_of_file(path: Path) -> str:
     if first.partition("\n")[0].strip() == "{":
         told = "it is one JSON object over several lines; expected a row a line: "
         told += '{"messages": [...]} (pandas: to_json(FILE, orient="records", lines=True))'
-        raise ValueError(f"{path}: {_fault_of_start(first) or told}")
+        raise ValueError(f"{path}: {told}")
     return "JSON lines"
 
 
@@ -194,14 +190,6 @@ def _is_around_rows(text: str) -> bool:
     lists = (of for of in value.values() if isinstance(of, list) and of)
     has_rows = any(isinstance(of[0], dict) for of in lists) and not KEYS_OF_ROWS & value.keys()
     return has_rows and not text[end:].strip()
-
-
-def _fault_of_start(text: str) -> str | None:
-    """Say what the object is that a file is, if all of it was read."""
-    try:
-        return fault_of_object(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
 
 
 def _is_whole(text: str) -> bool:
@@ -290,60 +278,15 @@ def _array(path: Path) -> Numbered:
 
 
 def _of_object(path: Path) -> Numbered:
-    """The elements of the list that holds the rows; of COCO's two lists, each annotation with what
-    is said of its picture and the name of its category."""
-    lists: set[str] = set()
-    found: dict[str, dict[Any, dict]] = {"images": {}, "categories": {}}
-    for name, _, value in _elements(path):
-        lists.add(name)
-        if name in found and isinstance(value, dict):
-            found[name][_plain(value.get("id"))] = value
-    is_coco = lists >= {"images", "annotations"}
-    names = sorted(lists - {*BESIDE_ROWS})
-    if len(names) != 1 and not is_coco:
+    """The elements of the list that holds the rows."""
+    names = sorted({name for name, _, _ in _elements(path)} - {*BESIDE_ROWS})
+    if len(names) != 1:
         told = f"the lists {listed([*map(quoted, names)], MOST_KEYS_LISTED)}"
         raise ValueError(
             f"{path} is one object with {told if names else 'no rows'}; expected 1 list, of rows: "
-            f"jq .NAME {path} > NAME.json"
+            f"jq .NAME {path} > NAME.json (COCO, VQA: docs/data.md joins them)"
         )
-    for name, number, value in _elements(path):
-        if is_coco and name == "annotations" and isinstance(value, dict):
-            image = found["images"].get(_plain(value.get("image_id")))
-            category = found["categories"].get(_plain(value.get("category_id")), {})
-            if image is None:
-                of = json.dumps(value.get("image_id"))
-                value = Fault(number, f"image_id is {of}, and no picture under images has it")
-            else:
-                value = image | value | ({"category": category["name"]} if category else {})
-        if name == ("annotations" if is_coco else names[0]):
-            yield number, value
-
-
-def _plain(value: Any) -> Any:
-    """An id that a mapping can hold."""
-    return value if isinstance(value, (str, int)) else None
-
-
-def _annotated(questions: Numbered, source: Source) -> Numbered:
-    """Questions with what is said of each in a second file, as VQA v2 has them."""
-    assert source.annotations is not None
-    other = replace(source, path=source.annotations, annotations=None)
-    # Of the ten answers to each question no more is held than is read.
-    named = [named_columns(of) for of in (source.columns or {}).values()]
-    wanted = {name.partition(".")[0] for of in named for name in of}
-    said = {}
-    for number, value in read_text(other, kind_of_file(Path(other.path))):
-        if not isinstance(value, dict) or value.get(JOINED_BY) is None:
-            told = value.text if isinstance(value, Fault) else f"has no {JOINED_BY}"
-            raise ValueError(f"{other.path}, row {number}: {told}")
-        kept = {key: of for key, of in value.items() if key in wanted or not wanted}
-        said[_plain(value[JOINED_BY])] = kept
-    for number, row in questions:
-        if isinstance(row, dict):
-            of = _plain(row.get(JOINED_BY))
-            told = f"{JOINED_BY} is {json.dumps(of)}, and no row of {other.path} has it"
-            row = row | said[of] if of in said else Fault(number, told)
-        yield number, row
+    return ((number, value) for name, number, value in _elements(path) if name == names[0])
 
 
 def _fault_of_names(names: list[str], second: str) -> str | None:
