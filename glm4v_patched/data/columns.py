@@ -7,7 +7,6 @@ question, one below the other, of which a row may lack some; or pictures.
 """
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from string import Formatter
@@ -108,23 +107,20 @@ def value_of(row: Any, name: str) -> Any:
     return value_of(row[head], rest) if rest else row[head]
 
 
-def text_of_column(row: dict, words: str, part: str) -> str | None:
+def text_of_column(row: dict, words: str) -> str | None:
     """The text of a column or words; None where the row has no such column.
-
-    Args:
-        part: What it is for, a name of :data:`NAMES`.
 
     Raises:
         ValueError: it is no text, or of the words a column is missing.
     """
     if (column := _column_of(words)) is not None:
         value = value_of(row, column)
-        return None if value is None else _as_text(value, column, part)
+        return None if value is None else _as_text(value, column)
     if words in row:
         raise ValueError(f"{quoted(words)} is a column: write {quoted(f'{{{words}}}')} for it")
     made = ""
     for said, name, width in _parts(words):
-        text = "" if name is None else _as_text(required(row, name), name, part)
+        text = "" if name is None else _as_text(required(row, name), name)
         made += said + text.rjust(int(width or 0), "0" if width.startswith("0") else " ")
     return made
 
@@ -159,9 +155,7 @@ def _column_of(words: str) -> str | None:
     return None if said or width or more else column
 
 
-def _as_text(value: Any, name: str, part: str) -> str:
-    if isinstance(value, list) and part == "answer":
-        value = _commonest(value)
+def _as_text(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -170,20 +164,12 @@ def _as_text(value: Any, name: str, part: str) -> str:
     raise ValueError(f"{name} is {as_words(value)}; expected text{cure}")
 
 
-def _commonest(answers: list) -> Any:
-    """That of several answers to one question which most people gave; the first of equals."""
-    texts = [answer.get("answer") if isinstance(answer, dict) else answer for answer in answers]
-    if not texts or not all(isinstance(text, (str, int)) for text in texts):
-        return answers
-    return Counter(map(str, texts)).most_common(1)[0][0]
-
-
 def pictures_of_columns(row: dict, names: str | list[str] | None) -> list:
     """The pictures of a row, in the order of the names; a row may have none."""
     pictures: list[Any] = []
     for name in [names] if isinstance(names, str) else names or []:
         column = _column_of(name)
-        found = text_of_column(row, name, "image") if column is None else value_of(row, column)
+        found = text_of_column(row, name) if column is None else value_of(row, column)
         pictures += found if isinstance(found, list) else [found]
     return [picture for picture in pictures if not is_empty(picture)]
 

@@ -122,8 +122,8 @@ def describe_unknown(row: dict, keys: Iterable[str]) -> str:
         cure = OF_PREFERENCES
     else:
         cure = (
-            "say by data.columns which of them are what, and name the others in data.ignore "
-            '(docs/data.md, "Columns"; answer, evaluate: --columns, --ignore)'
+            "say by data.columns which are question, answer and image, and name the others in "
+            'data.ignore (docs/data.md, "Columns"; answer, evaluate: --columns, --ignore)'
         )
     return f"its keys are of no format that is known: {describe_columns(row, names)}; {cure}"
 
@@ -194,7 +194,7 @@ def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> Fo
     Args:
         ignored: Keys of turns that are left out.
     """
-    system = text_of_column(row, columns["system"], "system") if "system" in columns else None
+    system = text_of_column(row, columns["system"]) if "system" in columns else None
     messages = [{"role": "system", "content": system}] if system else []
     if "turns" in columns:
         turns = required(row, columns["turns"])
@@ -211,13 +211,13 @@ def _asked(row: dict, columns: Columns) -> list[dict]:
     """The question, which may be a picture alone, and the answer, if one is asked for."""
     parts = columns.get("question", [])
     if isinstance(parts, list):
-        texts = [text_of_column(row, part, "question") for part in parts]
+        texts = [text_of_column(row, part) for part in parts]
         question: str | None = "\n".join(filter(None, texts))
-    elif (question := text_of_column(row, parts, "question")) is None:
+    elif (question := text_of_column(row, parts)) is None:
         required(row, parts)
     if "answer" not in columns:
         return _exchange(question)
-    answer = text_of_column(row, columns["answer"], "answer")
+    answer = text_of_column(row, columns["answer"])
     return _exchange(question, required(row, columns["answer"]) if answer is None else answer)
 
 

@@ -66,6 +66,7 @@ A_PATH = re.compile(r"<img>([^<\s][^<]*+)</img>", re.IGNORECASE)  # Qwen-VL's
 PLACES_AT_THE_ENDS = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
+SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_KEYS_LISTED = 20
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 # Of the role before.
@@ -348,13 +349,11 @@ def _finished(draft: Draft, path_of: Callable[[Any], str]) -> dict:
 
 
 def _require_characters(message: dict) -> None:
-    try:
-        ENCODER.encode(message).encode()
-    except UnicodeEncodeError as error:
+    if half := SURROGATE.search(ENCODER.encode(message)):
         raise ValueError(
-            f"holds {ascii(error.object[error.start])}, half of a surrogate pair and no character: "
-            "write the other half too, or take it out"
-        ) from None
+            f"holds {ascii(half[0])}, half of a surrogate pair and no character: write the other "
+            "half too, or take it out"
+        )
 
 
 def _without_places(content: str, role: str, pictures: int) -> str:

@@ -6,7 +6,6 @@ of the Hub by :mod:`tables`.
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -23,10 +22,12 @@ from .pictures import PictureFiles
 from .source import Source, fault_of_set
 from .text_rows import OF_LINES, TOO_DEEP, Fault, Numbered, kind_of_file, read_text
 
+CURE = (
+    "correct them (paths of images are relative to the file's folder, or to data.image_folder; "
+    "answer, evaluate: --image-folder)"
+)
 MOST_FAULTS_LISTED = 20
 MOST_LINES_LISTED = 8  # of the rows that have one fault
-# One fault, in whichever message.
-OF_MESSAGE = re.compile(r"\A(?:message|turn) \d+ of \d+[^:]{,40}: ")
 
 
 class Row(NamedTuple):
@@ -71,7 +72,7 @@ def require_first_rows(sources: Sequence[Source]) -> None:
                 all_of_it = len(faults) <= MOST_FAULTS_LISTED
                 number = len(faults) if all_of_it else None
                 text = describe_faults(source, faults[:MOST_FAULTS_LISTED], number)
-                raise ValueError(f"{text}\n{cure_of(text)}")
+                raise ValueError(f"{text}\n{CURE}")
 
 
 def split_rows(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
@@ -89,13 +90,6 @@ def split_rows(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
     return rows, faults
 
 
-def cure_of(faults: str, folder: str = "data.image_folder") -> str:
-    """What is to be done about the faults of rows; ``folder`` is what names that of pictures."""
-    if "does not exist" not in faults:
-        return "correct them"
-    return f"correct them (paths are relative to the file's folder; {folder} names another one)"
-
-
 def describe_faults(path: str | Path | Source, faults: list[Fault], number: int | None) -> str:
     """Up to 20 of them with file and line, each once, and how many of ``number`` rows they are;
     None, if they are the first rows, and it is not known how many there are."""
@@ -105,7 +99,7 @@ def describe_faults(path: str | Path | Source, faults: list[Fault], number: int 
         told = f"{len(faults):,} of {number:,} rows cannot be used"
     same: dict[str, list[Fault]] = {}
     for fault in faults:
-        same.setdefault(OF_MESSAGE.sub("", fault.text), []).append(fault)
+        same.setdefault(fault.text, []).append(fault)
     lines, start = [f"{source.path}: {told}:"], before_number(source)
     for first, *others in islice(same.values(), MOST_FAULTS_LISTED):
         also = listed([other.line for other in others], MOST_LINES_LISTED)
@@ -239,16 +233,10 @@ def write_conversations(
     """Write conversations as JSONL, with image paths relative to the file.
 
     Raises:
-        ValueError: the file exists and ``overwrite`` is not set.
+        FileExistsError: the file exists and ``overwrite`` is not set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = path.open("w" if overwrite else "x", encoding="utf-8")
-    except FileExistsError as error:
-        raise ValueError(
-            f"{path} exists and is not overwritten: move it, or write to another file"
-        ) from error
-    with file:
+    with path.open("w" if overwrite else "x", encoding="utf-8") as file:
         for messages in conversations:
             relative = replace_pictures(
                 messages, lambda picture: str(Path(picture).relative_to(path.parent))

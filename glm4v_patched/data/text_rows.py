@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
-from .columns import NO_CELL
+from .columns import NO_CELL, PICTURE_FILES
 from .formats import FORMATS
 from .messages import MOST_KEYS_LISTED, quoted
-from .pictures import image_kind
 from .source import OF_CSV, Source, suffix_of
 
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
@@ -297,7 +296,9 @@ def _fault_of_names(names: list[str], second: str) -> str | None:
     """
     if names[0][:4].lower() == "sep=":
         return f"{quoted(names[0])} is a line of Excel's: take it out"
-    cells = [name for name in names if image_kind(name) or OF_CELLS.fullmatch(name)]
+    cells = [
+        name for name in names if name.lower().endswith(PICTURE_FILES) or OF_CELLS.fullmatch(name)
+    ]
     # pandas counts columns that have no names.
     if cells != [*map(str, range(len(cells)))]:
         return (

@@ -62,7 +62,6 @@ ROW = {"Question Text": "q?", "a": "b", "n": 7, "json": {"q": ["first", "second"
 
 
 OF_TALK = {"turns": "talk", "system": "rules"}
-NUMBERED = [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]
 
 
 def read_named(folder: Path, row: dict, columns: dict) -> list[Row | Fault]:
@@ -80,11 +79,13 @@ def test_columns_make_the_words_of_a_row(tmp_path):
         ({}, "json.q.1", "second", "b"),
         ({}, "x.y.z", "1", "b"),
         ({}, "{{a}} is {a}", "{a} is b", "b"),
-        # Of several answers the commonest is learned, of equals the first.
-        ({"a": ["cat", "dog", "dog"]}, "Who?", "Who?", "dog"),
-        ({"a": ["cat", "dog"]}, "Who?", "Who?", "cat"),
-        ({"a": NUMBERED}, "Who?", "Who?", "yes"),
         ({"a": 0.5}, "Who?", "Who?", "0.5"),
+        (
+            {"all": [{"answer": "yes"}]},
+            {"question": "Who?", "answer": "all.0.answer"},
+            "Who?",
+            "yes",
+        ),
         ({"talk": [{"ask": "q", "reply": "a", "by": "me"}], "rules": "s"}, of_turns, *"sqa"),
         ({"talk": [["q", "a"]], "rules": "s"}, OF_TALK, *"sqa"),
     ):
@@ -94,10 +95,17 @@ def test_columns_make_the_words_of_a_row(tmp_path):
 
 
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
-    refused = [("Question Text", "a"), ("{none}.", "a"), ("json.q", "a"), ("n", "x"), ("n", "true")]
+    refused = [
+        ("Question Text", "a"),
+        ("{none}.", "a"),
+        ("json.q", "a"),
+        ("n", "x"),
+        ("n", "all"),
+        ("n", "true"),
+    ]
     told = []
     for question, answer in refused:
-        row = ROW | {"x": [["a"]], "true": True}
+        row = ROW | {"x": [["a"]], "true": True, "all": ["cat", "dog"]}
         (row,) = read_named(tmp_path, row, {"question": question, "answer": answer})
         told.append(row.text)
     words("\n".join(told))
