@@ -195,7 +195,8 @@ class _RowReader:
         if not isinstance(row, dict):
             raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
         messages, shown = self._find(row)
-        checked = check_messages(messages, self.files.path_of, self.to_learn, shown)
+        checked = check_messages(messages, self.to_learn, shown)
+        checked = replace_pictures(checked, self.files.path_of)
         require_nothing_left_out(row, checked, self.source, self.files)
         return checked
 

@@ -286,8 +286,7 @@ def test_a_folder_of_llama_factory_is_refused_and_a_file_of_it_is_read(tmp_path)
 
 
 UNKNOWN: dict[str, dict] = {
-    "columns": {"image": "a.png", "question": "What colour?", "answer": "red", "": 0},
-    "in a table": {"img": {"bytes": "x" * 100, "path": None}, "text": "a card", "label": 3},
+    "in a table": {"img": {"bytes": "x" * 100, "path": None}, "text": "a card", "label": 3, "": 0},
     "objects": {"data": {"captioning": "/data/1/ab.png"}, "created_at": "2024-05-01", "tags": []},
     "preferences": {"prompt": "q", "chosen": "a", "rejected": "b", "image": "a.png"},
 }
@@ -304,11 +303,8 @@ def test_columns_of_no_format_are_shown_with_their_values(tmp_path, name, words)
 NO_ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "another separator": ("a.csv", "image|question|answer\na.png|q|b\n", ('"|"', "sep='|'")),
     "of a script": ("a.csv", "图片，问题，答案\na.png，q，b\n", ('"，"',)),
-    "commas in TSV": ("a.tsv", "image,question\na.png,q\n", ('","',)),
-    "a separator without names": ("a.csv", "a.png|What?|red\nb.png|What?|blue\n", ('"|"',)),
     "no names": ("a.csv", "a.png,What?,red\nb.png,What?,blue\n", ('"a.png" is a cell', "names")),
     "no names, in TSV": ("a.tsv", "What?\tred\tb.PNG\n", ('"b.PNG" is a cell',)),
-    "no names, an address": ("a.csv", "What?,http://x.y/a.jpg\n", ("a.jpg",)),
     "no names, a number": ("a.csv", "1,What?,red\n2,What?,blue\n", ('"1" is a cell',)),
     "no names, a date": ("a.csv", "2024-05-01,What?\nx,y\n", ('"2024-05-01" is a cell',)),
     "Excel's line": ("a.csv", "sep=;\nimage;question\na.png;q\n", ('"sep=" is a line',)),
@@ -356,19 +352,6 @@ def in_tar(path: Path, rows: list[dict[str, bytes]]) -> Path:
                 file.write_bytes(content)
                 archive.add(file, file.name)
     return path
-
-
-def test_a_file_of_one_column_or_of_names_that_are_words_is_read(tmp_path):
-    path = tmp_path / "a.csv"
-    for text, columns in (
-        ("question\nWhat | or which?\n", {"question": "question"}),
-        ("Question (Text)\nWhat?\n", {"question": "{Question (Text)}"}),
-        ("Is it red?,2nd answer\nno,yes\n", {"question": "{Is it red?}", "answer": "{2nd answer}"}),
-        ("0,1\nWhat?,red\n", {"question": "{0}", "answer": "{1}"}),
-    ):
-        path.write_text(text)
-        (source,) = make_sources([{"path": str(path), "columns": columns}], {})
-        assert isinstance(next(iter(read_rows(source, to_learn=False))), Row), text
 
 
 @pytest.mark.parametrize("images", [2, 3])  # the more frequent kind is read
@@ -422,9 +405,13 @@ def test_an_archive_whose_images_change_their_kind_is_refused(tmp_path):
         (",0,1\n0,q,b\n", "{0}", "{1}"),
         ("question,0\nq,b\n", "question", "{0}"),
         ('"What\nis it?",answer\nq,b\n', "{What\nis it?}", "answer"),
+        ("Is it red?,2nd answer\nq,b\n", "{Is it red?}", "{2nd answer}"),
+        ("question\nq | b\n", "question", None),
     ],
 )
 def test_names_that_pandas_and_forms_give_are_names(tmp_path, text, asked, answer):
     (tmp_path / "a.csv").write_text(text)
-    [row] = read(tmp_path / "a.csv", columns={"question": asked, "answer": answer})
-    assert [message["content"] for message in row.messages] == ["q", "b"]
+    columns = {"question": asked} | ({"answer": answer} if answer else {})
+    (source,) = make_sources([{"path": str(tmp_path / "a.csv"), "columns": columns}], {})
+    [row] = read_rows(source, to_learn=False)
+    assert said(row) == (["q", "b"] if answer else ["q | b"])
