@@ -46,6 +46,8 @@ ELSEWHERE = {
     "mypy": "nox: types",
     "pre-commit install": "tests/test_project.py: its hooks are those of .ci/run",
     "from datasets import Dataset, Image, List": "tests/data/test_page.py",
+    "import json\n\nanswers = ": "tests/data/test_forms.py",
+    "import json\n\ncoco = ": "tests/data/test_forms.py",
     'import json\n\nwith open("swift.jsonl")': "tests/data/test_page.py",
     'time python -c "import transformers"': "by hand",
     "glm4v-patched demo --device cpu": "nox: first_command, with fewer steps",

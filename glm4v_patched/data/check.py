@@ -31,7 +31,7 @@ from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
 from .messages import pictures_of, replace_pictures
 from .pictures import Stamp, times_of
-from .rows import Fault, Row, cure_of, describe_faults, read_rows
+from .rows import CURE, Fault, Row, describe_faults, read_rows
 from .source import Source
 from .stored_rows import ROWS_AT_ONCE, StoredRows, column, store_rows, values
 
@@ -129,7 +129,7 @@ def require_pictures(path: str | Path | Source, memory: Path | None = None) -> N
     found = [(row.line, _fault_of_pictures(row.pictures, pictures)) for row in rows]
     if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
         text = describe_faults(path, faults, len(rows))
-        raise ValueError(f"{text}\n{cure_of(text, '--image-folder')}")
+        raise ValueError(f"{text}\n{CURE}")
 
 
 # Sets
@@ -270,9 +270,9 @@ def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None
         return
     text = "\n".join(told)
     if not all(read.good for read in given):
-        raise ValueError(f"{text}\n{cure_of(text)}")
+        raise ValueError(f"{text}\n{CURE}")
     if on_bad == "fail":
-        raise ValueError(f"{text}\n{cure_of(text)}, or leave them out (data.on_bad: skip)")
+        raise ValueError(f"{text}\n{CURE}, or leave them out (data.on_bad: skip)")
     print(f"{text}\nthey are left out", flush=True)
 
 

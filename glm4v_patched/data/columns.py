@@ -7,19 +7,19 @@ question, one below the other, of which a row may lack some; or pictures.
 """
 
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from string import Formatter
 from typing import Any
 
-from ..terminal_text import listed
+from ..terminal_text import listed, shorten
 from .messages import MOST_KEYS_LISTED, as_words, quoted
 
 NAMES = ("question", "answer", "image", "system", "turns", "history")
 LISTS = ("question", "image")
 NAME = re.compile(r"[\w/-]+(?:\.[\w/-]+)*")
 SPEC = re.compile(r"\d{0,3}")  # a width, as 012
+MOST_OF_A_LOOK = 40
 OF_TOOLS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add."""
 PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -58,6 +58,40 @@ def named_columns(value: str | list[str]) -> list[str]:
     return [name for one in words for _, name, _ in _parts(one) if name is not None]
 
 
+def unnamed_columns(row: dict, named: Collection[str], before: str = "") -> Iterator[str]:
+    """Yield the columns of a row that hold something and are not in ``named``: of an object of
+    which some is named, what else it holds."""
+    for key, value in row.items():
+        name = before + key
+        if name in named or name in OF_TOOLS or is_empty(value):
+            continue
+        if not any(other.startswith(f"{name}.") for other in named):
+            yield name
+        elif isinstance(value, dict):
+            yield from unnamed_columns(value, named, f"{name}.")
+
+
+def describe_columns(row: dict, names: Iterable[str]) -> str:
+    """Return the names of columns, each with the beginning of its value."""
+
+    def look(name: str) -> str:
+        value = value_of(row, name)
+        if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:  # an image in a table
+            value = value.get("bytes") or value.get("path")
+        return f"{quoted(name)} ({shorten(as_words(value), MOST_OF_A_LOOK)})"
+
+    return listed([look(name) for name in names], MOST_KEYS_LISTED)
+
+
+def describe_unnamed(row: dict, names: Iterable[str]) -> str:
+    """Say that columns of a row are neither used nor ignored."""
+    return (
+        f"{describe_columns(row, names)}: in neither data.columns nor data.ignore; name in columns "
+        "what the sample is made of, images first, and in ignore what is left out (docs/data.md, "
+        '"Columns"; answer, evaluate: --columns, --ignore)'
+    )
+
+
 def value_of(row: Any, name: str) -> Any:
     """The value of a column, or what lies within it by a path with dots; None if there is none."""
     if isinstance(row, list):
@@ -73,23 +107,20 @@ def value_of(row: Any, name: str) -> Any:
     return value_of(row[head], rest) if rest else row[head]
 
 
-def text_of_column(row: dict, words: str, part: str) -> str | None:
+def text_of_column(row: dict, words: str) -> str | None:
     """The text of a column or words; None where the row has no such column.
-
-    Args:
-        part: What it is for, a name of :data:`NAMES`.
 
     Raises:
         ValueError: it is no text, or of the words a column is missing.
     """
     if (column := _column_of(words)) is not None:
         value = value_of(row, column)
-        return None if value is None else _as_text(value, column, part)
+        return None if value is None else _as_text(value, column)
     if words in row:
         raise ValueError(f"{quoted(words)} is a column: write {quoted(f'{{{words}}}')} for it")
     made = ""
     for said, name, width in _parts(words):
-        text = "" if name is None else _as_text(required(row, name), name, part)
+        text = "" if name is None else _as_text(required(row, name), name)
         made += said + text.rjust(int(width or 0), "0" if width.startswith("0") else " ")
     return made
 
@@ -124,9 +155,7 @@ def _column_of(words: str) -> str | None:
     return None if said or width or more else column
 
 
-def _as_text(value: Any, name: str, part: str) -> str:
-    if isinstance(value, list) and part == "answer":
-        value = _commonest(value)
+def _as_text(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -135,20 +164,12 @@ def _as_text(value: Any, name: str, part: str) -> str:
     raise ValueError(f"{name} is {as_words(value)}; expected text{cure}")
 
 
-def _commonest(answers: list) -> Any:
-    """That of several answers to one question which most people gave; the first of equals."""
-    texts = [answer.get("answer") if isinstance(answer, dict) else answer for answer in answers]
-    if not texts or not all(isinstance(text, (str, int)) for text in texts):
-        return answers
-    return Counter(map(str, texts)).most_common(1)[0][0]
-
-
 def pictures_of_columns(row: dict, names: str | list[str] | None) -> list:
     """The pictures of a row, in the order of the names; a row may have none."""
     pictures: list[Any] = []
     for name in [names] if isinstance(names, str) else names or []:
         column = _column_of(name)
-        found = text_of_column(row, name, "image") if column is None else value_of(row, column)
+        found = text_of_column(row, name) if column is None else value_of(row, column)
         pictures += found if isinstance(found, list) else [found]
     return [picture for picture in pictures if not is_empty(picture)]
 

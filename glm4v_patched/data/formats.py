@@ -5,20 +5,23 @@ Which format a file has is found from the keys of its first row (:func:`find_for
 names of their columns (``data.columns``). :func:`messages.check_messages` takes what is found.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed
 from .columns import (
     OF_TOOLS,
     Columns,
+    describe_columns,
+    named_columns,
     pictures_of_columns,
     required,
     text_of_column,
+    unnamed_columns,
     value_of,
 )
 from .messages import MARKS, as_words, quoted, read_each, refuse_keys
-from .pictures import IMAGE_NAMES, image_kind
+from .pictures import IMAGE_NAMES
 
 Found = tuple[Any, list | None]
 """The messages of a row, and its pictures; None if it names none."""
@@ -98,6 +101,8 @@ FORMATS = {
     # the_cauldron's
     "texts": Format(("texts",), (), {"turns": "texts", "question": "user", "answer": "assistant"}),
 }
+BESIDE_TURNS = ("source",)
+"""A key of the_cauldron's turns that is left out."""
 
 
 def find_format(row: Mapping) -> str | None:
@@ -110,6 +115,19 @@ def find_format(row: Mapping) -> str | None:
     return next(known, None)
 
 
+def describe_unknown(row: dict, keys: Iterable[str]) -> str:
+    """Say that a row has keys of no format."""
+    names = [key for key in keys if key not in OF_TOOLS]
+    if PREFERENCES & {*names}:
+        cure = OF_PREFERENCES
+    else:
+        cure = (
+            "say by data.columns which are question, answer and image, and name the others in "
+            'data.ignore (docs/data.md, "Columns"; answer, evaluate: --columns, --ignore)'
+        )
+    return f"its keys are of no format that is known: {describe_columns(row, names)}; {cure}"
+
+
 def read_as(name: str, row: dict) -> Found:
     """The messages of a row of a format, which has no key that the format does not have.
 
@@ -120,10 +138,8 @@ def read_as(name: str, row: dict) -> Found:
     others = {key for other in FORMATS.values() for key in other.needs}
     cure = f'the first row of this file has "{of.needs[0]}"; write a file for each format'
     cures = ROW_CURES | dict.fromkeys(others, cure)
-    for key in row.keys() - {*of.keys, *cures}:
-        has_image = any(row.get(name) is not None for name in ROW_PICTURES)
-        if not has_image and (IMAGE_NAMES.fullmatch(key) or image_kind(row[key])):
-            cures[key] = OF_IMAGE
+    if all(row.get(key) is None for key in ROW_PICTURES):
+        cures = dict.fromkeys(filter(IMAGE_NAMES.fullmatch, row), OF_IMAGE) | cures
     refuse_keys((k for k in row if k not in OF_TOOLS), of.keys, "a row", cures, IGNORE_CURE)
     if of.needs[0] not in row:
         raise ValueError(f'the key "{of.needs[0]}" is missing')
@@ -149,7 +165,7 @@ def read_as(name: str, row: dict) -> Found:
     }
     if row.get("system") is None:
         there.pop("system", None)
-    return read_columns(row, there | {"image": given})
+    return read_columns(row, there | {"image": given}, BESIDE_TURNS)
 
 
 def _prompt_and_completion(row: dict) -> list:
@@ -172,16 +188,21 @@ def _prompt_and_completion(row: dict) -> list:
     return [*spoken, *completion]
 
 
-def read_columns(row: dict, columns: Columns) -> Found:
-    """A row whose columns are named by ``data.columns``; others are left out."""
-    system = text_of_column(row, columns["system"], "system") if "system" in columns else None
+def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> Found:
+    """A row whose columns are named by ``data.columns``.
+
+    Args:
+        ignored: Keys of turns that are left out.
+    """
+    system = text_of_column(row, columns["system"]) if "system" in columns else None
     messages = [{"role": "system", "content": system}] if system else []
     if "turns" in columns:
-        messages += _turns_of(required(row, columns["turns"]), columns["turns"], columns)
+        turns = required(row, columns["turns"])
+        messages += _turns_of(turns, columns["turns"], columns, ignored)
     else:
         before = value_of(row, columns["history"]) if "history" in columns else None
         if before is not None:
-            messages += _turns_of(before, columns["history"], {})
+            messages += _turns_of(before, columns["history"])
         messages += _asked(row, columns)
     return messages, pictures_of_columns(row, columns.get("image"))
 
@@ -190,13 +211,13 @@ def _asked(row: dict, columns: Columns) -> list[dict]:
     """The question, which may be a picture alone, and the answer, if one is asked for."""
     parts = columns.get("question", [])
     if isinstance(parts, list):
-        texts = [text_of_column(row, part, "question") for part in parts]
+        texts = [text_of_column(row, part) for part in parts]
         question: str | None = "\n".join(filter(None, texts))
-    elif (question := text_of_column(row, parts, "question")) is None:
+    elif (question := text_of_column(row, parts)) is None:
         required(row, parts)
     if "answer" not in columns:
         return _exchange(question)
-    answer = text_of_column(row, columns["answer"], "answer")
+    answer = text_of_column(row, columns["answer"])
     return _exchange(question, required(row, columns["answer"]) if answer is None else answer)
 
 
@@ -205,13 +226,20 @@ def _exchange(question: Any, *answer: Any) -> list[dict]:
     return [asked, *({"role": "assistant", "content": of} for of in answer)]
 
 
-def _turns_of(turns: Any, name: str, columns: Columns) -> list[dict]:
-    """Turns as messages: of ``role`` or ``from``, pairs, or objects with the named keys."""
+def _turns_of(
+    turns: Any, name: str, columns: Columns | None = None, ignored: Sequence[str] = ()
+) -> list[dict]:
+    """Turns as messages: of ``role`` or ``from``, pairs, or objects with the keys that ``columns``
+    names."""
     if not isinstance(turns, list):
         raise ValueError(f"{name} is {as_words(turns)}; expected a list")
+    parts = [columns[part] for part in ("question", "answer") if part in columns] if columns else []
+    named = {key for words in parts for key in named_columns(words)}
 
     def read(turn: Any) -> list[dict]:
-        if isinstance(turn, dict) and "question" in columns:
+        if isinstance(turn, dict) and columns and "question" in columns:
+            others = unnamed_columns(turn, {*named, *ignored})
+            refuse_keys(others, sorted(named), "a turn", more=IGNORE_CURE)
             return _asked(turn, columns)
         if isinstance(turn, dict):
             return [_turn(turn) if "from" in turn else turn]

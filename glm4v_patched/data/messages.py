@@ -66,6 +66,7 @@ A_PATH = re.compile(r"<img>([^<\s][^<]*+)</img>", re.IGNORECASE)  # Qwen-VL's
 PLACES_AT_THE_ENDS = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
+SURROGATE = re.compile("[\ud800-\udfff]")
 MOST_KEYS_LISTED = 20
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 # Of the role before.
@@ -79,16 +80,13 @@ MAY_FOLLOW = {
 
 
 def check_messages(
-    messages: Any,
-    path_of: Callable[[Any], str],
-    to_learn: bool = True,
-    pictures: list | None = None,
+    messages: Any, to_learn: bool = True, pictures: list | None = None
 ) -> list[dict]:
-    """The messages in the form that is described above.
+    """The messages in the form that is described above, but for their pictures, which are still as
+    they stand in the file.
 
     Args:
         messages: Of a file: ours, or as in OpenAI's API, TRL, ms-swift and LLaMA-Factory.
-        path_of: The absolute path of a picture's file. Raises ValueError.
         to_learn: Whether they have to end with the assistant. Without, they may also end with a
             question, to be answered.
         pictures: Of the row, for the places ``<image>`` in the messages.
@@ -101,7 +99,7 @@ def check_messages(
         raise ValueError(f"messages is {as_words(messages)}; expected a list of at least {least}")
     drafts = read_each(messages, "message", _draft)
     _fill_places(drafts, pictures)
-    checked = read_each(drafts, "message", lambda draft: _finished(draft, path_of))
+    checked = read_each(drafts, "message", _finished)
     _check_turns(checked, to_learn)
     return checked
 
@@ -321,7 +319,7 @@ def _fill_places(drafts: list[Draft], pictures: list | None) -> None:
         shown[:] = [next(left) if picture is AT_PLACE else picture for picture in shown]
 
 
-def _finished(draft: Draft, path_of: Callable[[Any], str]) -> dict:
+def _finished(draft: Draft) -> dict:
     """A message with its pictures, and words without the places for them."""
     message, pictures = draft
     role = message["role"]
@@ -336,25 +334,19 @@ def _finished(draft: Draft, path_of: Callable[[Any], str]) -> dict:
             f"the content of {role} is {as_words(words)}, which is empty: write what is said, or "
             "leave the row out"
         )
-    paths = [path_of(picture) for picture in pictures]
     message = message | {"content": words}
-    _require_characters(message)  # and not of paths, which a file system may have in other bytes
-    if len(paths) > 1:
-        parts: list[dict] = [{"type": "image", "image": path} for path in paths]
-        message["content"] = [*parts, {"type": "text", "text": words}]
-    elif paths:
-        message["image"] = paths[0]
-    return message
-
-
-def _require_characters(message: dict) -> None:
-    try:
-        ENCODER.encode(message).encode()
-    except UnicodeEncodeError as error:
+    # Not of paths, which a file system may have in other bytes.
+    if half := SURROGATE.search(ENCODER.encode(message)):
         raise ValueError(
-            f"holds {ascii(error.object[error.start])}, half of a surrogate pair and no character: "
-            "write the other half too, or take it out"
-        ) from None
+            f"holds {ascii(half[0])}, half of a surrogate pair and no character: write the other "
+            "half too, or take it out"
+        )
+    if len(pictures) > 1:
+        parts: list[dict] = [{"type": "image", "image": picture} for picture in pictures]
+        message["content"] = [*parts, {"type": "text", "text": words}]
+    elif pictures:
+        message["image"] = pictures[0]
+    return message
 
 
 def _without_places(content: str, role: str, pictures: int) -> str:

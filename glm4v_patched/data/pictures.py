@@ -4,28 +4,23 @@ Needs no torch.
 """
 
 import base64
-import binascii
 import hashlib
 import io
 import os
 import re
 import warnings
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.request import url2pathname
 
 from PIL import Image
 
-from ..atomic import write_atomically
+from ..atomic import explain_failed_writes, write_atomically
 from ..paths import is_within
 from .check_cache import default_path
-from .columns import PICTURE_FILES
 from .fetching import fetch
 from .messages import as_words, refuse_keys
 
-MOST_OF_A_PATH = 4096
-MOST_LOOKED_AT = 8  # of a list
-BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[\w+/=\s-]{40}")  # PNG, JPEG, GIF, WebP
 IMAGE_NAMES = re.compile(
     r"(?:image|img|picture|photo)(?:s?_?(?:path|file|name|file_?name|url|uri|link|src|id))?s?"
     r"|(?:image|img|picture|photo)s?_(?:bytes|base64|b64|hex|data|blob|content|array)"
@@ -59,12 +54,10 @@ class Stamp(NamedTuple):
     def has_changed(self) -> bool:
         """Whether its bytes are others now, or not there. It may have been touched, or have got
         another name."""
-        if times_of(self.path) == self[1:4]:
+        times = times_of(self.path)
+        if times == self[1:4]:
             return False
-        try:
-            return Stamp.of(self.path).sha256 != self.sha256
-        except ValueError:
-            return True
+        return times is None or Stamp.of(self.path).sha256 != self.sha256
 
 
 def times_of(path: str) -> tuple[int, int, int] | None:
@@ -122,6 +115,10 @@ class PictureFiles:
             return self._written(from_data_url(picture))
         if picture[:8].lower().startswith(("http://", "https://")):
             return self._fetched(picture)
+        return self._named(picture)
+
+    def _named(self, picture: str) -> str:
+        """The absolute path of a file that is named by its path."""
         if picture[:7].lower() == "file://":
             path = url2pathname(picture[7:])
             raise ValueError(f"image is {as_words(picture)}; write the path: {as_words(path)}")
@@ -182,54 +179,11 @@ class PictureFiles:
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
-        try:
+        # No fault of the row: with ``data.on_bad: skip`` a full disk would leave rows out.
+        with explain_failed_writes(path, "; XDG_CACHE_HOME may name another folder"):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(path, content)
-        except OSError as error:
-            raise ValueError(
-                f"the picture of {len(content):,} bytes cannot be written to {path.parent}: "
-                f"{error.strerror or error}; XDG_CACHE_HOME may name another folder"
-            ) from None
         return str(path)
-
-
-def image_kind(value: Any) -> Literal["embedded", "base64", "path", "url"] | None:
-    """Return how a value holds an image, or names one; of a list, its first that does.
-
-    Of texts the beginning or end is looked at, so that a path need not lead to a file.
-    """
-    if isinstance(value, list):
-        return next(filter(None, map(image_kind, value[:MOST_LOOKED_AT])), None)
-    if isinstance(value, dict):
-        is_file = bool(value) and value.keys() <= {"bytes", "path"}
-        return image_kind(value.get("bytes")) or image_kind(value.get("path")) if is_file else None
-    if isinstance(value, (bytes, bytearray)):
-        return None if _fault_of_bytes(bytes(value)) else "embedded"
-    if not isinstance(value, str):
-        return None
-    if value[:11].lower() == "data:image/":
-        return "embedded"
-    if BASE64.match(value):
-        return "base64"
-    if "://" in value[:12]:
-        return "url" if _is_name(re.split("[?#]", value)[0]) else None
-    return "path" if _is_name(value) else None
-
-
-def is_image_file(path: str) -> bool:
-    """Return whether a file is there that begins as an image does."""
-    if not os.path.isfile(path):  # a pipe would be waited for
-        return False
-    try:
-        with open(path, "rb") as file:
-            return _fault_of_bytes(file) is None
-    except (OSError, ValueError):
-        return False
-
-
-def _is_name(text: str) -> bool:
-    is_line = len(text) <= MOST_OF_A_PATH and "\n" not in text
-    return is_line and text.lower().endswith(PICTURE_FILES)
 
 
 def from_data_url(url: str) -> bytes:
@@ -240,29 +194,21 @@ def from_data_url(url: str) -> bytes:
     try:
         # Lines may be broken anywhere.
         return base64.b64decode("".join(content.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
 
 
 def _require_picture(url: str, content: bytes) -> None:
-    """Of what is kept, so that a page of an error is not: whether all of it can be decoded is for
-    the check."""
-    if fault := _fault_of_bytes(content):
+    """Raise ``ValueError`` for what is fetched and begins as no image, such as a page of an error,
+    so that it is not kept: whether all of it can be decoded is for the check."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of its size, which the check judges, too
+            Image.open(io.BytesIO(content)).close()
+    except Image.DecompressionBombError:
+        return
+    except Exception as error:  # Pillow raises whatever its readers raise
         begin = as_words(content[:40].decode("ascii", "replace"))
         raise ValueError(
             f"the image {as_words(url)} is {len(content):,} bytes that are no picture, and begin "
-            f"with {begin} ({fault}); it is not kept, and fetched again next time"
-        )
-
-
-def _fault_of_bytes(content: bytes | BinaryIO) -> str | None:
-    """Return the name of the error that Pillow raises for an image's beginning."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its size, which the check judges, too
-            Image.open(io.BytesIO(content) if isinstance(content, bytes) else content).close()
-    except Image.DecompressionBombError:
-        return None
-    except Exception as error:  # Pillow raises whatever its readers raise
-        return type(error).__name__
-    return None
+            f"with {begin} ({type(error).__name__}); it is not kept, and fetched again next time"
+        ) from None

@@ -6,7 +6,6 @@ of the Hub by :mod:`tables`.
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -14,29 +13,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
-from .columns import NO_CELL, named_columns, value_of
+from .columns import NO_CELL, describe_unnamed, named_columns, unnamed_columns
 from .folders import hub_cache_of
-from .formats import Found, find_format, read_as, read_columns
+from .formats import Found, describe_unknown, find_format, read_as, read_columns
 from .left_out import require_nothing_left_out
-from .messages import (
-    MOST_KEYS_LISTED,
-    as_words,
-    check_messages,
-    pictures_of,
-    quoted,
-    replace_pictures,
-)
+from .messages import as_words, check_messages, pictures_of, replace_pictures
 from .pictures import PictureFiles
-from .source import Source, fault_of_set, is_llama_factory, of_llama_factory
-from .suggestion import describe_unknown, fault_of_object
+from .source import Source, fault_of_set
 from .text_rows import OF_LINES, TOO_DEEP, Fault, Numbered, kind_of_file, read_text
 
+CURE = (
+    "correct them (paths of images are relative to the file's folder, or to data.image_folder; "
+    "answer, evaluate: --image-folder)"
+)
 MOST_FAULTS_LISTED = 20
 MOST_LINES_LISTED = 8  # of the rows that have one fault
-# One fault, in whichever message.
-OF_MESSAGE = re.compile(r"\A(?:message|turn) \d+ of \d+[^:]{,40}: ")
-OPTIONAL = ("image", "system", "history")
-"""Columns that a row may lack."""
 
 
 class Row(NamedTuple):
@@ -81,7 +72,7 @@ def require_first_rows(sources: Sequence[Source]) -> None:
                 all_of_it = len(faults) <= MOST_FAULTS_LISTED
                 number = len(faults) if all_of_it else None
                 text = describe_faults(source, faults[:MOST_FAULTS_LISTED], number)
-                raise ValueError(f"{text}\n{cure_of(text)}")
+                raise ValueError(f"{text}\n{CURE}")
 
 
 def split_rows(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
@@ -99,13 +90,6 @@ def split_rows(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
     return rows, faults
 
 
-def cure_of(faults: str, folder: str = "data.image_folder") -> str:
-    """What is to be done about the faults of rows; ``folder`` is what names that of pictures."""
-    if "does not exist" not in faults:
-        return "correct them"
-    return f"correct them (paths are relative to the file's folder; {folder} names another one)"
-
-
 def describe_faults(path: str | Path | Source, faults: list[Fault], number: int | None) -> str:
     """Up to 20 of them with file and line, each once, and how many of ``number`` rows they are;
     None, if they are the first rows, and it is not known how many there are."""
@@ -115,7 +99,7 @@ def describe_faults(path: str | Path | Source, faults: list[Fault], number: int 
         told = f"{len(faults):,} of {number:,} rows cannot be used"
     same: dict[str, list[Fault]] = {}
     for fault in faults:
-        same.setdefault(OF_MESSAGE.sub("", fault.text), []).append(fault)
+        same.setdefault(fault.text, []).append(fault)
     lines, start = [f"{source.path}: {told}:"], before_number(source)
     for first, *others in islice(same.values(), MOST_FAULTS_LISTED):
         also = listed([other.line for other in others], MOST_LINES_LISTED)
@@ -151,39 +135,18 @@ def read_rows(
     Raises:
         ValueError: the source cannot be read, or has no row.
     """
-    source = _found_set(as_source(path))
-    given = islice(_given_rows(source), source.max_samples)
-    first = _first_of(given, source)
-    folder = folder_of_images(source)
-    # What comes from the Hub may name no file of this machine.
-    within = None if source.is_local else folder
-    pictures = PictureFiles(folder, source.allow_urls, within=within)
-    reader = _RowReader(source)
-
-    def read(line: int, row: Any) -> Row | Fault:
-        try:
-            if isinstance(row, Fault):
-                return row
-            if not isinstance(row, dict):
-                raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
-            messages, shown = reader(row)
-            row = {key: value for key, value in row.items() if value is not NO_CELL}
-            checked = check_messages(messages, pictures.path_of, to_learn, shown)
-            require_nothing_left_out(row, checked, shown or [], source, pictures)
-            return Row(line, checked)
-        except ValueError as error:
-            return Fault(line, sys.intern(str(error)))  # of many rows, often the same
-        except RecursionError:
-            return Fault(line, TOO_DEEP)
-
-    for number, (line, row) in enumerate(chain([first], given)):
+    source = as_source(path)
+    if fault := fault_of_set(source):  # before it is opened: a pipe would be waited for
+        raise ValueError(f"{source.path}: {fault}")
+    reader, number = _RowReader(source, to_learn), -1
+    for number, (line, row) in enumerate(islice(_given_rows(source), source.max_samples)):
         is_own = number % share[1] == share[0]
         if is_own or not reader.is_known:
-            found = read(line, row)
+            found = reader.read(line, row)
             if is_own:
                 yield found
-    if share == (0, 1):
-        reader.require_columns()
+    if number < 0:
+        raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
 
 
 def folder_of_images(source: Source) -> str:
@@ -195,76 +158,64 @@ def folder_of_images(source: Source) -> str:
     return source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
 
 
-def _found_set(source: Source) -> Source:
-    """Return the set that is read: of a folder of LLaMA-Factory's, the one that it describes."""
-    _require_set(source)
-    if os.path.isdir(source.path) and is_llama_factory(source.path):
-        source = of_llama_factory(source)
-        _require_set(source)
-    return source
-
-
-def _require_set(source: Source) -> None:
-    if fault := fault_of_set(source):  # before it is opened: a pipe would be waited for
-        raise ValueError(f"{source.path}: {fault}")
-
-
-def _first_of(given: Numbered, source: Source) -> tuple[int, Any]:
-    """Return the first row. Raise ``ValueError`` if there is none, or it is a whole set."""
-    first = next(given, None)
-    if first is None:
-        raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
-    if fault := fault_of_object(first[1]):
-        raise ValueError(f"{source.path}: {fault}")
-    return first
-
-
 class _RowReader:
     """Makes messages of the rows of a set, by its columns or a format: that which is named, or the
     one of the first row that has any."""
 
-    def __init__(self, source: Source):
-        self.source = source
+    def __init__(self, source: Source, to_learn: bool):
+        self.source, self.to_learn = source, to_learn
         self.format = None if source.format == "auto" else source.format
-        self.keys: dict[str, None] = {}
-        named = {part: named_columns(words) for part, words in (source.columns or {}).items()}
-        self.missing = {part: named[part] for part in OPTIONAL if named.get(part)}
-        """Columns of which no row had any so far."""
-        self.unknown: tuple[dict, str] = ({}, "")
+        folder = folder_of_images(source)
+        # What comes from the Hub may name no file of this machine.
+        within = None if source.is_local else folder
+        self.files = PictureFiles(folder, source.allow_urls, within=within)
+        columns = source.columns or {}
+        of_turns = ("question", "answer") if "turns" in columns else ()  # keys of these
+        named = [named_columns(words) for part, words in columns.items() if part not in of_turns]
+        self.named = {*chain(*named), *source.ignore}
+        self.faults: dict[tuple[str, ...], str] = {}
+        """What is said of columns: once, with the values of the first row that has them."""
 
     @property
     def is_known(self) -> bool:
         """Whether all rows to come are read in one way, whoever reads which."""
         return bool(self.source.columns or self.format)
 
-    def __call__(self, row: dict) -> Found:
-        given = {key: value for key, value in row.items() if key not in self.source.ignore}
-        row = {key: value for key, value in given.items() if value is not NO_CELL}
-        if self.source.columns:
-            if self.missing:
-                self.keys |= dict.fromkeys(row)
-                self.missing = {
-                    part: names
-                    for part, names in self.missing.items()
-                    if all(value_of(given, name) in (None, NO_CELL) for name in names)
-                }
-            return read_columns(row, self.source.columns)
+    def read(self, line: int, row: Any) -> Row | Fault:
+        if isinstance(row, Fault):
+            return row
+        try:
+            return Row(line, self._messages_of(row))
+        except ValueError as error:
+            return Fault(line, sys.intern(str(error)))  # of many rows, often the same
+        except RecursionError:
+            return Fault(line, TOO_DEEP)
+
+    def _messages_of(self, row: Any) -> list[dict]:
+        if not isinstance(row, dict):
+            raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
+        messages, shown = self._find(row)
+        checked = check_messages(messages, self.to_learn, shown)
+        checked = replace_pictures(checked, self.files.path_of)
+        require_nothing_left_out(row, checked, self.source, self.files)
+        return checked
+
+    def _find(self, given: dict) -> Found:
+        row = {
+            key: value
+            for key, value in given.items()
+            if key not in self.source.ignore and value is not NO_CELL
+        }
+        if columns := self.source.columns:
+            found = read_columns(row, columns, self.source.ignore)
+            if others := tuple(unnamed_columns(row, self.named)):
+                raise ValueError(self.faults.setdefault(others, describe_unnamed(row, others)))
+            return found
         self.format = self.format or find_format(row)
         if self.format is None:
-            if not row.keys() <= self.unknown[0].keys():  # else it lacks some that are null
-                self.unknown = row, describe_unknown(given)
-            raise ValueError(self.unknown[1])
+            keys = tuple(given)
+            raise ValueError(self.faults.setdefault(keys, describe_unknown(row, keys)))
         return read_as(self.format, row)
-
-    def require_columns(self) -> None:
-        """Raise ``ValueError`` if no row had what each may lack: the name is then a mistake."""
-        for part, names in self.missing.items() if self.keys else ():
-            told, has = (listed([*map(quoted, of)], MOST_KEYS_LISTED) for of in (names, self.keys))
-            most = self.source.max_samples
-            none = "no row has" if most is None else f"none of the first {most:,} rows has"
-            raise ValueError(
-                f"{self.source.path}: {none} {told} ({part} of columns); they have {has}"
-            )
 
 
 def _given_rows(source: Source) -> Numbered:
@@ -283,16 +234,10 @@ def write_conversations(
     """Write conversations as JSONL, with image paths relative to the file.
 
     Raises:
-        ValueError: the file exists and ``overwrite`` is not set.
+        FileExistsError: the file exists and ``overwrite`` is not set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = path.open("w" if overwrite else "x", encoding="utf-8")
-    except FileExistsError as error:
-        raise ValueError(
-            f"{path} exists and is not overwritten: move it, or write to another file"
-        ) from error
-    with file:
+    with path.open("w" if overwrite else "x", encoding="utf-8") as file:
         for messages in conversations:
             relative = replace_pictures(
                 messages, lambda picture: str(Path(picture).relative_to(path.parent))

@@ -2,45 +2,28 @@
 
 import glob
 import itertools
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..paths import expand, is_within
-from ..terminal_text import listed
-from .columns import PICTURE_FILES, fault_of_columns
-from .folders import Folder, matches
+from .columns import PICTURE_FILES, fault_of_columns, named_columns
+from .folders import matches
 from .formats import FORMATS
-from .messages import as_words, read_each
+from .messages import as_words, quoted, read_each
 
 MOST_REPEATED = 1_000_000
 OF_CSV = (".csv", ".tsv")
 OF_TABLES = (".parquet", ".arrow", ".tar")
 OF_FILES = (".json", ".jsonl", *OF_TABLES, *OF_CSV)
 COMPRESSED = (".gz", ".zst", ".bz2")
-MOST_BYTES_OF_INFO = 2**24
 LLAMA_FACTORY = "dataset_info.json"
-"""Says what is in a folder of LLaMA-Factory's; ``save_to_disk`` writes another one."""
-COLUMNS_OF_LLAMA_FACTORY = {
-    "prompt": "question",
-    "query": "more",
-    "response": "answer",
-    "history": "history",
-    "messages": "turns",
-    "system": "system",
-    "images": "image",
-}
-OF_LLAMA_FACTORY = {"file_name", "formatting", "ranking", "columns", "tags", "num_samples", "split"}
-OF_LLAMA_FACTORY |= {"hf_hub_url", "ms_hub_url", "om_hub_url"}
+"""Describes the sets in a folder of LLaMA-Factory's; ``save_to_disk`` writes another one."""
 SAVED = ("state.json", "dataset_dict.json")
 """What ``save_to_disk`` of ``datasets`` writes: of a single set, or of several splits."""
-PATHS = ("path", "annotations", "image_folder")
-"""Fields of a set that are paths."""
 CURE_OF_FOLDER = (
     "expected a file, or a folder that datasets has saved (save_to_disk) or with files of rows or "
     "pictures below it"
@@ -62,7 +45,6 @@ class Source:
         ignore: Keys of a row that are left out.
         allow_urls: Whether pictures may be fetched by http(s).
         columns: Which columns of a row are its question, answer and pictures (:mod:`columns`).
-        annotations: A second file, with the answers to the questions of the first, as VQA v2 has.
         max_samples: Only so many rows are read, the first ones.
     """
 
@@ -76,15 +58,12 @@ class Source:
     ignore: tuple[str, ...] = ()
     allow_urls: bool = False
     columns: Mapping[str, Any] | None = None
-    annotations: str | None = None
     max_samples: int | None = None
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All that its rows are read from; none, where these are in a folder or on the Hub."""
-        if not os.path.isfile(self.path):
-            return ()
-        return (self.path,) if self.annotations is None else (self.path, self.annotations)
+        """The file that its rows are read from; none, where these are in a folder or on the Hub."""
+        return (self.path,) if os.path.isfile(self.path) else ()
 
     @property
     def is_local(self) -> bool:
@@ -164,10 +143,6 @@ def is_saved(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in SAVED)
 
 
-def is_llama_factory(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, LLAMA_FACTORY)) and not is_saved(folder)
-
-
 def fault_of_set(source: Source) -> str | None:
     """What :func:`fault_of_path` says, or which field would have no effect on such a set."""
     if fault := fault_of_path(source.path):
@@ -176,114 +151,23 @@ def fault_of_set(source: Source) -> str | None:
     if not os.path.lexists(source.path):
         has = "split", "subset", "revision"
     elif os.path.isfile(source.path):
-        has = () if suffix_of(source.path) in OF_TABLES else ("annotations",)
+        has = ()
     elif is_saved(source.path):
         has = () if os.path.isfile(os.path.join(source.path, SAVED[0])) else ("split",)
-    elif is_llama_factory(source.path):
-        has = ("subset",)
-    for name in ("split", "subset", "revision", "annotations"):
+    elif os.path.isfile(os.path.join(source.path, LLAMA_FACTORY)):
+        return (
+            f"LLaMA-Factory's folder, whose {LLAMA_FACTORY} is not read; expected the file of one "
+            "of its sets, with its columns: {path: FILE, columns: {...}}"
+        )
+    for name in ("split", "subset", "revision"):
         if name not in has and (value := getattr(source, name)) is not None:
             told = f"{name} is {value!r}, and has no effect on such a file or folder"
             return f"{told}; expected {' or '.join(has) if has else f'no {name}'}"
-    if source.annotations and (fault := fault_of_path(source.annotations)):
-        return f"annotations is {source.annotations!r}: {fault}"
     if source.columns and source.format != "auto":
         return f"has columns, and the format {source.format}, which names them: give one of them"
-    return None
-
-
-def of_llama_factory(source: Source) -> Source:
-    """The set that LLaMA-Factory's ``dataset_info.json`` describes: its file, and its columns.
-
-    Raises:
-        ValueError: there is no such set, or it is of a kind that is not read.
-    """
-    path, folder = os.path.join(source.path, LLAMA_FACTORY), Folder(source.path)
-    try:
-        text = folder.read_text(LLAMA_FACTORY, MOST_BYTES_OF_INFO)
-        sets = json.loads(text, object_pairs_hook=_without_doubles)
-        if not isinstance(sets, dict):
-            raise ValueError(f"is {as_words(sets)}; expected {{NAME: {{file_name: FILE}}}}")
-        name = source.subset or (next(iter(sets)) if len(sets) == 1 else None)
-        if name not in sets:
-            raise ValueError(f"has the sets {listed([*sets], 20)}: name one of them (subset)")
-        entry = sets[name]
-        _require_readable(str(name), entry)
-        columns = source.columns or _columns_of_llama_factory(entry)
-        if columns and (fault := fault_of_columns(columns)):
-            raise ValueError(f"{name}: columns {fault}")
-        most = min(filter(None, (source.max_samples, entry.get("num_samples"))), default=None)
-        source = replace(source, subset=None, columns=columns, max_samples=most)
-        file_name = _file_of(folder, entry["file_name"])
-        return replace(source, path=file_name, image_folder=source.image_folder or source.path)
-    except RecursionError:
-        raise ValueError(f"{path}: objects or lists are nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(values := dict(pairs)) < len(pairs):
-        [(twice, times)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {as_words(twice)} stands {times} times in one object")
-    return values
-
-
-def _require_readable(name: str, entry: Any) -> None:
-    """Raise ``ValueError`` for a set of LLaMA-Factory's with fields that are not read."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is {as_words(entry)}; expected {{file_name: FILE}}")
-    if entry.get("file_name") is None and not entry.get("ranking"):
-        has = listed([f"{key}: {as_words(of)}" for key, of in entry.items()])
-        raise ValueError(
-            f"{name} has no file_name ({has}); a set may name its own files only: one that is on "
-            "the Hub is named in the recipe itself (path, split, subset, columns)"
-        )
-    if others := [key for key in entry if key not in OF_LLAMA_FACTORY]:
-        raise ValueError(f"{name}: the key {as_words(others[0])} is not read; take it out")
-    if entry.get("ranking"):
-        raise ValueError(f"{name} is of preferences, which TRL trains on")
-    for key, is_right, expected in (
-        ("file_name", lambda of: isinstance(of, str), "text"),
-        ("formatting", lambda of: of in ("alpaca", "sharegpt"), "alpaca or sharegpt"),
-        ("columns", lambda of: isinstance(of, dict), "an object"),
-        ("tags", lambda of: isinstance(of, dict), "an object"),
-        ("split", lambda of: of == "train", "train"),
-        ("num_samples", *EXPECTED["max_samples"]),
-    ):
-        if entry.get(key) is not None and not is_right(entry[key]):
-            raise ValueError(f"{name}: {key} is {as_words(entry[key])}; expected {expected}")
-
-
-def _file_of(folder: Folder, name: str) -> str:
-    """Return the path of a file of rows inside of a folder, or of a folder of them."""
-    name = os.path.normpath(name)
-    if name in folder.files or any(file.startswith(f"{name}/") for file in folder.files):
-        return folder.local_path(name)
-    raise ValueError(
-        f"file_name is {as_words(name)}, which is no file inside of {folder.path}; a set may "
-        "name its own files only: correct it, or name that file in the recipe itself"
-    )
-
-
-def _columns_of_llama_factory(entry: dict) -> dict[str, Any] | None:
-    """None, where it names none: the rows are then of a known format."""
-    names = entry.get("columns")
-    if not names:
-        return None
-    names = {name: of for name, of in names.items() if of is not None}
-    if others := [name for name in names if name not in COLUMNS_OF_LLAMA_FACTORY]:
-        raise ValueError(f"the column {listed(others)} is not read")
-    columns = {COLUMNS_OF_LLAMA_FACTORY[name]: column for name, column in names.items()}
-    if entry.get("formatting") == "sharegpt":
-        tags = entry.get("tags", {})
-        keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
-        if keys not in (("from", "value"), ("role", "content")):
-            raise ValueError(f"turns with the keys {listed(keys)} are not read")
-        return {"turns": "conversations"} | columns
-    more = columns.pop("more", None)
-    asked = columns.get("question", "instruction")
-    return {"answer": "output"} | columns | {"question": [asked, more] if more else asked}
+    named = (name for words in (source.columns or {}).values() for name in named_columns(words))
+    both = next((name for name in named if name in source.ignore), None)
+    return both and f"{quoted(both)} is in columns and in ignore: take it out of one of them"
 
 
 def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[Source, ...]:
@@ -344,18 +228,13 @@ def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
     values = dict(defaults) | given
     if "format" in given and "columns" not in given:
         values.pop("columns", None)
-    values |= {name: expand(path) for name in PATHS if (path := values.get(name)) is not None}
-    source = Source(**values | {"ignore": tuple(values.get("ignore", ()))})
-    paths = [source.path]
-    if source.is_local:
-        if not os.path.lexists(source.path):
-            paths = _files_of_pattern(source.path) or paths
-        paths = [*map(os.path.abspath, paths)]
-    absolute: dict[str, Any] = {
-        name: path and os.path.abspath(path)
-        for name, path in (
-            ("annotations", source.annotations),
-            ("image_folder", source.image_folder),
-        )
-    }
-    return [replace(source, path=path, **absolute) for path in paths]
+    values["ignore"] = tuple(values.get("ignore", ()))
+    values["path"] = expand(values["path"])
+    if (folder := values.get("image_folder")) is not None:
+        values["image_folder"] = os.path.abspath(expand(folder))
+    source = Source(**values)
+    if not source.is_local:
+        return [source]
+    is_there = os.path.lexists(source.path)
+    paths = [] if is_there else _files_of_pattern(source.path)
+    return [replace(source, path=os.path.abspath(path)) for path in paths or [source.path]]

@@ -16,19 +16,16 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
-from .columns import NO_CELL, named_columns
+from .columns import NO_CELL, PICTURE_FILES
 from .formats import FORMATS
 from .messages import MOST_KEYS_LISTED, quoted
-from .pictures import image_kind
 from .source import OF_CSV, Source, suffix_of
-from .suggestion import fault_of_object
 
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -62,7 +59,6 @@ BESIDE_ROWS = ("info", "licenses", "categories")
 """Lists beside the rows, in files as COCO's."""
 OF_LINES = ("JSON lines", "CSV")
 """Kinds of which a row has a line of its own."""
-JOINED_BY = "question_id"
 OF_CELLS = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
 """What is a cell of a CSV and no name of a column: a number, a date."""
 OF_NAMES = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
@@ -89,8 +85,7 @@ def read_text(source: Source, kind: str) -> Numbered:
     path = Path(source.path)
     readers = {"CSV": _csv, "JSON lines": _lines, "JSON array": _array, "JSON object": _of_object}
     with _errors_of(path):
-        rows = readers[kind](path)
-        yield from rows if source.annotations is None else _annotated(rows, source)
+        yield from readers[kind](path)
 
 
 @contextmanager
@@ -271,78 +266,35 @@ def _array(path: Path) -> Numbered:
 
 
 def _of_object(path: Path) -> Numbered:
-    """The elements of the list that holds the rows; of COCO's two lists, each annotation with what
-    is said of its picture and the name of its category."""
+    """The elements of the list that holds the rows."""
     whole: dict[str, Any] = {}
     for name, number, value in _elements(path):
         if number:
             whole.setdefault(name, []).append((number, value))
         else:
             whole[name] = value
-    if (fault := fault_of_object(whole)) or KEYS_OF_ROWS & whole.keys():
+    if KEYS_OF_ROWS & whole.keys():
         told = "it is one JSON object over several lines; expected a row a line: "
         told += '{"messages": [...]} (pandas: to_json(FILE, orient="records", lines=True))'
-        raise ValueError(f"{path}: {fault or told}")
+        raise ValueError(f"{path}: {told}")
     lists = {name: rows for name, rows in whole.items() if isinstance(rows, list)}
-    if {"images", "annotations"} <= lists.keys():
-        return _of_coco(lists)
     names = sorted(lists.keys() - {*BESIDE_ROWS})
     if len(names) == 1:
         return iter(lists[names[0]])
     told = f"the lists {listed([*map(quoted, names)], MOST_KEYS_LISTED)}" if names else "no rows"
     raise ValueError(
-        f"{path} is one object with {told}; expected 1 list, of rows: jq .NAME {path} > NAME.json"
+        f"{path} is one object with {told}; expected 1 list, of rows: jq .NAME {path} > NAME.json "
+        "(COCO, VQA: docs/data.md joins them)"
     )
-
-
-def _of_coco(lists: dict[str, list[tuple[int, Any]]]) -> Numbered:
-    images, categories = (
-        {_plain(of.get("id")): of for _, of in lists.get(name, []) if isinstance(of, dict)}
-        for name in ("images", "categories")
-    )
-    for number, value in lists["annotations"]:
-        if not isinstance(value, dict):
-            yield number, value
-        elif (image := images.get(_plain(value.get("image_id")))) is None:
-            told = f"image_id is {json.dumps(value.get('image_id'))}, and no picture under images"
-            yield number, Fault(number, f"{told} has it")
-        else:
-            category = categories.get(_plain(value.get("category_id")), {}).get("name")
-            yield number, image | value | ({} if category is None else {"category": category})
-
-
-def _plain(value: Any) -> Any:
-    """An id that a mapping can hold."""
-    return value if isinstance(value, (str, int)) else None
-
-
-def _annotated(questions: Numbered, source: Source) -> Numbered:
-    """Questions with what is said of each in a second file, as VQA v2 has them."""
-    assert source.annotations is not None
-    other = replace(source, path=source.annotations, annotations=None)
-    # Of the ten answers to each question no more is held than is read.
-    named = [named_columns(of) for of in (source.columns or {}).values()]
-    wanted = {name.partition(".")[0] for of in named for name in of}
-    said = {}
-    for number, value in read_text(other, kind_of_file(Path(other.path))):
-        if not isinstance(value, dict) or value.get(JOINED_BY) is None:
-            told = value.text if isinstance(value, Fault) else f"has no {JOINED_BY}"
-            raise ValueError(f"{other.path}, row {number}: {told}")
-        kept = {key: of for key, of in value.items() if key in wanted or not wanted}
-        said[_plain(value[JOINED_BY])] = kept
-    for number, row in questions:
-        if isinstance(row, dict):
-            of = _plain(row.get(JOINED_BY))
-            told = f"{JOINED_BY} is {json.dumps(of)}, and no row of {other.path} has it"
-            row = row | said[of] if of in said else Fault(number, told)
-        yield number, row
 
 
 def _fault_of_names(names: list[str]) -> str | None:
     """Say why the first line of a CSV has no names of columns, as far as its words show it."""
     if names[0][:4].lower() == "sep=":
         return f"{quoted(names[0])} is a line of Excel's: take it out"
-    cells = [name for name in names if image_kind(name) or OF_CELLS.fullmatch(name)]
+    cells = [
+        name for name in names if name.lower().endswith(PICTURE_FILES) or OF_CELLS.fullmatch(name)
+    ]
     # pandas counts columns that have no names.
     if cells != [*map(str, range(len(cells)))]:
         return (

@@ -41,7 +41,7 @@ class Data(Section):
     pattern (rows/*.jsonl), a folder (of these, of pictures, of LLaMA-Factory's) or an id of the
     Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight says how often each row
     comes in an epoch. Of a set may also be given: format, columns, image_folder, ignore,
-    allow_urls, max_samples, annotations, and split, subset and revision of what datasets reads."""
+    allow_urls, max_samples, and split, subset and revision of what datasets reads."""
     eval: Annotated[
         Place | list[Any] | Share | None,
         Expected(f"{SETS}, a share of the rows as 0.05 or null"),

@@ -1,8 +1,8 @@
-"""Pictures in the forms that people have them in: each is read as it is, or by the one line that
-its refusal prints, and is the same to the model."""
+"""Pictures in the forms that people have them in: each is the same to the model."""
 
 import json
 import os
+import re
 import subprocess
 import tarfile
 import tracemalloc
@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+import yaml
+from PIL import Image
 from torch.testing import assert_close
 
 from glm4v_patched.data import text_rows
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.columns import named_columns
 from glm4v_patched.data.messages import pictures_of, text_of
-from glm4v_patched.data.rows import Fault, Row, read_rows
-from glm4v_patched.data.source import Source, fault_of_path, make_sources
+from glm4v_patched.data.rows import Fault, Row, read_conversations, read_rows
+from glm4v_patched.data.source import fault_of_path, make_sources
 from tests.helpers import data_forms
-from tests.helpers.data_forms import FORMS, QUESTION, make, read_by_the_printed_line, turns
+from tests.helpers.data_forms import FORMS, QUESTION, make, png, read_form, turns
 
 
 @pytest.fixture
@@ -28,10 +31,8 @@ def examples(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_is_read_as_it_is_or_by_the_line_that_is_printed(
-    examples, tmp_path, processor, name
-):
-    rows, _ = read_by_the_printed_line(*make(name, tmp_path, examples))
+def test_a_form_is_the_same_to_the_model(examples, tmp_path, processor, name):
+    rows = read_form(*make(name, tmp_path, examples))
     assert {row.messages[-1]["content"] for row in rows} == {of.answer for of in examples}
     assert len(rows) == len(examples)
     # In the order of classes, where these are folders.
@@ -62,7 +63,13 @@ ROW = {"Question Text": "q?", "a": "b", "n": 7, "json": {"q": ["first", "second"
 
 
 OF_TALK = {"turns": "talk", "system": "rules"}
-NUMBERED = [{"answer": "yes", "answer_id": 1}, {"answer": "no", "answer_id": 2}]
+
+
+def read_named(folder: Path, row: dict, columns: dict) -> list[Row | Fault]:
+    """A row by columns, all others of which are left out."""
+    named = [*columns.values(), *(name for of in columns.values() for name in named_columns(of))]
+    ignore = [key for key in row if not any(f"{name}.".startswith(f"{key}.") for name in named)]
+    return read(folder / "a.jsonl", [row], columns=columns, ignore=[*ignore, "by"])
 
 
 def test_columns_make_the_words_of_a_row(tmp_path):
@@ -73,25 +80,36 @@ def test_columns_make_the_words_of_a_row(tmp_path):
         ({}, "json.q.1", "second", "b"),
         ({}, "x.y.z", "1", "b"),
         ({}, "{{a}} is {a}", "{a} is b", "b"),
-        # Of several answers the commonest is learned, of equals the first.
-        ({"a": ["cat", "dog", "dog"]}, "Who?", "Who?", "dog"),
-        ({"a": ["cat", "dog"]}, "Who?", "Who?", "cat"),
-        ({"a": NUMBERED}, "Who?", "Who?", "yes"),
         ({"a": 0.5}, "Who?", "Who?", "0.5"),
+        (
+            {"all": [{"answer": "yes"}]},
+            {"question": "Who?", "answer": "all.0.answer"},
+            "Who?",
+            "yes",
+        ),
         ({"talk": [{"ask": "q", "reply": "a", "by": "me"}], "rules": "s"}, of_turns, *"sqa"),
         ({"talk": [["q", "a"]], "rules": "s"}, OF_TALK, *"sqa"),
     ):
         named = columns if isinstance(columns, dict) else {"question": columns, "answer": "a"}
-        (found,) = read(tmp_path / "a.jsonl", [ROW | row], columns=named)
+        (found,) = read_named(tmp_path, ROW | row, named)
         assert said(found) == expected
 
 
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
-    refused = [("Question Text", "a"), ("{none}.", "a"), ("json.q", "a"), ("n", "x"), ("n", "true")]
+    refused = [
+        ("Question Text", "a"),
+        ("{none}.", "a"),
+        ("json.q", "a"),
+        ("n", "x"),
+        ("n", "all"),
+        ("n", "true"),
+    ]
+    told = []
     for question, answer in refused:
-        row = ROW | {"x": [["a"]], "true": True}
-        (row,) = read(tmp_path / "a.jsonl", [row], columns={"question": question, "answer": answer})
-        words(row.text)
+        row = ROW | {"x": [["a"]], "true": True, "all": ["cat", "dog"]}
+        (row,) = read_named(tmp_path, row, {"question": question, "answer": answer})
+        told.append(row.text)
+    words("\n".join(told))
 
 
 def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):
@@ -113,28 +131,29 @@ def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(ex
     assert found.messages[3]["image"] == absolute[0] and "image" not in found.messages[1]
 
 
-def test_a_column_that_no_row_has_is_refused_and_one_that_a_row_lacks_is_not(
-    tmp_path, examples, words
-):
+def test_a_column_that_a_row_lacks_is_no_fault_and_one_that_is_named_twice_is(tmp_path, examples):
     picture = f"pictures/{examples[0].picture}"
     rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "img": picture}]
     columns = {"question": "q", "answer": "a", "image": "img"}
     found = [row.pictures for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
     assert found == [[], [str(tmp_path / picture)]]
-    with words.refused(ValueError, '"imag"', '"q", "a", "img"'):
-        read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
-    with pytest.raises(ValueError, match='no row has "img"'):
-        read(tmp_path / "a.jsonl", rows, columns=columns, ignore=["img"])
+    _, found = read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
+    assert '"img" ("pictures' in found.text
+    for name in ("img", "img.path"):
+        with pytest.raises(ValueError, match=f'"{name}" is in columns and in ignore'):
+            read(tmp_path / "a.jsonl", rows, columns=columns | {"image": name}, ignore=[name])
 
 
 def test_columns_that_cannot_be_are_refused(words):
-    answers = {"question": "a", "answer": ["b"]}
+    answers, told = {"question": "a", "answer": ["b"]}, []
     for columns in (
         *({"qestion": "a"}, {"answer": "a"}, {"question": 5}, {"question": "{a:>9999999999}"}),
         *(answers, {"turns": "a", "history": "b"}, []),
     ):
-        with words.refused(ValueError, "set 1 of 1: columns "):
+        with pytest.raises(ValueError, match="set 1 of 1: columns ") as refused:
             make_sources([{"path": "a.jsonl", "columns": columns}], {})
+        told.append(str(refused.value))
+    words("\n".join(told))
 
 
 @pytest.mark.parametrize(
@@ -233,9 +252,9 @@ def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     assert [Path(source.path).name for source in sources] == ["rows-a.jsonl", "rows-b.jsonl"]
     assert {(source.weight, source.max_samples) for source in sources} == {(2.0, 5)}
     assert [source.path for source in make_sources("x[1].jsonl", {})] == [f"{tmp_path}/x[1].jsonl"]
-    given = {"path": "rows-a.jsonl", "format": "alpaca", "annotations": "a.json"}
-    (source,) = make_sources([given], {"columns": {"question": "q"}})
-    assert (source.columns, source.annotations) == (None, f"{tmp_path}/a.json")
+    given = {"path": "rows-a.jsonl", "format": "alpaca"}
+    (source,) = make_sources([given], {"columns": {"question": "q"}, "image_folder": "a"})
+    assert (source.columns, source.image_folder) == (None, f"{tmp_path}/a")
     (tmp_path / "rows-c.jsonl").touch()
     assert fault_of_path("rows-*.jsonl") == "rows-c.jsonl: it is empty"
     assert fault_of_path("no-*.jsonl") == "there is no such file"
@@ -253,71 +272,150 @@ def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
 def test_a_path_is_no_pattern(examples, tmp_path, name):
     made, fields = make(name, tmp_path, examples)
     path = made.rename(tmp_path / f"ü a{{b,c}}!#[1]*{made.suffix}")
-    rows, _ = read_by_the_printed_line(path, fields)
+    rows = read_form(path, fields)
     assert {len(row.pictures) for row in rows} == {1} and len(rows) == len(examples)
     if path.is_dir():
         pictures = [Path(row.pictures[0]) for row in rows]
         assert all(path in picture.parents and picture.is_file() for picture in pictures)
 
 
-def test_a_question_without_its_annotation_is_a_fault(examples, tmp_path):
-    path, _ = make("VQA v2", tmp_path, examples)
-    annotations = tmp_path / "annotations.json"
-    whole = json.loads(annotations.read_text())
-    annotations.write_text(json.dumps(whole | {"annotations": whole["annotations"][:1]}))
-    image = "pictures/COCO_train2014_{image_id:012}.jpg"
-    columns = {"question": "question", "answer": "answers", "image": image}
-    rows = read(path, columns=columns, annotations=str(annotations))
-    assert said(rows[0]) == [QUESTION, examples[0].answer]
-    assert "question_id is 1, and no row of" in rows[1].text
-    annotations.write_text('[{"a": 1}]')
-    with pytest.raises(ValueError, match="annotations.json, row 1: has no question_id"):
-        read(path, columns=columns, annotations=str(annotations))
+def test_a_folder_of_llama_factory_is_refused_and_a_file_of_it_is_read(tmp_path):
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')
+    (tmp_path / "mine.json").write_text('[{"q": "q", "more": "r", "a": "b"}]')
+    with pytest.raises(ValueError, match="LLaMA-Factory's folder.* the file of one of its sets"):
+        read(tmp_path, subset="mine")
+    columns = {"question": ["q", "more"], "answer": "a"}
+    (row,) = read(tmp_path / "mine.json", columns=columns)
+    assert said(row) == ["q\nr", "b"]
 
 
-def test_a_row_of_coco_is_an_annotation_with_its_picture_and_category(tmp_path):
-    whole = {
-        "images": [{"id": 1, "file_name": "a.png"}],
-        "annotations": [{"id": 7, "image_id": 1, "category_id": 3}],
-        "categories": [{"id": 3, "name": "cat"}],
-    }
-    columns = {"question": "{id}?", "answer": "category", "image": "file_name"}
-    (row,) = read(tmp_path / "a.json", json.dumps(whole), columns=columns)
-    assert said(row) == ["7?", "cat"] and row.pictures == [str(tmp_path / "a.png")]
+UNKNOWN: dict[str, dict] = {
+    "in a table": {"img": {"bytes": "x" * 100, "path": None}, "text": "a card", "label": 3, "": 0},
+    "objects": {"data": {"captioning": "/data/1/ab.png"}, "created_at": "2024-05-01", "tags": []},
+    "preferences": {"prompt": "q", "chosen": "a", "rejected": "b", "image": "a.png"},
+}
 
 
-def test_sets_of_llama_factory_are_read_or_refused(tmp_path):
-    columns = {"prompt": "q", "query": "more", "response": "a"}
-    (tmp_path / "x.json").write_text('[{"q": "q", "more": "r", "a": "b"}, {"q": "none"}]')
-    only = {"file_name": "x.json", "columns": columns, "num_samples": 1}
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"only": only}))
-    assert [said(row) for row in read_rows(Source(str(tmp_path)))] == [["q\nr", "b"]]
-    for info, named in (
-        ({"a": {}, "b": {}}, "a, b: name one"),
-        ({"a": {"ranking": True}}, "TRL"),
-        (
-            {"a": {"hf_hub_url": "x/y", "subset": "z"}},
-            r'no file_name \(hf_hub_url: "x/y", .*Hub is',
-        ),
-        ({"a": {"file_name": "x.json", "columns": {"videos": "v"}}}, "videos"),
-        (5, "dataset_info.json: is 5; expected"),
-        ({"a": 5}, "a is 5; expected"),
-        ({"a": only | {"folder": "x"}}, 'the key "folder" is not read'),
-        ({"a": only | {"file_name": ["x.json"]}}, "file_name is a list; expected text"),
-        ({"a": only | {"formatting": "odd"}}, 'formatting is "odd"; expected alpaca or'),
-        ({"a": only | {"split": "test"}}, 'split is "test"; expected train'),
-        ({"a": only | {"num_samples": -1}}, "num_samples is -1; expected a whole number"),
-        ({"a": only | {"columns": {"prompt": 5}}}, "columns question is 5; expected"),
-        ({"a": only | {"columns": {"images": {}}}}, "columns image is an empty object"),
-        ({"a": only | {"formatting": "sharegpt", "tags": ["x"]}}, "tags is a list"),
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_columns_of_no_format_are_shown_with_their_values(tmp_path, name, words):
+    first, second = read(tmp_path / "a.jsonl", [UNKNOWN[name]] * 2)
+    words(first.text)
+    assert second.text == first.text
+
+
+# A file, its text, and what of it the message names.
+NO_ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "another separator": ("a.csv", "image|question|answer\na.png|q|b\n", ('"|"', "sep='|'")),
+    "of a script": ("a.csv", "图片，问题，答案\na.png，q，b\n", ('"，"',)),
+    "no names": ("a.csv", "a.png,What?,red\nb.png,What?,blue\n", ('"a.png" is a cell', "names")),
+    "no names, in TSV": ("a.tsv", "What?\tred\tb.PNG\n", ('"b.PNG" is a cell',)),
+    "no names, a number": ("a.csv", "1,What?,red\n2,What?,blue\n", ('"1" is a cell',)),
+    "no names, a date": ("a.csv", "2024-05-01,What?\nx,y\n", ('"2024-05-01" is a cell',)),
+    "Excel's line": ("a.csv", "sep=;\nimage;question\na.png;q\n", ('"sep=" is a line',)),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_a_csv_whose_cells_or_names_would_be_others_is_refused_with_its_cure(tmp_path, name):
+    file, text, named = NO_ROWS[name]
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError) as refused:
+        read(tmp_path / file)
+    assert all(of in str(refused.value) for of in (f"{file}:1: ", *named))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"image": {"0": "a"}, "answer": {"0": "b", "1": "c"}}',
+        '{"0": {"image": "a", "answer": "b"}, "1": {"image": "c", "answer": "d"}}',
+        '{"columns": ["q"], "index": [0], "data": [["x"], ["y"]]}',
+        '{\n "image": {\n  "7": "a"},\n "answer": {"7": "b"}}',
+        '{"mine": {"root": "pics/", "annotation": "a.jsonl", "repeat_time": 1}}',
+    ],
+)
+def test_a_table_or_a_description_of_sets_is_no_row(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    for fields in (
+        {},
+        {"columns": {"question": "image.0", "answer": "answer.0"}},
+        {"columns": {"question": "What?", "answer": "0.answer"}},
+        {"columns": {"question": "mine.root", "answer": "mine.annotation"}},
     ):
-        (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-        with pytest.raises(ValueError, match=named):
-            [*read_rows(Source(str(tmp_path)))]
-    for text, named in (
-        ('{"a": {"file_name": "y"}, "a": {"file_name": "x.json"}}', 'key "a" stands 2 times'),
-        ('{"a":' * 100_000, "nested too deeply"),
-    ):
-        (tmp_path / "dataset_info.json").write_text(text)
-        with pytest.raises(ValueError, match=f"dataset_info.json: .*{named}"):
-            [*read_rows(Source(str(tmp_path)))]
+        with pytest.raises(ValueError, match=r"a\.json"):
+            read_conversations(make_sources([{"path": str(tmp_path / "a.json"), **fields}], {})[0])
+
+
+def in_tar(path: Path, rows: list[dict[str, bytes]]) -> Path:
+    folder = path.with_suffix("")
+    folder.mkdir()
+    with tarfile.open(path, "w") as archive:
+        for number, row in enumerate(rows):
+            for ending, content in row.items():
+                file = folder / f"{number:05}.{ending}"
+                file.write_bytes(content)
+                archive.add(file, file.name)
+    return path
+
+
+@pytest.mark.parametrize("images", [2, 3])  # the more frequent kind is read
+@pytest.mark.parametrize("ending", ["txt", "json"])
+def test_images_with_texts_beside_them_are_read_by_the_printed_archive(tmp_path, images, ending):
+    folder = tmp_path / "kohya's"
+    (folder / "10_cards").mkdir(parents=True)
+    for number in range(images):
+        Image.new("RGB", (8, 8)).save(folder / "10_cards" / f"{number}.png")
+    for number in range(2):
+        text = "a red card" if ending == "txt" else json.dumps({"answer": "a red card"})
+        (folder / "10_cards" / f"{number}.{ending}").write_text(text)
+    with pytest.raises(ValueError, match=rf"has 0.png and 0.{ending}") as refused:
+        read(folder)
+    command, columns = re.findall(r"(tar .*) \(data\.columns=(.*)\)", str(refused.value))[0]
+    if images == 3:  # of which one has no text
+        (folder / "10_cards" / "2.png").unlink()
+    subprocess.run(command, shell=True, check=True, timeout=60)
+    rows = read(tmp_path / "kohya's.tar", columns=yaml.safe_load(columns))
+    assert [(len(row.pictures), row.messages[1]["content"]) for row in rows] == [
+        (1, "a red card")
+    ] * 2
+
+
+def test_a_folder_of_what_is_no_row_is_refused(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a line\n")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(png())
+    with pytest.raises(ValueError, match=r"is a folder of text .*, and no set"):
+        read(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).unlink()
+    (tmp_path / "images" / "b.png").write_bytes(png())
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png"}')
+    with pytest.raises(ValueError, match=r"has rows.jsonl beside its images"):
+        read(tmp_path)
+
+
+def test_an_archive_whose_images_change_their_kind_is_refused(tmp_path):
+    rows = [{ending: png(), "txt": b"a"} for ending in ["png"] * 6 + ["jpg"] * 2]
+    path = in_tar(tmp_path / "a.tar", rows)
+    found = read(path, columns={"question": "What?", "answer": "txt", "image": "png"})
+    assert [isinstance(row, Row) for row in found] == [True] * 6 + [False] * 2
+    assert "jpg" in found[6].text
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "answer"),
+    [
+        (",0,1\n0,q,b\n", "{0}", "{1}"),
+        ("question,0\nq,b\n", "question", "{0}"),
+        ('"What\nis it?",answer\nq,b\n', "{What\nis it?}", "answer"),
+        ("Is it red?,2nd answer\nq,b\n", "{Is it red?}", "{2nd answer}"),
+        ("question\nq | b\n", "question", None),
+    ],
+)
+def test_names_that_pandas_and_forms_give_are_names(tmp_path, text, asked, answer):
+    (tmp_path / "a.csv").write_text(text)
+    columns = {"question": asked} | ({"answer": answer} if answer else {})
+    (source,) = make_sources([{"path": str(tmp_path / "a.csv"), "columns": columns}], {})
+    [row] = read_rows(source, to_learn=False)
+    assert said(row) == (["q", "b"] if answer else ["q | b"])

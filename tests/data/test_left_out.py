@@ -1,30 +1,26 @@
-"""No sample lacks what its row has: images of columns that are not named, videos, sounds, and what
-words such as <bbox> stand for."""
+"""No sample lacks what its row has: columns and keys are named, or the row is refused; and so are
+words such as <bbox>, which stand for what is not there."""
 
-import base64
 import re
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
-import yaml
 
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import Source, make_sources
 from glm4v_patched.data.stream import Stream
 from glm4v_patched.inference.questions import read_questions
 from tests.helpers import data_forms
-from tests.helpers.data_forms import FORMS, make, png, read_by_the_printed_line, turns, write_rows
+from tests.helpers.data_forms import make, png, read_form, turns, write_rows
 
 COLUMNS = {"question": "q", "answer": "a"}
 PLAIN = {"q": "What is it?", "a": "red"}
-BASE64 = base64.b64encode(png()).decode()
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for name in ("a.png", "b.png", "noext"):
+    for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes(png())
     return tmp_path
 
@@ -35,173 +31,106 @@ def read(folder: Path, *rows: Any, **fields: Any) -> list[Row | Fault]:
     return [*read_rows(source)]
 
 
-def printed(row: Row | Fault) -> dict:
-    assert isinstance(row, Fault), row
-    (line,) = re.findall(r"'data\.columns=(.*?)'", row.text)
-    return yaml.safe_load(line)
-
-
-LOST: dict[str, tuple[dict, str]] = {
-    "a path": ({"image": "a.png"}, "image"),
-    "by another name": ({"col": "a.png"}, "col"),
-    "a file that is not there": ({"col": "gone/a.JPG"}, "col"),
-    "a file without an ending": ({"col": "noext"}, "col"),
-    "a list": ({"x": [None, "a.png", "b.png"]}, "x"),
-    "as datasets has it": ({"x": {"bytes": None, "path": "a.png"}}, "x"),
-    "a data URL": ({"x": f"data:image/png;base64,{BASE64}"}, "x"),
-    "base64": ({"x": BASE64}, "x"),
-    "inside of an object": ({"meta": {"shown": "a.png"}}, "meta.shown"),
-    "an address": ({"x": "https://x.y/a.png?size=1"}, "x"),
-    "beside an address": ({"url": "https://x.y/a.png", "col": "a.png"}, "col"),
-}
-
-
-@pytest.mark.parametrize("name", LOST)
-def test_an_image_of_a_column_that_is_not_named_is_no_sample_without_one(folder, name):
-    more, column = LOST[name]
-    (row,) = read(folder, PLAIN | more, columns=COLUMNS)
-    kept = printed(row)
-    assert f'"{column}"' in row.text and COLUMNS.items() <= kept.items()
-    (row,) = read(folder, PLAIN | more, columns=kept, allow_urls=False)
-    if name == "an address":
-        assert "data.allow_urls" in row.text
-    else:
-        assert all(
-            Path(path).suffix in (".JPG", "") or Path(path).is_file() for path in row.pictures
-        )
-        assert len(row.pictures) == (2 if name == "a list" else 1)
-    # Left out by name, it is meant.
-    (row,) = read(folder, PLAIN | more, columns=COLUMNS, ignore=[*more, column])
-    assert row == Row(1, turns(*PLAIN.values()))
+@pytest.mark.parametrize(
+    ("more", "column", "look"),
+    [
+        ({"image": "a.png"}, "image", '"a.png"'),
+        ({"x": [None, "a.png"]}, "x", "a list"),
+        ({"x": {"bytes": None, "path": "a.png"}}, "x", '"a.png"'),
+        ({"meta": {"shown": "a.png"}}, "meta", "an object"),
+        ({"q": {"text": "q", "image": "a.png"}}, "q.image", '"a.png"'),
+        ({"image_id": 7, "n": 0}, "image_id", "7"),
+        ({"x.y": False}, "x.y", "false"),
+        ({"x": "long " * 9999}, "x", '"long long'),
+    ],
+)
+def test_each_column_is_named_or_ignored_or_the_row_is_refused(folder, more, column, look):
+    columns = COLUMNS | ({"question": "q.text"} if "q" in more else {})
+    found, again = read(folder, PLAIN | more, PLAIN | more, columns=columns)
+    assert f'"{column}" ({look}' in found.text and "data.ignore" in found.text
+    assert len(found.text) < 500 and found.text == again.text
+    ignored = {"q": ["q.image"]}.get(next(iter(more)), [*more])
+    (found,) = read(folder, PLAIN | more, columns=columns, ignore=ignored)
+    assert isinstance(found, Row)
 
 
 @pytest.mark.parametrize(
     "more",
-    [{"image_id": 7}, {"image": "000123"}, {"images": [[0, 255]]}, {"img_hex": "89504e47"}]
-    + [{"image": {"url": "http://x.y/1"}}],
+    [{}, {"image": ""}, {"image": None}, {"images": [None, ""]}, {"__key__": "7", "Unnamed: 0": 5}]
+    + [{"image": {"bytes": None, "path": None}}],
 )
-def test_what_only_its_name_tells_is_an_image_too(folder, more):
+def test_what_is_empty_or_of_a_tool_needs_no_name(folder, more):
     (row,) = read(folder, PLAIN | more, columns=COLUMNS)
-    assert isinstance(row, Fault) and "image" in row.text and "'data.columns" not in row.text
-    ignored = re.findall(r"data\.ignore: \[(.*?)\]", row.text)
-    assert isinstance(read(folder, PLAIN | more, columns=COLUMNS, ignore=ignored)[0], Row)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"image": ""}, {"image": None}, {"images": [None, ""]}, {"has_image": True, "n": 5}]
-    + [{"image": {"bytes": None, "path": None}}, {"file": "notes.txt", "b": False}],
-)
-def test_a_row_without_an_image_is_one_of_text(folder, more):
-    (row,) = read(folder, PLAIN | more, columns=COLUMNS)
+    assert row == Row(1, turns(*PLAIN.values()))
+    (row,) = read(folder, PLAIN | more, columns=COLUMNS | {"image": "image"})
     assert row == Row(1, turns(*PLAIN.values()))
 
 
-def test_of_several_images_none_is_left_out(folder):
-    shown = COLUMNS | {"image": "one"}
-    first = {"one": "a.png"}
-    for more, is_lost in (
-        ({"two": "b.png"}, True),
-        ({"two": ["a.png", "b.png"]}, True),
-        ({"two": BASE64}, True),
-        ({"two": "./a.png"}, False),  # the same file
-        ({"two": "gone.png"}, False),  # where it came from
-        ({"two": None}, False),
-    ):
-        (row,) = read(folder, PLAIN | first | more, columns=shown)
-        assert isinstance(row, Fault) is is_lost, more
-        if is_lost:
-            columns = printed(row)
-            assert columns["image"][0] == "one" and "two" in columns["image"][1]
-            (kept,) = read(folder, PLAIN | first | more, columns=columns)
-            assert len(kept.pictures) > 1
-            (kept,) = read(folder, PLAIN | first | more, columns=shown, ignore=["two"])
-            assert len(kept.pictures) == 1
-    # Bytes that are shown come from a file that may lie beside them.
-    embedded = {"one": f"data:image/png;base64,{BASE64}", "two": "b.png"}
-    (row,) = read(folder, PLAIN | embedded, columns=shown)
-    assert len(row.pictures) == 1
-    # The image that is named, this row has not.
-    _, row = read(folder, PLAIN | first, PLAIN | {"one": None, "two": "b.png"}, columns=shown)
-    assert printed(row)["image"] == ["one", "two"]
+def test_a_row_that_differs_from_the_first_ones_is_refused(folder):
+    rows = [PLAIN, PLAIN | {"image": "a.png"}, PLAIN | {"image": "a.png", "second": "b.png"}]
+    plain, lost, both = read(folder, *rows, columns=COLUMNS)
+    assert isinstance(plain, Row) and '"image" ("a.png")' in lost.text and "second" in both.text
+    first, shown, lost = read(folder, *rows, columns=COLUMNS | {"image": "image"})
+    assert (first.pictures, shown.pictures) == ([], [str(folder / "a.png")])
+    assert '"second" ("b.png")' in lost.text
 
 
-def test_images_inside_of_turns_are_not_left_out(folder):
+def test_keys_of_turns_are_named_too(folder):
     of_turns = {"turns": "talk", "question": "q", "answer": "a"}
-    (row,) = read(folder, {"talk": [PLAIN | {"image": "a.png"}]}, columns=of_turns)
-    assert '"talk.0.image" holds an image' in row.text
-    talk = {"talk": turns("q", "a"), "images": ["a.png"]}
-    (row,) = read(folder, talk, columns={"turns": "talk"})
-    assert printed(row) == {"turns": "talk", "image": "images"}
-    # Those of messages are the messages' own.
-    (row,) = read(folder, {"talk": turns("q", "a", image="a.png")}, columns={"turns": "talk"})
-    assert row.pictures == [str(folder / "a.png")]
+    row = {"talk": [PLAIN | {"image": "a.png", "n": None}]}
+    (found,) = read(folder, row, columns=of_turns)
+    assert 'turn 1 of 1 of talk: the key "image" is not read' in found.text
+    assert isinstance(read(folder, row, columns=of_turns, ignore=["image"])[0], Row)
+    cauldron = {"texts": [{"user": "q", "assistant": "a", "source": "mine"}]}
+    assert isinstance(read(folder, cauldron)[0], Row)
+    cauldron["texts"][0]["image"] = "a.png"
+    assert 'the key "image" is not read' in read(folder, cauldron)[0].text
+    (found,) = read(folder, {"talk": turns(), "images": ["a.png"]}, columns={"turns": "talk"})
+    assert '"images" (a list)' in found.text
 
 
 @pytest.mark.parametrize(
     "words",
-    ["a.png", "What is it?\n a.png", "![it](a.png) What?", "What is <img alt='' src='a.png'>?"],
+    ["a.png", "What is it?\n a.png", "![it](a.png) What?", "What is <img alt='' src='a.png'>?"]
+    + ["Image: my cat.PNG", "Which? ./a.png"],
 )
 def test_a_question_that_names_a_file_of_an_image_is_no_sample_without_one(folder, words):
+    (folder / "my cat.PNG").write_bytes(png())
+    name = "my cat.PNG" if "cat" in words else "a.png"
     for row in (
         {"messages": turns(words)},
+        {"messages": turns(words, image="b.png")},
         {"instruction": "What is it?", "input": words, "output": "a"},
     ):
         (found,) = read(folder, row)
-        assert isinstance(found, Fault) and '"a.png" in the words is the file' in found.text
+        assert isinstance(found, Fault) and f'{name}" in the words is the file' in found.text
     (found,) = read(folder, PLAIN | {"q": words}, columns=COLUMNS)
     assert isinstance(found, Fault)
-    # Of a file that is not there, and in an answer, it is a word; beside an image, too, unless it
-    # is written as another one.
-    for row in (turns(words.replace("a.png", "logo.png")), turns("q", words)):
+    # Of a file that is not there, in an answer, and of the image that is shown, it is a word.
+    for row in (
+        turns(words.replace(name, "logo.png")),
+        turns("q", words),
+        turns(words, image=name),
+    ):
         assert isinstance(read(folder, {"messages": row})[0], Row)
-    for shown, is_lost in (("b.png", words[0] == "!" or "<img" in words), ("a.png", False)):
-        (found,) = read(folder, {"messages": turns(words, image=shown)})
-        assert isinstance(found, Fault if is_lost else Row)
 
 
-WITH_COLUMNS = [name for name in FORMS if name not in ("hf download, JSON", "LLaVA")]
-
-
-@pytest.mark.parametrize("name", WITH_COLUMNS)
-def test_no_form_loses_its_images_by_a_line_without_them(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", ["Parquet", "CSV", "a folder a class", "WebDataset"])
+def test_no_form_loses_its_images_by_columns_without_them(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     examples = data_forms.draw(tmp_path, 6)
     path, fields = make(name, tmp_path, examples)
-    rows, line = read_by_the_printed_line(path, fields)
-    columns = fields.get("columns") or (yaml.safe_load(line) if line else None)
-    if columns is None:  # of a format, whose keys are all read
-        assert all(row.pictures for row in rows)
-        return
-    without = {part: of for part, of in columns.items() if part != "image"}
-    sources = make_sources([{"path": str(path), **fields, "columns": without}], {})
-    lost = [row for source in sources for row in read_rows(source)]
-    assert len(lost) == len(examples) and all(isinstance(row, Fault) for row in lost)
-    if name != "VQA v2":  # whose rows have the number of an image, and no name
-        given = fields | {"columns": printed(lost[0])}
-        assert read_by_the_printed_line(path, given)[0] == rows
+    image = fields["columns"]["image"]
+    columns = {part: of for part, of in fields["columns"].items() if part != "image"}
+    fields = fields | {"columns": columns}
+    lost = read_form(path, fields)
+    assert len(lost) == len(examples)
+    assert all(isinstance(row, Fault) and f'"{image}" (' in row.text for row in lost)
     # Also as it is streamed, and asked.
-    for source in sources[:1]:
-        assert "image" in next(iter(Stream([source], 1, buffer=1))).fault
-        with pytest.raises(ValueError, match=r"rows cannot be used:\n.*image"):
-            read_questions(source)
-
-
-def test_bytes_that_are_no_image_may_be_left_out(folder):
-    table = datasets.Dataset.from_list([PLAIN | {"sound": b"RIFF\0\0\0\0WAVE"}])
-    table.to_parquet(folder / "a.parquet")
-    (row,) = read_rows(Source(str(folder / "a.parquet"), columns=COLUMNS))
-    assert row == Row(1, turns(*PLAIN.values()))
-
-
-def test_a_set_for_evaluation_loses_no_image(folder, check):
-    a = write_rows(folder / "a.jsonl", PLAIN)
-    b = write_rows(folder / "b.jsonl", PLAIN | {"image": "a.png"})
-    mine, other = (Source(str(path), columns=COLUMNS) for path in (a, b))
-    with pytest.raises(ValueError, match=r'b\.jsonl:1: the column "image" holds an image'):
-        check(mine, evaluate=[other])
-    with pytest.raises(ValueError, match=r'b\.jsonl:1: the column "image" holds an image'):
-        check(other, first=1)
+    source = make_sources([{"path": str(path), **fields}], {})[0]
+    assert f'"{image}" (' in next(iter(Stream([source], 1, buffer=1))).fault
+    with pytest.raises(ValueError, match=rf'rows cannot be used:\n.*"{image}" \('):
+        read_questions(source)
 
 
 def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(folder):
@@ -209,8 +138,6 @@ def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(
         (row,) = read(folder, {"messages": turns(), key: "a.png"})
         assert f'"{key}" is not read: write the image as "image": "a.png"' in row.text
         assert "ignore" not in row.text
-    (row,) = read(folder, {"messages": turns(), "shown": "a.png"})  # told by its value
-    assert 'write the image as "image": "a.png"' in row.text
     (row,) = read(folder, {"messages": turns("<image>q"), "image": {"<image_0>": "a", "<1>": "b"}})
     assert 'the keys "<image_0>", "<1>": write "images": ["a.png", "b.png"]' in row.text
     talk = [{"from": "user", "value": "Picture 1: <img>a.png</img>\nq"}]
@@ -219,43 +146,6 @@ def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(
     for where in ("file:///x/a%20b.png", "FILE:///x/a%20b.png"):
         (row,) = read(folder, {"messages": turns(image=where)})
         assert 'write the path: "/x/a b.png"' in row.text
-
-
-def test_a_column_that_no_row_has_is_a_mistake_and_an_empty_one_is_none(folder):
-    named = COLUMNS | {"image": "image"}
-    for row in (PLAIN, PLAIN | {"image": None}):
-        with pytest.raises(ValueError, match='no row has "image"'):
-            read(folder, *[row] * 2, columns=named)
-    for value in ("", [], [None], {"bytes": None, "path": None}):
-        rows = read(folder, *[PLAIN | {"image": value}] * 2, columns=named)
-        assert [len(row.pictures) for row in rows] == [0, 0]
-        rows = read(folder, PLAIN | {"image": value}, PLAIN | {"image": "a.png"}, columns=named)
-        assert [len(row.pictures) for row in rows] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"title": "How to convert a.jpg to b.png"},
-        {"picture": "Inception"},
-        {"png": 3},
-        {"image": "N/A"},
-        {"meta": {"image": {"width": 3}}},
-        {"image_size": 7, "url": "http://x.y/1"},
-    ],
-)
-def test_what_names_no_image_is_left_out_as_ever(folder, more):
-    assert read(folder, PLAIN | more, columns=COLUMNS) == [Row(1, turns(*PLAIN.values()))]
-
-
-def test_images_inside_of_objects_are_not_lost_beside_one_that_is_shown(folder):
-    shown = PLAIN | {"image": "a.png"}
-    for more in (
-        {"meta": {"second": {"bytes": None, "path": "b.png"}, "x": 1}},
-        {"frames": [{"image": "b.png", "t": 1}]},
-    ):
-        (found,) = read(folder, shown | more, columns=COLUMNS | {"image": "image"})
-        assert isinstance(found, Fault) and "the sample would not have it" in found.text
 
 
 # Words, what the row has beside them, and what of it the message names.
@@ -299,8 +189,8 @@ def test_a_word_that_stands_for_what_is_not_there_is_refused(folder, name, words
     # By columns, and as a question.
     columns = COLUMNS | ({"image": "image"} if row["images"] else {})
     named = {"q": question, "a": answer, "image": row["images"]}
-    (found,) = read(folder, named | more, columns=columns)
-    assert isinstance(found, Fault)
+    (found,) = read(folder, named | more, columns=columns, ignore=[*more])
+    assert "message" in found.text
     path = write_rows(folder / "asked.jsonl", row | more)
     with pytest.raises(ValueError, match="asked.jsonl:1: "):
         read_questions(Source(str(path), ignore=tuple(more)))
@@ -334,13 +224,6 @@ def test_a_video_or_sound_cannot_be_left_out_of_a_sample_that_needs_it(folder):
         assert "the model sees images alone" in found.text
         (found,) = read(folder, row, ignore=[key])
         assert f'"{key}", which data.ignore cannot leave out' in found.text
-        (found,) = read(folder, PLAIN | {key: value}, columns=COLUMNS)
-        assert "the sample would have no image" in found.text
-        # An image is enough, or the user's word.
-        shown = PLAIN | {key: value, "image": "a.png"}
-        (found,) = read(folder, shown, columns=COLUMNS | {"image": "image"})
-        assert isinstance(found, Row)
-        assert isinstance(read(folder, PLAIN | {key: value}, columns=COLUMNS, ignore=[key])[0], Row)
     for empty in ([], None, "", [None], False):
         (found,) = read(folder, {"messages": turns(), "videos": empty}, ignore=["videos"])
         assert isinstance(found, Row)

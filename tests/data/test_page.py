@@ -34,7 +34,7 @@ def test_each_format_says_the_same(folder, rows):
 
 
 def test_a_table_says_the_same(folder):
-    (code,) = blocks(PAGE, "python")
+    code, *_ = blocks(PAGE, "python")
     exec(compile(code, str(PAGE), "exec"), {})
     ((asked, answer),) = read_conversations(folder / "cats.parquet")
     kept = Path(asked["image"])
@@ -43,7 +43,8 @@ def test_a_table_says_the_same(folder):
 
 
 def test_its_recipe_can_be(folder):
-    text, streamed = blocks(PAGE, "yaml")
+    of_columns, text, streamed = blocks(PAGE, "yaml")
+    assert Recipe.of(LEAST | yaml.safe_load(of_columns)).data.ignore == ["id", "source"]
     assert Recipe.of(LEAST | yaml.safe_load(streamed)).data.is_streamed
     recipe = Recipe.of(LEAST | yaml.safe_load(text))
     cats, dogs, birds = recipe.data.sources()

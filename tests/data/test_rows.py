@@ -119,6 +119,19 @@ def test_bytes_are_written_once_under_their_digest(files, cache):
     assert Path(files.path_of(png())).read_bytes() == png()
 
 
+def test_a_full_disk_is_no_fault_of_a_row(tmp_path, monkeypatch):
+    """With ``data.on_bad: skip`` such rows would be left out."""
+
+    def write(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("glm4v_patched.data.pictures.write_atomically", write)
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    path = write_rows(tmp_path / "a.jsonl", turns(image=url))
+    with pytest.raises(RuntimeError, match="pictures/.* cannot be written: No space.*XDG_CACHE"):
+        [*read_rows(path)]
+
+
 def test_paths_are_of_the_folder_and_one_of_windows_is_told_as_one_of_linux(files, tmp_path, words):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").touch()

@@ -129,9 +129,6 @@ PLACES = {
         (at / ".huggingface.yaml").write_text(of_config(data_files=name)),
     ),
     "data_dir": lambda at, name: readme(at, of_config(data_dir=name)),
-    "file_name": lambda at, name: (at / "dataset_info.json").write_text(
-        json.dumps({"a": {"file_name": name}})
-    ),
     "_data_files": lambda at, name: (at / "state.json").write_text(
         json.dumps({"_data_files": [{"filename": name}]})
     ),
@@ -158,7 +155,7 @@ def test_a_name_of_what_is_not_inside_is_refused_wherever_it_stands(
 ):
     for form in FORMS:
         name = form.replace(OUTSIDE, str(tmp_path))
-        if place in ("data_dir", "file_name") and name in ("", "/"):
+        if place == "data_dir" and name in ("", "/"):
             continue  # the folder itself, by join or strip: see below
         PLACES[place](folder, name)
         watched.clear()
@@ -170,7 +167,7 @@ def test_a_name_of_what_is_not_inside_is_refused_wherever_it_stands(
             raise AssertionError(read(folder))
         told = str(refused.value)
         card = "README.md" if "yaml" not in place else ".huggingface.yaml"
-        file = {"file_name": "dataset_info.json", "_data_files": "state.json"}.get(place, card)
+        file = "state.json" if place == "_data_files" else card
         assert f"{folder}/{file}: " in told and place.partition(",")[0].split()[0] in told, told
         assert "no file inside of" in told, (form, told)
         require_nothing_left(watched, tmp_path, folder)
@@ -284,11 +281,6 @@ LINKS = {
     "a file of rows": ("data/b.jsonl", "private.jsonl", "data/b.jsonl is a link to"),
     "the card": ("README.md", "private.jsonl", "README.md is a link to"),
     "what save_to_disk says": ("state.json", "saved/state.json", "state.json is a link to"),
-    "what LLaMA-Factory says": (
-        "dataset_info.json",
-        "private.jsonl",
-        "dataset_info.json is a link",
-    ),
 }
 
 
@@ -645,7 +637,7 @@ def test_keys_of_an_object_and_columns_are_limited(tmp_path, monkeypatch):
         row = {"messages": turns("inside"), "more": dict.fromkeys(names, 1)}
         path.write_text(json.dumps(row))
         (tmp_path / "a.csv").write_text(f"{','.join(names)}\n{','.join('x' * number)}\n")
-        columns = {"question": "?", "answer": "k1"}
+        columns = {"question": "{k0} {k2} {k3} {k4}", "answer": "k1"}
         if number == 5:
             assert isinstance(read(path, ignore=("more",))[0], Row)
             assert isinstance(read(tmp_path / "a.csv", columns=columns)[0], Row)

@@ -1,8 +1,8 @@
 """Rows for tests, and the forms of pictures with questions that data_forms.yaml describes."""
 
+import contextlib
 import io
 import json
-import re
 import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.collate import Size
 from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import make_sources, suffix_of
+from tests.helpers.pages import ROOT, blocks
 
 QUESTION = "What is in the picture?"
 
@@ -81,14 +82,18 @@ def make(form: str, folder: Path, examples: list[Example]) -> tuple[Path, dict[s
         more = {"stem": of.picture[:-4], "number": number, "embedded": embedded}
         rows.append(of._asdict() | more)
     files = dict(FORMS[form])
-    fields, path = files.pop("fields", {}), files.pop("path", None)
+    fields, path, code = (files.pop(key, None) for key in ("fields", "path", "code"))
     for name, content in files.items():
         of_files: dict[str, list[dict]] = {}
         for row in rows:
             of_files.setdefault(name.format(**row), []).append(row)
         for file, some in of_files.items():
             _write(folder, file, content, some)
-    return folder / (path or next(iter(files))), fields
+    if code is not None:
+        (text,) = (of for of in blocks(ROOT / "docs" / "data.md", "python") if code in of)
+        with contextlib.chdir(folder):
+            exec(compile(text, "data.md", "exec"), {})
+    return folder / (path or next(iter(files))), fields or {}
 
 
 def _write(folder: Path, name: str, content: Any, rows: list[dict]) -> None:
@@ -139,12 +144,7 @@ def _of_row(value: Any, row: dict) -> Any:
     return value
 
 
-def read_by_the_printed_line(path: Path, fields: dict) -> tuple[list[Row | Fault], str | None]:
-    """The rows of a set, and the value of ``data.columns`` that was printed, if one was."""
+def read_form(path: Path, fields: dict) -> list[Row | Fault]:
+    """The rows of a set."""
     sources = make_sources([{"path": str(path), **fields}], {})
-    rows = [row for source in sources for row in read_rows(source)]
-    if "columns" in fields or not isinstance(rows[0], Fault):
-        return rows, None
-    (line,) = re.findall(r"'data\.columns=(.*?)'", rows[0].text)
-    rows, _ = read_by_the_printed_line(path, fields | {"columns": yaml.safe_load(line)})
-    return rows, line
+    return [row for source in sources for row in read_rows(source)]
