@@ -110,8 +110,8 @@ APART = {"failed": [{"sha256": "0" * 64, "error": "storage regions differ: eu an
 GONE = {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}
 COPIES_FAILED = [
     ("/lfs-files/duplicate", {"answer": APART}, "storage regions differ: eu and us"),
-    ("/lfs-files/duplicate", {"cut_response": 0}, "the connection failed"),
-    (f"{UPSTREAM}/revision/", GONE, "not for this"),
+    ("/lfs-files/duplicate", {"cut_response": 0}, "Server disconnected"),
+    (f"{UPSTREAM}/revision/", GONE, "Revision Not Found"),
 ]
 
 
@@ -119,7 +119,7 @@ COPIES_FAILED = [
 def test_copies_that_fail_are_told(hub, publish, without_weights, path, fault, why):
     hub.fail("*", path, times=9, message=f"told, {hub.token}", **fault)
     status, output = publish(without_weights, "--push")
-    assert status == 1 and why in output and "build with --weights FOLDER" in output
+    assert status == 1 and why in output and hub.token not in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/tag/")
     hub.faults.clear()
     assert publish(without_weights, "--push")[0] == 0 and not hub.asked("PUT")
@@ -131,14 +131,6 @@ def test_a_source_with_other_weights_of_the_same_size_is_not_copied(hub, publish
     status, output = publish(without_weights, "--push")
     assert status == 1 and f"is not what {MANIFEST} lists" in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/create")
-
-
-def test_a_server_that_lists_no_sizes_is_no_hub(hub, publish, copy):
-    answer = {"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}
-    hub.fail("GET", "/api/models/", times=9, answer=answer)
-    status, output = publish(copy, "--push")
-    assert status == 1 and "not that of a Hub (it lacks a commit, or its files)" in output
-    assert not writes(hub)
 
 
 def test_foreign_content_is_refused_unless_told(hub, publish, copy, of_this_clone):
