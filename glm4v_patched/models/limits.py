@@ -1,7 +1,7 @@
 """Limits what a folder of others may cost, before transformers and peft read it.
 
-Sizes of a config are compared in :mod:`check_weights`, JSON is read by :mod:`..patch.config_json`, and what
-is a program, a template or a pattern, runs in :mod:`limited_process`.
+Sizes of a config are compared in :mod:`check_weights`, JSON is read by :mod:`..patch.config_json`,
+and what is a program, a template or a pattern, runs in :mod:`limited_process`.
 """
 
 import json
