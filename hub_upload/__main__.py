@@ -39,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     add("folder", type=to_path, metavar="DIR", help="folder that build made")
     add("--repo", required=True, metavar="ORG/NAME", help="repository to publish to")
     yes("--push", "do it; without, only show what would be done")
-    yes("--private", "create the repository as a private one")
     yes("--allow-foreign", "publish beside (and over) files that no build of ours put there")
     return parser
 

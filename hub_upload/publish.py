@@ -64,14 +64,14 @@ class Publication:
 
     def look(self) -> None:
         """Compare with the head of the destination, and plan; only reads."""
-        self.head: str | None = None
-        self.tagged: str | None = None
-        self.public = False
-        self.there: dict[str, RepoSibling] = {}
         # The Hub does not tell a missing repository from one that this token may not see.
-        if self.api.repo_exists(self.repo):
-            info, self.there = look_at(self.api, self.repo, None)
-            self.head, self.tagged, self.public = info.sha, self.read_tag(), not info.private
+        require(
+            self.api.repo_exists(self.repo),
+            f"{self.repo} is not there, or not for this token: make it with `hf repo create "
+            f"{self.repo}` (and --private), or log in with `hf auth login`",
+        )
+        info, self.there = look_at(self.api, self.repo, None)
+        self.head, self.tagged = str(info.sha), self.read_tag()
         # Without a manifest of ours, a file of a name that we use is somebody's all the same.
         ours: set[str] = set()
         if MANIFEST in self.there:
@@ -116,8 +116,7 @@ class Publication:
             files = (self.files.get(name) or self.there[name] for name in names)
             return in_bytes(sum(file.size or 0 for file in files))
 
-        state = f"at {self.head}" if self.head else "not there for this token: to be created"
-        say(f"Repository {self.repo} ({state}), version {self.tag}")
+        say(f"Repository {self.repo} at {self.head}, version {self.tag}")
         rows = {"copy": self.copied, "upload": self.uploaded, "delete": self.deleted}
         rows["keep"] = sorted(self.files.keys() - {*self.copied, *self.uploaded})
         rows["leave"] = self.foreign
@@ -192,18 +191,12 @@ def publish(options: argparse.Namespace) -> None:
     )
     it = Publication(options.folder, options.repo, options.allow_foreign)
     it.show()
-    if options.private and it.public:
-        raise ValueError(f"{it.repo} is public: make it private in its settings first")
     it.require_tag()
     if not options.push:
         say("Dry run: nothing was sent. Add --push to do this.")
         return
-    if it.head is None:
-        # Without --private, as the organisation has it.
-        it.api.create_repo(it.repo, private=options.private or None)
-        it.look()
     if not it.changes:
         say(f"{it.repo} has all of this already, at {it.head}.")
     commit = it.commit() if it.changes else it.head
-    if commit and it.tagged is None:
+    if it.tagged is None:
         it.create_tag(commit)

@@ -85,9 +85,15 @@ def run(capfd):
 
 @pytest.fixture
 def publish(hub, run):
+    """Publish to a repository that is there; an empty one, if nothing has been put into it."""
     from tests.helpers.publishable import NAME
 
-    return lambda folder, *arguments, repo=NAME: run("publish", folder, "--repo", repo, *arguments)
+    def publish(folder: Path, *arguments: str, repo: str = NAME) -> tuple[int, str]:
+        if repo not in hub.repositories:
+            hub.add_repository(repo)
+        return run("publish", folder, "--repo", repo, *arguments)
+
+    return publish
 
 
 @pytest.fixture

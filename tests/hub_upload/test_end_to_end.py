@@ -28,6 +28,7 @@ def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, m
     source = f"{UPSTREAM}@{hub.add_repository(UPSTREAM, as_files(original)).head}"
     out = tmp_path / "built"
     assert run("build", "--weights", source, "--out", out, "--name", NAME)[0] == 0
+    hub.add_repository(NAME)
     assert run("publish", out, "--repo", NAME, "--push")[0] == 0
     assert not shards_of(out) and set(hub.repositories[NAME].tags) == {TAG}
     of_card: dict = {}

@@ -1,8 +1,6 @@
 """Publishing through the installed client to a Hub on loopback: what is there afterwards, and what
 is not, whatever happens in between."""
 
-from unittest.mock import Mock
-
 import huggingface_hub
 import pytest
 from huggingface_hub import HfApi
@@ -60,12 +58,10 @@ def test_a_dry_run_only_reads_and_needs_no_token(hub, publish, copy, monkeypatch
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     status, output = publish(copy, "--push")
     assert status == 1 and "no token" in output
-    for _ in ("missing", "there"):
-        status, output = publish(copy)
-        assert status == 0 and "Dry run: nothing was sent" in output
-        assert f"upload   711.3 kB  {SHARD}" in output
-        assert f"upload {len(as_files(copy))} (" in output
-        hub.add_repository(NAME)
+    status, output = publish(copy)
+    assert status == 0 and "Dry run: nothing was sent" in output
+    assert f"upload   711.3 kB  {SHARD}" in output
+    assert f"upload {len(as_files(copy))} (" in output
     assert not writes(hub) and not hub.repositories[NAME].tags
 
 
@@ -93,16 +89,12 @@ def test_published_twice_nothing_changes(hub, publish, copy):
     assert {r.method for r in hub.requests[before:]} <= {"GET", "HEAD"}
 
 
-@pytest.mark.parametrize("private", [False, True])
-def test_private_is_what_was_asked_for(hub, publish, copy, monkeypatch, private):
-    create = Mock(wraps=HfApi().create_repo)
-    monkeypatch.setattr(HfApi, "create_repo", create)
-    assert publish(copy, "--push", *["--private"] * private)[0] == 0
-    assert hub.repositories[NAME].private == private
-    # Where it is not, the organisation's settings decide.
-    assert create.call_args.kwargs["private"] == (True if private else None)
-    status, output = publish(copy, "--push", "--private")
-    assert status == (not private) and ("make it private" in output) == (not private)
+def test_a_repository_that_is_not_there_is_refused_with_the_cure(hub, run, copy):
+    status, output = run("publish", copy, "--repo", NAME, "--push")
+    assert status == 1 and f"make it with `hf repo create {NAME}`" in output and not writes(hub)
+    HfApi().create_repo(NAME, private=True)
+    status, output = run("publish", copy, "--repo", NAME, "--push")
+    assert status == 0 and hub.repositories[NAME].private and is_published(hub, copy)
 
 
 # What keeps weights from being copied, and what is told.
@@ -130,7 +122,7 @@ def test_a_source_with_other_weights_of_the_same_size_is_not_copied(hub, publish
     files[SHARD] = local_hub.File(files[SHARD].content[::-1], lfs=True)
     status, output = publish(without_weights, "--push")
     assert status == 1 and f"is not what {MANIFEST} lists" in output
-    assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/create")
+    assert not hub.asked("POST", "/commit/")
 
 
 def test_foreign_content_is_refused_unless_told(hub, publish, copy, of_this_clone):
