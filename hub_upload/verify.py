@@ -83,11 +83,9 @@ def _difference(name: str, found: bytes | None, expected: bytes | None) -> str:
     if name.endswith(".json"):
         here, ours = (parse_object(content, name) for content in (found, expected))
         for key in {**ours, **here}:
-            one, other = (
-                f"{json.dumps(o[key]):.80}" if key in o else "absent" for o in (here, ours)
-            )
+            one, other = (json.dumps(of[key]) if key in of else "absent" for of in (here, ours))
             if one != other:
-                return f"{name}: {key} is {one}, expected {other}"
+                return f"{name}: {key} is {one:.80}, expected {other:.80}"
     lines = zip_longest(*(text.decode(errors="replace").split("\n") for text in (found, expected)))
     number, one, other = next((n, a, b) for n, (a, b) in enumerate(lines, 1) if a != b)
     return f"{name}, line {number}: found {one!r:.80}, expected {other!r:.80}"

@@ -1,7 +1,6 @@
 """Finds what is to be loaded; needs no torch, so that mistakes are answered at once."""
 
 import os
-import re
 from pathlib import Path
 
 from ..engine.options import OF_QUANTISERS, require_packages
@@ -29,7 +28,14 @@ def fault_of_model(model: str) -> str | None:
     expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
     if os.path.lexists(model):
         return f"a file, or a link to nothing; {expected}"
-    is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", model, re.ASCII)
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return f"there is no such folder; {expected}"
+    # Older releases of huggingface_hub take letters beyond ASCII, and the Hub does not.
+    is_id = "/" in model and model.isascii()
     return None if is_id else f"there is no such folder; {expected}"
 
 

