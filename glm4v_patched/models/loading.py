@@ -112,8 +112,8 @@ def load_processor(base: Base) -> ChatGLMProcessor:
     except TemplateError:
         return processor  # wants another conversation
     except Exception as error:  # of transformers' own, of every kind, and few name the file
-        told = str(error)
-        if type(error) is Exception:  # of the tokenizers library, which reads this file alone
-            told = f"{place}: tokenizer.json: {told}"
-        raise ValueError(told if told.startswith(place) else f"{place}: {told}") from error
+        if isinstance(error, ValueError) and str(error).startswith(place):
+            raise
+        told = f"{place}: its tokenizer or processor cannot be read"
+        raise ValueError(f"{told} ({type(error).__name__}: {error})") from error
     return processor
