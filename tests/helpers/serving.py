@@ -77,7 +77,8 @@ class EchoQueue:
 
     is_alive = True
 
-    def __init__(self) -> None:
+    def __init__(self, names=("tiny",)) -> None:
+        self.answerers = dict.fromkeys(names)
         self.asked: list = []
 
     def submit(self, ask) -> None:
@@ -96,8 +97,9 @@ class EchoQueue:
     def join(self) -> None: ...
 
 
-def echo_app(queue: EchoQueue, names=("tiny",), **limits):
-    return make_app(queue, names, Generation(), Limits(**limits), lambda: None)  # type: ignore
+def echo_app(queue: EchoQueue, with_page: bool = False, **limits):
+    limits = Limits(**limits)
+    return make_app(queue, Generation(), limits, lambda: None, with_page)  # type: ignore
 
 
 def numbered_ids(monkeypatch) -> None:

@@ -23,8 +23,7 @@ from PIL import Image
 
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving import answer_queue
-from glm4v_patched.inference.serving.answer_queue import Ask, Ended, Penalties, Row
+from glm4v_patched.inference.serving.answer_queue import AnswerQueue, Ask, Ended, Penalties, Row
 from glm4v_patched.inference.serving.app import make_app
 from glm4v_patched.inference.serving.connections import run_server
 from glm4v_patched.inference.serving.limits import ApiError, Limits
@@ -375,7 +374,7 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
         return generate(batch, *given, **options)
 
     monkeypatch.setattr(answerer, "generate", note)
-    queue = answer_queue.AnswerQueue(answerer, 1024)
+    queue = AnswerQueue({"": answerer})
     with queue._changed:
         queue._waiting.extend(asks)
         queue._changed.notify()
@@ -441,8 +440,8 @@ def test_a_request_with_less_room_than_another_is_answered_apart(answerer, monke
 
 def test_who_waits_when_the_server_is_stopped_is_told_so_and_its_health(answerer):
     told: dict[object, list] = {}
-    queue = answer_queue.AnswerQueue(answerer, 1024)
-    app = make_app(queue, ["m"], Generation(), Limits(api_key=KEY), print)
+    queue = AnswerQueue({"": answerer})
+    app = make_app(queue, Generation(), Limits(api_key=KEY), print)
 
     def health() -> int:
         """Which needs no key."""

@@ -152,8 +152,8 @@ def test_the_page_lists_all_that_is_ignored():
         assert {*listed} == {*keys} - {"store"}
 
 
-def test_a_placeholder_is_a_model_where_one_is_served_alone(ask, queue):
-    app = echo_app(queue, ("tiny", "other"))
+def test_a_placeholder_is_a_model_where_one_is_served_alone(ask):
+    app = echo_app(EchoQueue(("tiny", "other")))
     status, answered = ask({"messages": [USER], "model": "dummy"}, app=app)
     assert (status, answered["error"]["code"]) == (404, "model_not_found")
 
@@ -296,17 +296,20 @@ def test_the_store_has_bytes_as_the_largest_requests():
     for number in range(30):
         assert store.item(f"msg-{number}", "input[0]")["text"] == "a"
         try:
-            kept.append(store.conversation(f"resp-{number}")[0])
+            kept.append(store.conversation(f"resp-{number}"))
         except ApiError as error:
             assert error.param == "previous_response_id"
     assert 3 <= len(kept) <= 4
-    # Those that are continued at a time, too; a lease ends with its request.
-    leases = [store.conversation("resp-29") for _ in range(4)]
-    with pytest.raises(ApiError, match="try later") as error:
-        store.conversation("resp-29")
-    assert error.value.status == 429
-    leases.pop()
-    assert store.conversation("resp-29")
+
+
+def test_what_is_continued_counts_as_bytes_of_its_request(queue, ask):
+    """A small request may refer to a large one, and many of them at a time."""
+    app = echo_app(queue, max_body_bytes=1000, largest_at_once=1)
+    for size, expected in ((300, 200), (800, 429)):
+        status, first = ask({"input": "b" * size}, RESPONSES, app)
+        assert status == 200, first
+        more = {"input": "c", "previous_response_id": first["id"]}
+        assert ask(more, RESPONSES, app)[0] == expected
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

@@ -6,7 +6,8 @@ fetched here, or refused. Files of the server are never read for a client.
 
 import base64
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from PIL import Image
@@ -50,24 +51,35 @@ def secure(body: Any, limits: Limits) -> bool:
         )
     fetched = pixels = 0
     for holder, place in pictures:
-        url = holder[place[-1]]
-        try:
-            if url[:5].lower() == "data:":
-                content = _decoded(url)
-            else:
-                content = _fetched(url, limits, fetched)
+        with _naming(key_of(place), limits):
+            content, is_fetched = _read(holder[place[-1]], limits, fetched)
+            if is_fetched:
                 fetched += len(content)
                 encoded = base64.b64encode(content).decode()
                 holder[place[-1]] = f"data:image/any;base64,{encoded}"
-            pixels += require_size(content, limits, FORMATS)
-        except ApiError as error:
-            key = key_of(place)
-            raise ApiError(error.status, f"{key}: {error}", key, error.code) from None
+            with open_image(content, FORMATS) as image:
+                pixels += measure(image, content, limits.max_pixels)
     if pixels > (most := limits.max_pixels * LARGEST_PICTURES):
         told = f"the messages have {len(pictures):,} pictures of {pixels / 1e6:.1f} million pixels"
         option = f"{LARGEST_PICTURES} times --max-picture-megapixels"
         raise _too_large(told, most, option, key_of(pictures[0][1][:1]))
     return fetched > 0
+
+
+@contextmanager
+def _naming(key: str, limits: Limits) -> Iterator[None]:
+    """Raise what is wrong with an image as ``ApiError`` that names its key."""
+    try:
+        yield
+    except ApiError as error:
+        raise ApiError(error.status, f"{key}: {error}", key, error.code) from None
+    except (TooLargeError, Image.DecompressionBombError) as error:
+        told = f"{key}: a picture {error}"
+        raise _too_large(told, limits.max_pixels, "--max-picture-megapixels", key) from None
+    except Exception as error:  # Pillow raises whatever its readers raise
+        told = str(error) if type(error) is ValueError else type(error).__name__
+        told = f"{key}: it is no picture that this server reads ({told})"
+        raise ApiError(400, told, key, "invalid_image") from None
 
 
 def too_much_text(size: int) -> ApiError:
@@ -95,17 +107,12 @@ def _strings_in(body: Any) -> Iterator[tuple[Any, tuple, bool]]:
                 waiting.append((each, (*where, key), may_be))
 
 
-def _decoded(url: str) -> bytes:
-    try:
-        return from_data_url(url)
-    except ValueError as error:
-        raise _refused(str(error)) from None
-
-
-def _fetched(url: str, limits: Limits, before: int) -> bytes:
-    """What lies behind an URL of http(s), where ``before`` bytes of the request were fetched."""
+def _read(url: str, limits: Limits, before: int) -> tuple[bytes, bool]:
+    """Return the file of an image, and whether it was fetched: after so many bytes ``before``."""
+    if url[:5].lower() == "data:":
+        return from_data_url(url), False
     if not url[:8].lower().startswith(("http://", "https://")):
-        raise _refused(f"image is {as_words(url)}; expected data:image/...;base64,...")
+        raise ValueError(f"it is {as_words(url)}; expected data:image/...;base64,...")
     if not limits.allow_urls:
         raise ApiError(
             400,
@@ -113,32 +120,7 @@ def _fetched(url: str, limits: Limits, before: int) -> bytes:
             "without --allow-urls); send it as data:image/...;base64,...",
             code="url_not_allowed",
         )
-    try:
-        return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH)
-    except ValueError as error:
-        told = f"{before:,} of {limits.max_body_bytes:,} bytes (--max-body-mb) were fetched before"
-        raise _refused(f"{error}; {told}") from None
-
-
-def require_size(content: bytes, limits: Limits, formats: Sequence[str] | None = None) -> int:
-    """Return the pixels that an image counts as; it is not decoded for that."""
-    option = "--max-picture-megapixels"
-    try:
-        with open_image(content, formats) as image:
-            return measure(image, content, limits.max_pixels)
-    except TooLargeError as error:
-        raise _too_large(f"a picture {error}", limits.max_pixels, option) from None
-    except Image.DecompressionBombError as error:
-        raise _too_large(str(error), limits.max_pixels, option) from None
-    except Exception as error:  # Pillow raises whatever its readers raise
-        told = f"{type(error).__name__}: {error}" if type(error) is ValueError else ""
-        raise _refused(
-            f"{len(content):,} bytes of an image are no picture ({told or type(error).__name__})"
-        ) from None
-
-
-def _refused(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_image")
+    return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH), True
 
 
 def _too_large(told: str, most: int, option: str, key: str | None = None) -> ApiError:

@@ -6,7 +6,6 @@ There is one API key, and ids are random: whoever knows an id has been sent it.
 import json
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -16,8 +15,7 @@ MAX_RESPONSES = 1000
 MAX_SECONDS = 3600
 """Since the last use."""
 LARGEST_BODIES = 4
-"""The stored conversations may have the bytes of so many of the largest requests; so may those that
-are being continued, since a small request may refer to a large one."""
+"""The stored conversations may have the bytes of so many of the largest requests."""
 MAX_ITEM_BYTES = 16 * 10**6
 """Of all stored answers: their texts alone, which AI SDKs refer to."""
 CURE = (
@@ -72,13 +70,6 @@ class Recent:
             self._remove(next(iter(self._texts)))
 
 
-class Lease:
-    """Counts the bytes of a conversation that is being continued, as long as it exists."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-
 class ResponseStore:
     """What ``previous_response_id`` and ``item_reference`` stand for.
 
@@ -87,10 +78,8 @@ class ResponseStore:
     """
 
     def __init__(self, max_body_bytes: int):
-        self.max_bytes = LARGEST_BODIES * max_body_bytes
-        self._conversations = Recent(MAX_RESPONSES, self.max_bytes, MAX_SECONDS)
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        max_bytes = LARGEST_BODIES * max_body_bytes
+        self._conversations = Recent(MAX_RESPONSES, max_bytes, MAX_SECONDS)
         # Apart: clients that refer to items send their images again with every request.
         self._items = Recent(MAX_RESPONSES * 16, MAX_ITEM_BYTES, MAX_SECONDS)
 
@@ -105,26 +94,14 @@ class ResponseStore:
         for item in response["output"]:
             self._items.put(item["id"], item)
 
-    def conversation(self, name: str) -> tuple[list[dict[str, Any]], Lease]:
-        """Return the messages that ``previous_response_id`` stands for, and what the request has to
-        keep while it is answered."""
+    def conversation(self, name: str) -> bytes:
+        """Return the JSON of the messages that ``previous_response_id`` stands for."""
         found = self._conversations.get(name)
         if found is None:
             key = "previous_response_id"
             told = f"{key}: there is no stored response {json.dumps(name)}; {CURE}"
             raise ApiError(400, told, key, "previous_response_not_found")
-        lease = Lease(len(found))
-        with self._lock:
-            used = sum(other.size for other in self._leases)
-            if used + lease.size > self.max_bytes:
-                raise ApiError(
-                    429,
-                    f"the stored responses that are being continued have {used:,} bytes and may "
-                    f"have {self.max_bytes:,}, which leaves no room for {lease.size:,} more: try "
-                    "later",
-                )
-            self._leases.add(lease)
-        return json.loads(found), lease
+        return found
 
     def item(self, name: str, key: str) -> dict[str, Any]:
         """Return the message that an ``item_reference`` at ``key`` stands for."""
