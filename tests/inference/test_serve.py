@@ -253,7 +253,6 @@ def of_user(*parts: dict) -> dict:
             of_user({"type": "image", "path": "/etc/passwd"}),
             r"content\[0\] is an image with the keys path; exp",
         ),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
 )
 def test_what_the_server_cannot_do_is_refused(given, match):

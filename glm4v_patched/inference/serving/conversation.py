@@ -5,7 +5,6 @@ a row are joined, since a turn has its images before its words and ends where an
 """
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,9 +153,6 @@ def _read_content(key: str, role: str, content: list[str | bytes]) -> tuple[list
     if True in shown and shown != sorted(shown, reverse=True) and shown != sorted(shown):
         told = "has an image between texts: the model has all images of a message before its text; "
         raise invalid(key, f"{told}send them first")
-    if half := re.search("[\ud800-\udfff]", words):
-        told = f"has {ascii(half[0])}, half of a surrogate pair and no character"
-        raise invalid(key, told)
     if role == "user":
         words = _without_places(key, words, len(images))
         if not words.strip() and not images:

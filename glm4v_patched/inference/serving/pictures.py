@@ -5,6 +5,7 @@ fetched here, or refused. Files of the server are never read for a client.
 """
 
 import base64
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url
 # Keys of a request in which nothing is fetched.
 NO_PICTURES = ("metadata", "tools")
 SECONDS_TO_FETCH = 60
+HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 # Of its size, which is judged here; for ever, as threads must not change it for a while.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -36,11 +38,14 @@ def secure(body: Any, limits: Limits) -> bool:
     Returns:
         Whether the body was changed.
     """
-    places = list(_strings_in(body))
-    others = sum(len(holder[place[-1]]) for holder, place, is_picture in places if not is_picture)
-    if others > MOST_BYTES_OF_TEXT:
-        raise too_much_text(others)
-    pictures = [(holder, place) for holder, place, is_picture in places if is_picture]
+    pictures, size = _pictures_in(body)
+    if size > MOST_BYTES_OF_TEXT:
+        raise ApiError(
+            413,
+            f"the request has {size:,} bytes of text; this server takes {MOST_BYTES_OF_TEXT:,}, "
+            "which is more than the model reads: send less",
+            code="request_too_large",
+        )
     if len(pictures) > limits.max_pictures:
         raise ApiError(
             400,
@@ -82,29 +87,37 @@ def _naming(key: str, limits: Limits) -> Iterator[None]:
         raise ApiError(400, told, key, "invalid_image") from None
 
 
-def too_much_text(size: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the request has {size:,} bytes without its pictures; this server takes "
-        f"{MOST_BYTES_OF_TEXT:,}, which is more than the model reads: send less text",
-        code="request_too_large",
-    )
-
-
-def _strings_in(body: Any) -> Iterator[tuple[Any, tuple, bool]]:
-    """Yield what holds each text of a request, its place, and whether it is one of images."""
+def _pictures_in(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
+    """Return what holds each image of a request, and its place; and the bytes of all else."""
+    pictures: list[tuple[Any, tuple]] = []
+    size = 0
     waiting: list[tuple[Any, tuple, bool]] = [(body, (), True)]
     while waiting:
         value, where, has_pictures = waiting.pop()
         if len(where) >= MOST_DEPTH:
             raise ApiError(400, f"the body has over {MOST_DEPTH} levels; expected fewer")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in items:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            place = (*where, key)
             may_be = has_pictures and not (value is body and key in NO_PICTURES)
-            if isinstance(each, str):
-                yield value, (*where, key), may_be and key in KEYS_OF_URLS
-            elif isinstance(each, dict | list):
-                waiting.append((each, (*where, key), may_be))
+            size += _size_of(key, place)
+            if isinstance(each, dict | list):
+                waiting.append((each, place, may_be))
+            elif isinstance(each, str) and may_be and key in KEYS_OF_URLS:
+                pictures.append((value, place))
+            else:
+                size += _size_of(each, place)
+    return pictures, size
+
+
+def _size_of(value: Any, place: tuple) -> int:
+    """Return the bytes of a text, or raise ``ApiError`` of one that no tokenizer reads."""
+    if not isinstance(value, str):
+        return 0
+    if half := HALF_OF_A_PAIR.search(value):
+        key = key_of(place)
+        told = f"has {ascii(half[0])}, half of a surrogate pair and no character"
+        raise ApiError(400, f"{key} {told}", key)
+    return len(value.encode())
 
 
 def _read(url: str, limits: Limits, before: int) -> tuple[bytes, bool]:
