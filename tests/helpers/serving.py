@@ -29,9 +29,9 @@ def data_url(content: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
-def about(*urls: str, text: str = QUESTION) -> list[dict]:
-    """A question about pictures."""
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+def about(*urls: str, text: str = QUESTION, **keys: object) -> list[dict]:
+    """A question about pictures, and other keys of these."""
+    parts = [{"type": "image_url", "image_url": {"url": url} | keys} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
