@@ -60,10 +60,10 @@ class Connection(asyncio.Protocol):
         self.others.add(self)
         self.http.connection_made(transport)
         self.watch = self.loop.call_later(1, self._end_if_silent)
-        # What is closing stays among the connections until the loop's next round.
-        alive = [each for each in self.others if not each.transport.is_closing()]
-        unheard = sorted((each for each in alive if not each.has_body), key=lambda each: each.since)
-        for each in unheard[: max(len(alive) - self.most, 0)]:
+        unheard = [each for each in self.others if not each.has_body]
+        unheard.sort(key=lambda each: each.since)
+        # Those that are closing are here until the loop's next round: they are among the oldest.
+        for each in unheard[: max(len(self.others) - self.most, 0)]:
             each.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
