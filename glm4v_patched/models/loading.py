@@ -10,8 +10,8 @@ import torch
 from jinja2.exceptions import TemplateError
 
 from ..engine.fp8 import hold_in_fp8, require_products
-from ..engine.inference_layers import read_only
 from ..engine.kernels.flash_attention_3 import use_flash_attention_3
+from ..engine.kernels.inference_layers import read_only
 from ..engine.trainable import continue_adapters, quantization_options
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM

@@ -10,8 +10,10 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from glm4v_patched.engine import fp8, inference_layers
-from glm4v_patched.engine.inference_layers import (
+from glm4v_patched.engine import fp8
+from glm4v_patched.engine.kernels import inference_layers, skinny_gemm
+from glm4v_patched.engine.kernels.fp8_matmul import Quantised, quantise_rows
+from glm4v_patched.engine.kernels.inference_layers import (
     READ,
     READ_IN_BLOCKS,
     ReadPatchEmbedding,
@@ -21,8 +23,6 @@ from glm4v_patched.engine.inference_layers import (
     in_parts,
     read_only,
 )
-from glm4v_patched.engine.kernels import skinny_gemm
-from glm4v_patched.engine.kernels.fp8_matmul import Quantised, quantise_rows
 from glm4v_patched.engine.kernels.reference import reduced
 from glm4v_patched.engine.kernels.skinny_gemm import Parts
 from glm4v_patched.inference.decoding.loop import draw_ahead

@@ -18,9 +18,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from glm4v_patched.engine.kernels.recorded_calls import RecordedCalls, record_tower
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
-from glm4v_patched.inference.decoding.recorded_calls import RecordedCalls, record_tower
 from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model

@@ -8,19 +8,19 @@ from typing import Any
 
 from transformers import StaticCache
 
+from ...engine.kernels.recorded_calls import RecordedCalls, record_tower
 from ...models.base import Base
 from ...models.check_weights import quantised_by
 from ...models.quantised_weights import kept_cache
 from ...remote.keywords import named_cache
 from .loop import draw_ahead
-from .recorded_calls import RecordedCalls, record_tower
 
 
 class StaticCaches:
     """The cache of one model for the number of rows that was wanted last, of the largest size.
 
     When it is handed out again it is emptied: what was answered with it must not be needed. On a
-    GPU steps and the model's tower are recorded (:mod:`recorded_calls`).
+    GPU steps and the model's tower are recorded (:mod:`...engine.kernels.recorded_calls`).
     """
 
     def __init__(self, model: Any, step: int):

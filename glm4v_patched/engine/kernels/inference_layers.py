@@ -16,14 +16,14 @@ from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 from transformers.cache_utils import StaticLayer
 
-from ..remote.cached_rows import is_static
-from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
-from ..remote.visual import MLP as TowerMLP
-from ..remote.visual import PatchEmbedding, TransformerLayer
-from .fp8 import FrozenTowerMLP, HeldLinear, is_bare
-from .kernels import skinny_gemm
-from .kernels.fp8_matmul import Quantised
-from .kernels.skinny_gemm import Parts, multiprocessors
+from ...remote.cached_rows import is_static
+from ...remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
+from ...remote.visual import MLP as TowerMLP
+from ...remote.visual import PatchEmbedding, TransformerLayer
+from ..fp8 import FrozenTowerMLP, HeldLinear, is_bare
+from . import skinny_gemm
+from .fp8_matmul import Quantised
+from .skinny_gemm import Parts, multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_CHANNELS = (16, 32, 64, 128)
@@ -54,7 +54,7 @@ class ReadTowerLayer(TransformerLayer):
         are_ours = all(type(norm) is nn.LayerNorm and is_bare(norm) for norm in norms)
         if not (_takes(x_NTV) and are_ours and x_NTV.dtype == norms[0].weight.dtype):
             return super().layer_forward(x_NTV, *kept_weights)
-        from .kernels.inference_triton import add_norm  # takes Triton
+        from .inference_triton import add_norm  # takes Triton
 
         mlp = self.mlp
         quantises = _takes_quantised(mlp, "fc1", x_NTV)
@@ -72,7 +72,7 @@ class ReadTowerMLP(TowerMLP):
         # A hook on the first layer may have kept its output.
         if not (_takes(wide) and is_gelu and is_bare(self.fc1)):
             return self.fc2(activation(wide))
-        from .kernels.fp8_triton import activate  # takes Triton
+        from .fp8_triton import activate  # takes Triton
 
         return self.fc2(activate(wide, "gelu"))
 
@@ -83,7 +83,7 @@ class ReadMLP(MLP):
     def forward(self, x: Any) -> Any:
         if not (isinstance(x, Quantised) or _takes(x)):
             return super().forward(x)
-        from .kernels.fp8_triton import activate, quantise_rows  # takes Triton
+        from .fp8_triton import activate, quantise_rows  # takes Triton
 
         last: Any = self.dense_4h_to_h
         wide = in_parts(self.dense_h_to_4h, x)
@@ -138,7 +138,7 @@ class ReadSelfAttention(SelfAttention):
         kept = self._kept(x_BRD, attention_mask, past_key_values, fills)
         if kept is None:
             return super().forward(x_BRD, *given)
-        from .kernels.inference_triton import attend_to_kept, rotate_and_keep  # takes Triton
+        from .inference_triton import attend_to_kept, rotate_and_keep  # takes Triton
 
         heads = in_parts(self.query_key_value, x_BRD)
         query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
@@ -179,7 +179,7 @@ class ReadSelfAttention(SelfAttention):
         # A hook on the layer before may have kept its output.
         if not (_takes(heads_BRHC) and fits and is_bare(self.query_key_value)):
             return super().rotate(heads_BRHC, cos, sin)
-        from .kernels.inference_triton import rotate  # takes Triton
+        from .inference_triton import rotate  # takes Triton
 
         queries, groups, _ = self.split_sizes
         rotate(heads_BRHC, queries + groups, cos, sin)
@@ -187,14 +187,14 @@ class ReadSelfAttention(SelfAttention):
 
 
 def _add(x: Tensor, y: Tensor | Parts) -> Tensor:
-    from .kernels.skinny_gemm_triton import sum_of_parts  # takes Triton
+    from .skinny_gemm_triton import sum_of_parts  # takes Triton
 
     return sum_of_parts(y, x) if isinstance(y, Parts) else x + y
 
 
 def _add_rms_norm(x: Tensor, norm: nn.Module, y: Any, quantises: bool) -> tuple[Tensor, Any]:
     """By the kernel, if the norm is ours and bare; what another one makes is not quantised here."""
-    from .kernels.inference_triton import add_rms_norm  # takes Triton
+    from .inference_triton import add_rms_norm  # takes Triton
 
     if type(norm) is RMSNorm and is_bare(norm):
         return add_rms_norm(x, norm, y, quantises)
@@ -231,7 +231,7 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
         return linear.in_parts(x) if x.dtype == torch.bfloat16 else layer(x)
     if x.dtype != linear.weight.dtype:
         return layer(x)
-    from .kernels.skinny_gemm_triton import parts_of_product  # takes Triton
+    from .skinny_gemm_triton import parts_of_product  # takes Triton
 
     parts = parts_of_product(x.reshape(-1, width), linear.weight)
     return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)
