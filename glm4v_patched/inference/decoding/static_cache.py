@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import StaticCache
 
-from ...engine.kernels.recorded_calls import RecordedCalls, record_tower
+from ...engine.implementations import CUDA_GRAPHS, Use, use_implementations
+from ...engine.kernels.recorded_calls import RecordedCalls
 from ...models.base import Base
 from ...models.check_weights import quantised_by
 from ...models.quantised_weights import kept_cache
@@ -30,7 +31,7 @@ class StaticCaches:
         """
         self.model, self.step = model, step
         if model.device.type == "cuda":
-            record_tower(model)
+            use_implementations(model, Use(purpose=CUDA_GRAPHS))
         self._rows = self._room = 0
         self._cache: StaticCache | None = None
         self._graph: RecordedCalls | None = None
