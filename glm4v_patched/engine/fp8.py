@@ -17,6 +17,11 @@ _on_cpu = False
 """For tests: products of fp8 on a CPU, which are slow there."""
 
 
+def is_target(part: str, layer: str) -> bool:
+    """Return whether a linear layer is one of those of the towers' layers."""
+    return layer in TARGETS.get(part, ())
+
+
 def why_bf16(part: str, layer: str, is_fused: bool) -> str | None:
     """Return why a linear layer stays in bf16 where fp8 is asked for, or None.
 
@@ -29,7 +34,7 @@ def why_bf16(part: str, layer: str, is_fused: bool) -> str | None:
         is_fused: A kernel that makes the activations of ``fc2`` quantises them: layers are
             compiled, or the model is for inference.
     """
-    if layer not in TARGETS.get(part, ()):
+    if not is_target(part, layer):
         return "it is outside of the towers' layers, or an adapter's"
     if (part, layer) == ("tower", "dense"):
         return "no kernel that makes its input quantises it, so that fp8 gains nothing"

@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from ..remote import visual
 from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
 from .activation_checkpointing import checkpointed_layers
-from .fp8 import MULTIPLE, why_bf16
+from .fp8 import MULTIPLE, is_target, why_bf16
 from .kernels import flash_attention_3
 from .kernels.flash_attention_3 import FrozenTowerAttention
 from .kernels.fp8_linear import FrozenTowerMLP, HeldLinear, Linear
@@ -370,7 +370,8 @@ def explain(model: nn.Module, use: Use) -> list[Explained]:
         kind = type(place.module)
         rows = [row for row in TABLE if isinstance(place.module, row.module)]
         rows = [row for row in rows if use.purpose in row.purposes]
-        if not rows:
+        is_other_linear = rows[:1] == [TABLE[0]] and not is_target(place.part, place.inner_name)
+        if not rows or is_other_linear:  # outside of the towers' layers, or an adapter's
             continue
         has = next((row for row in rows if row.implementation is IMPLEMENTED.get(kind)), None)
         if has is not None:
@@ -382,7 +383,9 @@ def explain(model: nn.Module, use: Use) -> list[Explained]:
         else:
             reason = _why_not_row(rows[-1], place, use)
         implementation = None if has is None else has.implementation
-        found.append(Explained(_title(place, rows[0]), implementation, reason))
+        name = place.inner_name if rows[0] is TABLE[0] else rows[0].module.__name__
+        title = f"{place.part.replace('_', ' ')} {name}".strip()
+        found.append(Explained(title, implementation, reason))
     return found
 
 
@@ -398,17 +401,12 @@ def _hindrance(row: Row, module: Any) -> str | None:
     return None
 
 
-def _title(place: Place, row: Row) -> str:
-    name = place.inner_name if row.module is nn.Linear else row.module.__name__
-    return " ".join(filter(None, (place.part.replace("_", " "), name)))
-
-
 def summarize(explained: Iterable[Explained]) -> list[str]:
-    """Return a line for each kind of module, implementation and reason, with their number."""
-    counted = Counter(explained)
-    lines = []
-    for (module, implementation, reason), number in counted.items():
-        line = f"{number} x {module}: "
-        line += "as published" if implementation is None else implementation.__name__
-        lines.append(line + (f" ({reason})" if reason else ""))
-    return lines
+    """Return a line for each implementation and reason, with the modules that have it."""
+    numbers = Counter(explained)
+    lines: dict[str, list[str]] = {}
+    for (module, implementation, reason), number in numbers.items():
+        has = "as published" if implementation is None else implementation.__name__
+        has += f" ({reason})" if reason else ""
+        lines.setdefault(has, []).append(f"{number} x {module}")
+    return [f"{has}: {', '.join(modules)}" for has, modules in lines.items()]

@@ -221,6 +221,8 @@ def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
     assert {each.verdict for each in found.values()} == {"ok"}
     assert "20 rows, 20 pictures" in found["data"].found
     assert found.keys() >= {"recipe", "folder (out)", "model", "data", "memory and disk"}
+    assert "as published (fp8 is off): " in found["implementations: training"].found
+    assert "2 x language model MLP" in found["implementations: inference"].found
     assert main(["doctor", str(asked), "--device", "cpu", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["findings"]
     assert not Path(json.loads(asked.read_text())["out"]).exists()  # nothing was written
