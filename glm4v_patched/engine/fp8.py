@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ..remote.configuration_chatglm import ChatGLMConfig
-from .nvidia_driver import fault_of_fp8
+from .gpus import fault_of_fp8
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions
 
 MULTIPLE = 16

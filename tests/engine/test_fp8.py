@@ -12,9 +12,8 @@ from glm4v_patched.engine import fp8, implementations
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.implementations import Use, use_implementations
 from glm4v_patched.engine.kernels import flash_attention_3, skinny_gemm
-from glm4v_patched.engine.kernels.fp8_gelu import quantise_rows_of_gelu
 from glm4v_patched.engine.kernels.fp8_linear import FrozenTowerMLP, HeldLinear, Linear
-from glm4v_patched.engine.kernels.fp8_matmul import product, quantise_rows
+from glm4v_patched.engine.kernels.fp8_matmul import product, quantise_rows, quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual

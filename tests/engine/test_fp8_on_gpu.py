@@ -7,8 +7,7 @@ from torch.nn.functional import gelu
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
 from glm4v_patched.engine.implementations import Use, use_implementations
-from glm4v_patched.engine.kernels.fp8_gelu import quantise_rows_of_gelu
-from glm4v_patched.engine.kernels.fp8_matmul import quantise_rows
+from glm4v_patched.engine.kernels.fp8_matmul import quantise_rows, quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock, RotaryEmbedding

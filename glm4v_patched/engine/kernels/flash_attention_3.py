@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...remote.visual import Attention
+from ...terminal_text import pip_install
 
 PACKAGE = "fa3_fwd_interface"
 HOPPER = (9, 0)
@@ -38,7 +39,7 @@ def fault(channels: int = 112) -> str | None:
     """Why it is not used here with heads of so many channels, or None; it is compared with torch's
     attention once a process."""
     if importlib.util.find_spec(PACKAGE) is None:
-        return "fa3-fwd is not installed"
+        return f"fa3-fwd is not installed: {pip_install('fa3-fwd')}"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return "FlashAttention-3 is for Hopper GPUs"
     generator = torch.Generator("cuda").manual_seed(0)

@@ -24,8 +24,7 @@ from ...remote.visual import MLP
 from ..deepspeed import internals
 from . import skinny_gemm
 from .e4m3 import E4M3
-from .fp8_gelu import quantise_rows_of_gelu
-from .fp8_matmul import Quantised, product, quantise_rows
+from .fp8_matmul import Quantised, product, quantise_rows, quantise_rows_of_gelu
 from .skinny_gemm import Parts
 
 # Shapes: T rows of activations (tokens), I channels in, O channels out.
