@@ -124,9 +124,9 @@ def why_not(module: Any, kinds: Kinds = ANY, hooks_count: bool = True) -> str | 
         return "its forward was replaced, as offloading does"
     if hooks_count and (module._forward_hooks or module._forward_pre_hooks):
         return "it has hooks"
-    weight = module._parameters.get("weight")
-    if kinds and weight is not None and type(weight) is not nn.Parameter:
-        return f"its weight is a {type(weight).__qualname__}"
+    # Packages that hold weights in fewer bytes leave torch's own class.
+    if kind is nn.Linear and kinds and type(module.weight) is not nn.Parameter:
+        return f"its weight is a {type(module.weight).__qualname__}"
     return None
 
 

@@ -124,6 +124,15 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         assert torch.equal(one, other) or apart(one, other) < 0.03
 
 
+def read_model(monkeypatch, weights: str | None = None) -> Any:
+    """In bf16 or, but for the kernels of inference, in fp8."""
+    model = build().eval().requires_grad_(False)
+    if weights == "fp8":
+        monkeypatch.setattr(fp8, "_on_cpu", True)
+        use_implementations(model, FP8_ALONE)
+    return model
+
+
 def drawn(model: nn.Module) -> torch.Tensor:
     """Logits of a text with a picture and of an id behind it."""
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -159,10 +168,7 @@ OTHERS = [
 @pytest.mark.parametrize("weights", [None, "fp8"])
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
-    model = build().eval().requires_grad_(False)
-    if weights:
-        monkeypatch.setattr(fp8, "_on_cpu", True)
-        use_implementations(model, FP8_ALONE)
+    model = read_model(monkeypatch, weights)
     seen: list[type] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -218,23 +224,6 @@ def test_heads_that_kernels_do_not_take_are_rotated_by_torch(monkeypatch):
     assert "add_rms_norm" in calls and {"rotate", "rotate_and_keep"}.isdisjoint(calls)
 
 
-@pytest.mark.parametrize("weights", [None, "fp8"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_modules_of_another_class_compute_as_before(monkeypatch, name, weights):
-    """As adapters put them there."""
-    model = build().eval().requires_grad_(False)
-    if weights:
-        monkeypatch.setattr(fp8, "_on_cpu", True)
-        use_implementations(model, FP8_ALONE)
-    module = model.get_submodule(name)
-    kind: Any = type(module)
-    twice = {"forward": lambda self, x, *more: kind.forward(self, 2 * x, *more) * 2}
-    module.__class__ = type("Other", (kind,), twice)
-    wanted = drawn(model)
-    put(monkeypatch, model)
-    assert apart(drawn(model), wanted) < 0.02
-
-
 class Wrapper(nn.Module):
     """An adapter around a module, that has no names of what it wraps."""
 
@@ -246,15 +235,30 @@ class Wrapper(nn.Module):
         return 2 * self.inner(*given)
 
 
+def become_another(module: Any) -> None:
+    kind: Any = type(module)
+    twice = {"forward": lambda self, x, *more: kind.forward(self, 2 * x, *more) * 2}
+    module.__class__ = type("Other", (kind,), twice)
+
+
 @pytest.mark.parametrize("weights", [None, "fp8"])
-@pytest.mark.parametrize("name", ["self_attention", "mlp", *NORMS])
-def test_wrapped_modules_compute_as_before(monkeypatch, name, weights):
-    model = build().eval().requires_grad_(False)
-    if weights:
-        monkeypatch.setattr(fp8, "_on_cpu", True)
-        use_implementations(model, FP8_ALONE)
-    block = model.transformer.encoder.layers[0]
-    setattr(block, name, Wrapper(getattr(block, name)))
+@pytest.mark.parametrize(
+    ("name", "is_wrapped"),
+    [
+        *((name, False) for name in OTHERS),
+        *((f"{OTHERS[0]}.{name}", True) for name in ("self_attention", "mlp", *NORMS)),
+    ],
+)
+def test_other_classes_and_wrapped_modules_compute_as_before(
+    monkeypatch, name, is_wrapped, weights
+):
+    """As adapters put them there."""
+    model = read_model(monkeypatch, weights)
+    module = model.get_submodule(name)
+    if is_wrapped:
+        model.set_submodule(name, Wrapper(module))
+    else:
+        become_another(module)
     wanted = drawn(model)
     put(monkeypatch, model)
     assert apart(drawn(model), wanted) < 0.02

@@ -140,11 +140,6 @@ def gathered(weight: Tensor, modifier_rank: int | None = None) -> AbstractContex
     return deepspeed.zero.GatheredParameters([weight], modifier_rank=modifier_rank)
 
 
-def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Of a weight, sharded or not: ZeRO-3 leaves an empty tensor and keeps the shape beside it."""
-    return tuple(attribute(tensor, "ds_shape") if is_sharded(tensor) else tensor.shape)
-
-
 def shard_of(weight: Tensor) -> Tensor:
     """What this process holds of a weight between steps, with padding; all if it is not sharded."""
     return attribute(weight, "ds_tensor") if is_sharded(weight) else weight
