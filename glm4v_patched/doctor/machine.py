@@ -14,8 +14,6 @@ from ..engine.gpus import (
     cuda_of_driver,
     cuda_of_torch,
     find_gpus,
-    is_nvlink,
-    links,
     memory_in_use,
 )
 from ..engine.ram import free_ram
@@ -70,8 +68,6 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
             text = f"{use.used / GIB:.0f} of {use.total / GIB:.0f} GiB are taken"
             cure = "end what runs there (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES"
             yield Finding(f"GPU {use.index}", WARNING, text, cure)
-    if len(gpus) > 1:
-        yield _check_links()
 
 
 def _check_driver() -> Finding:
@@ -87,24 +83,6 @@ def _check_driver() -> Finding:
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _check_links() -> Finding:
-    pairs = links()
-    if not pairs:
-        return Finding("links", WARNING, "nvidia-smi topo -m does not tell how GPUs are joined")
-    kinds = ", ".join(sorted({link for *_, link in pairs}))
-    slow = [(a, b, link) for a, b, link in pairs if not is_nvlink(link)]
-    if not slow:
-        return Finding("links", OK, f"all GPUs are joined by NVLink ({kinds})")
-    a, b, link = slow[0]
-    return Finding(
-        "links",
-        WARNING,
-        f"{len(slow)} of {len(pairs)} pairs of GPUs have no NVLink (GPU {a} and {b}: {link}): "
-        "ZeRO-3 gathers every weight over it, two or three times a step",
-        "engine.zero_stage: 2 where the weights fit into each GPU (LoRA), or fewer, larger steps",
-    )
 
 
 def _check_compiler() -> Finding:

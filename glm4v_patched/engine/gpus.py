@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from ctypes import byref
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -164,23 +163,6 @@ def share_in_use() -> float | None:
     asked = f"--id={seen}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"
     told = _nvidia_smi(*asked).strip()
     return int(told) / 100 if told.isdecimal() else None
-
-
-def links() -> list[tuple[int, int, str]]:
-    """Of each pair of GPUs of the machine, how ``nvidia-smi topo -m`` calls what joins them."""
-    return parse_topology(_nvidia_smi("topo", "-m"))
-
-
-def parse_topology(text: str) -> list[tuple[int, int, str]]:
-    """The pairs of GPUs in a table of ``nvidia-smi topo -m``, each once."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    rows = [line.split("\t") for line in plain.splitlines() if re.match(r"GPU\d+\s*\t", line)]
-    pairs = combinations(range(len(rows)), 2)
-    return [(a, b, rows[a][b + 1].strip()) for a, b in pairs if b + 1 < len(rows[a])]
-
-
-def is_nvlink(link: str) -> bool:
-    return re.fullmatch(r"NV\d+", link) is not None
 
 
 def _nvidia_smi(*arguments: str) -> str:

@@ -19,7 +19,7 @@ from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as of_recipe
 from glm4v_patched.doctor.findings import Finding, finding, table
 from glm4v_patched.engine import memory_check
-from glm4v_patched.engine.gpus import Gpu, Gpus, Use, parse_topology
+from glm4v_patched.engine.gpus import Gpu, Gpus, Use
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.run_folder import locked
@@ -30,15 +30,6 @@ from glm4v_patched.remote.configuration_chatglm import (
 from tests.helpers.recipes import drawn_recipe
 
 Usage = namedtuple("Usage", "total used free")
-TWO_OF_THREE_JOINED = """\
-\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
-GPU0\t X \tNV18\tSYS\tPXB\t0-47
-GPU1\tNV18\t X \tSYS\tPXB\t0-47
-GPU2\tSYS\tSYS\t X \tSYS\t48-95
-NIC0\tPXB\tPXB\tSYS\t X \t
-
-Legend:
-"""
 
 
 @pytest.fixture
@@ -50,7 +41,6 @@ def sound(monkeypatch, tmp_path):
         (machine, "cuda_of_driver", (13, 0)),
         (machine, "cuda_of_torch", (12, 8)),
         (machine, "memory_in_use", [Use(number, 0, 10**11) for number in range(2)]),
-        (machine, "links", [(0, 1, "NV18")]),
         (shutil, "disk_usage", Usage(10**14, 0, 10**14)),
         (resource, "getrlimit", (10**6, 10**6)),
         (shutil, "which", "/bin/true"),
@@ -89,7 +79,6 @@ VOLTAS = Gpus((Gpu("Tesla V100", 32 * 10**9, (7, 0)),) * 2)
 VOLTA = (machine, "find_gpus", lambda: VOLTAS)
 USES = [Use(0, 0, 150 * GIB), Use(1, 41 * GIB, 150 * GIB)]
 TAKEN = (machine, "memory_in_use", lambda: USES)
-NO_NVLINK = (machine, "links", lambda: parse_topology(TWO_OF_THREE_JOINED))
 NO_HEADERS = (machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
 NO_COMPILER = (shutil, "which", lambda name, path=None: None)
 SMALL_DISK = (shutil, "disk_usage", lambda folder: Usage(10**14, 0, 2**26))
@@ -103,7 +92,6 @@ FEW_FILES = (resource, "getrlimit", lambda kind: (1024, 1048576))
         (OLDER_DRIVER, "driver", "fails", "11.8"),
         (VOLTA, "bf16", "warning", "GPU 1"),
         (TAKEN, "GPU 1", "warning", "41 of 150 GiB"),
-        (NO_NVLINK, "links", "warning", "2 of 3 pairs"),
         (NO_COMPILER, "compiler", "fails", "gcc"),
         (NO_HEADERS, "compiler", "fails", "/nowhere/Python.h"),
         (SMALL_DISK, "/dev/shm", "warning", "0.06 of"),
