@@ -332,7 +332,8 @@ def use_implementations(model: nn.Module, use: Use) -> None:
             for block, behind in pairwise(module.layers):
                 if isinstance(block, ReadBlock) and isinstance(behind, ReadBlock):
                     vars(block)["behind"] = behind  # torch does not see it
-    gc.collect()  # what DeepSpeed hung on weights refers to itself
+    if use.fp8:
+        gc.collect()  # what DeepSpeed hung on weights refers to itself
 
 
 def _why_not_row(row: Row, place: Place, use: Use) -> str | None:
