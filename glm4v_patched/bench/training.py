@@ -15,7 +15,7 @@ from ..engine.gpus import find_gpus
 from ..engine.options import require_packages
 from ..installed_versions import versions
 from ..option_fields import given
-from .settings import REAL_ON_CPU, Settings, in_own_words
+from .settings import DEFAULTS, REAL_ON_CPU, Settings, in_own_words
 
 # A row is measured for each combination of their values.
 VARIED = ("trained", "micro_batch", "text_tokens")
@@ -35,12 +35,11 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def settings_asked(options: argparse.Namespace) -> list[Settings]:
-    """Of every combination; of each, the original's code after ours."""
+    """Of every combination."""
     common = {each.name: getattr(options, each.name) for each in fields(Settings)}
-    codes = [None, options.against] if options.against else [None]
     return [
-        Settings(**common | dict(zip((*VARIED, "against"), varied, strict=True)))
-        for varied in product(*(common[name] for name in VARIED), codes)
+        Settings(**common | dict(zip(VARIED, varied, strict=True)))
+        for varied in product(*(common[name] for name in VARIED))
     ]
 
 
@@ -92,11 +91,10 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
     same = ("micro_batch", "text_tokens", "zero_stage", "offload", "fp8")
     row = {
         "workload": settings.trained,
-        "implementation": "ours" if settings.against is None else "original",
         "gpus": gpus,
         **{name: getattr(settings, name) for name in same},
         "memory_limit_gib": settings.memory_limit,
-        "settings": asdict(settings),
+        "settings": {n: value for n, value in asdict(settings).items() if value != DEFAULTS[n]},
         "command": command_of(settings, gpus, on_cpu),
         "device": device_name(on_cpu),
     }

@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.benchmark import timer
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..engine.deepspeed.internals import gathered
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide, free_memory
 from ..engine.prepare import Engine, join_processes, local_device, start
 from ..engine.trainable import build_random
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
-from .breakdown import memory_parts, profile_step
 from .roofline import batch_of, config_of, measured_ceiling, supervised, useful_flop
 from .settings import Settings
 
@@ -35,8 +32,7 @@ LEARNING_RATE = 1e-5
 def measure(settings: Settings) -> dict | None:
     """Build the model with random weights, train it, and return what was seen (on rank 0)."""
     on_gpu = local_device().type == "cuda"
-    side, products, held = (8192, 20, 1500) if on_gpu else (512, 3, 3)
-    ceiling, held_ceiling = (measured_ceiling(side, number) for number in (products, held))
+    ceiling = measured_ceiling(*(8192, 20) if on_gpu else (512, 3))
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     asked, config = settings.engine_options(), config_of(settings)
@@ -44,13 +40,8 @@ def measure(settings: Settings) -> dict | None:
     sizes = batch_of(settings, config, int(os.environ.get("WORLD_SIZE", 1)))
     require_fp8(asked, config)
     options = decide(config, asked, sizes, free_memory(settings.memory_limit))
-    build = partial(_build, settings, config)
-    changes = json.loads(settings.zero_options)
-    trainer = start(options, build, settings.micro_batch, LEARNING_RATE, changes)
-    if settings.against is not None:
-        # Behind peft, which would otherwise have gradients computed for the embeddings, too.
-        original: Any = trainer.model
-        original.gradient_checkpointing_enable()
+    build = partial(build_random, config)
+    trainer = start(options, build, settings.micro_batch, LEARNING_RATE)
     batch = _batch(config, settings)
     if settings.reuse_features:  # what a first epoch would have kept of these pictures
         model: Any = trainer.model
@@ -58,7 +49,7 @@ def measure(settings: Settings) -> dict | None:
             found = model.get_image_features(batch.pop("pixel_values"), return_dict=True)
         batch["image_features"] = found.pooler_output
     times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
-    require_learning(losses, rounded=settings.against is not None)
+    require_learning(losses)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
     median, work = statistics.median(times), useful_flop(config, settings)
@@ -71,24 +62,19 @@ def measure(settings: Settings) -> dict | None:
         "step_s": {"median": median, "fastest": min(times), "slowest": max(times)},
         "useful_tflop_per_sample": work / 1e12,
         "ceiling_tflops": ceiling / 1e12,
-        "held_ceiling_tflops": held_ceiling / 1e12,  # 1,500 products, a few steps long
         "peak_allocated_gib": allocated,
         "peak_reserved_gib": reserved,
-        "memory_gib": memory_parts(trainer, batch) if on_gpu else None,
         "policies": options.policies,
         "losses": losses,
     }
-    if settings.profile:
-        row |= profile_step(lambda: trainer.step(batch))
     return row if int(os.environ.get("RANK", 0)) == 0 else None
 
 
-def require_learning(losses: list[float], rounded: bool) -> None:
-    """Raises RuntimeError for losses of steps in which nothing can have been learned. Those that
-    are ``rounded`` to bf16, as the original's are, may stay the same over some steps."""
+def require_learning(losses: list[float]) -> None:
+    """Raises RuntimeError for losses of steps in which nothing can have been learned."""
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"a loss is no finite number: {losses}")
-    if len(set(losses)) == 1 and not rounded:
+    if len(set(losses)) == 1:
         raise RuntimeError(f"the loss stayed {losses[0]} in {len(losses)} steps: nothing learned")
 
 
@@ -104,28 +90,6 @@ def _train(trainer: Engine, batch: dict, warm_up: int, steps: int) -> tuple[list
         losses.append(trainer.step(batch))
         times.append(timer() - began)
     return times[warm_up:], [loss.item() for loss in losses]
-
-
-def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
-    """Random weights, where the recipe gives ``from_pretrained`` a folder and what is ``given``."""
-    if settings.against is not None:
-        theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
-        options = {"trust_remote_code": True, "dtype": given["dtype"]}
-        original = AutoModelForCausalLM.from_config(theirs, **options)
-        _fill(original)
-        return original
-    return build_random(config, **given)
-
-
-@torch.no_grad()
-def _fill(model: nn.Module) -> None:
-    """Published code leaves weights as their memory was: with NaN in it, nothing is learned."""
-    for name, weight in model.named_parameters():
-        with gathered(weight, modifier_rank=0):
-            if weight.ndim > 1:
-                nn.init.normal_(weight, std=0.02)
-            else:  # of a norm, or a bias
-                nn.init.constant_(weight, name.endswith("weight"))
 
 
 def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
@@ -149,8 +113,7 @@ def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
         batch["attention_mask"] = pad([torch.ones_like(sample) for sample in ids])
     vision = config.vision
     shape = (settings.micro_batch, vision.in_channels, vision.image_size, vision.image_size)
-    name = "pixel_values" if settings.against is None else "images"
-    batch[name] = torch.randn(shape, generator=generator).bfloat16()
+    batch["pixel_values"] = torch.randn(shape, generator=generator).bfloat16()
     return {name: values.to(local_device()) for name, values in batch.items()}
 
 

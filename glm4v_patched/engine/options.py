@@ -39,7 +39,6 @@ PACKAGES = {
     "adamw_8bit": ["bitsandbytes"],
     "4bit": ["bitsandbytes"],
     "8bit": ["bitsandbytes"],
-    "--pictures": ["matplotlib"],
     "serve": ["starlette", "uvicorn"],
     "chat --web": ["gradio", "uvicorn"],
 }
