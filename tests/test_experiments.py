@@ -59,12 +59,6 @@ SMOKES = [
         "export_formats.json",
     ),
     smoke(pytest.mark.gpu, "attention_speed --out rows.json", "'backend': 'cudnn'", "rows.json"),
-    smoke(
-        pytest.mark.two_gpu,
-        "bench_cure --layers 2 --rounds 1 --warm-up 1 --steps 2 --weights lora_both "
-        "--out rows.jsonl",
-        '"cure": false',
-    ),
 ]
 
 
