@@ -9,19 +9,20 @@ import difflib
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ..atomic import write_atomically
 from ..engine.options import (
-    LANGUAGE_TARGETS,
     PARTS,
-    TOWER_TARGETS,
     TRAINED,
     EngineOptions,
+    EngineSection,
     LoraOptions,
     check_trained,
 )
@@ -43,89 +44,15 @@ from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
 from .recipe_types import (
     MAY_CHANGE,
     AtLeastOne,
-    BelowOne,
     Expected,
     Folder,
     Place,
-    Policy,
     Section,
     Text,
     annotated,
-    check_whole,
     expected,
     is_path,
 )
-
-TARGETS = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *TOWER_TARGETS]))
-Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
-
-
-class Lora(Section):
-    """Adapters, where ``trained`` asks for them."""
-
-    rank: Annotated[int, Field(ge=1, le=4096), Expected("a whole number from 1 to 4096")] = 8
-    """Rank of the adapters; the model's layers have at most 4096."""
-    alpha: AtLeastOne | None = None
-    """What they add is multiplied by alpha / rank; null: twice the rank. Here and below, adapters
-    that go on being trained keep what they have where null is said."""
-    dropout: BelowOne | None = None
-    """Of their input, in training; null: 0."""
-    targets: Annotated[
-        Annotated[list[Target], Field(min_length=1)] | Literal["all-linear"] | None,
-        Expected(f"a list of {', '.join(TARGETS)}, or all-linear or null"),
-    ] = None
-    """The linear layers that have adapters, of each layer of what "trained" says (fc1 and fc2 are
-    the vision tower's, dense_... the language model's); null: query_key_value."""
-    use_rslora: bool | None = None
-    """Multiply by alpha / sqrt(rank) instead; null: false."""
-    use_dora: bool | None = None
-    """Learn the weights' magnitudes, too (not with engine.zero_stage 3); null: false."""
-
-    def options(self, trained: str = "lora_all") -> LoraOptions:
-        """For the engine."""
-        given = self.model_dump()
-        if self.targets == "all-linear":
-            on_tower = TOWER_TARGETS if trained == "lora_all" else ()
-            given["targets"] = tuple(dict.fromkeys([*LANGUAGE_TARGETS, *on_tower]))
-        elif self.targets is not None:
-            given["targets"] = tuple(self.targets)
-        return LoraOptions(**given)
-
-
-class EngineFields(Section):
-    """How it is computed: numbers may round differently, what is learned is the same."""
-
-    zero_stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(check_whole)] = 3
-    """Of DeepSpeed; 0 is a single process without it. What is trained is then held in fp32, and
-    computed with under autocast where precision is bf16."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Of the computation and of what is saved."""
-    fp8: bool = False
-    """Matrix products in fp8 (GPUs of compute capability 8.9 and newer, bf16 otherwise): faster,
-    and rounded more coarsely. What is saved is bf16 as without it."""
-    # Under ZeRO-3, to or from selective policies, it changes the rounding.
-    tower: Annotated[Policy, MAY_CHANGE] = "auto"
-    """Which activations the vision tower's layers keep; "auto" is the fastest
-    for which the GPUs' free memory suffices ("full" on a CPU)."""
-    language: Annotated[Policy, MAY_CHANGE] = "auto"
-    """The same for the language model's layers."""
-    compile: bool | Literal["auto"] = "auto"
-    """Compile the layers; "auto": on a GPU, for 300 steps or more. Compiling takes about a minute,
-    and a step is then a quarter shorter."""
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW with its states in fp32, or in 8 bits (bitsandbytes)."""
-    offload: bool | Literal["auto"] = "auto"
-    """Keep the optimizer's states and the fp32 weights on the CPU; "auto": where nothing else
-    fits."""
-    memory_limit: Annotated[Annotated[float, Field(ge=1, le=1e6)] | None, MAY_CHANGE] = None
-    """GiB that torch may allocate on a GPU, where others use it, too; null: all that is free."""
-    zero_hpz_partition_size: AtLeastOne = 1
-    """DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the
-    weights between them, so that the backward pass gathers nothing over the network; 1 for none."""
-    zero_quantized_weights: bool = False
-    """DeepSpeed's ZeRO++ (qwZ): gather weights in 8 bits; needs CUDA's compiler."""
-    zero_quantized_gradients: bool = False
-    """DeepSpeed's ZeRO++ (qgZ): sum gradients in 4 bits; needs CUDA's compiler."""
 
 
 def _join_parts(value: Any) -> Any:
@@ -161,8 +88,8 @@ class Recipe(Section):
     """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the
     language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or
     parts of the model, as [adapter, language_model]."""
-    lora: Lora = Lora()
-    engine: EngineFields = EngineFields()
+    lora: LoraOptions = LoraOptions()
+    engine: EngineSection = EngineSection()
     revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
     """Of a model on the Hub; where model is a folder of adapters, of the one under them."""
     from_scratch: list[Text] = []
@@ -191,8 +118,7 @@ class Recipe(Section):
 
     def engine_options(self) -> EngineOptions:
         """What is asked of the engine, "auto" where that is left open."""
-        lora = self.lora.options(self.trained)
-        return EngineOptions(trained=self.trained, lora=lora, **self.engine.model_dump())
+        return EngineOptions(trained=self.trained, lora=self.lora, **vars(self.engine))
 
     def flat(self) -> dict[str, Any]:
         """Values by dotted names."""
@@ -215,6 +141,10 @@ class Recipe(Section):
         if checked.recipe is None:
             raise document.error(checked.faults)
         return checked.recipe
+
+
+# Under ZeRO-3, to or from selective policies, it changes the rounding.
+OF_ENGINE = {"engine.tower", "engine.language", "engine.memory_limit"}
 
 
 class Checked(NamedTuple):
@@ -275,19 +205,32 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation
+def _fields_of(section: Any) -> dict[str, FieldInfo]:
+    """Of a section; none of what is no section."""
+    if not is_dataclass(section):
+        return getattr(section, "model_fields", {})
+    found = {}
+    for each in dataclass_fields(section):
+        info = FieldInfo.from_annotated_attribute(each.type, each)
+        if words := each.metadata.get("expected"):
+            info.metadata.append(Expected(words))
+        found[each.name] = info
+    return found
+
+
+SECTIONS: dict[str, dict[str, FieldInfo]] = {
+    name: inner
     for name, field in Recipe.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    if (inner := _fields_of(field.annotation))
 }
+"""The fields of each section."""
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
     """Every field that is declared, by its dotted name."""
     for name, field in Recipe.model_fields.items():
         if name in SECTIONS:
-            inner = SECTIONS[name].model_fields.items()
-            yield from ((f"{name}.{part}", found) for part, found in inner)
+            yield from ((f"{name}.{part}", found) for part, found in SECTIONS[name].items())
         else:
             yield name, field
 
@@ -295,7 +238,7 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
 def may_change() -> frozenset[str]:
     """Fields, by their dotted names, that the continuation of a run may have other values of."""
     declared = {name for name, field in fields() if MAY_CHANGE in field.metadata}
-    return frozenset(declared | {f"trainer.{name}" for name in MAY_CHANGE_TOO})
+    return frozenset(declared | OF_ENGINE | {f"trainer.{name}" for name in MAY_CHANGE_TOO})
 
 
 def describe_fields() -> str:
@@ -351,7 +294,7 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
     told, known = set(), dict(fields())
     for number, detail in enumerate(error.errors(include_url=False, include_context=False)):
         path = [str(part) for part in detail["loc"]]
-        if detail["type"] in ("extra_forbidden", "invalid_key"):
+        if detail["type"] in ("extra_forbidden", "invalid_key", "unexpected_keyword_argument"):
             yield Fault(".".join(path), _unknown(path, number))
             continue
         name = ".".join(path[:2]) if path[0] in SECTIONS else path[0]
@@ -366,7 +309,7 @@ def _faults_of(error: ValidationError) -> Iterator[Fault]:
         elif name in known:
             yield _misfit(name, detail["input"], annotated(known[name]))
         else:
-            text = f"expected a section with {', '.join(SECTIONS[name].model_fields)}"
+            text = f"expected a section with {', '.join(SECTIONS[name])}"
             yield Fault(name, f"{name} is {shown(detail['input'])}; {text}")
 
 
@@ -381,7 +324,7 @@ def _unknown(path: Sequence[str], before: int) -> str:
         section, _, field = path[0].partition(".")
         return f"{name} is one key; expected {field} under {section}"
     section = path[0] if len(path) > 1 else ""
-    around = SECTIONS.get(section, Recipe).model_fields
+    around = SECTIONS.get(section, Recipe.model_fields)
     near = {known.rpartition(".")[2]: known for known in names}
     if section == "trainer":
         near |= {known: f"trainer.{known}" for known in installed_fields()}

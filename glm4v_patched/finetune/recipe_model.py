@@ -3,9 +3,10 @@
 Needs no torch.
 """
 
+from itertools import chain
 from pathlib import Path
 
-from ..engine.options import is_lora
+from ..engine.options import LANGUAGE_TARGETS, TOWER_TARGETS, is_lora
 from ..models.base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -57,9 +58,10 @@ def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
                 f"the adapters in {folder} have {name} {there}, and lora.{field} is {asked}; "
                 "expected the same" + ", or null" * (field != "rank")
             )
-    targets = recipe.engine_options().lora.targets
+    towers = [LANGUAGE_TARGETS, *[TOWER_TARGETS] * (recipe.trained == "lora_all")]
+    targets = None if lora.targets is None else {*lora.names} & {*chain(*towers)}
     on = {name.rsplit(".", 3)[1] for name in names if ".lora_A." in name}
-    if targets is not None and on != {*targets}:
+    if targets is not None and on != targets:
         raise ValueError(
             f"the adapters in {folder} are on {', '.join(sorted(on))}, and lora.targets is "
             f"{', '.join(sorted(targets))}; expected the same, or null"

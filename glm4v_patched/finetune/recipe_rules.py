@@ -102,10 +102,12 @@ def _of_model(known: Mapping[str, Any]) -> Iterator[Fault]:
             "qlora, or data.reuse_features to be false",
         )
     on_language = is_lora(trained) and trained != "lora_all"
-    if on_language and isinstance(targets, list) and {*targets} - {*LANGUAGE_TARGETS}:
+    if isinstance(targets, list | tuple) and not targets:
+        yield Fault("lora.targets", "lora.targets is []; expected at least one layer, or null")
+    if on_language and isinstance(targets, list | tuple) and {*targets} - {*LANGUAGE_TARGETS}:
         yield Fault(
             "lora.targets",
-            f"lora.targets is {targets}, with layers of the vision tower, and trained is "
+            f"lora.targets is {[*targets]}, with layers of the vision tower, and trained is "
             f"{trained}; expected lora_all",
         )
     rates, expected = known.get("trainer.learning_rate"), parts_with_rates(trained)

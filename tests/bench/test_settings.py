@@ -133,7 +133,7 @@ def test_the_recipe_has_what_is_measured_and_the_engines_defaults_else(files):
     recipe = Recipe.of(recipe_of(settings, folder))
     assert recipe.trainer.max_steps == settings.warm_up + settings.steps
     assert recipe.trainer.per_device_train_batch_size == 2
-    engine = recipe.engine.model_dump()
+    engine = asdict(recipe.engine)
     for name in engine.keys() & vars(settings).keys():
         assert engine[name] == getattr(settings, name)
     too_short = {"text_tokens": 2, "shortest_text": None, "model": str(folder / "model")}
