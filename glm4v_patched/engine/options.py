@@ -16,6 +16,9 @@ PARTS = ("tower", "adapter", "language_model")
 """Of the model: the vision tower's layers and embeddings; what projects its output (the adapter, no
 LoRA); the rest. What is trained may also be some of them, as "tower+adapter"."""
 
+Precision = Literal["bf16", "fp32"]
+"""Of the computation and of what is saved."""
+
 Optimizer = Literal["adamw", "adamw_8bit"]
 """adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight."""
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
@@ -128,7 +131,7 @@ class EngineSection:
         "Of DeepSpeed; 0 is a single process without it. What is trained is then held in fp32, and "
         "computed with under autocast where precision is bf16.",
     )
-    precision: Literal["bf16", "fp32"] = option("bf16", "Of the computation and of what is saved.")
+    precision: Precision = option("bf16", "Of the computation and of what is saved.")
     fp8: bool = option(
         False,
         "Matrix products in fp8 (GPUs of compute capability 8.9 and newer, bf16 otherwise): "

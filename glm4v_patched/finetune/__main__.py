@@ -113,7 +113,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
             store.set("go", "go")
             status = run(plan.path)
             if not status:
-                print(describe_end(plan.recipe, placement.on_cpu), flush=True)
+                print(describe_end(recipe, placement.on_cpu), flush=True)
             elif fault := read_report(plan.path.parent).get("error"):
                 print(f"glm4v_patched.finetune: {fault}", file=sys.stderr)
     except BaseException:

@@ -157,10 +157,10 @@ def require_model(recipe: Recipe, base: Base) -> Base:
 
 
 def _train(plan: "Plan") -> None:
-    recipe, settings = plan.recipe, plan.path.with_name(RECIPE)
+    settings = plan.path.with_name(RECIPE)
     processes, on_cpu = plan.placement.processes, plan.placement.on_cpu
     common = training_environment(processes, on_cpu)
-    if recipe.engine.zero_stage:
+    if plan.options.zero_stage:
         environments = [common | each for each in environments_of_ranks(processes)]
     elif on_cpu:
         environments = [common]
@@ -179,14 +179,14 @@ def _train(plan: "Plan") -> None:
         return
     told = f" (settings: {settings})"
     if error := read_report(settings.parent).get("error"):
-        raise RuntimeError(error + told + _how_to_resume(plan) * recipe.data.is_streamed)
+        raise RuntimeError(error + told + _how_to_resume(plan) * plan.is_streamed)
     told = f"training on {processes} processes failed: {ended}{told}"
     raise RuntimeError(told + _how_to_resume(plan))
 
 
 def _how_to_resume(plan: "Plan") -> str:
     checkpoint = last_complete_checkpoint(plan.path.parent)
-    if checkpoint is None and plan.recipe.trainer.saving == "no":
+    if checkpoint is None and plan.arguments["save_strategy"] == "no":
         return "\nno weights are kept: trainer.save_steps asks for checkpoints"
     place = checkpoint or "the beginning, for no checkpoint is complete"
     options = ["--processes", str(plan.placement.processes)]

@@ -211,7 +211,8 @@ def _fields_of(section: Any) -> dict[str, FieldInfo]:
         return getattr(section, "model_fields", {})
     found = {}
     for each in dataclass_fields(section):
-        info = FieldInfo.from_annotated_attribute(each.type, each)
+        kind: Any = each.type
+        info = FieldInfo.from_annotated_attribute(kind, each)
         if words := each.metadata.get("expected"):
             info.metadata.append(Expected(words))
         found[each.name] = info

@@ -17,7 +17,7 @@ from glm4v_patched.engine.memory_plan import GIB, Batch, decide
 from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions, LoraOptions
 from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
 from glm4v_patched.engine.trainable import continue_adapters, select_weights
-from glm4v_patched.finetune.worker import OPTIMIZERS
+from glm4v_patched.finetune.training_arguments import OPTIMIZERS
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 

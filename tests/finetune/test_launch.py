@@ -155,7 +155,8 @@ def test_one_process_without_zero_has_the_first_gpu_that_is_visible(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     path = Path(mine.out, "plan.json")
-    launching._train(SimpleNamespace(recipe=mine, placement=Placement(1), path=path))
+    asked = mine.engine_options()
+    launching._train(SimpleNamespace(options=asked, placement=Placement(1), path=path))
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in given] == [taken]
 
 
