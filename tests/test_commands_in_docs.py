@@ -56,7 +56,7 @@ ELSEWHERE = {
     "glm4v-patched chat zai-org": "tests/inference/test_chat.py, the page and its client",
     "glm4v-patched compare": "tests/compare/test_compare.py",
     "glm4v-patched bench": "tests/bench, tests/distributed/test_bench_command.py",
-    "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_settings.py",
+    "python -m glm4v_patched.bench.samples FOLDER": "tests/bench/test_answers.py",
     "python -m hub_upload ": "tests/hub_upload/test_end_to_end.py, test_adapter.py",
     "python tests/helpers/local_hub.py": "by hand; its Hub is that of the tests of hub_upload",
     "PYTHONPATH=. python docs/benchmarks/": "tests/test_experiments.py, at tiny size",

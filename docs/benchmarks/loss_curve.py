@@ -126,8 +126,8 @@ def prepare(folder: Path, size: Size, rows: int, first_rows: int) -> None:
         ]
     for name, of_set in sets.items():
         write_conversations(folder / f"{name}.jsonl", of_set)
-    texts = {m["content"] for of_set in sets.values() for messages in of_set for m in messages}
-    processor = build_processor(sorted(texts), size.image_side)
+    texts = [m["content"] for of_set in sets.values() for messages in of_set for m in messages]
+    processor = build_processor(texts, size.image_side)
     config = tiny_config(processor.tokenizer, size.image_side, size.language, size.tower)
     for seed in SEEDS:
         torch.manual_seed(seed)

@@ -20,7 +20,7 @@ from ..engine.nvidia_driver import share_in_use
 from ..installed_versions import versions
 from ..models.quantised_weights import check_weights
 from .settings import Settings
-from .training import device_name, run, write_files
+from .training import device_name, run
 
 # What answer.describe_speed() says.
 SPEED = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
@@ -45,8 +45,10 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     tokens, of_model = 2 * options.prompt_tokens, {"model": options.model, "config": options.config}
     written = Settings(from_files=options.answers, text_tokens=tokens, **of_model)
     with tempfile.TemporaryDirectory() as name:
-        given = options.answer_rows, options.device == "cpu", options.timeout
-        if error := write_files(Path(name), written, *given):
+        arguments = [name, written.text(), str(options.answer_rows)]
+        command = python_module("glm4v_patched.bench.samples", *arguments)
+        environment = training_environment(1, options.device == "cpu")
+        if error := run(command, Path(name), environment, options.timeout):
             raise RuntimeError(f"the model and its rows were not written: {error}")
         for batch in options.batch:
             yield _measure(options, Path(name), batch)

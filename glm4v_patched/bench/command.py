@@ -5,16 +5,18 @@ import time
 from dataclasses import fields
 from typing import Any
 
+from ..engine.options import EngineSection
 from ..inference.command import add_weights
-from ..option_fields import add_option, flag
+from ..option_fields import add_option
 from ..paths import require_apart, to_path
 from . import answers, generation, training
-from .settings import Settings, Speed, at_least, picture_size
+from .settings import Processes, Settings, Speed, picture_size
 from .table import add_rows, cells_of, insert, markdown_table, read_rows, require_addable
 
 # By option, what measures, and the options that are not heeded by it; nothing else is refused.
 SHARED = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out", "rows"}
-OF_TRAINING = {each.name for each in fields(Settings)} | {"gpus", "into"}
+OF_TRAINING = {each.name for of in (Settings, EngineSection) for each in fields(of)}
+OF_TRAINING |= {"gpus", "into"}
 OF_ANSWERS = {"answers", "answer_rows", "weights", *answers.KNOWN}
 KINDS = {
     "answers": (answers.measure, OF_ANSWERS),
@@ -26,18 +28,13 @@ KINDS = {
 }
 
 
-FLAGS = {each.name: flag(each) for of in (Settings, Speed) for each in fields(of) if each.metadata}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for each in fields(Settings):
-        add_option(parser, each, several=each.name in training.VARIED)
-    processes = "processes, one for each GPU (default: 2)"
-    add("--gpus", type=at_least(1), default=2, help=processes)
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a small --config")
-    limit = "seconds for one row (default: 600)"
-    add("--timeout", type=at_least(1, float), default=600, help=limit)
+        if each.metadata:
+            add_option(parser, each, several=each.name in training.VARIED)
+    for each in (*fields(EngineSection), *fields(Processes)):
+        add_option(parser, each)
     add("--out", type=to_path, metavar="FILE", help="JSON array that rows are added to, one a line")
     shown = "measure nothing: table of these rows"
     add("--rows", type=to_path, nargs="+", metavar="FILE", help=shown)
@@ -64,8 +61,7 @@ def run(options: argparse.Namespace) -> None:
     measure, known = KINDS[kind]
     for name in sorted(vars(options).keys() - known - SHARED):
         if getattr(options, name) != options.parser.get_default(name):
-            told = FLAGS.get(name, f"--{name.replace('_', '-')}")
-            raise ValueError(f"{told} is not of {kind}: leave it out")
+            raise ValueError(f"--{name.replace('_', '-')} is not of {kind}: leave it out")
     if options.out and options.model:
         require_apart(options.out, [("the model's folder", options.model)], "--out")
     if options.rows:

@@ -29,12 +29,6 @@ LANGUAGE_TARGETS = TARGETS[:4]
 TOWER_TARGETS = (*TARGETS[:2], *TARGETS[4:])
 """Linear layers that LoRA can be put on."""
 
-MAX_GRAD_NORM = 1.0
-"""Gradients are clipped to this norm."""
-
-ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-"""As TrainingArguments has them by default."""
-
 ALL_WEIGHTS = 1e12
 """A number of weights that is more than any model has."""
 
@@ -201,10 +195,6 @@ class EngineOptions(EngineSection):
     stage3_max_live_parameters: float | None = None
     skip_logits: bool = True  # the loss comes from supervised positions alone, in chunks
     loss_chunk_size: int | None = None  # positions of a chunk; None: as the model's config says
-    # Of deepspeed.zero3; of the last, 0 is any number.
-    gather_in_place: bool = True
-    norms_in_place: bool = True
-    layers_ahead: int = 3
 
     @property
     def is_decided(self) -> bool:

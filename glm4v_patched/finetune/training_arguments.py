@@ -81,12 +81,6 @@ def training_arguments(
         "per_device_eval_batch_size": asked.eval_batch_size,
         "learning_rate": asked.highest_rate,
         "warmup_steps": asked.warmup(steps),
-        "optim": OPTIMIZERS[options.optimizer],
-        "bf16": options.precision == "bf16",
-        "use_cpu": on_cpu,
-        "deepspeed": deepspeed_config(options),
-        "remove_unused_columns": False,
-        "prediction_loss_only": True,
         # By steps, also where it is asked for at the end of an epoch: there the Trainer evaluates
         # after it has saved, and a run that continues from that checkpoint would not.
         "save_strategy": "steps" if asked.saving == "epoch" else asked.saving,
@@ -101,7 +95,19 @@ def training_arguments(
         "logging_strategy": "no" if asked.others.get("logging_strategy") == "no" else "steps",
         "logging_steps": asked.log_every(steps, steps_an_epoch),
         "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
+    }
+    return {**given, **engine_arguments(options, on_cpu), **decided, **loading}
+
+
+def engine_arguments(options: EngineOptions, on_cpu: bool) -> dict[str, Any]:
+    """Fields for options that are decided, whatever is learned; the bench has no others of ours."""
+    return {
+        "optim": OPTIMIZERS[options.optimizer],
+        "bf16": options.precision == "bf16",
+        "use_cpu": on_cpu,
+        "deepspeed": deepspeed_config(options),
+        "remove_unused_columns": False,
+        "prediction_loss_only": True,
         # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
         "logging_nan_inf_filter": False,
     }
-    return {**given, **decided, **loading}

@@ -19,8 +19,8 @@ H200 = Gpu("NVIDIA H200", 150 * 10**9, (9, 0))
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
     """A command ends before anything runs or is printed, and names what is wrong with it."""
-    for module, name in ((answers, "write_files"), (generation, "run"), (training, "run")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a process was started"))
+    for module in (answers, generation, training):
+        monkeypatch.setattr(module, "run", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
     for package in ("qlora", "4bit"):
         monkeypatch.setitem(PACKAGES, package, ["not_there"])

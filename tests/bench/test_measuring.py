@@ -1,6 +1,5 @@
 """What is measured of a step: its time, and how much of its work is useful."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -44,18 +43,24 @@ def test_a_sample_of_the_real_size():
     assert set(PASSES) == set(TRAINED)
 
 
-def test_steps_to_warm_up_are_not_timed_and_their_losses_are_kept(monkeypatch):
-    monkeypatch.setattr(worker, "timer", iter([0, 100, 100, 101, 101, 103]).__next__)
-    losses = iter(torch.tensor([3.0, 2.0, 1.0]))
-    trainer = SimpleNamespace(step=lambda batch: next(losses))
-    assert worker._train(trainer, {}, warm_up=1, steps=2) == ([1, 2], [3, 2, 1])
+def test_a_step_is_timed_with_its_batch_and_without_what_is_logged(monkeypatch):
+    times = iter([0, 100, 110, 111, 120, 123, 130])
+    monkeypatch.setattr(worker, "timer", times.__next__)
+    timed = worker.StepTimer(warm_up=1)
+    timed.on_train_begin(None, None, None)
+    for step in (1, 2, 3):
+        timed.on_step_end(None, SimpleNamespace(global_step=step), None)
+        timed.on_log(None, None, None)
+    assert timed.seconds == [1, 3]
 
 
 def test_steps_in_which_nothing_is_learned_are_no_measurement():
-    require_learning([2.0, 1.9, 1.9])
-    for losses, told in (
-        ([2.0, 2.0, 2.0], "stayed 2.0 in 3 steps"),
-        ([2.0, math.nan, 1.0], "no finite number"),
-    ):
+    def ended(norms, verdict=None):
+        history = [{"loss": 2.0, "grad_norm": norm} for norm in norms]
+        state = SimpleNamespace(log_history=[*history, {"train_runtime": 1.0}])
+        return SimpleNamespace(state=state, watch=SimpleNamespace(verdict=verdict))
+
+    require_learning(ended([0.0, 0.1]))
+    for trainer, told in ((ended([0.0, 0.0]), "gradients of all"), (ended([1.0], "NaN"), "NaN")):
         with pytest.raises(RuntimeError, match=told):
-            require_learning(losses)
+            require_learning(trainer)

@@ -14,7 +14,11 @@ TRAINING = (
     ),
     (1, "--trained full lora_lm --gpus 1", "222.5 GB of each GPU, which has 147.9 GB"),
     (2, "--trained lora_lm --memory-limit 10", "13.9 GB of each GPU, which has 10.7 GB"),
-    (2, "--trained full --offload", "222.5 GB of the machine's memory, of which 100.0 GB are free"),
+    (
+        2,
+        "--trained full --offload true",
+        "222.5 GB of the machine's memory, of which 100.0 GB",
+    ),
     (
         0,
         "--zero-stage 0 --gpus 2",
@@ -30,8 +34,7 @@ TRAINING = (
         "--shortest-text 513",
         "shortest_text is 513; expected from 1 to text_tokens, which is 512",
     ),
-    (0, "--model folder", "model is folder, without from_files"),
-    (0, "--from-files 9x9 --packed", "packed"),
+    (0, "--from-files 9x9 --packed", "packed with from_files"),
 )
 ANSWERS = (
     ("--answer-rows 15", "expected at least 16"),
@@ -63,10 +66,10 @@ def test_what_cannot_be_measured_is_refused(refused, gpus, command, named):
 @pytest.mark.parametrize(
     ("typed", "named"),
     [
-        ("--micro-batch 0", "--micro-batch: 0; expected at least 1"),
-        ("--memory-limit nan", "--memory-limit: nan; expected at least 1"),
-        ("--timeout nan", "--timeout: nan"),
-        ("--tower some", "'some'; expected auto, none, linear"),
+        ("--micro-batch 0", "--micro-batch: '0'; expected a number from 1"),
+        ("--memory-limit nan", "--memory-limit: 'nan'; expected a number from 1"),
+        ("--timeout nan", "--timeout: 'nan'"),
+        ("--tower some", "'some'; expected auto"),
         ("--from-files 4000x0", "'4000x0'; expected pixels"),
     ],
 )

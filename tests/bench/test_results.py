@@ -132,8 +132,10 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
 
 
 def test_a_rows_command_asks_for_its_settings():
-    typed = "bench --trained lm full --gpus 1 --micro-batch 3 --no-compile --packed --tower none"
+    typed = (
+        "bench --trained lm full --gpus 1 --micro-batch 3 --compile true --packed --precision fp32"
+    )
     for asked in settings_asked(_parser().parse_args([*typed.split(), "--tower", "every 2"])):
         command = shlex.split(command_of(asked, 1, on_cpu=False))
         assert settings_asked(_parser().parse_args(command[1:])) == [asked]
-    assert [asked.trained, asked.tower, asked.micro_batch] == ["full", "every 2", 3]
+    assert (asked.trained, asked.engine.tower, asked.micro_batch) == ("full", "every 2", 3)

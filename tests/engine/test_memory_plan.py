@@ -37,6 +37,7 @@ from glm4v_patched.engine.options import (
     LANGUAGE_TARGETS,
     TOWER_TARGETS,
     EngineOptions,
+    EngineSection,
     LoraOptions,
     trains_tower,
 )
@@ -164,8 +165,10 @@ PEAKS = [
 def on_one_gpu(trained, samples, tower, language, compiled, fp8) -> Settings:
     optimizer = "adamw_8bit" if trained == "lm" else "adamw"
     policies = {"tower": tower, "language": language}
-    asked = {"trained": trained, "micro_batch": samples, "compile": compiled, "fp8": fp8}
-    return Settings(**asked, **policies, zero_stage=0, optimizer=optimizer, warm_up=2, steps=2)
+    engine = EngineSection(
+        zero_stage=0, fp8=fp8, compile=compiled, optimizer=optimizer, offload=False, **policies
+    )
+    return Settings(trained=trained, micro_batch=samples, engine=engine, warm_up=2, steps=2)
 
 
 def estimated(settings: Settings) -> float:
