@@ -10,7 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..engine.environment import python_module, run_within, training_environment
+from ..engine.environment import (
+    environment_alone,
+    python_module,
+    run_within,
+    training_environment,
+)
 from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection, require_packages
 from ..installed_versions import versions
@@ -108,10 +113,13 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "row.json"
-        options = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # at a free port
-        options += ["glm4v_patched.bench.worker", settings.text(), str(out)]
-        worker = python_module("torch.distributed.run", *options)
-        error = run(worker, folder, training_environment(gpus, on_cpu), timeout)
+        worker, environment = ["glm4v_patched.bench.worker"], environment_alone(on_cpu)
+        if settings.engine.zero_stage:
+            launcher = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # at a free port
+            worker = ["torch.distributed.run", *launcher, *worker]
+            environment = training_environment(gpus, on_cpu)
+        command = python_module(*worker, settings.text(), str(out))
+        error = run(command, folder, environment, timeout)
         found = json.loads(out.read_text()) if out.exists() else {"error": error}
     if "error" not in found:
         found["versions"] = versions((*PACKAGES, "glm4v-patched"))

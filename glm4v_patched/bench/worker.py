@@ -1,6 +1,6 @@
 """Measures one training: what every process of a group runs.
 
-``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.bench.worker SETTINGS OUT``.
+``python -m glm4v_patched.bench.worker SETTINGS OUT``, with ZeRO under ``torch.distributed.run``.
 The loop is that of a recipe (:mod:`finetune.assembly`); here are only a model with random weights,
 samples, and a callback that looks at the clock.
 """
@@ -66,6 +66,7 @@ def measure(settings: Settings) -> dict:
     """Train a model with random weights, and return what was seen."""
     on_gpu = local_device().type == "cuda"
     ceiling = measured_ceiling(*(8192, 20) if on_gpu else (512, 3))
+    torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         timed = StepTimer(settings.warm_up)
         trainer, options, config = _trainer_of(settings, Path(folder), timed)

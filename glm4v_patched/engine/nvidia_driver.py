@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib.util
-import os
 import re
 import runpy
 import shutil
@@ -66,15 +65,6 @@ def memory_in_use() -> list[Use]:
     rows = [re.findall(r"\d+", line) for line in lines]
     mib = 2**20
     return [Use(int(a), int(b) * mib, int(c) * mib) for a, b, c in (r for r in rows if len(r) == 3)]
-
-
-def share_in_use() -> float | None:
-    """Of the last sampling period, the share in which the first GPU that this process sees ran a
-    kernel; None where ``nvidia-smi`` does not say."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-    asked = f"--id={seen}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"
-    told = _nvidia_smi(*asked).strip()
-    return int(told) / 100 if told.isdecimal() else None
 
 
 def links() -> list[tuple[int, int, str]]:

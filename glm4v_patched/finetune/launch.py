@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.rows import require_first_rows
-from ..engine.environment import environments_of_ranks, python_module, training_environment
+from ..engine.environment import (
+    environment_alone,
+    environments_of_ranks,
+    python_module,
+    training_environment,
+)
 from ..engine.options import is_lora
 from ..models.base import Base, pin, read_report, require_recorded_base
 from ..models.check_weights import require_whole
@@ -159,15 +164,10 @@ def require_model(recipe: Recipe, base: Base) -> Base:
 def _train(plan: "Plan") -> None:
     settings = plan.path.with_name(RECIPE)
     processes, on_cpu = plan.placement.processes, plan.placement.on_cpu
-    common = training_environment(processes, on_cpu)
+    environments = [environment_alone(on_cpu)]
     if plan.options.zero_stage:
+        common = training_environment(processes, on_cpu)
         environments = [common | each for each in environments_of_ranks(processes)]
-    elif on_cpu:
-        environments = [common]
-    else:
-        # The Trainer would spread a single process over all GPUs that it sees.
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        environments = [common | {"CUDA_VISIBLE_DEVICES": first}]
     command = python_module("glm4v_patched.finetune.process", str(plan.path))
     try:
         ended = _run(command, environments)
