@@ -93,6 +93,19 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
     assert "ValueError: no" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("stage", "launched", "seen"), [(0, False, "3"), (2, True, "3,1")])
+def test_a_process_without_zero_is_alone_with_one_gpu(stage, launched, seen, monkeypatch):
+    started = []
+    monkeypatch.setattr(training, "run", lambda *given: started.append(given) or "no")
+    monkeypatch.setattr(training, "device_name", lambda on_cpu: "GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    settings = Settings(engine=EngineSection(zero_stage=stage))
+    assert training.measure_in_processes(settings, 1, 5, on_cpu=False)["error"] == "no"
+    [(command, _, environment, limit)] = started
+    assert ("torch.distributed.run" in command) == launched and limit == 5
+    assert environment["CUDA_VISIBLE_DEVICES"] == seen
+
+
 def test_why_processes_failed_is_what_they_printed(tmp_path):
     began = time.monotonic()
     for seconds, code, error in (
