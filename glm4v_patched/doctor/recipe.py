@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..finetune.launch import require_model
 from ..finetune.preflight import check
-from ..finetune.recipe_file import RecipeError
-from ..finetune.recipe_model import base_of
+from ..finetune.recipe.file import RecipeError
+from ..finetune.recipe.model import base_of
 from ..finetune.run_folder import require_free, require_usable
 from ..models.placement import Device
 from .findings import FAILS, OK, WARNING, Finding, finding

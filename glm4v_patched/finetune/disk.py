@@ -10,8 +10,8 @@ from ..engine.memory_plan import count_lora, count_parameters, count_trained
 from ..engine.options import EngineOptions, is_lora
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import in_bytes
-from .recipe import Recipe
-from .recipe_trainer import TrainerFields
+from .recipe.sections import Recipe
+from .recipe.trainer import TrainerFields
 
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
 

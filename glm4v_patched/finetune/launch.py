@@ -17,8 +17,8 @@ from ..models.check_weights import require_whole
 from ..models.placement import Placement
 from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
-from .recipe import Recipe
-from .recipe_model import base_of
+from .recipe.model import base_of
+from .recipe.sections import Recipe
 from .run_folder import (
     CHECKED_DATA,
     RECIPE,

@@ -44,9 +44,9 @@ from .checkpoints import (
     require_same_settings,
 )
 from .disk import Space, needed_space, require_space
-from .recipe import Recipe, may_change
-from .recipe_model import base_of
-from .recipe_trainer import is_longer
+from .recipe.model import base_of
+from .recipe.sections import Recipe, may_change
+from .recipe.trainer import is_longer
 from .run_folder import CHECKED_DATA, PLAN
 from .schedule import require_schedule
 from .steps import require_batches, require_evaluations

@@ -27,11 +27,11 @@ from ..models.base import Base, folders_of
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
 from ..paths import is_within, require_apart
-from .recipe import Recipe, check_values
-from .recipe_file import Fault, collecting, read_document, shown
-from .recipe_model import base_of
+from .recipe.file import Fault, collecting, read_document, shown
+from .recipe.model import base_of
+from .recipe.sections import Recipe, check_values
+from .recipe.shipped import find_recipe
 from .run_folder import fault_of_pictures
-from .shipped_recipes import find_recipe
 
 
 def check(

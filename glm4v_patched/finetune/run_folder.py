@@ -30,8 +30,8 @@ from ..engine.options import is_lora
 from ..models.base import REPORT, Base, read_report
 from ..patch.config_json import read_object
 from ..terminal_text import listed
-from .recipe import Recipe
-from .recipe_trainer import is_longer
+from .recipe.sections import Recipe
+from .recipe.trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
 HOLDER = "process "  # begins what the lock's file says of who holds it

@@ -12,8 +12,8 @@ from transformers import SchedulerType, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from ..terminal_text import error_text
-from .recipe_file import shown
-from .recipe_trainer import BY_METRIC
+from .recipe.file import shown
+from .recipe.trainer import BY_METRIC
 
 # A longer run is looked at in so many steps, spread evenly. A schedule that follows the evaluations
 # is given so many that are each better than the last, and so many that are not.

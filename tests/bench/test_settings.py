@@ -18,7 +18,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.tiny import golden_json, tiny_model

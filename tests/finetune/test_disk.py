@@ -11,7 +11,7 @@ from glm4v_patched.engine.options import is_lora
 from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.finetune import disk
 from glm4v_patched.finetune.disk import checkpoints_at_once, needed_space, saved_bytes
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.preflight import check
-from glm4v_patched.finetune.recipe import check_values, fields
-from glm4v_patched.finetune.recipe_file import RecipeError, place_all
-from glm4v_patched.finetune.recipe_trainer import installed_fields
-from glm4v_patched.finetune.recipe_types import annotated, expected
+from glm4v_patched.finetune.recipe.file import RecipeError, place_all
+from glm4v_patched.finetune.recipe.sections import check_values, fields
+from glm4v_patched.finetune.recipe.trainer import installed_fields
+from glm4v_patched.finetune.recipe.types import annotated, expected
 from tests.helpers.recipes import LEAST
 
 

@@ -6,10 +6,10 @@ import shlex
 import pytest
 
 from glm4v_patched.finetune import preflight
-from glm4v_patched.finetune.other_names import MEANT, NOT_NEEDED, NOT_SET, OTHER_VALUES
 from glm4v_patched.finetune.preflight import check
-from glm4v_patched.finetune.recipe import check_values, fields
-from glm4v_patched.finetune.recipe_file import RecipeError
+from glm4v_patched.finetune.recipe.file import RecipeError
+from glm4v_patched.finetune.recipe.other_names import MEANT, NOT_NEEDED, NOT_SET, OTHER_VALUES
+from glm4v_patched.finetune.recipe.sections import check_values, fields
 from tests.helpers.recipes import LEAST
 
 # What is laid over a recipe that can be run, a recipe a line. All faults come in one answer; rules

@@ -18,8 +18,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from ..atomic import write_atomically
-from ..engine.options import (
+from ...atomic import write_atomically
+from ...engine.options import (
     PARTS,
     TRAINED,
     EngineOptions,
@@ -27,10 +27,9 @@ from ..engine.options import (
     LoraOptions,
     check_trained,
 )
-from ..paths import PathError
-from .other_names import OTHER_VALUES, cure, refusal
-from .recipe_data import Data
-from .recipe_file import (
+from ...paths import PathError
+from .data import Data
+from .file import (
     MOST_FAULTS,
     Fault,
     RecipeError,
@@ -40,9 +39,10 @@ from .recipe_file import (
     shown,
     shown_name,
 )
-from .recipe_rules import conflicts
-from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
-from .recipe_types import (
+from .other_names import OTHER_VALUES, cure, refusal
+from .rules import conflicts
+from .trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
+from .types import (
     MAY_CHANGE,
     AtLeastOne,
     Expected,

@@ -6,16 +6,16 @@ Needs no torch.
 from itertools import chain
 from pathlib import Path
 
-from ..engine.options import LANGUAGE_TARGETS, TOWER_TARGETS, is_lora
-from ..models.base import (
+from ...engine.options import LANGUAGE_TARGETS, TOWER_TARGETS, is_lora
+from ...models.base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Base,
     base_of_adapters,
 )
-from ..models.weight_files import read_header
-from ..patch.config_json import read_object
-from .recipe import Recipe
+from ...models.weight_files import read_header
+from ...patch.config_json import read_object
+from .sections import Recipe
 
 
 def base_of(recipe: Recipe) -> Base:

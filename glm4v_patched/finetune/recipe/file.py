@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ..terminal_text import listed, printable
+from ...terminal_text import listed, printable
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MOST_BYTES = 2**16

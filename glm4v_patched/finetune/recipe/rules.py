@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..data.columns import fault_of_columns
-from ..data.source import make_sources
-from ..engine.options import LANGUAGE_TARGETS, PARTS, is_lora, parts_with_rates, trains_vision
-from ..terminal_text import pip_install
-from .recipe_file import Fault, collecting
-from .recipe_trainer import BY_METRIC
+from ...data.columns import fault_of_columns
+from ...data.source import make_sources
+from ...engine.options import LANGUAGE_TARGETS, PARTS, is_lora, parts_with_rates, trains_vision
+from ...terminal_text import pip_install
+from .file import Fault, collecting
+from .trainer import BY_METRIC
 
 # What loggers import, where it is called otherwise.
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}

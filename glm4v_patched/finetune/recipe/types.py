@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from ..paths import expand
-from .recipe_file import shown
+from ...paths import expand
+from .file import shown
 
 
 class Section(BaseModel):

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..data.formats import FORMATS
-from ..data.source import Source, make_sources
-from .recipe_types import (
+from ...data.formats import FORMATS
+from ...data.source import Source, make_sources
+from .types import (
     MAY_CHANGE,
     AtLeastOne,
     AtLeastZero,
