@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from ..models.check_weights import require_whole
 from ..models.placement import Placement
 from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
-from .recipe.model import base_of
+from .recipe.model import base_of, inputs_of
 from .recipe.sections import Recipe
 from .run_folder import (
     CHECKED_DATA,
@@ -94,24 +94,28 @@ def prepared(
     checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
     they have ended; without ``writes`` it is neither made nor locked. Takes and raises what
     :func:`launch` does."""
-    folder, base = Path(recipe.out), base_of(recipe)
+    folder, base, options = Path(recipe.out), base_of(recipe), recipe.engine_options()
     if not writes:
         require_free(folder)
     with locked(folder) if writes else nullcontext():
-        remove = require_usable(recipe, base, bool(resume), overwrite)
+        inputs, adapters = inputs_of(recipe, base), is_lora(options.trained)
+        length = recipe.trainer.length
+        remove = require_usable(folder, inputs, length, adapters, bool(resume), overwrite)
         if recipe.data.on_bad == "fail":
             require_first_rows(recipe.data.all_sources())
         with doing("looking at the model"):  # transformers is imported
-            base = require_model(recipe, base)
+            base = require_model(base, recipe.from_scratch, options.trained)
         if not Path(base.model).is_dir():
             recipe = recipe.override({"revision": base.revision})
         # Late: what comes before is answered at once.
         with doing("loading torch and transformers"):
             from ..models.loading import config_of
-            from .disk import needed_space, require_space
+            from .disk import checkpoints_at_once, needed_space, require_space
             from .plan import check_data, make_plan, starting_point
             from .summary import describe
-        require_space(recipe.out, needed_space(recipe, config_of(base)))
+        checkpoints = checkpoints_at_once(recipe.trainer, recipe.data.ends_at_bad_row)
+        space = needed_space(recipe.out, config_of(base), options, checkpoints)
+        require_space(recipe.out, space)
         # What is to be removed is nothing to continue from.
         checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
         with doing("reading rows and pictures"):
@@ -138,17 +142,17 @@ def prepared(
             yield plan
         except BaseException:
             with suppress(OSError):  # of a full disk, the first error is the one to be told
-                close_record(folder, is_lora(recipe.trained))
+                close_record(folder, adapters)
             raise
-        close_record(folder, is_lora(recipe.trained))
+        close_record(folder, adapters)
 
 
-def require_model(recipe: Recipe, base: Base) -> Base:
+def require_model(base: Base, from_scratch: Sequence[str], trained: str) -> Base:
     """The model of :func:`base_of`, pinned. Raises ``ValueError`` if it is not there, not whole, or
     another than its adapters were trained on."""
     base = pin(base)
     require_recorded_base(base)
-    require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+    require_whole(base.model, base.revision, from_scratch, trained)
     if base.adapters is not None:
         from ..models.limits import require_adapters  # late: transformers and peft are imported
 

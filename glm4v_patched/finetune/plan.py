@@ -43,7 +43,7 @@ from .checkpoints import (
     require_checkpoint,
     require_same_settings,
 )
-from .disk import Space, needed_space, require_space
+from .disk import Space, checkpoints_at_once, needed_space, require_space
 from .recipe.model import base_of
 from .recipe.sections import Recipe, may_change
 from .recipe.trainer import is_longer
@@ -235,6 +235,8 @@ def make_plan(
         loading=loader_options(recipe.trainer.others, here, images, config.vision.image_size),
     )
     require_schedule(arguments)
+    ends_early = recipe.data.ends_at_bad_row
+    checkpoints = checkpoints_at_once(recipe.trainer, ends_early, steps)
     plan = Plan(
         arguments=arguments,
         loop=loop_options(recipe, options),
@@ -255,7 +257,7 @@ def make_plan(
         steps_an_epoch=steps_an_epoch,
         free=free,
         needed=estimate(config, options, batch),
-        space=needed_space(recipe, config, steps),
+        space=needed_space(recipe.out, config, options, checkpoints),
         checkpoint=checkpoint,
     )
     if checkpoint is None:

@@ -98,6 +98,11 @@ class Data(Section):
         return bool(self.stream) or self.check not in (None, "all")
 
     @property
+    def ends_at_bad_row(self) -> bool:
+        """Whether a row that cannot be used ends the run, with a checkpoint."""
+        return self.is_streamed and self.on_bad == "fail"
+
+    @property
     def first(self) -> int | None:
         """How many rows of each set to train on are checked before; None for all."""
         if not self.is_streamed:

@@ -285,8 +285,8 @@ def _describe_key(path: tuple[str, ...], value: Any, before: int) -> str:
     if path[0] in SECTIONS and len(path) == 1:
         text = f"expected a section with {', '.join(SECTIONS[path[0]])}"
         return f"{path[0]} is {shown(value)}; {text}"
-    if path[0] == "trainer" and (text := refusal(path[-1])):
-        return text
+    if path[0] == "trainer" and (reason := refusal(path[-1])):
+        return reason
     name = shown_name(".".join(path))
     told = f"{name} is not a field of a recipe"
     if before >= MOST_FAULTS:  # a similar name is looked for among all, for a millisecond
@@ -301,8 +301,8 @@ def _describe_key(path: tuple[str, ...], value: Any, before: int) -> str:
     if section == "trainer":
         near |= {known: f"trainer.{known}" for known in installed_fields()}
     near |= {inner: f"{section}.{inner}".strip(".") for inner in around}
-    if path[-1] not in near and (text := cure(path[-1])):
-        return f"{told}; {text}"
+    if path[-1] not in near and (instead := cure(path[-1])):
+        return f"{told}; {instead}"
     if close := difflib.get_close_matches(path[-1], near, 1):
         return f"{told}; did you mean {near[close[0]]}?"
     if section == "trainer":
