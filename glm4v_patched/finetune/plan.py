@@ -42,6 +42,7 @@ from .checkpoints import (
     read_manifest,
     require_checkpoint,
     require_same_settings,
+    step_of,
 )
 from .disk import Space, checkpoints_at_once, needed_space, require_space
 from .recipe.model import base_of
@@ -126,6 +127,11 @@ class Plan:
         """Rows of an update of the weights, of all processes."""
         each = self.arguments["per_device_train_batch_size"]
         return each * self.arguments["gradient_accumulation_steps"] * self.placement.processes
+
+    @property
+    def steps_done(self) -> int:
+        """Those before the checkpoint."""
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
     @property
     def is_tight(self) -> bool:
