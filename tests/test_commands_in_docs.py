@@ -22,7 +22,7 @@ from PIL import Image
 
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from hub_upload.__main__ import _parser as upload_parser
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands

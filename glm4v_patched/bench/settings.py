@@ -55,7 +55,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         # Late, for it imports pydantic, which no other command needs.
-        from ..finetune.recipe_rules import conflicts
+        from ..finetune.recipe.rules import conflicts
 
         of_recipe = [in_own_words(fault.text) for fault in conflicts(self.known())]
         if faults := [*of_recipe, *self._conflicts()]:

@@ -24,7 +24,7 @@ from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection
 from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
-from ..finetune.recipe import Data, Recipe, TrainerFields
+from ..finetune.recipe.sections import Data, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_pictures, question_of

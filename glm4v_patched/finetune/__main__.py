@@ -28,7 +28,7 @@ from .ending import describe_end
 from .launch import prepared
 from .preflight import check
 from .process import leave, run
-from .recipe_file import RecipeError
+from .recipe.file import RecipeError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Data may be checked for hours; who waits is ended by its launcher if process 0 is gone.

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..atomic import write_atomically
 from ..models.base import Base
 from .ending import saved
-from .recipe import Recipe
+from .recipe.sections import Recipe
 
 CARD = "README.md"
 PACKAGES = ("peft", "transformers", "torch")

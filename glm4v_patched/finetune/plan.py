@@ -42,11 +42,12 @@ from .checkpoints import (
     read_manifest,
     require_checkpoint,
     require_same_settings,
+    step_of,
 )
-from .disk import Space, needed_space, require_space
-from .recipe import Recipe, may_change
-from .recipe_model import base_of
-from .recipe_trainer import is_longer
+from .disk import Space, checkpoints_at_once, needed_space, require_space
+from .recipe.model import base_of
+from .recipe.sections import Recipe, may_change
+from .recipe.trainer import is_longer
 from .run_folder import CHECKED_DATA, PLAN
 from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
@@ -126,6 +127,11 @@ class Plan:
         """Rows of an update of the weights, of all processes."""
         each = self.arguments["per_device_train_batch_size"]
         return each * self.arguments["gradient_accumulation_steps"] * self.placement.processes
+
+    @property
+    def steps_done(self) -> int:
+        """Those before the checkpoint."""
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
     @property
     def is_tight(self) -> bool:
@@ -235,6 +241,8 @@ def make_plan(
         loading=loader_options(recipe.trainer.others, here, images, config.vision.image_size),
     )
     require_schedule(arguments)
+    ends_early = recipe.data.ends_at_bad_row
+    checkpoints = checkpoints_at_once(recipe.trainer, ends_early, steps)
     plan = Plan(
         arguments=arguments,
         loop=loop_options(recipe, options),
@@ -255,7 +263,7 @@ def make_plan(
         steps_an_epoch=steps_an_epoch,
         free=free,
         needed=estimate(config, options, batch),
-        space=needed_space(recipe, config, steps),
+        space=needed_space(recipe.out, config, options, checkpoints),
         checkpoint=checkpoint,
     )
     if checkpoint is None:

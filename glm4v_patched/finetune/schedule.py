@@ -1,6 +1,5 @@
 """The learning rates of a run, by the schedule that transformers builds for it."""
 
-import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -9,17 +8,14 @@ from typing import Any
 import torch
 import transformers
 from transformers import SchedulerType, get_scheduler
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from ..terminal_text import error_text
-from .recipe_file import shown
-from .recipe_trainer import BY_METRIC
+from .recipe.file import shown
+from .recipe.trainer import BY_METRIC
 
 # A longer run is looked at in so many steps, spread evenly. A schedule that follows the evaluations
 # is given so many that are each better than the last, and so many that are not.
 MOST_STEPS, EVALUATIONS = 10_000, 50
-# What get_scheduler hands on beside lr_scheduler_kwargs.
-HANDED_ON = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 ROUNDING = 1e-6
 # What most schedules stay far away from: the highest rate, and the share of steps without any.
 LEAST_SHARE, MOST_IDLE = 0.8, 0.1
@@ -46,8 +42,7 @@ def require_schedule(arguments: Arguments) -> None:
     except Exception as error:  # whatever transformers and torch make of such values
         raise ValueError(
             f"trainer.lr_scheduler_type {name} cannot be built for {steps:,} steps {about}: "
-            f"{error_text(error)}; trainer.lr_scheduler_kwargs may have "
-            f"{_describe_kwargs(arguments)}"
+            f"{error_text(error)}"
         ) from None
     highest = arguments["learning_rate"]
     most = math.inf if name in BY_METRIC else highest
@@ -133,13 +128,13 @@ def _kwargs(arguments: Arguments) -> dict[str, Any]:
 
 def _require_kwargs(arguments: Arguments) -> None:
     name, metric = arguments["lr_scheduler_type"], arguments["metric_for_best_model"]
-    kwargs, known = _kwargs(arguments), _parameters(arguments)
+    kwargs = _kwargs(arguments)
+    if kwargs and _drops_kwargs(arguments):
+        raise ValueError(
+            f"trainer.lr_scheduler_kwargs has {', '.join(kwargs)}, which {name} does not take in "
+            f"transformers {transformers.__version__}; expected null"
+        )
     for key, value in kwargs.items():
-        if key not in known:
-            raise ValueError(
-                f"trainer.lr_scheduler_kwargs has {key}, which {name} does not take; expected "
-                f"{_describe_kwargs(arguments)}"
-            )
         # A list would have one for each group of weights, whose number only the model knows.
         is_number = isinstance(value, int | float) and 0 <= value < math.inf
         if not (value is None or is_number or isinstance(value, str)):
@@ -162,24 +157,11 @@ def _require_kwargs(arguments: Arguments) -> None:
         )
 
 
-def _parameters(arguments: Arguments) -> dict[str, inspect.Parameter]:
-    """What ``lr_scheduler_kwargs`` may have, by name; nothing where transformers drops them."""
+def _drops_kwargs(arguments: Arguments) -> bool:
+    """Whether transformers drops what it is given beside the steps, as it does for "constant"."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     try:
         _build({**arguments, "max_steps": 1}, optimizer, {"no such name": 0})
-        return {}
     except TypeError:
-        pass
-    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(arguments["lr_scheduler_type"])]
-    if (
-        arguments["lr_scheduler_type"] in BY_METRIC
-    ):  # whose functions hand on whatever they are given
-        function = type(function(optimizer))
-    found = inspect.signature(function).parameters
-    return {name: parameter for name, parameter in found.items() if name not in HANDED_ON}
-
-
-def _describe_kwargs(arguments: Arguments) -> str:
-    required = {name: of.default is of.empty for name, of in _parameters(arguments).items()}
-    names = [f"{name} (required)" if needs else name for name, needs in required.items()]
-    return ", ".join(names) or "none of them"
+        return False
+    return True

@@ -8,7 +8,7 @@ from typing import Any
 from ..data.workers import worker_start
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.options import EngineOptions
-from .recipe import Recipe
+from .recipe.sections import Recipe
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}

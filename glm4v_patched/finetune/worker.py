@@ -26,7 +26,7 @@ from ..models.loading import config_of, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .adapter_card import write_card
 from .assembly import begin, build_trainer
-from .checkpoints import last_complete_checkpoint, step_of
+from .checkpoints import last_complete_checkpoint
 from .divergence import Diverged, NoResult, as_json
 from .evaluation import Sample
 from .plan import Plan
@@ -115,14 +115,13 @@ def _training_rows(
 ) -> dict[str, Any]:
     """What is learned: conversations, packed or not, or a stream."""
     if plan.stream_buffer is not None:
-        begun = 0 if plan.checkpoint is None else step_of(plan.checkpoint)
         stream = Stream(
             checked.sources,
             arguments.train_batch_size,
             (arguments.process_index, arguments.world_size),
             arguments.seed if arguments.data_seed is None else arguments.data_seed,
             plan.stream_buffer,
-            begun * arguments.train_batch_size * arguments.gradient_accumulation_steps,
+            plan.steps_done * arguments.train_batch_size * arguments.gradient_accumulation_steps,
         )
         collator = ConversationCollator(processor, _stamps(checked))
         positions = config_of(plan.base).seq_length

@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 
 from glm4v_patched.engine.options import PARTS, part_of
 from glm4v_patched.finetune.adapter_card import CARD, plain_values, write_card
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.training_arguments import LoopOptions
 from glm4v_patched.finetune.worker import RecipeTrainer
 from glm4v_patched.models.base import Base

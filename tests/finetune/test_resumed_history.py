@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.divergence import DivergenceWatch
 from glm4v_patched.finetune.ending import describe_end
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.schedule import learning_rates
 from glm4v_patched.finetune.trainer import CheckpointSchedule, RecipeTrainer
 from tests.helpers.recipes import arguments_of, train_here

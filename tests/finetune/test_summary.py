@@ -16,8 +16,8 @@ from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import summary, worker
 from glm4v_patched.finetune.plan import Plan, check_data, digest_of, make_plan
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import LOCK, begin, locked
 from glm4v_patched.finetune.summary import (
     describe_memory,

@@ -6,16 +6,16 @@ Needs no torch.
 from itertools import chain
 from pathlib import Path
 
-from ..engine.options import LANGUAGE_TARGETS, TOWER_TARGETS, is_lora
-from ..models.base import (
+from ...engine.options import LANGUAGE_TARGETS, TOWER_TARGETS, is_lora
+from ...models.base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Base,
     base_of_adapters,
 )
-from ..models.weight_files import read_header
-from ..patch.config_json import read_object
-from .recipe import Recipe
+from ...models.weight_files import read_header
+from ...patch.config_json import read_object
+from .sections import Recipe
 
 
 def base_of(recipe: Recipe) -> Base:
@@ -44,6 +44,12 @@ def base_of(recipe: Recipe) -> Base:
         )
     _require_same_lora(recipe, folder, names)
     return base
+
+
+def inputs_of(recipe: Recipe, base: Base) -> list[Path]:
+    """The files that a run reads; of a model's folder, which may be links to elsewhere, each."""
+    models = [Path(name) for name in {recipe.model, base.model} if Path(name).is_dir()]
+    return [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
 
 
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:

@@ -6,6 +6,7 @@ such a field that is not declared here.
 """
 
 import difflib
+import functools
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +15,11 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from ..atomic import write_atomically
-from ..engine.options import (
+from ...atomic import write_atomically
+from ...engine.options import (
     PARTS,
     TRAINED,
     EngineOptions,
@@ -26,10 +27,9 @@ from ..engine.options import (
     LoraOptions,
     check_trained,
 )
-from ..paths import PathError, expand
-from .other_names import OTHER_VALUES, cure, refusal
-from .recipe_data import Data
-from .recipe_file import (
+from ...paths import PathError
+from .data import Data
+from .file import (
     MOST_FAULTS,
     Fault,
     RecipeError,
@@ -39,9 +39,10 @@ from .recipe_file import (
     shown,
     shown_name,
 )
-from .recipe_rules import conflicts
-from .recipe_trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
-from .recipe_types import (
+from .other_names import OTHER_VALUES, cure, refusal
+from .rules import conflicts
+from .trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
+from .types import (
     MAY_CHANGE,
     AtLeastOne,
     Expected,
@@ -51,7 +52,6 @@ from .recipe_types import (
     Text,
     annotated,
     expected,
-    is_path,
 )
 
 
@@ -122,7 +122,7 @@ class Recipe(Section):
 
     def flat(self) -> dict[str, Any]:
         """Values by dotted names."""
-        return _flatten(self.model_dump())
+        return {".".join(path): value for path, value in _by_path(self.model_dump())}
 
     def write(self, path: Path) -> None:
         """As JSON, which is YAML, too."""
@@ -156,53 +156,64 @@ class Checked(NamedTuple):
 
 
 def check_values(values: Any) -> Checked:
-    """All that is wrong with nested values, or the recipe that they make."""
+    """All that is wrong with nested values, or the recipe that they make.
+
+    Each field is looked at by itself, so that one that is wrong hides no other.
+    """
     if not isinstance(values, Mapping):
         kind = "is empty" if values is None else f"is {shown(values)}"
         text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
         return Checked(None, [Fault("", text)], {})
-    values, faults = _expand_paths(values)
-    others, of_others = _others(values.get("trainer"))
-    faults += of_others
-    recipe = None
-    try:
-        recipe = Recipe.model_validate({**values, **others})
-    except ValidationError as error:
-        faults += _faults_of(error)
-    wrong = {fault.name for fault in faults}
-    defaults = {name: field.default for name, field in fields() if not field.is_required()}
-    known = {
-        name: value
-        for name, value in (defaults | _flatten(values)).items()
-        if not any(str(name) == fault or str(name).startswith(f"{fault}.") for fault in wrong)
-    }
-    if "trained" in known:
-        known["trained"] = _join_parts(known["trained"])
-    faults += conflicts(known)
-    return Checked(None if faults else recipe, faults, known)
-
-
-def _expand_paths(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
-    """Values with every path expanded (:func:`paths.expand`), and the paths that are refused. Those
-    of a list of sets are expanded where the sets are made (:func:`data.source.make_sources`)."""
-    given, faults, flat = {}, [], _flatten(values)
+    given, faults = dict(_by_path(values)), []
+    known = {}
     for name, field in fields():
-        if isinstance(value := flat.get(name), str) and value and is_path(annotated(field)):
+        section, path = (name.partition(".")[0],), tuple(name.split("."))
+        if path in given or (section in given and section != path):
+            continue
+        if field.is_required():
+            faults.append(Fault(name, f"{name} is missing; expected {expected(annotated(field))}"))
+        else:
+            known[name] = field.default
+    for path, value in given.items():
+        name = ".".join(path)
+        if (kind := _type_of(path)) is None:
+            faults.append(Fault(name, _describe_key(path, value, len(faults))))
+        elif value is not None or path in DECLARED:  # else it is the default of this release
             try:
-                given[name] = expand(value)
-            except PathError as error:
-                faults.append(Fault(name, f"{name}: {error}"))
-    return place_all(dict(values), given), faults
+                known[name] = _adapter(path).validate_python(value)
+            except ValidationError as error:
+                faults.append(Fault(name, _describe_misfit(name, value, kind, error)))
+    faults += conflicts(known)
+    if faults:
+        return Checked(None, faults, known)
+    return Checked(Recipe.model_validate(place_all({}, known)), [], known)
 
 
-def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Values of fields, and what stands in place of a section."""
     for name, value in values.items():
         if name in SECTIONS and isinstance(value, Mapping):
-            flat |= {f"{name}.{inner}": part for inner, part in value.items()}
+            yield from (((name, str(inner)), part) for inner, part in value.items())
         else:
-            flat[name] = value
-    return flat
+            yield (str(name),), value
+
+
+@functools.cache
+def _type_of(path: tuple[str, ...]) -> Any:
+    """The type of a field with all that is said of it; None if there is no such field."""
+    if path in DECLARED:
+        return annotated(DECLARED[path])
+    if len(path) == 2 and path[0] == "trainer" and refusal(path[1]) is None:
+        kind = installed_fields().get(path[1])
+        return kind and kind | None
+    return None
+
+
+@functools.cache
+def _adapter(path: tuple[str, ...]) -> TypeAdapter:
+    # The limits of the engine's own fields say by themselves how strict they are.
+    strict = path[0] not in ("engine", "lora")
+    return TypeAdapter(_type_of(path), config=ConfigDict(strict=strict))
 
 
 def _fields_of(section: Any) -> dict[str, FieldInfo]:
@@ -236,6 +247,9 @@ def fields() -> Iterator[tuple[str, FieldInfo]]:
             yield name, field
 
 
+DECLARED = {tuple(name.split(".")): field for name, field in fields()}
+
+
 def may_change() -> frozenset[str]:
     """Fields, by their dotted names, that the continuation of a run may have other values of."""
     declared = {name for name, field in fields() if MAY_CHANGE in field.metadata}
@@ -257,65 +271,22 @@ def describe_fields() -> str:
     return "\n".join(lines)
 
 
-def _others(trainer: Any) -> tuple[dict[str, Any], list[Fault]]:
-    """The section ``trainer`` with the fields that are declared nowhere here as the installed
-    TrainingArguments have them, a whole number as a float, say; and what is wrong with them. Null
-    is left out: it is their default, whatever that is in another release."""
-    if not isinstance(trainer, Mapping):
-        return {}, []
-    values, faults = dict(trainer), []
-    for name, value in trainer.items():
-        if name in TrainerFields.model_fields:
-            continue
-        if text := refusal(str(name)):
-            faults.append(Fault(f"trainer.{name}", text))
-        elif (kind := installed_fields().get(name)) is None:
-            faults.append(Fault(f"trainer.{name}", _unknown(["trainer", str(name)], len(faults))))
-        elif value is None:
-            del values[name]
-        else:
-            try:
-                if is_path(kind) and isinstance(value, str):
-                    value = expand(value)
-                values[name] = TypeAdapter(kind | None).validate_python(value, strict=True)
-            except PathError as error:
-                faults.append(Fault(f"trainer.{name}", f"trainer.{name}: {error}"))
-            except ValidationError:
-                faults.append(_misfit(f"trainer.{name}", value, kind | None))
-    return {"trainer": values}, faults
-
-
-def _misfit(name: str, value: Any, kind: Any) -> Fault:
+def _describe_misfit(name: str, value: Any, kind: Any, error: ValidationError) -> str:
+    causes = [detail.get("ctx", {}).get("error") for detail in error.errors(include_url=False)]
+    if paths := [cause for cause in causes if isinstance(cause, PathError)]:
+        return f"{name}: {paths[0]}"
     meant = OTHER_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
     hint = f"; did you mean {meant}?" if meant else ""
-    return Fault(name, f"{name} is {shown(value)}; expected {expected(kind)}{hint}")
+    return f"{name} is {shown(value)}; expected {expected(kind)}{hint}"
 
 
-def _faults_of(error: ValidationError) -> Iterator[Fault]:
-    told, known = set(), dict(fields())
-    for number, detail in enumerate(error.errors(include_url=False, include_context=False)):
-        path = [str(part) for part in detail["loc"]]
-        if detail["type"] in ("extra_forbidden", "invalid_key", "unexpected_keyword_argument"):
-            yield Fault(".".join(path), _unknown(path, number))
-            continue
-        name = ".".join(path[:2]) if path[0] in SECTIONS else path[0]
-        if name in told:
-            continue  # each choice of a union is an error
-        told.add(name)
-        if detail["type"] == "missing":
-            for missing, field in known.items():
-                if field.is_required() and f"{missing}.".startswith(f"{name}."):
-                    text = f"{missing} is missing; expected {expected(annotated(field))}"
-                    yield Fault(missing, text)
-        elif name in known:
-            yield _misfit(name, detail["input"], annotated(known[name]))
-        else:
-            text = f"expected a section with {', '.join(SECTIONS[name])}"
-            yield Fault(name, f"{name} is {shown(detail['input'])}; {text}")
-
-
-def _unknown(path: Sequence[str], before: int) -> str:
-    """Describe a key that is no field; ``before`` is the number of other faults."""
+def _describe_key(path: tuple[str, ...], value: Any, before: int) -> str:
+    """What is wrong with a key that is no field; ``before`` is the number of other faults."""
+    if path[0] in SECTIONS and len(path) == 1:
+        text = f"expected a section with {', '.join(SECTIONS[path[0]])}"
+        return f"{path[0]} is {shown(value)}; {text}"
+    if path[0] == "trainer" and (reason := refusal(path[-1])):
+        return reason
     name = shown_name(".".join(path))
     told = f"{name} is not a field of a recipe"
     if before >= MOST_FAULTS:  # a similar name is looked for among all, for a millisecond
@@ -330,8 +301,8 @@ def _unknown(path: Sequence[str], before: int) -> str:
     if section == "trainer":
         near |= {known: f"trainer.{known}" for known in installed_fields()}
     near |= {inner: f"{section}.{inner}".strip(".") for inner in around}
-    if path[-1] not in near and (text := cure(path[-1])):
-        return f"{told}; {text}"
+    if path[-1] not in near and (instead := cure(path[-1])):
+        return f"{told}; {instead}"
     if close := difflib.get_close_matches(path[-1], near, 1):
         return f"{told}; did you mean {near[close[0]]}?"
     if section == "trainer":

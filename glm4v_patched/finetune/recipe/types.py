@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from .recipe_file import shown
+from ...paths import expand
+from .file import shown
 
 
 class Section(BaseModel):
@@ -29,17 +30,6 @@ MAY_CHANGE = "may change"
 kept, how they are told, or how what is computed is computed."""
 
 
-IS_PATH = "path"
-"""Marks a type whose text is a path of this machine, or may be one: it is expanded first."""
-
-
-def is_path(annotation: Any) -> bool:
-    """Return whether a type, or a part of a union, is marked by :data:`IS_PATH`."""
-    return IS_PATH in getattr(annotation, "__metadata__", ()) or any(
-        map(is_path, get_args(annotation))
-    )
-
-
 # Larger ones overflow in what they are handed to, with errors that name no field.
 MOST, LARGEST = 2**31 - 1, 1e30
 AtLeastZero = Annotated[int, Field(ge=0, le=MOST)]
@@ -53,7 +43,7 @@ Text = Annotated[
     Field(pattern=r"^([^\p{C}\p{Z}]| )+$"),  # as str.isprintable has it
     Expected("text without control characters"),
 ]
-Place = Annotated[Text, IS_PATH]
+Place = Annotated[Text, AfterValidator(expand)]
 Folder = Annotated[Place, Expected("a folder")]
 
 

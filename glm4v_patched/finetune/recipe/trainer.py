@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 from pydantic import ConfigDict, Field
 
 from .other_names import refusal
-from .recipe_types import (
+from .types import (
     MAY_CHANGE,
     AtLeastOne,
     AtLeastZero,
