@@ -149,7 +149,7 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 def _train(options: argparse.Namespace) -> int:
     from .finetune.ending import describe_end
     from .finetune.preflight import check
-    from .finetune.recipe_file import RecipeError
+    from .finetune.recipe.file import RecipeError
 
     overrides = [*options.overrides, *options.rest]
     try:
@@ -175,7 +175,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _recipe(options: argparse.Namespace) -> None:
-    from .finetune.shipped_recipes import describe_shipped, shipped_text
+    from .finetune.recipe.shipped import describe_shipped, shipped_text
 
     print(describe_shipped() if options.name is None else shipped_text(options.name))
 
@@ -219,8 +219,8 @@ class _HelpWithFields(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
-        from .finetune.recipe import describe_fields
-        from .finetune.shipped_recipes import shipped_names
+        from .finetune.recipe.sections import describe_fields
+        from .finetune.recipe.shipped import shipped_names
 
         ship = "\n".join(f"  {name}" for name in shipped_names())
         parser.epilog = (

@@ -19,8 +19,8 @@ from glm4v_patched.engine.deepspeed.config import require_deepspeed
 from glm4v_patched.finetune import ending, launch, preflight
 from glm4v_patched.finetune.checkpoints import Origin, Rows, write_manifest
 from glm4v_patched.finetune.plan import Plan, check_data, settings_of
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.models.base import identify
 from glm4v_patched.terminal_text import printable
 from tests.helpers.processes import in_plain_shell

@@ -22,7 +22,7 @@ from PIL import Image
 
 from glm4v_patched.cli import _parser, main
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from hub_upload.__main__ import _parser as upload_parser
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "glm4v-patched chat zai-org": "tests/inference/test_chat.py, the page and its client",
     "glm4v-patched compare": "tests/compare/test_compare.py",
     "glm4v-patched bench": "tests/bench, tests/distributed/test_bench_command.py",
-    "python -m glm4v_patched.bench.from_files FOLDER": "tests/bench/test_settings.py",
+    "python -m glm4v_patched.bench.samples FOLDER": "tests/bench/test_answers.py",
     "python -m hub_upload ": "tests/hub_upload/test_end_to_end.py, test_adapter.py",
     "hf repo create ": "tests/hub_upload/test_publish.py, by HfApi.create_repo",
     "python tests/helpers/local_hub.py": "by hand; its Hub is that of the tests of hub_upload",

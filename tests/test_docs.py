@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from glm4v_patched.bench.table import read_rows
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.shipped_recipes import FOLDER
+from glm4v_patched.finetune.recipe.sections import Recipe
+from glm4v_patched.finetune.recipe.shipped import FOLDER
 from tests.helpers.pages import DOCS, PAGES, README, ROOT, blocks
 
 CARD = ROOT / "hub_upload" / "MODEL_CARD.md"

@@ -33,7 +33,7 @@ def smoke(marks, command: str, prints: str, *writes: str):
 SMOKES = [
     smoke(
         pytest.mark.slow,
-        "loss_curve --size tiny --steps 40 --no-compile --processes 1 --reference fast "
+        "loss_curve --size tiny --steps 48 --no-compile --processes 1 --reference fast "
         "--also blank --at-once 2 --timeout 500 --out rows.json --picture curves.png",
         "blank, seed 0: .* OUTSIDE of the noise",
         *("rows.json", "curves.png"),
@@ -59,12 +59,6 @@ SMOKES = [
         "export_formats.json",
     ),
     smoke(pytest.mark.gpu, "attention_speed --out rows.json", "'backend': 'cudnn'", "rows.json"),
-    smoke(
-        pytest.mark.two_gpu,
-        "bench_cure --layers 2 --rounds 1 --warm-up 1 --steps 2 --weights lora_both "
-        "--out rows.jsonl",
-        '"cure": false',
-    ),
 ]
 
 

@@ -1,12 +1,10 @@
-"""Loss curves of the fast path beside those of the plain one: do they differ by more than seeds do?
+"""Loss curves of fast settings beside those of plain ones: do they differ by more than seeds do?
 
-``PYTHONPATH=. python docs/benchmarks/loss_curve.py --out FILE --picture FILE``
-trains both towers of a model of 300 million random
-weights on drawn pictures, with two seeds on each path (:data:`PATHS`), each training in processes
-of its own. A seed decides the initial weights and the order of the data; the two paths start from
-the same file of weights and see the same samples in the same steps. All curves, settings, versions
-and the verdict go to ``--out``; the exit status is 1 if the verdict is not what it should be, 2 if
-a training failed.
+``PYTHONPATH=. python docs/benchmarks/loss_curve.py --out FILE --picture FILE`` has ``train`` run
+recipes on drawn pictures, for all weights of a model of 300 million random ones: two seeds with
+each kind of settings (:data:`PATHS`). A seed decides the initial weights and the order of the data.
+All curves, settings, versions and the verdict go to ``--out``; the exit status is 1 if the verdict
+is not what it should be, 2 if a training failed.
 
 The verdict (:func:`judge`): the distance of two curves is the root mean square of their difference,
 both smoothed by a running mean of 10 steps, over all steps and again over the last quarter. The
@@ -20,97 +18,61 @@ every path then trains adapters on those, of which a seed decides the initial we
 
 No answer's wording can be learned by heart: it is drawn anew each time that a sample is seen. At
 its end each training answers questions about pictures that it has not seen: ``right`` is the share
-of whose every token is the likeliest. Only the control's may be lower than the reference's lower
-seed by more than :data:`ROUGHLY`.
+of exact answers. Only the control's may be lower than the reference's lower seed by more than
+:data:`ROUGHLY`.
 """
 
 import argparse
 import json
 import math
-import os
+import random
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from PIL import Image
 
 from glm4v_patched import __version__
-from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
-from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, tiny_config
-from glm4v_patched.engine.fp8 import require_fp8
-from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions
-from glm4v_patched.engine.prepare import Engine, start
-from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.loss import IGNORE_INDEX
+from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, save, tiny_config
+from glm4v_patched.engine.environment import python_module
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import start_deepspeed
-from tests.helpers.processes import cpu_environment, gpu_environment, on_processes, run_with_limit
 
 SEEDS = (0, 1)
 WARM_UP = 20
 WINDOW = 10
 VERSIONS = ("torch", "transformers", "deepspeed")
 # The answer's wording, here with its share, does not follow from the picture. So the loss ends
-# above zero, and curves can be compared to their end.
+# above zero, and curves can be compared to their end. The held-out rows have the commonest one.
 WORDINGS = {"{answer}": 6, "It is {answer}.": 3, "One sees {answer}.": 1}
 ROUGHLY = 0.01
 # What adapters are trained after, and the name of that training.
 FIRST = "first"
 FIRST_WORDINGS = {"Answer: {answer}": 4, "Surely {answer}!": 1}
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained.
-
-    ``checkpoints`` is a policy of :mod:`activation_checkpointing`, for both towers; ``compiled``
-    layers are gathered whole where ZeRO shards weights; ``trained`` is the engine's.
-    """
-
-    zero_stage: int
-    attention: str
-    compiled: bool
-    checkpoints: str
-    skip_logits: bool
-    blank: bool = False
-    fp8: bool = False
-    trained: str = "full"
-
-
-FAST = {
-    "zero_stage": 3,
-    "attention": "sdpa",
-    "compiled": True,
-    "checkpoints": "selective",
-    "skip_logits": True,
+# ``engine`` of the recipes.
+NONE = {"tower": "none", "language": "none"}
+SELECTIVE = {"tower": "selective", "language": "selective"}
+PATHS: dict[str, dict] = {
+    "plain": {"zero_stage": 1, "compile": False, **NONE},
+    "fast": {"zero_stage": 3, "compile": True, **SELECTIVE},
 }
-PATHS = {
-    "plain": Training(1, "eager", compiled=False, checkpoints="none", skip_logits=False),
-    "fast": Training(**FAST),
-    "blank": Training(**FAST, blank=True),
-    "fp8": Training(**FAST, fp8=True),
-}
+PATHS |= {"blank": PATHS["fast"], "fp8": PATHS["fast"] | {"fp8": True}}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, as changes to :func:`tiny_model.tiny_config`, and how it is trained.
-
-    ``micro_batch`` counts samples, ``samples`` is how many are drawn to train on and ``held_out``
-    how many beside them, ``kept_gathered`` weights may stay gathered on the fast path
-    (:func:`deepspeed_config`).
-    """
+    """A model, as changes to :func:`tiny_model.tiny_config`, and how it is trained: ``samples`` is
+    how many pictures are drawn to train on, and ``held_out`` how many beside them."""
 
     language: dict
     tower: dict
@@ -119,11 +81,10 @@ class Size:
     held_out: int
     micro_batch: int
     learning_rate: float
-    kept_gathered: float
 
 
 SIZES = {
-    "tiny": Size({}, {}, IMAGE_SIDE, 256, 64, 16, 2e-3, 0),
+    "tiny": Size({}, {}, IMAGE_SIDE, 256, 64, 16, 2e-3),
     "mid": Size(
         language={
             "num_layers": 10,
@@ -145,188 +106,105 @@ SIZES = {
         held_out=512,
         micro_batch=16,
         learning_rate=3e-4,
-        # The share of 300 million in the real model's default.
-        kept_gathered=2e7,
     ),
 }
 
 
-def prepare(folder: Path, size: Size, lora: bool) -> dict:
-    """Write the samples (``data.pt``; ``held_out.pt``; for ``lora`` also ``first.pt``, with
-    :data:`FIRST_WORDINGS`) and, for every seed, the initial weights (``seed N``).
-
-    A file holds a row for each sample in each wording, first all of the first wording, a picture
-    for each sample, and the wordings' ``shares``.
-
-    Returns:
-        The numbers of parameters: ``all``, and of them ``tower``.
-    """
+def prepare(folder: Path, size: Size, rows: int, first_rows: int) -> None:
+    """Write what all trainings read: for every seed its model (``seed N``) and rows (``N.jsonl``,
+    and ``blank N.jsonl`` of blank pictures), ``held_out.jsonl``, and ``first.jsonl`` with
+    :data:`FIRST_WORDINGS`."""
     drawn = draw_data_set(folder / "pictures", size.samples, 0, size.image_side)
     unseen = draw_data_set(folder / "unseen", size.held_out, 1, size.image_side)
-    sets = {"data.pt": (drawn, WORDINGS), "held_out.pt": (unseen, {"{answer}": 1})}
-    if lora:
-        sets["first.pt"] = drawn, FIRST_WORDINGS
-    rows = [
-        row for of, wordings in sets.values() for wording in wordings for row in said(of, wording)
-    ]
-    processor = build_processor([m["content"] for row in rows for m in row], size.image_side)
-    collator = ConversationCollator(processor)
-    for name, (of, wordings) in sets.items():
-        data: dict = {"input_ids": [], "labels": [], "shares": [*wordings.values()]}
-        for wording in wordings:
-            encoded, images = collator.encode(said(of, wording))
-            data["input_ids"] += [torch.tensor(row) for row in encoded]
-            data["labels"] += [torch.tensor(collator.labels(row)) for row in encoded]
-        data["pixel_values"] = images["pixel_values"].to(torch.bfloat16)
-        torch.save(data, folder / name)
+    sets = {"held_out": unseen, FIRST: seen(drawn, FIRST_WORDINGS, first_rows, 0)}
+    blank = folder / "blank.png"
+    Image.new("RGB", (size.image_side, size.image_side)).save(blank)
+    for seed in SEEDS:
+        sets[f"{seed}"] = seen(drawn, WORDINGS, rows, seed)
+        sets[f"blank {seed}"] = [
+            [question | {"image": str(blank)}, answer] for question, answer in sets[f"{seed}"]
+        ]
+    for name, of_set in sets.items():
+        write_conversations(folder / f"{name}.jsonl", of_set)
+    texts = [m["content"] for of_set in sets.values() for messages in of_set for m in messages]
+    processor = build_processor(texts, size.image_side)
     config = tiny_config(processor.tokenizer, size.image_side, size.language, size.tower)
     for seed in SEEDS:
         torch.manual_seed(seed)
-        model = GLM4VForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(folder / f"seed {seed}")
-    vision = model.transformer.vision
-    return {
-        "all": sum(parameter.numel() for parameter in model.parameters()),
-        "tower": sum(parameter.numel() for parameter in vision.parameters()),
-    }
+        save(GLM4VForCausalLM(config).to(torch.bfloat16), processor, folder / f"seed {seed}")
 
 
-def said(conversations: list, wording: str) -> list:
-    found = deepcopy(conversations)
-    for messages in found:
+def seen(drawn: list, wordings: dict[str, int], rows: int, seed: int) -> list:
+    """Samples in the order of shuffled epochs, each time in a wording drawn by its share."""
+    rng, epochs = random.Random(seed), math.ceil(rows / len(drawn))
+    found = [rng.sample(drawn, len(drawn)) for _ in range(epochs)]
+    of_rows = deepcopy([messages for epoch in found for messages in epoch][:rows])
+    for messages in of_rows:
+        [wording] = rng.choices([*wordings], [*wordings.values()])
         messages[-1]["content"] = wording.format(answer=messages[-1]["content"])
-    return found
+    return of_rows
 
 
-def order_of_rows(samples: int, shares: list[int], needed: int, seed: int) -> list[int]:
-    """``needed`` rows of a file of :func:`prepare`: shuffled epochs of all samples, one after the
-    other, each time in a wording drawn by its share."""
-    generator = torch.Generator().manual_seed(seed)
-    epochs = math.ceil(needed / samples)
-    shuffled = [torch.randperm(samples, generator=generator) for _ in range(epochs)]
-    weights = torch.tensor(shares, dtype=torch.float32)
-    wordings = torch.multinomial(weights, needed, replacement=True, generator=generator)
-    return (wordings * samples + torch.cat(shuffled)[:needed]).tolist()
-
-
-def make_batch(data: dict, chosen: list[int], path: Training, device: str) -> dict[str, Tensor]:
-    """The chosen rows, padded on the right."""
-    ids = [data["input_ids"][number] for number in chosen]
-    labels = [data["labels"][number] for number in chosen]
-    batch = {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX),
-    }
-    samples = len(data["pixel_values"])
-    pixels = data["pixel_values"][[number % samples for number in chosen]]
-    batch["pixel_values"] = torch.zeros_like(pixels) if path.blank else pixels
-    return {name: values.to(device) for name, values in batch.items()}
-
-
-def learning_rate_at(step: int, steps: int, highest: float) -> float:
-    """Linear warm-up, then half a cosine to zero."""
-    warm_up = min(WARM_UP, steps // 4)
-    if step < warm_up:
-        return highest * (step + 1) / warm_up
-    return highest * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up))) / 2
-
-
-def start_engine(path: Training, size: Size, weights: Path) -> Engine:
-    """The model on this process, prepared as the recipe's, with fp32 master weights."""
-    start_deepspeed()
-    options = EngineOptions(
-        trained=path.trained,
-        zero_stage=path.zero_stage,
-        fp8=path.fp8,
-        attn_implementation=path.attention,
-        tower=path.checkpoints,
-        language=path.checkpoints,
-        compile=path.compiled,
-        offload=False,
-        stage3_max_live_parameters=size.kept_gathered,
-        skip_logits=path.skip_logits,
-        loss_chunk_size=32,  # several chunks a batch
-    )
-    require_fp8(options, ChatGLMConfig.from_pretrained(weights))
-    load = partial(GLM4VForCausalLM.from_pretrained, weights)
-    return start(options, load, size.micro_batch, size.learning_rate)
-
-
-def train(asked: dict) -> dict:
-    """What one process does: train, and average each step's loss over all processes."""
-    path, size = Training(**asked["path"]), Size(**asked["size"])
-    seed, steps = asked["seed"], asked["steps"]
-    device = "cpu"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = "cuda"
-    data = torch.load(asked["data"], mmap=True)
-    torch.manual_seed(seed)  # of adapters
-    engine = start_engine(path, size, Path(asked["weights"]))
-    rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    in_step = processes * size.micro_batch
-    samples, needed = len(data["pixel_values"]), steps * in_step
-    order = order_of_rows(samples, data["shares"], needed, seed)
-    losses, ended = [], [time.perf_counter()]
-    for step in range(steps):
-        engine.set_learning_rate(learning_rate_at(step, steps, size.learning_rate))
-        chosen = order[step * in_step : (step + 1) * in_step][rank::processes]
-        losses.append(engine.step(make_batch(data, chosen, path, device)).float())
-        if device == "cuda":
-            torch.cuda.synchronize()
-        ended.append(time.perf_counter())
-    mean = torch.stack(losses)
-    torch.distributed.all_reduce(mean)
-    seconds = [after - before for before, after in zip(ended, ended[1:], strict=False)]
-    if asked["save"] is not None and rank == 0:
-        engine.model.save_pretrained(asked["save"])
-    held_out = torch.load(asked["held_out"], mmap=True)
+def train(recipe: dict, options: argparse.Namespace) -> dict:
+    """Have ``train`` run a recipe; what its ``training.json`` says of it. Raises ``RuntimeError``
+    with the end of what was printed."""
+    file, out = Path(recipe["out"]).with_suffix(".json"), Path(recipe["out"])
+    file.write_text(json.dumps(recipe))
+    command = python_module("glm4v_patched", "train", str(file))
+    device = "cpu" if runs_on_cpu(options.processes) else "cuda"
+    command += ["--processes", str(options.processes), "--device", device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"not done after {options.timeout:.0f} s") from None
+    if done.returncode:
+        raise RuntimeError(f"exit status {done.returncode}\n{(done.stdout + done.stderr)[-6000:]}")
+    report = json.loads((out / "training.json").read_text())
     return {
-        "right": share_right(engine, held_out, path, size.micro_batch, device),
-        "losses": [round(loss, 6) for loss in (mean / processes).tolist()],
-        "first_step_s": round(seconds[0], 2),
-        "median_step_s": round(statistics.median(seconds), 4),
-        "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        if device == "cuda"
-        else None,
+        "right": report["evaluations"][-1]["eval_exact_match"],
+        "losses": [entry["loss"] for entry in report["history"]],
+        **report["measured"],
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
 
 
-@torch.no_grad()
-def share_right(engine: Engine, data: dict, path: Training, micro_batch: int, device: str) -> float:
-    """The share of rows of whose labels each is the likeliest token. Layers are not compiled."""
-    engine.model.eval()
-    right, rows = 0, range(len(data["input_ids"]))
-    with torch.compiler.set_stance("force_eager"):
-        for first in rows[::micro_batch]:
-            chosen = [*rows[first : first + micro_batch]]
-            batch = make_batch(data, chosen, path, device)
-            wanted = batch.pop("labels")[:, 1:]
-            found = engine.model(**batch).logits[:, :-1].argmax(-1)
-            right += int(((found == wanted) | (wanted == IGNORE_INDEX)).all(-1).sum())
-    return right / len(rows)
+def recipe_of(name: str, size: Size, seed: int, folder: Path, options: argparse.Namespace) -> dict:
+    """The recipe of a training, by the names of its path and seed."""
+    trained, model, rows = "full", f"seed {seed}", f"{seed}.jsonl"
+    engine, steps, rate = PATHS.get(name, PATHS["fast"]), options.steps, size.learning_rate
+    if name == "blank":
+        rows = f"blank {seed}.jsonl"
+    if name == FIRST:
+        rows, steps = "first.jsonl", options.lora_after
+    elif options.lora_after:
+        trained, model, rate = "lora_lm", FIRST, options.lora_learning_rate or rate
+    if not options.compile:
+        engine = engine | {"compile": False}
+    return {
+        "model": str(folder / model),
+        "out": str(folder / (FIRST if name == FIRST else f"{name} {seed}")),
+        "trained": trained,
+        "data": {
+            "train": str(folder / rows),
+            "eval": str(folder / "held_out.jsonl"),
+            "eval_answers": size.held_out,
+        },
+        "engine": engine,
+        "trainer": {
+            "max_steps": steps,
+            "per_device_train_batch_size": size.micro_batch,
+            "learning_rate": rate,
+            "warmup_steps": min(WARM_UP, steps // 4),
+            "seed": seed,
+            "logging_steps": 1,
+            "eval_steps": steps,
+        },
+    }
 
 
 def runs_on_cpu(processes: int) -> bool:
     """True unless there is a GPU for each process."""
     return torch.cuda.device_count() < processes
-
-
-def train_in_processes(asked: dict, processes: int, timeout: float) -> dict:
-    """One training in processes of its own. Raises ``RuntimeError`` with the end of its output."""
-    out = Path(asked["out"])
-    environment = gpu_environment()
-    if runs_on_cpu(processes):
-        environment = cpu_environment() | {"LOCAL_SIZE": str(processes)}
-    command = on_processes(processes, __file__, json.dumps(asked))
-    ended = run_with_limit(command, timeout, environment)
-    # The result may be there although a process was slow to end.
-    if out.exists():
-        return json.loads(out.read_text())
-    how = f"exit status {ended.status}" if ended.status is not None else f"{timeout:.0f} s were up"
-    raise RuntimeError(f"{how}\n{ended.output[-6000:]}")
 
 
 def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
@@ -522,16 +400,9 @@ def main() -> int:
 
 def train_all(options: argparse.Namespace) -> dict:
     """Train on every path with every seed that is asked for. The report is written after each."""
-    size, paths = SIZES[options.size], PATHS
+    size = SIZES[options.size]
     if options.learning_rate is not None:
         size = replace(size, learning_rate=options.learning_rate)
-    if not options.compile:
-        paths = {name: replace(path, compiled=False) for name, path in PATHS.items()}
-    if options.lora_after:
-        paths = {name: replace(path, trained="lora_lm") for name, path in paths.items()}
-    first_size = size
-    if options.lora_learning_rate is not None:
-        size = replace(size, learning_rate=options.lora_learning_rate)
     first = ["plain", "fast"] if options.reference == "plain" else ["fast"]
     wanted = [(name, seed) for name in first for seed in SEEDS]
     for name in options.also:
@@ -541,33 +412,21 @@ def train_all(options: argparse.Namespace) -> dict:
         "processes": options.processes,
         "steps": options.steps,
         "size": asdict(size),
-        "paths": {name: asdict(paths[name]) for name in dict(wanted)},
+        "paths": {name: PATHS[name] for name in dict(wanted)},
         "seed": "initial weights and order of samples",
-        "precision": "bf16 weights and gradients, fp32 master weights",
-        "optimizer": {
-            "AdamW": {"clipping": MAX_GRAD_NORM, "warm_up": WARM_UP, "schedule": "cosine"}
-            | {name: ADAMW[name] for name in ("eps", "weight_decay")}
-        },
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
+        "runs": [],
     }
-    report["runs"] = []
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.time()
-        report["parameters"] = prepare(Path(folder), size, options.lora_after > 0)
-        seconds = time.time() - started
-        print(f"{report['parameters']} parameters, ready after {seconds:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder, a_step = Path(name), options.processes * size.micro_batch
+        prepare(folder, size, options.steps * a_step, options.lora_after * a_step)
         if options.lora_after:
-            # Not sharded: one process can save it.
-            path = replace(paths["fast"], trained="full", zero_stage=1)
-            run = train_one(FIRST, path, first_size, SEEDS[0], Path(folder), options)
-            asked = {"steps": options.lora_after, "learning_rate": first_size.learning_rate}
-            report["first"] = asked | run
-            print(summary(run), flush=True)
+            report["first"] = train_one(FIRST, size, SEEDS[0], folder, options)
+            print(summary(report["first"]), flush=True)
         with ThreadPoolExecutor(options.at_once) as pool:
             trainings = [
-                pool.submit(train_one, name, paths[name], size, seed, Path(folder), options)
-                for name, seed in wanted
+                pool.submit(train_one, path, size, seed, folder, options) for path, seed in wanted
             ]
             failed = None
             for training in as_completed(trainings):
@@ -591,46 +450,19 @@ def summary(run: dict) -> str:
     losses = run["losses"]
     return (
         f"{run['path']}, seed {run['seed']}: loss {losses[0]:.4f} to {losses[-1]:.4f}, "
-        f"{run['right']:.3f} right, a step {run['median_step_s']:.3f} s, all {run['total_s']} s"
+        f"{run['right']:.3f} right, all {run['total_s']} s"
     )
 
 
-def train_one(
-    name: str,
-    path: Training,
-    size: Size,
-    seed: int,
-    folder: Path,
-    options: argparse.Namespace,
-) -> dict:
-    """One training in processes of its own, as a run of the report."""
+def train_one(name: str, size: Size, seed: int, folder: Path, options: argparse.Namespace) -> dict:
+    """One training, as a run of the report."""
     start = time.time()
-    weights = f"seed {seed}" if path.trained == "full" else FIRST
-    asked = {"path": asdict(path), "size": asdict(size), "seed": seed, "steps": options.steps}
-    asked |= {"data": str(folder / "data.pt"), "weights": str(folder / weights), "save": None}
-    asked["held_out"] = str(folder / "held_out.pt")
-    asked["out"] = str(folder / f"{name} {seed}.json")
-    if name == FIRST:
-        asked |= {"data": str(folder / "first.pt"), "save": str(folder / FIRST)}
-        asked["steps"] = options.lora_after
     try:
-        seen = train_in_processes(asked, options.processes, options.timeout)
+        found = train(recipe_of(name, size, seed, folder, options), options)
     except RuntimeError as error:
         raise RuntimeError(f"{name}, seed {seed}: {error}") from error
-    return {"path": name, "seed": seed, "total_s": round(time.time() - start)} | seen
-
-
-def worker(asked: dict) -> None:
-    trained = train(asked)
-    if torch.distributed.get_rank() == 0:
-        Path(asked["out"]).write_text(json.dumps(trained))
-    torch.distributed.barrier()
-    # DeepSpeed's and inductor's threads take long to end, and nothing is left to save.
-    os._exit(0)
+    return {"path": name, "seed": seed, "total_s": round(time.time() - start)} | found
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        worker(json.loads(sys.argv[1]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

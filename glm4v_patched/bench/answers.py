@@ -8,19 +8,15 @@ import argparse
 import re
 import shlex
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
 
 from ..engine.environment import python_module, training_environment
-from ..engine.gpus import share_in_use
 from ..installed_versions import versions
 from ..models.quantised_weights import check_weights
 from .settings import Settings
-from .training import device_name, run, write_files
+from .training import device_name, run
 
 # What answer.describe_speed() says.
 SPEED = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
@@ -45,8 +41,10 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     tokens, of_model = 2 * options.prompt_tokens, {"model": options.model, "config": options.config}
     written = Settings(from_files=options.answers, text_tokens=tokens, **of_model)
     with tempfile.TemporaryDirectory() as name:
-        given = options.answer_rows, options.device == "cpu", options.timeout
-        if error := write_files(Path(name), written, *given):
+        arguments = [name, written.text(), str(options.answer_rows)]
+        command = python_module("glm4v_patched.bench.samples", *arguments)
+        environment = training_environment(1, options.device == "cpu")
+        if error := run(command, Path(name), environment, options.timeout):
             raise RuntimeError(f"the model and its rows were not written: {error}")
         for batch in options.batch:
             yield _measure(options, Path(name), batch)
@@ -77,8 +75,7 @@ def _measure(options: argparse.Namespace, folder: Path, batch: int) -> dict:
     for _ in range(2):
         out.unlink(missing_ok=True)
         began = time.monotonic()
-        with _sampled(out) as shares:
-            error = run(command, folder, training_environment(1, on_cpu), options.timeout)
+        error = run(command, folder, training_environment(1, on_cpu), options.timeout)
         row["command_s"] = time.monotonic() - began
         found = SPEED.search((folder / "printed.txt").read_text(errors="replace"))
         if error or found is None:
@@ -87,27 +84,4 @@ def _measure(options: argparse.Namespace, folder: Path, batch: int) -> dict:
         # Of the batches after the first one, whose time has the loading in it.
         after_first = max(took - row["first_answer_s"], 0.1)  # as finely as it is said
         row["answers_per_s"] = (options.answer_rows - batch) / after_first
-        # The last sample may be of the time after the last answer.
-        row["gpu_idle"] = 1 - mean(shares[:-1]) if len(shares) > 1 else None
     return row
-
-
-@contextmanager
-def _sampled(out: Path) -> Iterator[list[float]]:
-    """The shares of time in which the GPU is busy, every half second from the first answers on;
-    none where the driver does not say."""
-    shares: list[float] = []
-    ended = threading.Event()
-
-    def sample() -> None:
-        while not ended.wait(0.5):
-            if out.exists() and out.stat().st_size and (share := share_in_use()) is not None:
-                shares.append(share)
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield shares
-    finally:
-        ended.set()
-        thread.join()

@@ -5,43 +5,37 @@ import time
 from dataclasses import fields
 from typing import Any
 
+from ..engine.options import EngineSection
 from ..inference.command import add_weights
-from ..option_fields import add_option, flag
-from ..paths import expand, require_apart, to_path
+from ..option_fields import add_option
+from ..paths import require_apart, to_path
 from . import answers, generation, training
-from .charts import check_drawable, draw_pictures
-from .settings import Settings, Speed, at_least, picture_size
+from .settings import Processes, Settings, Speed, picture_size
 from .table import add_rows, cells_of, insert, markdown_table, read_rows, require_addable
 
 # By option, what measures, and the options that are not heeded by it; nothing else is refused.
 SHARED = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out", "rows"}
-OF_TRAINING = {each.name for each in fields(Settings)} | {"gpus", "pictures", "into"}
+OF_TRAINING = {each.name for of in (Settings, EngineSection) for each in fields(of)}
+OF_TRAINING |= {"gpus", "into"}
 OF_ANSWERS = {"answers", "answer_rows", "weights", *answers.KNOWN}
 KINDS = {
     "answers": (answers.measure, OF_ANSWERS),
     "generate": (
         generation.measure,
-        {each.name for each in fields(Speed)} | {"generate", "python"},
+        {each.name for each in fields(Speed)} | {"generate"},
     ),
     "training": (training.measure, OF_TRAINING),
 }
 
 
-FLAGS = {each.name: flag(each) for of in (Settings, Speed) for each in fields(of) if each.metadata}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for each in fields(Settings):
-        add_option(parser, each, several=each.name in training.VARIED)
-    processes = "processes, one for each GPU (default: 2)"
-    add("--gpus", type=at_least(1), default=2, help=processes)
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: for a small --config")
-    limit = "seconds for one row (default: 600)"
-    add("--timeout", type=at_least(1, float), default=600, help=limit)
+        if each.metadata:
+            add_option(parser, each, several=each.name in training.VARIED)
+    for each in (*fields(EngineSection), *fields(Processes)):
+        add_option(parser, each)
     add("--out", type=to_path, metavar="FILE", help="JSON array that rows are added to, one a line")
-    drawn = "draw memory.png and speed.png of the rows"
-    add("--pictures", type=to_path, metavar="FOLDER", help=drawn)
     shown = "measure nothing: table of these rows"
     add("--rows", type=to_path, nargs="+", metavar="FILE", help=shown)
     add(
@@ -53,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in fields(Speed):
         if each.metadata:
             add_option(group, each)
-    add("--python", type=expand, metavar="FILE", help="Python that has the original's transformers")
     add_weights(parser)
     add = parser.add_argument_group("--answers").add_argument
     told = "measure answer, with JPEG files of this size; --batch, --new-tokens, --weights, --model"
@@ -68,52 +61,38 @@ def run(options: argparse.Namespace) -> None:
     measure, known = KINDS[kind]
     for name in sorted(vars(options).keys() - known - SHARED):
         if getattr(options, name) != options.parser.get_default(name):
-            told = FLAGS.get(name, f"--{name.replace('_', '-')}")
-            raise ValueError(f"{told} is not of {kind}: leave it out")
-    read = [("the model's folder", each) for each in (options.model, options.against) if each]
-    for name in ("out", "pictures"):
-        if (out := getattr(options, name)) is not None:
-            require_apart(out, read, f"--{name}")
-    if options.pictures:
-        check_drawable(options.pictures)
+            raise ValueError(f"--{name.replace('_', '-')} is not of {kind}: leave it out")
+    if options.out and options.model:
+        require_apart(options.out, [("the model's folder", options.model)], "--out")
     if options.rows:
-        rows = _show(options)
+        _show(options)
     elif options.into:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     else:
-        rows = _measure(options, kind, measure)
-    if options.pictures:
-        drawn = "\n".join(map(str, draw_pictures(rows, options.pictures)))
-        print(drawn or "no picture is drawn, as no row has figures")
+        _measure(options, kind, measure)
 
 
-def _show(options: argparse.Namespace) -> list[dict]:
+def _show(options: argparse.Namespace) -> None:
     if options.out:
         raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
     rows = [row for path in options.rows for row in read_rows(path)]
-    if options.pictures and any("gpus" not in row for row in rows):
-        raise ValueError("--pictures draws rows of training, and these have others: leave it out")
     if options.into:
         insert(markdown_table(rows), options.into)
     else:
         print(markdown_table(rows), end="")
-    return rows
 
 
-def _measure(options: argparse.Namespace, kind: str, measure: Any) -> list[dict]:
+def _measure(options: argparse.Namespace, kind: str, measure: Any) -> None:
     if options.out:
         require_addable(options.out, kind)
-    rows: list[dict] = []
-    start = time.monotonic()
-    for row in measure(options):
+    number, start = 0, time.monotonic()
+    for number, row in enumerate(measure(options), 1):
         cells = cells_of(row)
-        if not rows:
+        if number == 1:
             print("  ".join(cells))
         print("  ".join(map(str.ljust, cells.values(), map(len, cells))).rstrip(), flush=True)
         if "error" in row:
             print(row["error"])
-        rows.append(row)
         if options.out:
             add_rows(options.out, [row])
-    print(f"{len(rows):,} rows measured in {time.monotonic() - start:.0f} s")
-    return rows
+    print(f"{number:,} rows measured in {time.monotonic() - start:.0f} s")

@@ -1,7 +1,6 @@
-"""Measures generation: the process that ``generation.py`` starts for each code.
+"""Measures generation: the process that ``generation.py`` starts.
 
-``python -m glm4v_patched.bench.generation_worker SETTINGS OUT``. What it imports at the top must be
-there in the published code's old transformers, too.
+``python -m glm4v_patched.bench.generation_worker SETTINGS OUT``.
 """
 
 import json
@@ -13,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from ..installed_versions import versions
-
-# Versions of transformers that run the published code; later ones lack what it calls.
-PUBLISHED_RUNS_ON = "4.44"
 
 
 def measure(settings: dict, out: Path) -> None:
@@ -27,7 +22,7 @@ def measure(settings: dict, out: Path) -> None:
     device = torch.device(settings["device"])
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(device)
-    model = build_original(settings) if settings["against"] else build(settings)
+    model = build(settings)
     weights = bytes_a_token(model)
     same = ("new_tokens", "prompt_tokens", "cache")
     common: dict[str, Any] = {name: settings[name] for name in same}
@@ -55,38 +50,11 @@ def build(settings: dict) -> Any:
 
     file = settings["config"]
     sizes = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
-    device, options = settings["device"], {"attn_implementation": settings["attn_implementation"]}
+    device = settings["device"]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
-        build = partial(build_random, ChatGLMConfig(**sizes), dtype=dtype, **options)
+        build = partial(build_random, ChatGLMConfig(**sizes), dtype=dtype)
         model = hold(build, device, settings["weights"])
-    return model.eval().requires_grad_(False)
-
-
-def build_original(settings: dict) -> Any:
-    """The published code's, the same way. Raises ``RuntimeError`` naming the versions, if this
-    transformers does not run it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    dtype = torch.float32 if settings["device"] == "cpu" else torch.bfloat16
-    default, remote = torch.get_default_dtype(), {"trust_remote_code": True}
-    try:
-        config = AutoConfig.from_pretrained(settings["against"], **remote)
-        torch.set_default_dtype(dtype)
-        with torch.device(settings["device"]):
-            model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, **remote)
-        with torch.no_grad():
-            for parameter in model.parameters():  # it leaves them as the memory was
-                parameter.normal_(std=0.02)
-        assert hasattr(model, "generate"), "the model has no generate"
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-        raise RuntimeError(
-            f"transformers {transformers.__version__} does not run the published code, which was "
-            f"made for {PUBLISHED_RUNS_ON}: name a Python that has it by --python ({told})"
-        ) from error
-    finally:
-        torch.set_default_dtype(default)
     return model.eval().requires_grad_(False)
 
 
@@ -139,22 +107,18 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
 
 
 def prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor]:
-    """Rows of text around a picture each, in the three-id form that both codes take."""
+    """Rows of text around a picture each, whose place is one id between begin and end."""
     generator = torch.Generator().manual_seed(0)
     begin, end = config.boi_token_id, config.eoi_token_id
     image = torch.tensor([[begin, config.pad_token_id, end]]).repeat(batch, 1)
     most = min(begin, config.pad_token_id)
     text = torch.randint(0, most, (batch, settings["prompt_tokens"]), generator=generator)
     ids = torch.cat((text[:, :2], image, text[:, 2:]), dim=1)
-    vision = config.vision_config
-    side = vision["image_size"] if isinstance(vision, dict) else vision.image_size
+    side = config.vision.image_size
     pixels = torch.randn(batch, 3, side, side, generator=generator)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    name = "images" if settings["against"] else "pixel_values"
     mask = torch.ones_like(ids)
-    inputs = {"input_ids": ids, "attention_mask": mask, name: pixels.to(dtype)}
-    if settings["against"]:
-        inputs["position_ids"] = torch.arange(ids.shape[1]).repeat(batch, 1)
+    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels.to(dtype)}
     return {name: values.to(device) for name, values in inputs.items()}
 
 

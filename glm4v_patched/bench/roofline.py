@@ -13,6 +13,8 @@ from torch.utils.benchmark import Timer
 
 from ..engine.memory_plan import Batch, count_projection, linear_layers
 from ..engine.prepare import local_device
+from ..models.base import Base
+from ..models.loading import config_of as config_of_model
 from ..patch.config_json import read_object, why_not_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import Settings
@@ -22,7 +24,10 @@ PASSES = {"full": (3, 3), "lm": (1, 3), "lora_lm": (1, 2), "lora_all": (2, 2), "
 
 
 def config_of(settings: Settings) -> ChatGLMConfig:
-    """The real size, unless a file says otherwise, which need not say what it is of."""
+    """That of ``--model``, or the real size, unless a file says otherwise, which need not say what
+    it is of."""
+    if settings.model is not None:
+        return config_of_model(Base(settings.model))
     if settings.config is None:
         return ChatGLMConfig()
     sizes = {"model_type": "chatglm"} | read_object(Path(settings.config))

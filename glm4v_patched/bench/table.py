@@ -8,18 +8,18 @@ from pathlib import Path
 
 from ..atomic import write_atomically
 from ..engine.options import TRAINED, trains_tower
-from .settings import DEFAULTS
 
 # What a long error message means, by a pattern in it.
 REASONS = {"out ?of ?memory": "out of memory", "not done": "not done in time", "sigkill": "killed"}
 # Settings that have columns of their own, or say nothing of how it was trained.
 TOLD = {"trained", "micro_batch", "text_tokens", "tower", "language", "memory_limit"}
 TOLD |= {"stage3_max_live_parameters", "zero_stage", "steps", "warm_up", "profile", "config"}
+# Also of older releases, whose bench had more settings.
 BEGIN, END = "<!-- rows of bench -->", "<!-- end of the rows of bench -->"
 Column = Callable[[dict], str]
 # What rows must have to be shown, by their workload.
 OF_TRAINING = {"gpus", "micro_batch", "text_tokens", "settings"}
-FIELDS = {"generate": {"batch", "implementation"}}
+FIELDS = {"generate": {"batch"}}
 FIELDS |= {"answers": {"batch", "picture", "rows", "new_tokens"}}
 
 
@@ -77,9 +77,7 @@ def hardware(row: dict) -> str:
 
 def _policies(row: dict) -> str:
     """Of tower and language model: those that were chosen, before those that were asked for."""
-    if row.get("implementation") == "original":
-        return "-"
-    of = row["settings"] | (row.get("policies") or {})
+    of = {"tower": "auto", "language": "auto"} | row["settings"] | (row.get("policies") or {})
     tower = of["tower"] if trains_tower(row["workload"]) else "-"  # a frozen one keeps nothing
     return f"{tower}, {of['language']}"
 
@@ -91,13 +89,11 @@ def _live_parameters(row: dict) -> str:
 
 
 def _method(row: dict) -> str:
-    """The ZeRO stage, and every other setting that is not the default."""
+    """The ZeRO stage, and every other setting: a row has those that are not the default."""
     stage = row.get("zero_stage", 3)
     words = [f"ZeRO-{stage}" if stage else "no ZeRO"]
     for name, value in row["settings"].items():
-        if name == "against" and value is not None:
-            words.append("the original's code")
-        elif name not in TOLD and value != DEFAULTS.get(name):
+        if name not in TOLD:
             switch = name if value else f"no {name}"
             words.append(switch if isinstance(value, bool) else f"{name} {value}")
     return ", ".join(words)
@@ -135,7 +131,6 @@ TRAINING = DESCRIPTION | {
     "reserved": _figure("peak_reserved_gib", "{:.1f}"),
 }
 GENERATION: dict[str, Column] = {
-    "code": _figure("implementation", "{}"),
     "device": _figure("device", "{}"),
     "weights": _figure("weights", "{}"),
     "cache": _figure("cache", "{}"),

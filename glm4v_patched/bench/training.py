@@ -2,17 +2,22 @@
 
 import argparse
 import json
-import os
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-from ..engine.environment import python_module, run_within, training_environment
+from ..engine.environment import (
+    environment_alone,
+    python_module,
+    run_within,
+    training_environment,
+)
 from ..engine.gpus import find_gpus
-from ..engine.options import require_packages
+from ..engine.options import EngineSection, require_packages
 from ..installed_versions import versions
 from ..option_fields import given
 from .settings import REAL_ON_CPU, Settings, in_own_words
@@ -35,12 +40,15 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def settings_asked(options: argparse.Namespace) -> list[Settings]:
-    """Of every combination; of each, the original's code after ours."""
-    common = {each.name: getattr(options, each.name) for each in fields(Settings)}
-    codes = [None, options.against] if options.against else [None]
+    """Of every combination."""
+
+    def asked(section: type) -> dict[str, Any]:
+        return {each.name: getattr(options, each.name) for each in fields(section) if each.metadata}
+
+    engine, common = EngineSection(**asked(EngineSection)), asked(Settings)
     return [
-        Settings(**common | dict(zip((*VARIED, "against"), varied, strict=True)))
-        for varied in product(*(common[name] for name in VARIED), codes)
+        Settings(**common | dict(zip(VARIED, varied, strict=True)), engine=engine)
+        for varied in product(*(common[name] for name in VARIED))
     ]
 
 
@@ -53,12 +61,12 @@ def _require_machine(measurements: Sequence[Settings], processes: int, on_cpu: b
     device: Device = "cpu" if on_cpu else "cuda"
     asked = measurements[0]
     try:
-        place(processes, device, asked.zero_stage)
+        place(processes, device, asked.engine.zero_stage)
     except ValueError as error:
         raise ValueError(in_own_words(str(error))) from None
     found = faults_of_device(asked.known(), device, processes)
     faults = [in_own_words(fault.text) for fault in found]
-    if on_cpu and asked.config is None:
+    if on_cpu and asked.config is None and asked.model is None:
         faults.append(REAL_ON_CPU)
     if not faults:
         faults = [line for asked in measurements if (line := _too_large(asked, processes, on_cpu))]
@@ -74,7 +82,8 @@ def _too_large(settings: Settings, processes: int, on_cpu: bool) -> str:
 
     free = 0.0 if on_cpu else min(gpu.memory for gpu in find_gpus().found[:processes])
     config = config_of(settings)
-    free, batch = within_limit(free, settings.memory_limit), batch_of(settings, config, processes)
+    free = within_limit(free, settings.engine.memory_limit)
+    batch = batch_of(settings, config, processes)
     told = fault_of_memory(config, settings.engine_options(), batch, free)
     at = f"{settings.trained}, micro-batch {settings.micro_batch}, on {processes} processes"
     return told and f"{at}: {in_own_words(told)}"
@@ -83,40 +92,35 @@ def _too_large(settings: Settings, processes: int, on_cpu: bool) -> str:
 def command_of(settings: Settings, gpus: int, on_cpu: bool) -> str:
     """The shortest command line that measures this one row."""
     arguments = ["--trained", settings.trained, "--gpus", str(gpus)]
-    arguments += [*given(settings, but=["trained"]), *["--device", "cpu"] * on_cpu]
-    return "glm4v-patched bench " + shlex.join(arguments)
+    arguments += [*given(settings, but=["trained", "engine"]), *given(settings.engine)]
+    return "glm4v-patched bench " + shlex.join([*arguments, *["--device", "cpu"] * on_cpu])
 
 
 def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: bool) -> dict:
     """One row; ``error`` says what went wrong where the processes failed or hung."""
-    same = ("micro_batch", "text_tokens", "zero_stage", "offload", "fp8")
     row = {
         "workload": settings.trained,
-        "implementation": "ours" if settings.against is None else "original",
         "gpus": gpus,
-        **{name: getattr(settings, name) for name in same},
-        "memory_limit_gib": settings.memory_limit,
-        "settings": asdict(settings),
+        "micro_batch": settings.micro_batch,
+        "text_tokens": settings.text_tokens,
+        "zero_stage": settings.engine.zero_stage,
+        "fp8": settings.engine.fp8,
+        "memory_limit_gib": settings.engine.memory_limit,
+        "settings": settings.changed(),
         "command": command_of(settings, gpus, on_cpu),
         "device": device_name(on_cpu),
     }
     with tempfile.TemporaryDirectory() as name:
-        folder, asked = Path(name), json.dumps(asdict(settings))
-        if settings.from_files is None:
-            out = folder / "row.json"
-            options = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # at a free port
-            options += ["glm4v_patched.bench.worker", asked, str(out)]
-            worker = python_module("torch.distributed.run", *options)
-            error = run(worker, folder, training_environment(gpus, on_cpu), timeout)
-            found = json.loads(out.read_text()) if out.exists() else {"error": error}
-        else:
-            rows = settings.micro_batch * gpus * (settings.warm_up + settings.steps)
-            error = write_files(folder, settings, rows, on_cpu, timeout)
-            train = python_module("glm4v_patched", "train", str(folder / "recipe.json"))
-            train += ["--processes", str(gpus), "--device", "cpu" if on_cpu else "cuda"]
-            error = error or run(train, folder, os.environ, timeout)
-            report = folder / "out" / "training.json"
-            found = {"error": error} if error else figures(json.loads(report.read_text()))
+        folder = Path(name)
+        out = folder / "row.json"
+        worker, environment = ["glm4v_patched.bench.worker"], environment_alone(on_cpu)
+        if settings.engine.zero_stage:
+            launcher = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # at a free port
+            worker = ["torch.distributed.run", *launcher, *worker]
+            environment = training_environment(gpus, on_cpu)
+        command = python_module(*worker, settings.text(), str(out))
+        error = run(command, folder, environment, timeout)
+        found = json.loads(out.read_text()) if out.exists() else {"error": error}
     if "error" not in found:
         found["versions"] = versions((*PACKAGES, "glm4v-patched"))
     return row | found
@@ -124,24 +128,6 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
 
 def device_name(on_cpu: bool) -> str:
     return "cpu" if on_cpu else find_gpus().found[0].name
-
-
-def write_files(folder: Path, settings: Settings, rows: int, on_cpu: bool, timeout: float) -> str:
-    """Have :mod:`from_files` write a model, rows and a recipe; what went wrong, if anything did."""
-    arguments = [str(folder), json.dumps(asdict(settings)), str(rows)]
-    command = python_module("glm4v_patched.bench.from_files", *arguments)
-    return run(command, folder, training_environment(1, on_cpu), timeout)
-
-
-def figures(report: dict) -> dict:
-    """Those of a row that a recipe's ``training.json`` knows."""
-    speed = report["measured"]["samples_per_s"]
-    return {
-        **report["measured"],
-        "samples_per_s_per_gpu": None if speed is None else speed / report["world_size"],
-        "policies": report["policies"],
-        "losses": [entry["loss"] for entry in report["history"]],
-    }
 
 
 def run(command: list[str], folder: Path, environment: Mapping[str, str], timeout: float) -> str:

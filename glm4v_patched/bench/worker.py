@@ -1,165 +1,167 @@
-"""Measures one workload: what every process of a group runs.
+"""Measures one training: what every process of a group runs.
 
-``python -m torch.distributed.run --nproc_per_node N -m glm4v_patched.bench.worker SETTINGS OUT``.
+``python -m glm4v_patched.bench.worker SETTINGS OUT``, with ZeRO under ``torch.distributed.run``.
+The loop is that of a recipe (:mod:`finetune.assembly`); here are only a model with random weights,
+samples, and a callback that looks at the clock.
 """
 
 import json
-import math
 import os
 import statistics
 import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.benchmark import timer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import TrainerCallback
 
-from ..engine.deepspeed.internals import gathered
+from ..data.collate import ConversationCollator
+from ..data.workers import loader_options, worker_start
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB, decide, free_memory
-from ..engine.prepare import Engine, join_processes, local_device, start
+from ..engine.options import EngineOptions
+from ..engine.prepare import join_processes, local_device, prepare_model
 from ..engine.trainable import build_random
+from ..finetune.assembly import begin, build_trainer
+from ..finetune.process import leave
+from ..finetune.trainer import RecipeTrainer
+from ..finetune.training_arguments import LoopOptions, engine_arguments
 from ..remote.configuration_chatglm import ChatGLMConfig
-from ..remote.loss import IGNORE_INDEX
-from .breakdown import memory_parts, profile_step
-from .roofline import batch_of, config_of, measured_ceiling, supervised, useful_flop
+from ..remote.modeling_chatglm import GLM4VForCausalLM
+from .roofline import batch_of, measured_ceiling, useful_flop
+from .samples import SameBatch, config_and_processor, conversations
 from .settings import Settings
 
 LEARNING_RATE = 1e-5
 
 
-def measure(settings: Settings) -> dict | None:
-    """Build the model with random weights, train it, and return what was seen (on rank 0)."""
+class StepTimer(TrainerCallback):
+    """Seconds of each step after those to warm up: reading its batch is in them, logging is not."""
+
+    def __init__(self, warm_up: int):
+        self.warm_up = warm_up
+        self.seconds: list[float] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._began = timer()  # once the GPU is done
+
+    def on_step_end(self, args, state, control, **kwargs):
+        ended = timer()
+        if state.global_step > self.warm_up:
+            self.seconds.append(ended - self._began)
+        elif state.global_step == self.warm_up and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self._began = ended
+
+    def on_log(self, args, state, control, **kwargs):
+        self._began = timer()
+
+
+def measure(settings: Settings) -> dict:
+    """Train a model with random weights, and return what was seen."""
     on_gpu = local_device().type == "cuda"
-    side, products, held = (8192, 20, 1500) if on_gpu else (512, 3, 3)
-    ceiling, held_ceiling = (measured_ceiling(side, number) for number in (products, held))
+    ceiling = measured_ceiling(*(8192, 20) if on_gpu else (512, 3))
     torch.cuda.empty_cache()
-    torch.manual_seed(0)
-    asked, config = settings.engine_options(), config_of(settings)
-    join_processes(asked)
-    sizes = batch_of(settings, config, int(os.environ.get("WORLD_SIZE", 1)))
-    require_fp8(asked, config)
-    options = decide(config, asked, sizes, free_memory(settings.memory_limit))
-    build = partial(_build, settings, config)
-    changes = json.loads(settings.zero_options)
-    trainer = start(options, build, settings.micro_batch, LEARNING_RATE, changes)
-    if settings.against is not None:
-        # Behind peft, which would otherwise have gradients computed for the embeddings, too.
-        original: Any = trainer.model
-        original.gradient_checkpointing_enable()
-    batch = _batch(config, settings)
-    if settings.reuse_features:  # what a first epoch would have kept of these pictures
-        model: Any = trainer.model
-        with torch.no_grad():
-            found = model.get_image_features(batch.pop("pixel_values"), return_dict=True)
-        batch["image_features"] = found.pooler_output
-    times, losses = _train(trainer, batch, settings.warm_up, settings.steps)
-    require_learning(losses, rounded=settings.against is not None)
+    with tempfile.TemporaryDirectory() as folder:
+        timed = StepTimer(settings.warm_up)
+        trainer, options, config = _trainer_of(settings, Path(folder), timed)
+        trainer.train()
+    require_learning(trainer)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
-    median, work = statistics.median(times), useful_flop(config, settings)
+    median, work = statistics.median(timed.seconds), useful_flop(config, settings)
     rate = settings.micro_batch / median
     positions = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
-    row = {
+    fastest, slowest = min(timed.seconds), max(timed.seconds)
+    return {
         "samples_per_s_per_gpu": rate,
         "tokens_per_s_per_gpu": rate * positions,
         "roofline_share": rate * work / ceiling,
-        "step_s": {"median": median, "fastest": min(times), "slowest": max(times)},
+        "step_s": {"median": median, "fastest": fastest, "slowest": slowest},
         "useful_tflop_per_sample": work / 1e12,
         "ceiling_tflops": ceiling / 1e12,
-        "held_ceiling_tflops": held_ceiling / 1e12,  # 1,500 products, a few steps long
         "peak_allocated_gib": allocated,
         "peak_reserved_gib": reserved,
-        "memory_gib": memory_parts(trainer, batch) if on_gpu else None,
         "policies": options.policies,
-        "losses": losses,
+        "offload": options.offload,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
-    if settings.profile:
-        row |= profile_step(lambda: trainer.step(batch))
-    return row if int(os.environ.get("RANK", 0)) == 0 else None
 
 
-def require_learning(losses: list[float], rounded: bool) -> None:
-    """Raises RuntimeError for losses of steps in which nothing can have been learned. Those that
-    are ``rounded`` to bf16, as the original's are, may stay the same over some steps."""
-    if not all(map(math.isfinite, losses)):
-        raise RuntimeError(f"a loss is no finite number: {losses}")
-    if len(set(losses)) == 1 and not rounded:
-        raise RuntimeError(f"the loss stayed {losses[0]} in {len(losses)} steps: nothing learned")
+def _trainer_of(
+    settings: Settings, folder: Path, timed: StepTimer
+) -> tuple[RecipeTrainer, EngineOptions, ChatGLMConfig]:
+    """The recipe's trainer of the model and the samples, in processes that have joined."""
+    config, processor = config_and_processor(settings)
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    batch, asked = batch_of(settings, config, processes), settings.engine_options()
+    require_fp8(asked, config)
+    if torch.cuda.is_available():
+        join_processes(asked)  # all of them decide by the least of what is free
+    options = decide(config, asked, batch, free_memory(asked.memory_limit))
+    steps = settings.warm_up + settings.steps
+    arguments = begin(
+        options,
+        engine_arguments(options, on_cpu=not torch.cuda.is_available())
+        | loader_options({}, processes, settings.micro_batch, config.vision.image_size)
+        | {
+            "output_dir": str(folder),
+            "max_steps": steps,
+            "per_device_train_batch_size": settings.micro_batch,
+            "learning_rate": LEARNING_RATE,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        },
+    )
+    samples: Any = range(settings.micro_batch * processes * steps)  # each once
+    collator: Any = SameBatch(config, settings, seed=arguments.process_index)
+    if processor is not None:
+        samples = conversations(processor, settings, folder, len(samples))
+        collator = ConversationCollator(processor)
+    trainer = build_trainer(
+        partial(prepare_model, options, _builder(settings, config, options)),
+        arguments,
+        LoopOptions(max_nonfinite_steps=1, worker_start=worker_start(options.offload)),
+        callbacks=[timed],
+        reuse_features=settings.reuse_features,
+        train_dataset=samples,
+        data_collator=collator,
+    )
+    return trainer, options, config
 
 
-def _train(trainer: Engine, batch: dict, warm_up: int, steps: int) -> tuple[list, list]:
-    """Seconds of each step after those to warm up, and the losses of all."""
-    times, losses = [], []
-    for step in range(warm_up + steps):
-        if step == warm_up and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        began = timer()  # once the GPU is done
-        losses.append(trainer.step(batch))
-        times.append(timer() - began)
-    return times[warm_up:], [loss.item() for loss in losses]
+def _builder(
+    settings: Settings, config: ChatGLMConfig, options: EngineOptions
+) -> Callable[..., GLM4VForCausalLM]:
+    """What is given what ``from_pretrained`` is: that of a folder, or random weights."""
+    if settings.model is not None:
+        return partial(GLM4VForCausalLM.from_pretrained, settings.model)
+
+    def build(**given: Any) -> GLM4VForCausalLM:
+        # Under ZeRO-3 DeepSpeed itself puts every new weight on the GPU, sharded.
+        with nullcontext() if options.zero_stage == 3 else local_device():
+            return build_random(config, **given)
+
+    return build
 
 
-def _build(settings: Settings, config: ChatGLMConfig, **given: Any) -> Any:
-    """Random weights, where the recipe gives ``from_pretrained`` a folder and what is ``given``."""
-    if settings.against is not None:
-        theirs = AutoConfig.from_pretrained(settings.against, trust_remote_code=True)
-        options = {"trust_remote_code": True, "dtype": given["dtype"]}
-        original = AutoModelForCausalLM.from_config(theirs, **options)
-        _fill(original)
-        return original
-    return build_random(config, **given)
-
-
-@torch.no_grad()
-def _fill(model: nn.Module) -> None:
-    """Published code leaves weights as their memory was: with NaN in it, nothing is learned."""
-    for name, weight in model.named_parameters():
-        with gathered(weight, modifier_rank=0):
-            if weight.ndim > 1:
-                nn.init.normal_(weight, std=0.02)
-            else:  # of a norm, or a bias
-                nn.init.constant_(weight, name.endswith("weight"))
-
-
-def _batch(config: ChatGLMConfig, settings: Settings) -> dict[str, Tensor]:
-    """Samples of one image and then text, learned in its second half: padded rows, or one row."""
-    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)))
-    most = min(config.boi_token_id, config.pad_token_id)  # text has smaller ids
-    image = torch.tensor([config.boi_token_id, config.pad_token_id, config.eoi_token_id])
-    lengths = settings.text_lengths()
-    texts = [torch.randint(0, most, (length,), generator=generator) for length in lengths]
-    ids = [torch.cat((image, text)) for text in texts]
-    labels = [sample.clone() for sample in ids]
-    for sample, length in zip(labels, lengths, strict=True):
-        sample[: len(sample) - supervised(length)] = IGNORE_INDEX
-    pad = partial(pad_sequence, batch_first=True)
-    batch = {"input_ids": pad(ids), "labels": pad(labels, padding_value=IGNORE_INDEX)}
-    if settings.packed:
-        positions = torch.cat([torch.arange(len(sample)) for sample in ids])[None]
-        batch = {"input_ids": torch.cat(ids)[None], "labels": torch.cat(labels)[None]}
-        batch["position_ids"] = positions
-    elif lengths[-1] < lengths[0]:
-        batch["attention_mask"] = pad([torch.ones_like(sample) for sample in ids])
-    vision = config.vision
-    shape = (settings.micro_batch, vision.in_channels, vision.image_size, vision.image_size)
-    name = "pixel_values" if settings.against is None else "images"
-    batch[name] = torch.randn(shape, generator=generator).bfloat16()
-    return {name: values.to(local_device()) for name, values in batch.items()}
+def require_learning(trainer: RecipeTrainer) -> None:
+    """Raise ``RuntimeError`` for a training in which nothing can have been learned."""
+    if trainer.watch.verdict is not None:
+        raise RuntimeError(trainer.watch.verdict)
+    if not any(entry.get("grad_norm") for entry in trainer.state.log_history):
+        raise RuntimeError("the gradients of all steps were 0: nothing was learned")
 
 
 if __name__ == "__main__":
-    row = measure(Settings(**json.loads(sys.argv[1])))
-    if row is not None:
+    row = measure(Settings.read(sys.argv[1]))
+    if int(os.environ.get("RANK", 0)) == 0:
         Path(sys.argv[2]).write_text(json.dumps(row))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    sys.stdout.flush()
-    # DeepSpeed's and inductor's threads take long to end, and nothing is left to save.
-    os._exit(0)
+    leave()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.environment import python_module
+from ..engine.options import Precision
 from ..paths import expand, to_path
 from ..terminal_text import in_bytes
 from .environment import (
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     return int(any(line.verdict in (DIFFERENT, OURS_WRONG) for line in lines))
 
 
-def compare(folder: Path, python: str, precision: str, device: str, work: Path) -> list:
+def compare(folder: Path, python: str, precision: Precision, device: str, work: Path) -> list:
     """Compute the same rows with the code in ``folder`` and with ours, one model at a time.
 
     Args:
@@ -154,7 +155,7 @@ def _device() -> Literal["cuda", "cpu"]:
     return "cuda" if find_gpus().found else "cpu"
 
 
-def _require_memory(folder: Path, positions: int, precision: str, device: str) -> None:
+def _require_memory(folder: Path, positions: int, precision: Precision, device: str) -> None:
     """Say what a model needs, and raise ``ValueError`` if there is less."""
     from ..engine.memory_plan import Batch, activations, count_parameters, free_memory
     from ..engine.options import EngineOptions

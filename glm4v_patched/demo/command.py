@@ -21,9 +21,10 @@ from ..atomic import write_atomically
 from ..data.rows import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
+from ..engine.options import EngineSection
 from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
-from ..finetune.recipe import Data, EngineFields, Recipe, TrainerFields
+from ..finetune.recipe.sections import Data, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Question, digest_pictures, question_of
@@ -100,7 +101,7 @@ def _run(out: Path, placement: Placement, steps: int) -> dict:
         out=str(out / "trained"),
         data=Data(train=str(rows)),
         # Not by memory, which would suffice for no checkpoint at all.
-        engine=EngineFields(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
+        engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
             # A single process has the samples of two: with half of them 300 steps do not suffice.

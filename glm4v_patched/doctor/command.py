@@ -46,9 +46,9 @@ def _show_rows(options: argparse.Namespace) -> int:
     if options.recipe is None or options.rows < 1:
         raise ValueError(f"--rows {options.rows} is for the data of a recipe: name one, and N >= 1")
     from ..data.rows import Fault, place, read_rows
-    from ..finetune.recipe import Recipe
-    from ..finetune.recipe_model import base_of
-    from ..finetune.shipped_recipes import find_recipe
+    from ..finetune.recipe.model import base_of
+    from ..finetune.recipe.sections import Recipe
+    from ..finetune.recipe.shipped import find_recipe
     from ..finetune.summary import show_sample
     from ..models.base import pin
     from ..models.loading import load_processor

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..engine.options import EngineOptions
+from ..engine.options import EngineOptions, is_lora
 from ..finetune.launch import require_model
 from ..finetune.preflight import check
-from ..finetune.recipe_file import RecipeError
-from ..finetune.recipe_model import base_of
+from ..finetune.recipe.file import RecipeError
+from ..finetune.recipe.model import base_of, inputs_of
 from ..finetune.run_folder import require_free, require_usable
 from ..models.base import Base
 from ..models.placement import Device
@@ -56,10 +56,11 @@ def check_recipe(
     folder, base = Path(recipe.out), base_of(recipe)
     with looking_at("folder (out)"):
         require_free(folder)
-        require_usable(recipe, base)
+        adapters = is_lora(recipe.trained)
+        require_usable(folder, inputs_of(recipe, base), recipe.trainer.length, adapters)
         found.append(Finding("folder (out)", OK, f"{folder} can be written, and has no run"))
     with looking_at("model"):
-        base = require_model(recipe, base)
+        base = require_model(base, recipe.from_scratch, recipe.trained)
         found.append(Finding("model", OK, "its weights have the names and shapes of a glm-4v"))
     if found[-1].verdict == FAILS:
         return found

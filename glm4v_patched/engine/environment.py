@@ -86,6 +86,14 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
     return defaults | os.environ | cpu | {"PATH": path_of_processes()}
 
 
+def environment_alone(on_cpu: bool) -> dict[str, str]:
+    """The environment of a process that trains alone, without ZeRO. It sees one GPU: the Trainer
+    would spread it over all."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    one = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": first}
+    return training_environment(1, on_cpu) | one
+
+
 def path_of_processes() -> str:
     """``PATH`` with the programs of this Python environment first: torch starts ``ninja`` by name,
     and pip puts it beside the interpreter."""

@@ -156,15 +156,6 @@ def memory_in_use() -> list[Use]:
     return [Use(int(a), int(b) * mib, int(c) * mib) for a, b, c in (r for r in rows if len(r) == 3)]
 
 
-def share_in_use() -> float | None:
-    """Of the last sampling period, the share in which the first GPU that this process sees ran a
-    kernel; None where ``nvidia-smi`` does not say."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-    asked = f"--id={seen}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"
-    told = _nvidia_smi(*asked).strip()
-    return int(told) / 100 if told.isdecimal() else None
-
-
 def _nvidia_smi(*arguments: str) -> str:
     """What it prints; nothing where it is not there, fails or hangs."""
     program = shutil.which("nvidia-smi")

@@ -2,10 +2,11 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from ..option_fields import EXACT, REFUSE_OTHERS, option
 from ..terminal_text import pip_install
-from .activation_policies import POLICIES
+from .activation_policies import EVERY, POLICIES
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
 """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
@@ -15,18 +16,18 @@ PARTS = ("tower", "adapter", "language_model")
 """Of the model: the vision tower's layers and embeddings; what projects its output (the adapter, no
 LoRA); the rest. What is trained may also be some of them, as "tower+adapter"."""
 
-LANGUAGE_TARGETS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-TOWER_TARGETS = ("query_key_value", "dense", "fc1", "fc2")
-"""Linear layers that LoRA can be put on."""
+Precision = Literal["bf16", "fp32"]
+"""Of the computation and of what is saved."""
 
-OPTIMIZERS = ("adamw", "adamw_8bit")
+Optimizer = Literal["adamw", "adamw_8bit"]
 """adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight."""
+OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
-MAX_GRAD_NORM = 1.0
-"""Gradients are clipped to this norm."""
-
-ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-"""As TrainingArguments has them by default."""
+Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
+TARGETS: tuple[str, ...] = get_args(Target)
+LANGUAGE_TARGETS = TARGETS[:4]
+TOWER_TARGETS = (*TARGETS[:2], *TARGETS[4:])
+"""Linear layers that LoRA can be put on."""
 
 ALL_WEIGHTS = 1e12
 """A number of weights that is more than any model has."""
@@ -39,7 +40,6 @@ PACKAGES = {
     "adamw_8bit": ["bitsandbytes"],
     "4bit": ["bitsandbytes"],
     "8bit": ["bitsandbytes"],
-    "--pictures": ["matplotlib"],
     "serve": ["starlette", "uvicorn"],
 }
 # What transformers needs to load weights that were saved quantised, by the method in their config.
@@ -58,58 +58,142 @@ OF_QUANTISERS = {
 }
 PACKAGES |= OF_QUANTISERS
 
+_POLICY: dict[str, Any] = {
+    "pattern": f"^(auto|{'|'.join(POLICIES)}|every [1-9][0-9]{{0,8}})$",
+    "expected": f"auto, {', '.join(POLICIES)} or {EVERY}, N > 0",
+    "strict": True,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Adapters, in peft's words. None is the default, or what adapters have that go on being
-    trained; of ``alpha`` the default is twice the rank."""
+    """Adapters, where ``trained`` asks for them: the section ``lora`` of a recipe."""
 
-    rank: int = 8
-    alpha: int | None = None
-    dropout: float | None = None
-    targets: tuple[str, ...] | None = None
-    use_rslora: bool | None = None
-    use_dora: bool | None = None
+    __pydantic_config__ = REFUSE_OTHERS
+
+    rank: int = option(
+        8, "Rank of the adapters; the model's layers have at most 4096.", ge=1, le=4096, strict=True
+    )
+    alpha: int | None = option(
+        None,
+        "What they add is multiplied by alpha / rank; null: twice the rank. Here and below, "
+        "adapters that go on being trained keep what they have where null is said.",
+        ge=1,
+        le=2**31 - 1,
+        strict=True,
+    )
+    dropout: float | None = option(
+        None, "Of their input, in training; null: 0.", ge=0, lt=1, strict=True
+    )
+    targets: tuple[Target, ...] | Literal["all-linear"] | None = option(
+        None,
+        'The linear layers that have adapters, of each layer of what "trained" says (fc1 and fc2 '
+        "are the vision tower's, dense_... the language model's); null: query_key_value.",
+        expected=f"a list of {', '.join(TARGETS)}, or all-linear or null",
+    )
+    use_rslora: bool | None = option(
+        None, "Multiply by alpha / sqrt(rank) instead; null: false.", strict=True
+    )
+    use_dora: bool | None = option(
+        None,
+        "Learn the weights' magnitudes, too (not with engine.zero_stage 3); null: false.",
+        strict=True,
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the linear layers that have adapters; the default is what published ones have."""
+        """Of the linear layers that have adapters, as far as what is trained has them; the default
+        is what published ones have."""
+        if self.targets == "all-linear":
+            return TARGETS
         return ("query_key_value",) if self.targets is None else self.targets
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How a model is trained. "auto" (None for a number) is decided by
-    :func:`memory_plan.decide`, before :mod:`prepare` acts by it."""
+class EngineSection:
+    """How it is computed: numbers may round differently, what is learned is the same.
+
+    The section ``engine`` of a recipe, and options of ``bench``. "auto" is decided by
+    :func:`memory_plan.decide`.
+    """
+
+    __pydantic_config__ = REFUSE_OTHERS
+
+    zero_stage: Annotated[Literal[0, 1, 2, 3], EXACT] = option(
+        3,
+        "Of DeepSpeed; 0 is a single process without it. What is trained is then held in fp32, and "
+        "computed with under autocast where precision is bf16.",
+    )
+    precision: Precision = option("bf16", "Of the computation and of what is saved.")
+    fp8: bool = option(
+        False,
+        "Matrix products in fp8 (GPUs of compute capability 8.9 and newer, bf16 otherwise): "
+        "faster, and rounded more coarsely. What is saved is bf16 as without it.",
+        strict=True,
+    )
+    tower: str = option(
+        "auto",
+        'Which activations the vision tower\'s layers keep; "auto" is the fastest for which the '
+        'GPUs\' free memory suffices ("full" on a CPU).',
+        **_POLICY,
+    )
+    language: str = option("auto", "The same for the language model's layers.", **_POLICY)
+    compile: Annotated[Literal[True, False, "auto"], EXACT] = option(
+        "auto",
+        'Compile the layers; "auto": on a GPU, for 300 steps or more. Compiling takes about a '
+        "minute, and a step is then a quarter shorter.",
+    )
+    optimizer: Optimizer = option(
+        "adamw", "AdamW with its states in fp32, or in 8 bits (bitsandbytes)."
+    )
+    offload: Annotated[Literal[True, False, "auto"], EXACT] = option(
+        "auto",
+        'Keep the optimizer\'s states and the fp32 weights on the CPU; "auto": where nothing else '
+        "fits.",
+    )
+    memory_limit: float | None = option(
+        None,
+        "GiB that torch may allocate on a GPU, where others use it, too; null: all that is free.",
+        ge=1,
+        le=1e6,
+        strict=True,
+    )
+    zero_hpz_partition_size: int = option(
+        1,
+        "DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the "
+        "weights between them, so that the backward pass gathers nothing over the network; 1 for "
+        "none.",
+        ge=1,
+        le=2**31 - 1,
+        strict=True,
+    )
+    zero_quantized_weights: bool = option(
+        False,
+        "DeepSpeed's ZeRO++ (qwZ): gather weights in 8 bits; needs CUDA's compiler.",
+        strict=True,
+    )
+    zero_quantized_gradients: bool = option(
+        False,
+        "DeepSpeed's ZeRO++ (qgZ): sum gradients in 4 bits; needs CUDA's compiler.",
+        strict=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(EngineSection):
+    """How a model is trained: the section, with what no recipe says. Decided, no field that was
+    "auto" (None for a number) still is, before :mod:`prepare` acts by it."""
 
     trained: str = "full"  # one of TRAINED, or PARTS joined by "+"
     lora: LoraOptions = LoraOptions()
-    precision: str = "bf16"  # or fp32: of the computation and of what is saved
-    zero_stage: int = 3  # of DeepSpeed; 0 is a single process without it
-    fp8: bool = False  # matrix products of both towers' layers
     # Weights that are held in fp8 and not sharded are kept transposed, too, for the backward pass,
     # which otherwise transposes each where it is used; decide() may turn it off for its memory.
     keep_transposed: bool = True
     attn_implementation: str | None = None  # of transformers; None is its choice
-    tower: str = "auto"  # policy of kept activations of the vision tower's layers
-    language: str = "auto"  # of the language model's
-    compile: bool | str = "auto"  # "auto": on a GPU, where the steps make up for its time
-    optimizer: str = "adamw"  # one of OPTIMIZERS
-    offload: bool | str = "auto"  # the optimizer's states and fp32 weights are on the CPU
     # DeepSpeed's: weights that may stay gathered between a layer's forward and its backward.
     stage3_max_live_parameters: float | None = None
-    memory_limit: float | None = None  # GiB that torch may allocate on a GPU
-    # DeepSpeed's ZeRO++: processes that share a second copy of the weights, gathers in 8 bits, sums
-    # of gradients in 4.
-    zero_hpz_partition_size: int = 1
-    zero_quantized_weights: bool = False
-    zero_quantized_gradients: bool = False
     skip_logits: bool = True  # the loss comes from supervised positions alone, in chunks
     loss_chunk_size: int | None = None  # positions of a chunk; None: as the model's config says
-    # Of deepspeed.zero3; of the last, 0 is any number.
-    gather_in_place: bool = True
-    norms_in_place: bool = True
-    layers_ahead: int = 3
 
     @property
     def is_decided(self) -> bool:

@@ -1,25 +1,20 @@
-"""Builds, from options, a model that is ready to train, and its optimizer.
-
-The recipe, the bench and the loss curves all use it; nothing else builds a model for training.
-"""
+"""Builds, from options, a model that is ready to train; nothing else builds one."""
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .activation_checkpointing import checkpoint_layers, compile_layers
 from .deepspeed import internals
-from .deepspeed.config import deepspeed_config
 from .deepspeed.zero3 import adapt_zero3, wait_for_every_gather
 from .implementations import Use, use_implementations
 from .memory_plan import GIB
-from .options import ADAMW, MAX_GRAD_NORM, EngineOptions
+from .options import EngineOptions
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -42,7 +37,7 @@ def prepare_model(
     """The model with what is not trained frozen, policies set, compiled, ready for ZeRO.
 
     Under ZeRO-3, DeepSpeed's configuration must be known to transformers before
-    (``TrainingArguments``, or :func:`start`), so that weights come straight into shards.
+    (``TrainingArguments``), so that weights come straight into shards.
 
     Args:
         options: Decided (:func:`memory_plan.decide`).
@@ -98,117 +93,3 @@ def join_processes(options: EngineOptions) -> None:
 
         with internals.nothing_compiled():
             deepspeed.init_distributed(verbose=False)
-
-
-def start(
-    options: EngineOptions,
-    build: Callable[..., GLM4VForCausalLM],
-    micro_batch: int,
-    learning_rate: float,
-    zero_changes: Mapping[str, Any] | None = None,
-) -> "Engine":
-    """A prepared model with its optimizer, for whoever trains without transformers' Trainer, in
-    processes that were joined; ``zero_changes`` is laid over DeepSpeed's ``zero_optimization``."""
-    device = local_device()
-    config = deepspeed_config(options, micro_batch, 1, MAX_GRAD_NORM)
-    if config is None:
-        with device:
-            model = prepare_model(options, build)
-        return Engine(model, make_optimizer(model, options, learning_rate), options)
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    config["zero_optimization"] |= zero_changes or {}
-    # Under stage 3 new parameters come straight into shards while it is alive, and transformers
-    # asks it later, too.
-    hf_config = HfDeepSpeedConfig(config)
-    with nullcontext() if options.zero_stage == 3 else device:
-        model = prepare_model(options, build)
-    optimizer = make_optimizer(model, options, learning_rate)
-    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-    return _Zero(engine, options, hf_config)
-
-
-def make_optimizer(
-    model: nn.Module, options: EngineOptions, learning_rate: float
-) -> torch.optim.Optimizer:
-    """AdamW over what is trained; the same that the recipe asks the Trainer for."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if options.optimizer == "adamw":
-        return torch.optim.AdamW(trained, lr=learning_rate, fused=True, **ADAMW)
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(trained, lr=learning_rate, **ADAMW)
-
-
-class Engine:
-    """A training step in three parts, of a model with its optimizer.
-
-    Of one process without ZeRO: what is trained is held in fp32 and computed with under autocast.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Any, options: EngineOptions):
-        self.model, self.optimizer, self.options = model, optimizer, options
-
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Train one step; returns its loss, detached."""
-        loss = self.forward(batch)
-        self.backward(loss)
-        self.update()
-        return loss.detach()
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        enabled = self.options.precision == "bf16"
-        with torch.autocast(local_device().type, torch.bfloat16, enabled=enabled):
-            return self.model(**batch).loss
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def update(self) -> None:
-        nn.utils.clip_grad_norm_(
-            (p for p in self.model.parameters() if p.requires_grad), MAX_GRAD_NORM
-        )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def optimizer_tensors(self) -> list[Tensor]:
-        """States of the optimizer, and under ZeRO the fp32 weights that they belong to."""
-        return _state_tensors(self.optimizer)
-
-    def gradient_buffers(self) -> list[Tensor]:
-        """What holds gradients from one step to the next."""
-        return []
-
-    def set_learning_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-
-
-class _Zero(Engine):
-    """DeepSpeed at stage 1 to 3."""
-
-    def __init__(self, engine: Any, options: EngineOptions, hf_config: Any):
-        super().__init__(engine.module, engine.optimizer, options)
-        self.engine, self.hf_config = engine, hf_config
-
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.engine(**batch).loss
-
-    def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        self.engine.step()
-
-    def optimizer_tensors(self) -> list[Tensor]:
-        masters = internals.masters(self.optimizer, self.options.zero_stage)
-        return [*masters, *_state_tensors(self.optimizer.optimizer)]
-
-    def gradient_buffers(self) -> list[Tensor]:
-        return internals.gradient_buffers(self.optimizer, self.options.zero_stage)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, Tensor)]

@@ -28,7 +28,7 @@ from .ending import describe_end
 from .launch import prepared
 from .preflight import check
 from .process import leave, run
-from .recipe_file import RecipeError
+from .recipe.file import RecipeError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Data may be checked for hours; who waits is ended by its launcher if process 0 is gone.
@@ -113,7 +113,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
             store.set("go", "go")
             status = run(plan.path)
             if not status:
-                print(describe_end(plan.recipe, placement.on_cpu), flush=True)
+                print(describe_end(recipe, placement.on_cpu), flush=True)
             elif fault := read_report(plan.path.parent).get("error"):
                 print(f"glm4v_patched.finetune: {fault}", file=sys.stderr)
     except BaseException:

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..atomic import write_atomically
 from ..models.base import Base
 from .ending import saved
-from .recipe import Recipe
+from .recipe.sections import Recipe
 
 CARD = "README.md"
 PACKAGES = ("peft", "transformers", "torch")
@@ -55,10 +55,13 @@ WHERE = "`BASE` is a folder of the model; `training.json` has the digests of its
 PLACE = "`ADAPTERS` is this folder, or its id on the Hub."
 
 
-def write_card(recipe: Recipe, base: Base, report: Mapping[str, Any], rows: int) -> None:
+def write_card(
+    folder: Path, base: Base, shown: Mapping[str, Any], report: Mapping[str, Any], rows: int
+) -> None:
     """Write it in place of the empty one that peft leaves.
 
     Args:
+        shown: Of :func:`plain_values`.
         base: Under the adapters. One that is a folder is not named: it is nothing to others.
         report: ``training.json``.
         rows: That were learned in an epoch.
@@ -71,20 +74,20 @@ def write_card(recipe: Recipe, base: Base, report: Mapping[str, Any], rows: int)
     )
     told = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in scores.items())
     text = TEXT.format(
-        trained=recipe.trained,
+        trained=shown["trained"],
         base=NOT_ON_HUB,
         rows=rows,
         steps=report["steps"]["done"],
         scores=f"On rows that were not trained on: {told}." if told else "They were not evaluated.",
         where=f"{PLACE} {WHERE}",
         model=BASE,
-        recipe=yaml.safe_dump(_plain_values(recipe), sort_keys=False),
+        recipe=yaml.safe_dump(dict(shown), sort_keys=False),
         packages=", ".join(f"{name} {version(name)}" for name in PACKAGES),
     )
     card = f"---\n{data.to_yaml()}\n---\n{text}"
     if not Path(base.model).is_dir():
         card = name_base(card, base.model, base.revision or "main")
-    write_atomically(Path(recipe.out, CARD), card)
+    write_atomically(folder / CARD, card)
 
 
 def name_base(text: str, model: str, revision: str) -> str:
@@ -99,7 +102,8 @@ def name_base(text: str, model: str, revision: str) -> str:
     return f"---\n{data.to_yaml()}\n---\n{card.text}"
 
 
-def _plain_values(recipe: Recipe) -> dict[str, Any]:
+def plain_values(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe may be told to others: no name of a file."""
     given = recipe.model_dump(mode="json", exclude_defaults=True)
     names = ("trained", "lora", "engine", "trainer")
     return _plain({name: given[name] for name in names if name in given})

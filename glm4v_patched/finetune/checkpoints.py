@@ -237,7 +237,7 @@ def require_same_settings(checkpoint: Path, settings: dict, base: dict[str, str]
         settings, base: Of :class:`Origin`.
     """
     written = read_manifest(checkpoint)
-    differences = _differences(written["settings"], json.loads(json.dumps(settings)))
+    differences = _differences(written["settings"], settings)
     differences += [f"of the model, {told}" for told in _differences(written["base"], base)]
     if differences:
         raise ValueError(

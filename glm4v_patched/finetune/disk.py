@@ -10,8 +10,7 @@ from ..engine.memory_plan import count_lora, count_parameters, count_trained
 from ..engine.options import EngineOptions, is_lora
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import in_bytes
-from .recipe import Recipe
-from .recipe_trainer import TrainerFields
+from .recipe.trainer import TrainerFields
 
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
 
@@ -26,20 +25,19 @@ class Space(NamedTuple):
     free: int
 
 
-def needed_space(recipe: Recipe, config: ChatGLMConfig, steps: int | None = None) -> Space:
+def needed_space(
+    out: str, config: ChatGLMConfig, options: EngineOptions, checkpoints: int
+) -> Space:
     """What a run takes of the disk.
 
     Args:
         config: Of the model that it starts from.
-        steps: Of the run, where max_steps does not say it and the rows have been counted.
+        checkpoints: Of :func:`checkpoints_at_once`.
     """
-    model, checkpoint = saved_bytes(config, recipe.engine_options())
-    number = checkpoints_at_once(recipe.trainer, steps)
-    if recipe.data.is_streamed and recipe.data.on_bad == "fail":
-        number = max(number, 1)  # the one with which it ends
-    there = len([*Path(recipe.out).glob("checkpoint-*")])  # of a run to be continued
-    total = model + max(number - there, 0) * checkpoint
-    return Space(model, checkpoint, number, total, shutil.disk_usage(nearest(recipe.out)).free)
+    model, checkpoint = saved_bytes(config, options)
+    there = len([*Path(out).glob("checkpoint-*")])  # of a run to be continued
+    total = model + max(checkpoints - there, 0) * checkpoint
+    return Space(model, checkpoint, checkpoints, total, shutil.disk_usage(nearest(out)).free)
 
 
 def require_space(out: str, space: Space) -> None:
@@ -59,10 +57,14 @@ def require_space(out: str, space: Space) -> None:
     )
 
 
-def checkpoints_at_once(trainer: TrainerFields, steps: int | None = None) -> int:
+def checkpoints_at_once(
+    trainer: TrainerFields, may_end_with_one: bool, steps: int | None = None
+) -> int:
     """The most that lie on the disk: an old one goes when a new one is complete.
 
     Args:
+        may_end_with_one: Whether the run may end at a row that cannot be used
+            (:attr:`Data.ends_at_bad_row`).
         steps: Of the run, where max_steps does not say it. Until it is known, one checkpoint is
             counted where nothing limits them.
     """
@@ -70,7 +72,7 @@ def checkpoints_at_once(trainer: TrainerFields, steps: int | None = None) -> int
     # The best one is kept beside the newest.
     most = math.inf if limit is None else limit + 1 + trainer.load_best_model_at_end
     if strategy == "no":
-        return 0
+        return int(may_end_with_one)
     steps = trainer.max_steps or steps
     at_start = bool(trainer.others.get("eval_on_start")) and (
         trainer.load_best_model_at_end or strategy == "best"
@@ -82,7 +84,7 @@ def checkpoints_at_once(trainer: TrainerFields, steps: int | None = None) -> int
         saved = max(math.ceil(trainer.num_train_epochs) - 1, 0)
     else:
         saved = 1 if most == math.inf else int(most)
-    return int(min(saved + at_start, most))
+    return max(int(min(saved + at_start, most)), int(may_end_with_one))
 
 
 def saved_bytes(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:

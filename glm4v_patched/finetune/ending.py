@@ -8,7 +8,7 @@ from typing import Any
 from ..engine.options import is_lora
 from ..models.base import REPORT, read_report
 from ..terminal_text import own_command
-from .recipe import Recipe
+from .recipe.sections import Recipe
 from .run_folder import PLOT, SHEET
 
 

@@ -15,8 +15,6 @@ from ..inference.contact_sheet import draw_sheet
 from ..inference.questions import Generation, question_of
 from ..inference.scoring import exact_match
 from ..models.loading import Loaded
-from .recipe import Recipe
-from .run_folder import SHEET
 
 
 @contextmanager
@@ -34,22 +32,31 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 class Sample:
     """Some of the rows for evaluation, spread evenly, which are answered at each evaluation."""
 
-    def __init__(self, checked: CheckedData, processor: Any, recipe: Recipe, positions: int):
+    def __init__(
+        self,
+        checked: CheckedData,
+        processor: Any,
+        sheet: Path,
+        number: int,
+        max_new_tokens: int,
+        batch_size: int,
+        positions: int,
+    ):
         """
         Args:
             checked: The rows for evaluation. Those that leave no room for an answer are passed
                 over.
+            sheet: Where images with their answers are drawn.
+            number: How many rows are answered, at most.
             positions: Entries of the model's position table.
         """
-        number, max_new_tokens = recipe.data.eval_answers, recipe.data.eval_max_new_tokens
         with_room = (checked.column("in_table") + max_new_tokens <= positions).nonzero()[0]
-        step = max(len(with_room) / number, 1)
+        step = max(len(with_room) / max(number, 1), 1)
         chosen = [int(with_room[int(n * step)]) for n in range(min(number, len(with_room)))]
         conversations = checked.conversations()
         self.questions = [question_of(row, conversations[row]) for row in chosen]
         self.rows = [checked.row_lines[row] for row in chosen]
-        self.processor, self.batch_size = processor, recipe.trainer.eval_batch_size
-        self.sheet = Path(recipe.out, SHEET)
+        self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
     def answer(self, model: Any, draws: bool) -> float:

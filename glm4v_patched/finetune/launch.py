@@ -4,21 +4,26 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..data.rows import require_first_rows
-from ..engine.environment import environments_of_ranks, python_module, training_environment
+from ..engine.environment import (
+    environment_alone,
+    environments_of_ranks,
+    python_module,
+    training_environment,
+)
 from ..engine.options import is_lora
 from ..models.base import Base, pin, read_report, require_recorded_base
 from ..models.check_weights import require_whole
 from ..models.placement import Placement
 from ..terminal_text import doing, own_command, printable
-from .checkpoints import last_complete_checkpoint, set_incomplete_aside, step_of
-from .recipe import Recipe
-from .recipe_model import base_of
+from .checkpoints import last_complete_checkpoint, set_incomplete_aside
+from .recipe.model import base_of, inputs_of
+from .recipe.sections import Recipe
 from .run_folder import (
     CHECKED_DATA,
     RECIPE,
@@ -30,6 +35,7 @@ from .run_folder import (
 )
 
 if TYPE_CHECKING:
+    from ..data.checked_data import CheckedData
     from .plan import Plan
 
 
@@ -94,61 +100,79 @@ def prepared(
     checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
     they have ended; without ``writes`` it is neither made nor locked. Takes and raises what
     :func:`launch` does."""
-    folder, base = Path(recipe.out), base_of(recipe)
+    folder, start = Path(recipe.out), (resume, overwrite, accept_changed_data)
     if not writes:
         require_free(folder)
-    with locked(folder) if writes else nullcontext():
-        remove = require_usable(recipe, base, bool(resume), overwrite)
-        if recipe.data.on_bad == "fail":
-            require_first_rows(recipe.data.all_sources())
-        with doing("looking at the model"):  # transformers is imported
-            base = require_model(recipe, base)
-        if not Path(base.model).is_dir():
-            recipe = recipe.override({"revision": base.revision})
-        # Late: what comes before is answered at once.
-        with doing("loading torch and transformers"):
-            from ..models.loading import config_of
-            from .disk import needed_space, require_space
-            from .plan import check_data, make_plan, starting_point
-            from .summary import describe
-        require_space(recipe.out, needed_space(recipe, config_of(base)))
-        # What is to be removed is nothing to continue from.
-        checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
-        with doing("reading rows and pictures"):
-            checked = check_data(recipe, base)
-        plan = make_plan(recipe, placement, checked, base, checkpoint, accept_changed_data)
-        print(printable(describe(plan, checked), kept="\n\t"), flush=True)
-        plan.require_room()
-        done = 0 if checkpoint is None else step_of(checkpoint)
-        if checkpoint is not None:
-            print(f"training continues from {checkpoint}, after step {done}", flush=True)
-        elif resume:
-            told = f"no complete checkpoint in {folder}: training starts from the beginning"
-            print(told, flush=True)
-        if not writes:
-            yield plan
-            return
-        begin(folder, remove)
-        try:
+        yield _decide(recipe, placement, *start)[0]
+        return
+    with locked(folder):
+        plan, checked, remove = _decide(recipe, placement, *start)
+        with _recorded(folder, remove, is_lora(plan.options.trained)):
             if resume:
-                set_incomplete_aside(folder, after_step=done)
+                set_incomplete_aside(folder, after_step=plan.steps_done)
+            if not Path(plan.base.model).is_dir():
+                recipe = recipe.override({"revision": plan.base.revision})
             recipe.write(folder / RECIPE)
             checked.write(folder / CHECKED_DATA)
             plan.write()
             yield plan
-        except BaseException:
-            with suppress(OSError):  # of a full disk, the first error is the one to be told
-                close_record(folder, is_lora(recipe.trained))
-            raise
-        close_record(folder, is_lora(recipe.trained))
 
 
-def require_model(recipe: Recipe, base: Base) -> Base:
+def _decide(
+    recipe: Recipe, placement: Placement, resume: bool | Path, overwrite: bool, accept: bool
+) -> tuple["Plan", "CheckedData", list[str]]:
+    """Check all that can be checked, the cheapest first, and say what is about to be done; the
+    plan, its rows, and what is to be removed from the run's folder."""
+    folder, base, options = Path(recipe.out), base_of(recipe), recipe.engine_options()
+    inputs, adapters = inputs_of(recipe, base), is_lora(options.trained)
+    length = recipe.trainer.length
+    remove = require_usable(folder, inputs, length, adapters, bool(resume), overwrite)
+    if recipe.data.on_bad == "fail":
+        require_first_rows(recipe.data.all_sources())
+    with doing("looking at the model"):  # transformers is imported
+        base = require_model(base, recipe.from_scratch, options.trained)
+    # Late: what comes before is answered at once.
+    with doing("loading torch and transformers"):
+        from ..models.loading import config_of
+        from .disk import checkpoints_at_once, needed_space, require_space
+        from .plan import check_data, make_plan, starting_point
+        from .summary import describe
+    checkpoints = checkpoints_at_once(recipe.trainer, recipe.data.ends_at_bad_row)
+    require_space(recipe.out, needed_space(recipe.out, config_of(base), options, checkpoints))
+    # What is to be removed is nothing to continue from.
+    checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+    with doing("reading rows and pictures"):
+        checked = check_data(recipe, base)
+    plan = make_plan(recipe, placement, checked, base, checkpoint, accept)
+    print(printable(describe(plan, checked), kept="\n\t"), flush=True)
+    plan.require_room()
+    if checkpoint is not None:
+        print(f"training continues from {checkpoint}, after step {plan.steps_done}", flush=True)
+    elif resume:
+        told = f"no complete checkpoint in {folder}: training starts from the beginning"
+        print(told, flush=True)
+    return plan, checked, remove
+
+
+@contextmanager
+def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]:
+    """Remove what is in the way, and list what the run has written, however it ends."""
+    begin(folder, remove)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # of a full disk, the first error is the one to be told
+            close_record(folder, adapters)
+        raise
+    close_record(folder, adapters)
+
+
+def require_model(base: Base, from_scratch: Sequence[str], trained: str) -> Base:
     """The model of :func:`base_of`, pinned. Raises ``ValueError`` if it is not there, not whole, or
     another than its adapters were trained on."""
     base = pin(base)
     require_recorded_base(base)
-    require_whole(base.model, base.revision, recipe.from_scratch, recipe.trained)
+    require_whole(base.model, base.revision, from_scratch, trained)
     if base.adapters is not None:
         from ..models.limits import require_adapters  # late: transformers and peft are imported
 
@@ -157,17 +181,12 @@ def require_model(recipe: Recipe, base: Base) -> Base:
 
 
 def _train(plan: "Plan") -> None:
-    recipe, settings = plan.recipe, plan.path.with_name(RECIPE)
+    settings = plan.path.with_name(RECIPE)
     processes, on_cpu = plan.placement.processes, plan.placement.on_cpu
-    common = training_environment(processes, on_cpu)
-    if recipe.engine.zero_stage:
+    environments = [environment_alone(on_cpu)]
+    if plan.options.zero_stage:
+        common = training_environment(processes, on_cpu)
         environments = [common | each for each in environments_of_ranks(processes)]
-    elif on_cpu:
-        environments = [common]
-    else:
-        # The Trainer would spread a single process over all GPUs that it sees.
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        environments = [common | {"CUDA_VISIBLE_DEVICES": first}]
     command = python_module("glm4v_patched.finetune.process", str(plan.path))
     try:
         ended = _run(command, environments)
@@ -179,14 +198,14 @@ def _train(plan: "Plan") -> None:
         return
     told = f" (settings: {settings})"
     if error := read_report(settings.parent).get("error"):
-        raise RuntimeError(error + told + _how_to_resume(plan) * recipe.data.is_streamed)
+        raise RuntimeError(error + told + _how_to_resume(plan) * plan.is_streamed)
     told = f"training on {processes} processes failed: {ended}{told}"
     raise RuntimeError(told + _how_to_resume(plan))
 
 
 def _how_to_resume(plan: "Plan") -> str:
     checkpoint = last_complete_checkpoint(plan.path.parent)
-    if checkpoint is None and plan.recipe.trainer.saving == "no":
+    if checkpoint is None and plan.arguments["save_strategy"] == "no":
         return "\nno weights are kept: trainer.save_steps asks for checkpoints"
     place = checkpoint or "the beginning, for no checkpoint is complete"
     options = ["--processes", str(plan.placement.processes)]

@@ -6,15 +6,18 @@ what runs.
 """
 
 import hashlib
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from ..atomic import write_atomically
 from ..data.check import check_sets
 from ..data.checked_data import BatchRows, CheckedData
+from ..data.workers import loader_options
 from ..engine import memory_check
 from ..engine.gpus import free_on_gpus
 from ..engine.memory_plan import (
@@ -30,6 +33,7 @@ from ..engine.options import EngineOptions
 from ..models.base import Base, identify, read_report
 from ..models.loading import config_of, load_processor
 from ..models.placement import Placement
+from .adapter_card import plain_values
 from .checkpoints import (
     Origin,
     Rows,
@@ -38,14 +42,16 @@ from .checkpoints import (
     read_manifest,
     require_checkpoint,
     require_same_settings,
+    step_of,
 )
-from .disk import Space, needed_space, require_space
-from .recipe import Recipe, may_change
-from .recipe_model import base_of
-from .recipe_trainer import TrainerFields, is_longer
+from .disk import Space, checkpoints_at_once, needed_space, require_space
+from .recipe.model import base_of
+from .recipe.sections import Recipe, may_change
+from .recipe.trainer import is_longer
 from .run_folder import CHECKED_DATA, PLAN
 from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
+from .training_arguments import LoopOptions, loop_options, training_arguments
 
 # How much longer a row of a stream may be than the longest that was looked at before.
 LONGER = 1.25
@@ -56,12 +62,19 @@ class Plan:
     """What a run will do.
 
     Args:
-        recipe: What was asked; its ``revision`` is the commit of a model of the Hub.
+        arguments: Of transformers' ``TrainingArguments``, all that are not its defaults.
+        loop: What those have no field for.
         base: The model and the adapters on it, pinned.
         files: Digests of them (:func:`identify`).
         data: Digest of what the check found of the rows.
         placement: On what the processes run.
         options: Of the engine, decided.
+        stream_buffer: Of a stream, from how many rows the next is drawn; None of other data.
+        reuse_features: What ``data.reuse_features`` says.
+        answers: Rows for evaluation that are answered, and tokens of an answer.
+        settings: What a continuation must have the same (:func:`settings_of`).
+        length: How long the run was asked to be.
+        shown: What of the recipe may be told on a card of adapters.
         batch: The largest of one process.
         rows: That are learned in an epoch; packed ones, if they are packed; of a stream those that
             were looked at.
@@ -74,12 +87,19 @@ class Plan:
         changes: Of the rows since the checkpoint was written, which were accepted; a line each.
     """
 
-    recipe: Recipe
+    arguments: dict[str, Any]
+    loop: LoopOptions
     base: Base
     files: dict[str, str]
     data: str
     placement: Placement
     options: EngineOptions
+    stream_buffer: int | None
+    reuse_features: bool | str
+    answers: tuple[int, int]
+    settings: dict[str, Any]
+    length: dict[str, float]
+    shown: dict[str, Any]
     batch: Batch
     rows: int
     steps: int
@@ -92,14 +112,26 @@ class Plan:
 
     @property
     def path(self) -> Path:
-        return Path(self.recipe.out, PLAN)
+        return self.out / PLAN
+
+    @property
+    def out(self) -> Path:
+        return Path(self.arguments["output_dir"])
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.stream_buffer is not None
 
     @property
     def effective_batch(self) -> int:
         """Rows of an update of the weights, of all processes."""
-        asked = self.recipe.trainer
-        each = asked.per_device_train_batch_size * asked.gradient_accumulation_steps
-        return each * self.placement.processes
+        each = self.arguments["per_device_train_batch_size"]
+        return each * self.arguments["gradient_accumulation_steps"] * self.placement.processes
+
+    @property
+    def steps_done(self) -> int:
+        """Those before the checkpoint."""
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
     @property
     def is_tight(self) -> bool:
@@ -115,7 +147,7 @@ class Plan:
 
     def checked_data(self) -> CheckedData:
         """What the check found. Raises ``ValueError`` if it is of another check."""
-        path = Path(self.recipe.out, CHECKED_DATA)
+        path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
         if (found := digest_of(checked)) != self.data:
             raise ValueError(
@@ -125,8 +157,9 @@ class Plan:
         return checked
 
     def origin(self, checked: CheckedData) -> Origin:
-        settings = settings_of(self.recipe, self.placement.processes)
-        return Origin(settings, self.files, rows_of(self.recipe.trainer, checked))
+        decides = self.arguments["load_best_model_at_end"] or self.loop.patience is not None
+        decides = decides or self.arguments["save_strategy"] == "best"
+        return Origin(self.settings, self.files, rows_of(checked, decides))
 
     def require_room(self) -> None:
         """Raise ``ValueError`` where the training surely does not fit into this machine's memory,
@@ -135,7 +168,7 @@ class Plan:
         fault = memory_check.fault_of_memory(config, self.options, self.batch, self.free, share)
         if fault:
             raise ValueError(fault)
-        require_space(self.recipe.out, self.space)
+        require_space(str(self.out), self.space)
 
     def require_true(self) -> None:
         """See that this process, which has joined the others, finds what was planned with.
@@ -157,7 +190,7 @@ class Plan:
         if not self.free:
             return
         # What is outside of torch is there by now: the driver's context, and NCCL's buffers.
-        free = free_memory(self.recipe.engine.memory_limit)
+        free = free_memory(self.options.memory_limit)
         if free < self.free - OUTSIDE_TORCH:
             raise RuntimeError(
                 f"the run was planned with {self.free / GIB:.1f} GiB free on each GPU, and a GPU "
@@ -192,31 +225,51 @@ def make_plan(
     steps_an_epoch = recipe.trainer.steps_in_epoch(len(rows.lengths), placement.processes)
     steps = recipe.trainer.total_steps(steps_an_epoch)
     require_evaluations(recipe, checked, steps, steps_an_epoch)
-    require_schedule(recipe.trainer, steps)
     here = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
     free = within_limit(free, recipe.engine.memory_limit)
     options = decide(config, recipe.engine_options(), batch, free, steps)
-    changes: list[str] = []
-    if checkpoint is not None:
-        changes = changes_of_data(checkpoint, rows_of(recipe.trainer, checked), accept_changed_data)
-    return Plan(
-        recipe=recipe,
+    images = int(batch.images_per_row) * batch.rows
+    arguments = training_arguments(
+        recipe,
+        options,
+        steps,
+        steps_an_epoch,
+        on_cpu=placement.on_cpu,
+        evaluates=checked.eval is not None,
+        continues=checkpoint is not None,
+        loading=loader_options(recipe.trainer.others, here, images, config.vision.image_size),
+    )
+    require_schedule(arguments)
+    ends_early = recipe.data.ends_at_bad_row
+    checkpoints = checkpoints_at_once(recipe.trainer, ends_early, steps)
+    plan = Plan(
+        arguments=arguments,
+        loop=loop_options(recipe, options),
         base=base,
         files=identify(base),
         data=digest_of(checked),
         placement=placement,
         options=options,
+        stream_buffer=recipe.data.shuffle_buffer if recipe.data.is_streamed else None,
+        reuse_features=recipe.data.reuse_features,
+        answers=(recipe.data.eval_answers, recipe.data.eval_max_new_tokens),
+        settings=settings_of(recipe, placement.processes),
+        length=recipe.trainer.length,
+        shown=plain_values(recipe),
         batch=batch,
         rows=len(rows.lengths),
         steps=steps,
         steps_an_epoch=steps_an_epoch,
         free=free,
         needed=estimate(config, options, batch),
-        space=needed_space(recipe, config, steps),
+        space=needed_space(recipe.out, config, options, checkpoints),
         checkpoint=checkpoint,
-        changes=tuple(changes),
     )
+    if checkpoint is None:
+        return plan
+    changes = changes_of_data(checkpoint, plan.origin(checked).rows, accept_changed_data)
+    return replace(plan, changes=tuple(changes))
 
 
 def digest_of(checked: CheckedData) -> str:
@@ -269,7 +322,7 @@ def settings_of(recipe: Recipe, processes: int) -> dict:
         del decisive["trainer.num_train_epochs"]  # which it overrides
     if recipe.data.is_streamed:  # else those of the rows that are compared
         decisive["data.train"] = {"weights": [source.weight for source in recipe.data.sources()]}
-    return decisive | {"processes": processes}
+    return json.loads(json.dumps(decisive | {"processes": processes}))  # as a manifest has them
 
 
 def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
@@ -315,12 +368,14 @@ def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
     )
 
 
-def rows_of(asked: TrainerFields, checked: CheckedData) -> Rows:
-    """What a run that continues has to have the same; rows for evaluation where they decide what
-    is saved, or when the run ends."""
-    decide = asked.load_best_model_at_end or asked.early_stopping_patience is not None
+def rows_of(checked: CheckedData, with_evaluated: bool) -> Rows:
+    """What a run that continues has to have the same.
+
+    Args:
+        with_evaluated: Whether rows for evaluation decide what is saved, or when the run ends.
+    """
     evaluated = None
-    if checked.eval is not None and (decide or asked.save_strategy == "best"):
+    if checked.eval is not None and with_evaluated:
         digests = "\n".join(checked.eval.row_digests)
         evaluated = hashlib.sha256(digests.encode()).hexdigest()
     return Rows(checked.row_digests, checked.row_lines, evaluated)

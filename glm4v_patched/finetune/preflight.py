@@ -26,11 +26,11 @@ from ..models.base import Base, folders_of
 from ..models.find import fault_of_model
 from ..models.placement import Device, NoPlace, Placement, place
 from ..paths import is_within, require_apart
-from .recipe import Recipe, check_values
-from .recipe_file import Fault, read_document, shown
-from .recipe_model import base_of
+from .recipe.file import Fault, collecting, read_document, shown
+from .recipe.model import base_of
+from .recipe.sections import Recipe, check_values
+from .recipe.shipped import find_recipe
 from .run_folder import fault_of_pictures
-from .shipped_recipes import find_recipe
 
 
 def check(
@@ -99,16 +99,14 @@ def _faults_here(
                 if text := fault_of_set(source):
                     yield Fault(name, f"{name} has {shown(source.path)}: {text}")
     yield from faults_of_device(known, device, processes)
-    packages = {
-        "trained": require_packages,
-        "engine.optimizer": require_packages,
-        "engine.zero_stage": lambda stage: require_deepspeed() if stage else None,
-    }
-    for name, require in packages.items():
-        try:
-            require(known.get(name))
-        except RuntimeError as error:
-            yield Fault(name, str(error))
+    missing: list[Fault] = []
+    for name in ("trained", "engine.optimizer"):
+        with collecting(missing, name):
+            require_packages(known.get(name, ""))
+    if known.get("engine.zero_stage"):
+        with collecting(missing, "engine.zero_stage"):
+            require_deepspeed()
+    yield from missing
 
 
 def faults_of_device(
@@ -131,26 +129,24 @@ def faults_of_device(
 
 def _faults_together(
     recipe: Recipe, placement: Placement | None, world_size: int | None
-) -> Iterator[Fault]:
+) -> list[Fault]:
     """What is wrong here with fields that are right one by one."""
-    base = Base(recipe.model)
-    try:
+    base, faults = Base(recipe.model), list[Fault]()
+    with collecting(faults, "model"):
         base = base_of(recipe)
-    except ValueError as error:
-        yield Fault("model", str(error))
     if base.adapters is not None and (fault := fault_of_model(base.model)):
-        yield Fault("model", f"the model under the adapters is {shown(base.model)}: {fault}")
-    yield from _faults_of_outputs(recipe, base)
-    try:
-        if placement is not None:
-            options = recipe.engine_options()
+        faults.append(
+            Fault("model", f"the model under the adapters is {shown(base.model)}: {fault}")
+        )
+    faults += _faults_of_outputs(recipe, base)
+    if placement is not None:
+        with collecting(faults, "engine"):
             processes = world_size or placement.processes
-            require_zero_plus_plus(options, processes, placement.on_cpu)
-    except ValueError as error:
-        yield Fault("engine", str(error))
+            require_zero_plus_plus(recipe.engine_options(), processes, placement.on_cpu)
+    return faults
 
 
-def _faults_of_outputs(recipe: Recipe, base: Base) -> Iterator[Fault]:
+def _faults_of_outputs(recipe: Recipe, base: Base) -> list[Fault]:
     """Outputs inside or around a folder that the run reads."""
     read: list[tuple[str, str | Path]] = [("the model's folder", recipe.model), *folders_of(base)]
     patterns: list[tuple[str, str]] = []
@@ -160,14 +156,16 @@ def _faults_of_outputs(recipe: Recipe, base: Base) -> Iterator[Fault]:
         for source in make_sources(sets, {"image_folder": recipe.data.image_folder}):
             read += folders_of_set(source, name)
         patterns += [(name, path) for path in named_paths(sets)]
+    faults: list[Fault] = []
     outputs, features = {"out": recipe.out}, recipe.data.reuse_features
     if isinstance(features, str):
         outputs["data.reuse_features"] = features
         if is_within(recipe.out, features):  # a folder in out is apart from a run's own names
             told = f"out, {recipe.out}, lies in the folder of data.reuse_features, {features}"
-            yield Fault("out", f"{told}; expected out in a folder of its own, beside or around it")
+            told += "; expected out in a folder of its own, beside or around it"
+            faults.append(Fault("out", told))
     for name, out in outputs.items():
-        try:
+        with collecting(faults, name):
             require_apart(out, read, name)
             for of, pattern in patterns:
                 if pattern_reaches(pattern, out):
@@ -175,5 +173,4 @@ def _faults_of_outputs(recipe: Recipe, base: Base) -> Iterator[Fault]:
                         f"{name}, {out}, lies where {of} looks for files, {pattern}; expected a "
                         "folder that the pattern does not reach"
                     )
-        except ValueError as error:
-            yield Fault(name, str(error))
+    return faults

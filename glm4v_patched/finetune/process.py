@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..engine.environment import end_with_stdin
-from ..terminal_text import doing, error_text
+from ..terminal_text import doing
 
 
 def main() -> NoReturn:
@@ -29,12 +29,6 @@ def run(plan: Path) -> int:
     try:
         train(Plan.read(plan))
     except NoResult:
-        return 1
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error) or "killed" not in str(error):
-            raise
-        told = f"{error_text(error)}. The system kills processes where memory is short: lower "
-        print(f"{told}trainer.dataloader_num_workers, or free memory", file=sys.stderr)
         return 1
     return 0
 

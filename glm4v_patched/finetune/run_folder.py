@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,12 +26,10 @@ from ..atomic import (
     write_atomically,
 )
 from ..engine.folders import fault_of_folder
-from ..engine.options import is_lora
-from ..models.base import REPORT, Base, read_report
+from ..models.base import REPORT, read_report
 from ..patch.config_json import read_object
 from ..terminal_text import listed
-from .recipe import Recipe
-from .recipe_trainer import is_longer
+from .recipe.trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
 HOLDER = "process "  # begins what the lock's file says of who holds it
@@ -153,12 +151,19 @@ def fault_of_pictures(folder: Path) -> str | None:
 
 
 def require_usable(
-    recipe: Recipe, base: Base, resume: bool = False, overwrite: bool = False
+    folder: Path,
+    inputs: Iterable[Path],
+    length: dict[str, float],
+    adapters: bool,
+    resume: bool = False,
+    overwrite: bool = False,
 ) -> list[str]:
     """Make sure that a run may write to its folder, which need not exist; changes nothing.
 
     Args:
-        base: Of :func:`base_of`.
+        inputs: Files that the run reads (:func:`recipe.model.inputs_of`).
+        length: How long the run is to be.
+        adapters: Whether it trains adapters.
         overwrite: Whether what earlier runs wrote there may go: only names that
             :func:`names_of_run` knows, where ``run.json`` says that they are of runs.
 
@@ -168,12 +173,9 @@ def require_usable(
     Raises:
         ValueError: there is a finished training, or what has a run's names and may not go.
     """
-    folder, report = Path(recipe.out), read_report(Path(recipe.out))
+    report = read_report(folder)
     recorded, finished = read_record(folder), report.get("finished")
-    present = names_of_run(folder, is_lora(recipe.trained))
-    models = [Path(name) for name in {recipe.model, base.model} if os.path.isdir(name)]
-    # Of a model's folder, files may be links to elsewhere.
-    inputs = [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
+    present = names_of_run(folder, adapters)
     for path in inputs:
         relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
         if relative[0] in {*present, RECIPE, CHECKED_DATA, RECORD, LOCK}:
@@ -181,7 +183,7 @@ def require_usable(
                 f"the run reads {path}, and would replace {folder / relative[0]}; expected out to "
                 "be another folder"
             )
-    extends = is_longer(report.get("length"), recipe.trainer.length)
+    extends = is_longer(report.get("length"), length)
     if resume and finished and not extends:
         raise ValueError(
             f"the training in {folder} is finished ({REPORT}), there is nothing to continue; to "

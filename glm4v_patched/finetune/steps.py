@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 
 from ..data.checked_data import CheckedData
-from .recipe import Recipe
-from .recipe_trainer import BY_METRIC, TrainerFields
+from .recipe.sections import Recipe
+from .recipe.trainer import BY_METRIC, TrainerFields
 
 
 def require_batches(recipe: Recipe, rows: int, processes: int) -> None:

@@ -28,16 +28,16 @@ HIGHEST_RATE = 1e-2  # far above what trains a model of any size
 
 def describe(plan: Plan, checked: CheckedData) -> str:
     """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
-    recipe, config = plan.recipe, config_of(plan.base)
-    processes, stage = plan.placement.processes, recipe.engine.zero_stage
+    options, config = plan.options, config_of(plan.base)
+    processes, stage = plan.placement.processes, options.zero_stage
     where = "CPU" if plan.placement.on_cpu else find_gpus().found[0].name
     told = {
         "changed": _describe_changes(plan),
-        "data": describe_data(checked, recipe.data.is_streamed),
+        "data": describe_data(checked, plan.is_streamed),
         "evaluation": _describe_evaluation(plan, checked),
         "steps": _describe_steps(plan),
         "trained": _describe_trained(plan, config),
-        "device": f"{processes} x {where}, {recipe.engine.precision}, "
+        "device": f"{processes} x {where}, {options.precision}, "
         + (f"ZeRO-{stage}" if stage else "no ZeRO"),
         "kept": describe_policies(plan),
         "memory": describe_memory(plan),
@@ -99,30 +99,29 @@ def describe_data(checked: CheckedData, is_streamed: bool) -> str:
 def _describe_evaluation(plan: Plan, checked: CheckedData) -> str:
     if checked.eval is None:
         return "none: data.eval is not set"
-    asked = plan.recipe.trainer
-    often = {"no": "never", "epoch": "after every epoch"}
-    told = often.get(asked.evaluating, f"every {asked.eval_steps} steps and at the end")
+    told = f"every {plan.arguments['eval_steps']} steps and at the end"
+    if plan.arguments["eval_strategy"] == "no":
+        told = "never"
     return f"{told}, on {checked.eval.counts.rows:,} rows"
 
 
 def _describe_steps(plan: Plan) -> str:
-    asked, told = plan.recipe.trainer, f"{plan.steps:,}"
-    if not plan.recipe.data.is_streamed:
+    told = f"{plan.steps:,}"
+    if not plan.is_streamed:
         epochs = plan.steps / plan.steps_an_epoch
         told += f", {plan.steps_an_epoch:,} an epoch: {epochs:.2f} epochs"
     return (
         f"{told}; effective batch {plan.effective_batch} (per_device_train_batch_size "
-        f"{asked.per_device_train_batch_size} x gradient_accumulation_steps "
-        f"{asked.gradient_accumulation_steps} x {plan.placement.processes} processes)"
+        f"{plan.arguments['per_device_train_batch_size']} x gradient_accumulation_steps "
+        f"{plan.arguments['gradient_accumulation_steps']} x {plan.placement.processes} processes)"
     )
 
 
 def _describe_trained(plan: Plan, config: ChatGLMConfig) -> str:
     number, total = count_trained(config, plan.options), sum(count_parameters(config))
-    rates = plan.recipe.trainer.learning_rate
-    parts = rates.items() if isinstance(rates, dict) else [("", rates)]
-    told = ", ".join(f"{part} {rate:g}".strip() for part, rate in parts)
-    return f"{plan.recipe.trained}: {number:,} of {total:,} weights; learning rate {told}"
+    rates = plan.loop.rates or {"": plan.arguments["learning_rate"]}
+    told = ", ".join(f"{part} {rate:g}".strip() for part, rate in rates.items())
+    return f"{plan.options.trained}: {number:,} of {total:,} weights; learning rate {told}"
 
 
 def describe_policies(plan: Plan) -> str:
@@ -157,15 +156,15 @@ def _describe_disk(plan: Plan) -> str:
 
 def find_doubts(plan: Plan) -> Iterator[str]:
     """What is told of values that are most likely mistakes."""
-    asked, steps = plan.recipe.trainer, plan.steps
-    if asked.highest_rate > HIGHEST_RATE:
+    rate = plan.arguments["learning_rate"]
+    if rate > HIGHEST_RATE:
         yield (
-            f"trainer.learning_rate is {asked.highest_rate:g}: AdamW moves a weight by up to that "
+            f"trainer.learning_rate is {rate:g}: AdamW moves a weight by up to that "
             "in a step, and most are below 0.1; usual are 1e-4 for LoRA and 1e-5 for the weights "
             "themselves"
         )
-    yield from doubts_of_schedule(asked, steps)
-    if plan.effective_batch > plan.rows and not plan.recipe.data.is_streamed:
+    yield from doubts_of_schedule(plan.arguments)
+    if plan.effective_batch > plan.rows and not plan.is_streamed:
         yield (
             f"the effective batch, {plan.effective_batch:,}, is larger than the number of rows, "
             f"{plan.rows:,}: an epoch is one step"

@@ -29,8 +29,8 @@ from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .checkpoints import Origin, delete_all_but_newest, find_faults, write_manifest
 from .divergence import Diverged, DivergenceWatch, highest, require_finite
 from .evaluation import Sample, in_eval_mode, share_of_batches
-from .recipe import Recipe
 from .row_faults import RowFaults
+from .training_arguments import LoopOptions
 
 logger = logging.getLogger(__name__)
 
@@ -45,21 +45,19 @@ class RecipeTrainer(Trainer):
 
     Args:
         model: A glm-4v, or peft's around one.
-        recipe: What is asked of the training.
+        loop: What is asked that ``TrainingArguments`` has no field for.
         features: With it, pictures that they know do not go through the tower.
         eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
         sample: Rows that are answered at each evaluation.
-        worker_start: How processes that read pictures start (:func:`data.workers.worker_start`).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        loop: LoopOptions,
         features: TowerFeatures | None = None,
         eval_collator: Callable | None = None,
         sample: Sample | None = None,
-        worker_start: str | None = None,
         **options,
     ):
         for name in PRIVATE:
@@ -67,10 +65,10 @@ class RecipeTrainer(Trainer):
                 f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
                 f"release: {TESTED_TRANSFORMERS}"
             )
-        self.recipe, self.sample, self.worker_start = recipe, sample, worker_start
+        self.rates, self.sample, self.worker_start = loop.rates, sample, loop.worker_start
         self.eval_collator = eval_collator or options["data_collator"]
-        self.watch = DivergenceWatch(recipe.max_nonfinite_steps)
-        self.faults = RowFaults(ends=recipe.data.on_bad == "fail")
+        self.watch = DivergenceWatch(loop.max_nonfinite_steps)
+        self.faults = RowFaults(ends=loop.fail_on_bad_rows)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
@@ -100,8 +98,8 @@ class RecipeTrainer(Trainer):
         """
         optimizer = super().create_optimizer(*model)
         self._defaults = optimizer.defaults
-        groups, rates = optimizer.param_groups, self.recipe.trainer.learning_rate
-        if isinstance(rates, dict):
+        groups = optimizer.param_groups
+        if self.rates is not None:
             assert self.model is not None
             parts = {id(p): part_of(name) for name, p in self.model.named_parameters()}
             groups = [
@@ -111,7 +109,7 @@ class RecipeTrainer(Trainer):
                     "lr": rate,
                 }
                 for group in groups
-                for part, rate in rates.items()
+                for part, rate in self.rates.items()
             ]
         optimizer.param_groups[:] = [group for group in groups if group["params"]]
         return optimizer

@@ -11,22 +11,19 @@ from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.engine.options import PACKAGES
 from glm4v_patched.models import placement
-from glm4v_patched.terminal_text import pip_install
 from tests.helpers.tiny import golden_json
 
 H200 = Gpu("NVIDIA H200", 150 * 10**9, (9, 0))
 
 
 @pytest.fixture
-def refused(tmp_path, monkeypatch, capsys, words):
+def refused(tmp_path, monkeypatch, capsys):
     """A command ends before anything runs or is printed, and names what is wrong with it."""
-    for module, name in ((answers, "write_files"), (generation, "run"), (training, "run")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a process was started"))
+    for module in (answers, generation, training):
+        monkeypatch.setattr(module, "run", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
     for package in ("qlora", "4bit"):
         monkeypatch.setitem(PACKAGES, package, ["not_there"])
-    (tmp_path / "original").mkdir()
-    (tmp_path / "original" / "config.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(golden_json("config.json")))
     monkeypatch.chdir(tmp_path)
 
@@ -40,6 +37,5 @@ def refused(tmp_path, monkeypatch, capsys, words):
         told = f"\n{said.err.strip()}".partition("\nglm4v-patched: ")[2]
         assert named in told, told
         assert said.out == ""
-        words(told, pip=pip_install())
 
     return check

@@ -1,7 +1,6 @@
 """``glm4v-patched bench --answers``: from files to a file of answers."""
 
 import json
-import threading
 
 import pytest
 
@@ -15,18 +14,14 @@ def test_a_row_has_what_the_second_start_of_answer_printed(tmp_path, monkeypatch
     started = []
 
     def run(command, folder, environment, timeout):
+        if "glm4v_patched.bench.samples" in command:  # what is to be answered
+            return ""
         started.append(command)
         first = len(started) + 0.5
         (folder / "printed.txt").write_text(describe_speed(64, first + 14, first))
         (folder / "answers.jsonl").write_text("the first answers")
-        for _ in range(3):
-            assert asked_of_gpu.acquire(timeout=30)
         return ""
 
-    asked_of_gpu = threading.Semaphore(0)
-    share = lambda: asked_of_gpu.release() or 0.3  # noqa: E731
-    monkeypatch.setattr(answers, "share_in_use", share)
-    monkeypatch.setattr(answers, "write_files", lambda *_: "")
     monkeypatch.setattr(answers, "run", run)
     out = tmp_path / "rows.json"
     asked = ["--answers", "56x56", "--device", "cpu", "--batch", "8", "--new-tokens", "4"]
@@ -34,13 +29,13 @@ def test_a_row_has_what_the_second_start_of_answer_printed(tmp_path, monkeypatch
     [row] = json.loads(out.read_text())
     assert row["answers_per_s"] == 4 and row["first_answer_s"] == 2.5
     assert (row["batch"], row["rows"], row["new_tokens"]) == (8, 64, 4)
-    assert row["weights"] == "bf16" and row["gpu_idle"] == pytest.approx(0.7)
+    assert row["weights"] == "bf16"
     first, second = started
     assert first == second and "--batch-size 8 --max-new-tokens 4 --cache auto" in " ".join(first)
     capsys.readouterr()
     assert not main(["bench", "--rows", str(out)])
     told = capsys.readouterr().out
-    assert "| 1 | cpu | bf16 | 56x56 | 8 | 64 of 4 | 4 | 2.5 |" in told and "| 70% |" in told
+    assert "| 1 | cpu | bf16 | 56x56 | 8 | 64 of 4 | 4 | 2.5 |" in told
 
 
 @pytest.mark.slow

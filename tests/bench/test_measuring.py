@@ -1,19 +1,15 @@
-"""What a measured step is taken apart into: useful work, memory, kernels."""
+"""What is measured of a step: its time, and how much of its work is useful."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from glm4v_patched.bench import breakdown, worker
-from glm4v_patched.bench.breakdown import time_by_kind
+from glm4v_patched.bench import worker
 from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.bench.worker import require_learning
-from glm4v_patched.engine.memory_plan import GIB
 from glm4v_patched.engine.options import TRAINED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.tiny import pictures, tiny_model
@@ -47,75 +43,24 @@ def test_a_sample_of_the_real_size():
     assert set(PASSES) == set(TRAINED)
 
 
-def test_the_parts_of_the_memory_add_up_to_its_peak(monkeypatch):
-    now = {"allocated": 11 * GIB}  # weights, optimizer and a buffer of gradients
-
-    def goes_to(size, given=None):
-        return lambda *_: now.update(allocated=size * GIB) or given
-
-    def tensor(size, device="cuda"):
-        return SimpleNamespace(device=torch.device(device), nbytes=size * GIB)
-
-    trainer = SimpleNamespace(
-        model=nn.ModuleDict({"output_layer": nn.Linear(2, 2)}),
-        forward=goes_to(16, torch.zeros(())),
-        backward=goes_to(14),
-        update=goes_to(11),
-        optimizer_tensors=lambda: [tensor(4), tensor(100, "cpu")],
-        gradient_buffers=lambda: [tensor(5)],
-    )
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now["allocated"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 24 * GIB)
-    monkeypatch.setattr(nn.ModuleDict, "buffers", lambda model: [tensor(2)])
-    parts = breakdown.memory_parts(trainer, {})
-    assert parts["gradients"] == 3 + 5  # made in a step, and kept from one to the next
-    assert parts["activations"] == 5 and parts["weights"] == 2 and parts["optimizer"] == 4
-    peak = parts.pop("peak")
-    assert peak == 24 == sum(parts.values()) and parts["rest"] == 24 - 2 - 4 - 8 - 5
-
-
-def test_idle_is_when_nothing_but_communication_runs():
-    kernels = [
-        ("nvjet_a", 1000.0, 2000.0),
-        ("nccl_a", 2500.0, 4000.0),  # 500 us beside a product, then alone
-        ("triton_a", 5000.0, 1000.0),
-        ("triton_b", 5500.0, 1000.0),  # on another stream, half of it beside the one before
-        ("nccl_b", 7000.0, 1000.0),
-    ]
-    assert time_by_kind(kernels) == {
-        "matrix products": 2.0,
-        "communication": 5.0,
-        "compiled element-wise": 2.0,
-        "idle": 2.0 + 1.5,
-        "step": 7.0,
-    }
-
-
-def test_a_kernel_that_ends_within_a_longer_one_takes_none_of_its_time_away():
-    kernels = [
-        ("nvjet_a", 0.0, 3000.0),
-        ("triton_a", 1000.0, 500.0),  # on another stream, beside the first
-        ("triton_b", 2000.0, 2000.0),  # half of it beside the first
-    ]
-    assert time_by_kind(kernels)["idle"] == 0
-
-
-def test_steps_to_warm_up_are_not_timed_and_their_losses_are_kept(monkeypatch):
-    monkeypatch.setattr(worker, "timer", iter([0, 100, 100, 101, 101, 103]).__next__)
-    losses = iter(torch.tensor([3.0, 2.0, 1.0]))
-    trainer = SimpleNamespace(step=lambda batch: next(losses))
-    assert worker._train(trainer, {}, warm_up=1, steps=2) == ([1, 2], [3, 2, 1])
+def test_a_step_is_timed_with_its_batch_and_without_what_is_logged(monkeypatch):
+    times = iter([0, 100, 110, 111, 120, 123, 130])
+    monkeypatch.setattr(worker, "timer", times.__next__)
+    timed = worker.StepTimer(warm_up=1)
+    timed.on_train_begin(None, None, None)
+    for step in (1, 2, 3):
+        timed.on_step_end(None, SimpleNamespace(global_step=step), None)
+        timed.on_log(None, None, None)
+    assert timed.seconds == [1, 3]
 
 
 def test_steps_in_which_nothing_is_learned_are_no_measurement():
-    require_learning([2.0, 1.9, 1.9], rounded=False)
-    # The published code's loss of 6 in bf16 has steps of 1/32.
-    require_learning([6.1875, 6.1875], rounded=True)
-    for losses, rounded, told in (
-        ([2.0, 2.0, 2.0], False, "stayed 2.0 in 3 steps"),
-        ([2.0, math.nan, 1.0], False, "no finite number"),
-        ([6.1875, math.inf], True, "no finite number"),
-    ):
+    def ended(norms, verdict=None):
+        history = [{"loss": 2.0, "grad_norm": norm} for norm in norms]
+        state = SimpleNamespace(log_history=[*history, {"train_runtime": 1.0}])
+        return SimpleNamespace(state=state, watch=SimpleNamespace(verdict=verdict))
+
+    require_learning(ended([0.0, 0.1]))
+    for trainer, told in ((ended([0.0, 0.0]), "gradients of all"), (ended([1.0], "NaN"), "NaN")):
         with pytest.raises(RuntimeError, match=told):
-            require_learning(losses, rounded)
+            require_learning(trainer)

@@ -3,24 +3,21 @@
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from PIL import Image
 
-from glm4v_patched.bench import training, worker
-from glm4v_patched.bench.from_files import recipe_of, write_model, write_rows
+from glm4v_patched.bench import training
 from glm4v_patched.bench.roofline import batch_of, supervised
+from glm4v_patched.bench.samples import SameBatch, config_and_processor, conversations
 from glm4v_patched.bench.settings import Settings
-from glm4v_patched.bench.training import figures
 from glm4v_patched.cli import main
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.rows import read_conversations
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.memory_plan import Batch
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.engine.options import EngineSection
 from glm4v_patched.remote.loss import IGNORE_INDEX
-from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.tiny import golden_json, tiny_model
 
 
@@ -31,9 +28,14 @@ def test_lengths_of_text_fall_evenly():
     assert replace(asked, shortest_text=40, micro_batch=1).text_lengths() == [100]
 
 
-def test_qlora_is_not_compiled():
-    with pytest.raises(ValueError, match="qlora is not compiled"):
-        Settings(trained="qlora")
+def test_settings_come_to_a_process_as_they_are_asked_for():
+    engine = EngineSection(zero_stage=0, tower="every 2", memory_limit=22.5)
+    asked = Settings(trained="lm", packed=True, engine=engine)
+    assert Settings.read(asked.text()) == asked
+    options = asked.engine_options()
+    assert (options.trained, options.tower, options.memory_limit) == ("lm", "every 2", 22.5)
+    changed = {"trained": "lm", "packed": True, "zero_stage": 0, "tower": "every 2"}
+    assert asked.changed() == changed | {"memory_limit": 22.5}
 
 
 @pytest.mark.parametrize("shortest", [None, 10])
@@ -41,7 +43,7 @@ def test_packed_samples_are_those_of_padded_rows(shortest):
     model = tiny_model()
     padded = Settings(trained="lm", micro_batch=3, text_tokens=20, shortest_text=shortest)
     packed = replace(padded, packed=True)
-    batch, in_one_row = (worker._batch(model.config, each) for each in (padded, packed))
+    batch, in_one_row = (SameBatch(model.config, each, seed=0)([]) for each in (padded, packed))
     assert len(batch["input_ids"]) == 3 and len(in_one_row["input_ids"]) == 1
     assert ("attention_mask" in batch) == (shortest is not None)
     learned = sum(length - length // 2 for length in padded.text_lengths())
@@ -53,15 +55,6 @@ def test_packed_samples_are_those_of_padded_rows(shortest):
     assert batch_of(padded, model.config, 2) == Batch(rows=3, row_length=26, processes=2)
     length = sum(6 + text for text in padded.text_lengths())
     assert batch_of(packed, model.config, 1) == Batch(rows=1, row_length=length, images_per_row=3)
-
-
-def test_what_is_asked_for_reaches_the_engine():
-    asked = {"attn_implementation": "eager", "layers_ahead": 1, "loss_chunk_size": 7}
-    options = Settings(**asked, all_logits=True).engine_options()
-    assert {name: getattr(options, name) for name in asked} == asked and not options.skip_logits
-    original = Settings(against="folder", language="none").engine_options()
-    assert (original.language, original.compile, original.layers_ahead) == ("full", False, 0)
-    assert not original.gathers_whole_layers and not original.norms_in_place
 
 
 def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
@@ -80,21 +73,37 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
 
     def run(started, folder, environment, timeout):
         settings, out = started[-2:]
-        asked.append(Settings(**json.loads(settings)))
+        asked.append(Settings.read(settings))
         if len(asked) == 2:
             with open(out, "w") as file:
                 json.dump({"samples_per_s_per_gpu": 1.5}, file)
         return "ValueError: no" if len(asked) == 1 else ""
 
     monkeypatch.setattr(training, "run", run)
-    assert main([*on_cpu, "--trained", "lm", "full", "--no-compile", "--out", str(out)]) == 0
+    assert main([*on_cpu, "--trained", "lm", "full", "--compile", "true", "--out", str(out)]) == 0
     failed, made = json.loads(out.read_text())
-    assert [row["settings"] for row in (failed, made)] == [asdict(one) for one in asked]
+    assert made["settings"] == {
+        "trained": "full", "text_tokens": 20, "compile": True, "config": str(config)
+    }  # fmt: skip
+    assert [one.trained for one in asked] == ["lm", "full"]
     assert (failed["error"], failed["device"]) == ("ValueError: no", "cpu")
     assert made["samples_per_s_per_gpu"] == 1.5 and "error" not in made
     assert made["command"].startswith("glm4v-patched bench --trained full --gpus 2 --text-tokens")
     assert made["command"].endswith(" --device cpu")
     assert "ValueError: no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stage", "launched", "seen"), [(0, False, "3"), (2, True, "3,1")])
+def test_a_process_without_zero_is_alone_with_one_gpu(stage, launched, seen, monkeypatch):
+    started = []
+    monkeypatch.setattr(training, "run", lambda *given: started.append(given) or "no")
+    monkeypatch.setattr(training, "device_name", lambda on_cpu: "GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    settings = Settings(engine=EngineSection(zero_stage=stage))
+    assert training.measure_in_processes(settings, 1, 5, on_cpu=False)["error"] == "no"
+    [(command, _, environment, limit)] = started
+    assert ("torch.distributed.run" in command) == launched and limit == 5
+    assert environment["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_why_processes_failed_is_what_they_printed(tmp_path):
@@ -110,47 +119,19 @@ def test_why_processes_failed_is_what_they_printed(tmp_path):
     assert time.monotonic() - began < 50  # what is late was ended
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    (folder / "config.json").write_text(json.dumps(golden_json("config.json")))
-    asked = {"from_files": "90x70", "config": str(folder / "config.json"), "compile": False}
-    settings = Settings(**asked, text_tokens=40, shortest_text=20, micro_batch=2)
-    write_model(folder / "model", settings)
-    write_rows(folder, settings, 20)
-    return folder, settings
-
-
-def test_rows_are_as_long_as_those_without_files_and_teach_as_much(files):
-    folder, settings = files
-    processor = ChatGLMProcessor.from_pretrained(folder / "model")
-    conversations = read_conversations(folder / "train.jsonl")
-    sizes = ConversationCollator(processor).measure(conversations)
+def test_samples_of_files_are_as_long_as_those_in_memory_and_teach_as_much(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(golden_json("config.json")))
+    asked = {"from_files": "90x70", "config": str(tmp_path / "config.json"), "micro_batch": 2}
+    settings = Settings(**asked, text_tokens=40, shortest_text=20)
+    config, processor = config_and_processor(settings)
+    made = conversations(processor, settings, tmp_path, 20)
+    sizes = ConversationCollator(processor).measure(made)
     texts = settings.text_lengths() * 10
     assert [size.positions for size in sizes] == [6 + text for text in texts]
     assert [size.learned for size in sizes] == [supervised(text) for text in texts]
-    pictures = {messages[0]["image"] for messages in conversations}
-    assert len(pictures) == 16
-    assert {Image.open(picture).size for picture in pictures} == {(90, 70)}
-
-
-def test_the_recipe_has_what_is_measured_and_the_engines_defaults_else(files):
-    folder, settings = files
-    recipe = Recipe.of(recipe_of(settings, folder))
-    assert recipe.trainer.max_steps == settings.warm_up + settings.steps
-    assert recipe.trainer.per_device_train_batch_size == 2
-    engine = recipe.engine.model_dump()
-    for name in engine.keys() & vars(settings).keys():
-        assert engine[name] == getattr(settings, name)
-    too_short = {"text_tokens": 2, "shortest_text": None, "model": str(folder / "model")}
+    images = {messages[0]["image"] for messages in made}
+    assert len(images) == 16
+    assert {Image.open(image).size for image in images} == {(90, 70)}
+    assert config.image_token_id == processor.image_token_id
     with pytest.raises(ValueError, match="--text-tokens 2 leaves no room"):
-        write_rows(folder / "short", replace(settings, **too_short), 1)
-
-
-def test_the_speed_of_a_gpu_is_its_share_of_that_of_all():
-    measured = {"samples_per_s": 8.0, "peak_allocated_gib": 1.5, "predicted_gib": 1.4}
-    report = {"measured": measured, "world_size": 2, "history": [{"step": 1, "loss": 3.5}]}
-    report["policies"] = {"tower": "full", "language": "none", "gathered": 1e9}
-    row = figures(report)  # of one GPU
-    assert (row["samples_per_s_per_gpu"], row["peak_allocated_gib"]) == (4, 1.5)
-    assert (row["losses"], row["policies"]) == ([3.5], report["policies"])
+        conversations(processor, Settings(**asked, text_tokens=2), tmp_path, 1)

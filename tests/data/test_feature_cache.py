@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load, save_file
 
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
+from glm4v_patched.finetune.assembly import features_of
 from glm4v_patched.finetune.plan import settings_of
-from glm4v_patched.finetune.worker import features_of
 from glm4v_patched.remote.visual import EVA2CLIPModel
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
 from tests.helpers.tiny import (

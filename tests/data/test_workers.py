@@ -9,7 +9,7 @@ import torch
 
 from glm4v_patched.data import workers
 from glm4v_patched.data.workers import default_workers, loader_options, worker_start
-from glm4v_patched.finetune import worker
+from glm4v_patched.finetune import training_arguments
 from tests.helpers.recipes import drawn_recipe, train_here
 
 
@@ -64,7 +64,7 @@ def test_a_run_with_workers_is_one_without_to_the_bit(tmp_path, monkeypatch):
     changes = {"engine.zero_stage": 0, "trained": "lora_lm", "trainer.max_steps": 14}
     results = []
     for number, start in ((0, None), (2, None), (1, "spawn")):
-        monkeypatch.setattr(worker, "worker_start", lambda *_, start=start: start)
+        monkeypatch.setattr(training_arguments, "worker_start", lambda *_, start=start: start)
         folder = tmp_path / f"{number} {start}"
         folder.mkdir()
         recipe = drawn_recipe(folder, changes | {"trainer.dataloader_num_workers": number})

@@ -48,7 +48,6 @@ class Cell:
             distance and prefetching to 0 too: the harshest setting. "default" is DeepSpeed's.
         images: which ranks have one. "rank0", in every step, or "changing".
         skip_logits: the loss in chunks, without logits.
-        cure: ``False`` takes away what keeps frozen weights gathered (remote/checkpointing.py).
     """
 
     strategy: str
@@ -59,7 +58,6 @@ class Cell:
     steps: int = 3
     images: str = "rank0"
     skip_logits: bool = False
-    cure: bool = True
 
     @property
     def is_zero3(self) -> bool:
@@ -88,7 +86,7 @@ def cells_of(strategies: Iterable[str]) -> list[Cell]:
 
 
 def known_limit(cell: Cell, deepspeed: str | None) -> str | None:
-    """Why no model can pass this cell, if that is so; the matrix tries one cell of each reason."""
+    """Why no model can pass this cell, if that is so; it is not tried."""
     if deepspeed is None:
         return None
     version = Version(deepspeed)

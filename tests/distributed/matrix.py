@@ -20,16 +20,12 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
 
 import torch
 
-from glm4v_patched.remote import checkpointing
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.distributed.cells import (
     WITHOUT_DEEPSPEED,
@@ -130,22 +126,6 @@ def unsharded_run(cell: Cell) -> dict:
     return {"losses": losses, "gradients": gradients}
 
 
-@contextmanager
-def counted_gathers() -> Iterator[list[str]]:
-    """The all-gathers that DeepSpeed starts inside, one for each group of parameters."""
-    from deepspeed import comm
-
-    calls: list[str] = []
-
-    def counting(name: str):
-        function = getattr(comm, name)
-        return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
-
-    names = ("allgather_fn", "all_gather_into_tensor", "all_gather")
-    with mock.patch.multiple(comm, **{name: counting(name) for name in names}):
-        yield calls
-
-
 def config_of(cell: Cell) -> dict:
     zero: dict = {}
     if cell.strategy == "zero3_offload":
@@ -176,24 +156,14 @@ def start(cell: Cell, folder: Path) -> Training:
     return Training(model, cell.strategy, config, LEARNING_RATE)
 
 
-def with_or_without_cure(cell: Cell) -> AbstractContextManager:
-    if cell.cure:
-        return nullcontext()
-    return mock.patch.object(checkpointing, "frozen_parameters_held", nullcontext)
-
-
 def train(cell: Cell, folder: Path) -> dict:
-    """``losses``, averaged over the ranks, and ``gradients``, one of each a step; how often ZeRO
-    gathered in the last one."""
+    """``losses``, averaged over the ranks, and ``gradients``, one of each a step."""
     training, rank = start(cell, folder), torch.distributed.get_rank()
-    with_deepspeed = training.engine is not None
     result: dict = {"losses": [], "gradients": []}
     for step in range(cell.steps):
-        with counted_gathers() if with_deepspeed else nullcontext() as calls:
-            with autocast(cell):
-                loss = training(**rank_batch(cell, rank, step)).loss
-            training.backward(loss)
-        result["gathers"] = len(calls) if calls is not None else None
+        with autocast(cell):
+            loss = training(**rank_batch(cell, rank, step)).loss
+        training.backward(loss)
         result["losses"].append(averaged(loss))
         result["gradients"].append({n: g.float().cpu() for n, g in training.gradients().items()})
         training.update()
@@ -215,11 +185,10 @@ def differences(got: dict, want: dict) -> dict[str, float]:
 
 
 def train_and_compare(cell: Cell, folder: Path, references: dict, note) -> None:
-    with with_or_without_cure(cell):
-        result = train(cell, folder)
+    result = train(cell, folder)
     if torch.distributed.get_rank() == 0:
         figures = differences(result, references[reference_name(cell)])
-        note({"done": cell.name, "gathers": result["gathers"]} | figures)
+        note({"done": cell.name} | figures)
         if (folder / "gradients").is_dir():
             torch.save(result, folder / "gradients" / f"{cell.name}.pt")
 
@@ -257,21 +226,12 @@ def train_as_rank(folder: Path) -> None:
 
 
 def run_cells(cells: list[Cell], folder: Path, on_gpus: bool = False) -> list[dict]:
-    """One row a cell, in order: its axes, ``outcome``, ``reason``, the largest differences, and how
-    often ZeRO-3 gathered parameters in the last step. Of cells that cannot work for one reason, the
-    first is tried. ``folder`` is scratch space; it may hold what is said above."""
+    """One row a cell, in order: its axes, ``outcome``, ``reason`` and the largest differences.
+    ``folder`` is scratch space; it may hold what is said above."""
     deepspeed = version("deepspeed") if any(c.strategy in ZERO_STAGES for c in cells) else None
     limits = {cell: known_limit(cell, deepspeed) for cell in cells}
-    first_of_limit = {limits[cell]: cell for cell in reversed(cells) if limits[cell]}
-    tried = [cell for cell in cells if limits[cell] is None]
-    found = _train(tried + [*first_of_limit.values()], folder, on_gpus)
-    for limit, first in first_of_limit.items():
-        alike = [cell for cell in cells if limits[cell] == limit]
-        if reason := found[first.name].get("reason"):
-            cause = f"{limit} ({reason[:80]})"
-            found |= {cell.name: {"reason": cause, "limit": True} for cell in alike}
-        else:
-            found |= _train([cell for cell in alike if cell != first], folder, on_gpus)
+    found = _train([cell for cell in cells if limits[cell] is None], folder, on_gpus)
+    found |= {c.name: {"reason": reason, "limit": True} for c, reason in limits.items() if reason}
     return [_row(cell, found[cell.name]) for cell in cells]
 
 
@@ -335,7 +295,6 @@ def _row(cell: Cell, found: dict) -> dict:
         "reason": reason,
         "loss_difference": found.get("loss_difference"),
         "gradient_difference": found.get("gradient_difference"),
-        "gathers": found.get("gathers"),
     }
 
 

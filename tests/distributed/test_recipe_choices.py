@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults, set_incomplete_aside
 from glm4v_patched.finetune.plan import starting_point
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_processes

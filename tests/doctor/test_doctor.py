@@ -21,7 +21,7 @@ from glm4v_patched.doctor.findings import Finding, finding, table
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.gpus import Gpu, Gpus, Use
 from glm4v_patched.finetune.plan import Plan
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import locked
 from glm4v_patched.remote.configuration_chatglm import (
     FIRST_UNTESTED_TRANSFORMERS,

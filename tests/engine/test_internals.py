@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import glm4v_patched
-from glm4v_patched.engine.deepspeed import config, internals
+from glm4v_patched.engine.deepspeed import config, internals, zero3
 from glm4v_patched.finetune.safe_unpickling import loading_safely
 from glm4v_patched.terminal_text import pip_install
 from tests.helpers.sharded import as_sharded
@@ -45,13 +46,12 @@ def test_a_class_of_deepspeed_is_there_and_a_renamed_one_told():
 def test_a_renamed_name_of_the_optimizer_or_of_a_checkpoint_is_told(monkeypatch):
     uses = {
         "get_grad_norm_direct": lambda old: internals.replace_in_all([old], name, lambda old: old),
-        "fp32_partitioned_groups_flat": lambda old: internals.masters(old, 3),
-        "grad_partitions_flat_buffer": lambda old: internals.gradient_buffers(old, 3),
-        "single_partition_of_fp32_groups": lambda old: internals.masters(old, 2),
+        internals.GRADIENT_VIEWS: lambda old: zero3._keep_gradients_on(torch.device("cpu"), old),
+        internals.GRADIENT_BUFFER: lambda old: zero3._keep_gradients_on(torch.device("cpu"), old),
     }
     for name, use in uses.items():
         with renamed(name):
-            use(SimpleNamespace(**{known: [] for known in uses if known != name}))
+            use(SimpleNamespace(**{known: {} for known in uses if known != name}))
     module, attribute = internals.IN_CHECKPOINTS[0].split(":")
     monkeypatch.delattr(importlib.import_module(module), attribute)
     with renamed(f"{module}.{attribute}"), loading_safely():

@@ -17,14 +17,7 @@ from glm4v_patched.engine.environment import (
     training_environment,
 )
 from glm4v_patched.engine.folders import fault_of_folder
-from glm4v_patched.engine.gpus import (
-    Gpu,
-    Gpus,
-    cuda_of_driver,
-    find_gpus,
-    free_on_gpus,
-    share_in_use,
-)
+from glm4v_patched.engine.gpus import Gpu, Gpus, cuda_of_driver, find_gpus, free_on_gpus
 from glm4v_patched.engine.ram import free_ram
 
 
@@ -214,14 +207,3 @@ def test_free_memory_is_within_the_limits_of_control_groups(monkeypatch):
         monkeypatch.setitem(files, used, "9000\n")
         assert free_ram() == 0
         files.pop(file)
-
-
-def test_the_gpu_that_is_asked_about_is_the_one_that_is_seen(tmp_path, monkeypatch):
-    # Of three GPUs, as nvidia-smi answers for one of them.
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\ncase "$1" in --id=0) echo 10;; --id=2) echo 30;; esac\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    for seen, share in (("", 0.1), ("2,0", 0.3), ("7", None)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-        assert share_in_use() == share

@@ -37,6 +37,7 @@ from glm4v_patched.engine.options import (
     LANGUAGE_TARGETS,
     TOWER_TARGETS,
     EngineOptions,
+    EngineSection,
     LoraOptions,
     trains_tower,
 )
@@ -84,14 +85,15 @@ def measured_rows():
             settings = row["settings"]
             # Eager attention's scores are not estimated: nobody is to choose it for its memory.
             is_eager = settings.get("attn_implementation", "sdpa") == "eager"
-            if "error" in row or settings["against"] is not None or is_eager:
-                continue
-            if settings.get("all_logits"):  # no recipe asks for them
+            if "error" in row or is_eager or settings.get("all_logits"):
                 continue
             lengths = [1602 + row["text_tokens"]] * row["micro_batch"]
             if settings.get("packed"):
-                lengths = [sum(1602 + text for text in Settings(**settings).text_lengths())]
-            policies = settings | {"gathered": settings["stage3_max_live_parameters"]}
+                shortest, samples = settings["shortest_text"], row["micro_batch"]
+                texts = {"text_tokens": row["text_tokens"], "shortest_text": shortest}
+                asked_texts = Settings(micro_batch=samples, **texts).text_lengths()
+                lengths = [sum(1602 + text for text in asked_texts)]
+            policies = settings | {"gathered": settings.get("stage3_max_live_parameters")}
             policies |= row.get("policies") or {}
             images = row["micro_batch"] / len(lengths)
             shape = {"rows": len(lengths), "row_length": lengths[0], "images_per_row": images}
@@ -162,9 +164,11 @@ PEAKS = [
 
 def on_one_gpu(trained, samples, tower, language, compiled, fp8) -> Settings:
     optimizer = "adamw_8bit" if trained == "lm" else "adamw"
-    policies = {"tower": tower, "language": language, "stage3_max_live_parameters": 1e9}
-    asked = {"trained": trained, "micro_batch": samples, "compile": compiled, "fp8": fp8}
-    return Settings(**asked, **policies, zero_stage=0, optimizer=optimizer, warm_up=2, steps=2)
+    policies = {"tower": tower, "language": language}
+    engine = EngineSection(
+        zero_stage=0, fp8=fp8, compile=compiled, optimizer=optimizer, offload=False, **policies
+    )
+    return Settings(trained=trained, micro_batch=samples, engine=engine, warm_up=2, steps=2)
 
 
 def estimated(settings: Settings) -> float:

@@ -1,4 +1,4 @@
-"""One assembly: the recipe, the bench and the loss curves train what comes out of it."""
+"""What engine options make of a model, and of DeepSpeed's configuration."""
 
 import re
 from dataclasses import replace
@@ -7,19 +7,17 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainingArguments
 
 from glm4v_patched.bench.settings import Settings
 from glm4v_patched.engine import prepare
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
-from glm4v_patched.engine.options import ADAMW, MAX_GRAD_NORM, EngineOptions, LoraOptions
-from glm4v_patched.engine.prepare import make_optimizer, prepare_model, start
+from glm4v_patched.engine.options import TRAINED, EngineOptions, LoraOptions
+from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.engine.trainable import continue_adapters, select_weights
-from glm4v_patched.finetune.worker import OPTIMIZERS
 from tests.helpers.recipes import recipe
-from tests.helpers.tiny import grown_image, pictures, text, tiny_model
+from tests.helpers.tiny import tiny_model
 
 PLAIN = EngineOptions(
     tower="full", language="full", offload=False, compile=False, stage3_max_live_parameters=1e9
@@ -30,52 +28,15 @@ ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 8} | QUANTIZED
 
 def test_recipe_and_bench_ask_for_the_same_where_neither_says_anything():
     from_recipe = recipe({"engine": {}, "trained": "lora_lm"}).engine_options()
-    from_bench = Settings(trained="lora_lm").engine_options()
-    batch = Batch(rows=1, row_length=2114, processes=2)
+    assert Settings(trained="lora_lm").engine_options() == from_recipe
+
+
+def test_without_a_gpu_all_is_recomputed():
     config = tiny_model().config
-    for free in (0, 24 * GIB, 141 * GIB):
-        recipes, benches = (decide(config, o, batch, free, 1000) for o in (from_recipe, from_bench))
-        # The bench names what it measures: transformers' own choice, and the config's.
-        assert benches.attn_implementation == "sdpa" and recipes.attn_implementation is None
-        assert benches.loss_chunk_size == config.loss_chunk_size
-        same = {"attn_implementation": None, "loss_chunk_size": None}
-        if not free:  # without a GPU nothing is compiled, unless it is asked for
-            assert (recipes.compile, benches.compile) == (False, True)
-            same |= {"compile": False, "stage3_max_live_parameters": 1e9}
-        assert replace(recipes, **same) == replace(benches, **same)
-
-
-def test_the_optimizer_is_the_trainers():
-    trainer = TrainingArguments("out", use_cpu=True, report_to="none")
-    assert trainer.max_grad_norm == MAX_GRAD_NORM
-    assert OPTIMIZERS["adamw"] == "adamw_torch_fused"
-    theirs = {"betas": (trainer.adam_beta1, trainer.adam_beta2), "eps": trainer.adam_epsilon}
-    assert theirs | {"weight_decay": trainer.weight_decay} == ADAMW
-    (group,) = make_optimizer(tiny_model(), PLAIN, 0.5).param_groups
-    assert group["fused"] and group["lr"] == 0.5 and ADAMW.items() <= group.items()
-
-
-def test_one_process_trains_clipped_in_fp32_under_autocast():
-    def build(dtype, **_):
-        return tiny_model().to(dtype)
-
-    engine = start(replace(PLAIN, zero_stage=0, trained="lora_lm"), build, 1, 0.1)
-    trained = [weight for weight in engine.model.parameters() if weight.requires_grad]
-    assert {weight.dtype for weight in trained} == {torch.float32}
-    ids = torch.tensor([text(5) + grown_image() + text(9)])
-    batch = {"input_ids": ids, "labels": ids, "pixel_values": pictures(1).bfloat16()}
-    engine.backward(engine.forward(batch) * 1e4)
-    norms = []
-    engine.optimizer.register_step_pre_hook(
-        lambda *_: norms.append(torch.nn.utils.get_total_norm([w.grad for w in trained]).item())
-    )
-    before = [weight.clone() for weight in trained]
-    engine.update()
-    assert norms == [pytest.approx(MAX_GRAD_NORM, rel=1e-3)]
-    assert any(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
-    assert len(engine.optimizer_tensors()) >= 2 * len(trained) and not engine.gradient_buffers()
-    engine.set_learning_rate(0.25)
-    assert {group["lr"] for group in engine.optimizer.param_groups} == {0.25}
+    for trained in TRAINED:
+        options = EngineOptions(trained=trained, zero_stage=0 if trained == "qlora" else 3)
+        found = decide(config, options, Batch(rows=1, row_length=40, processes=2), 0, 1000)
+        assert (found.tower, found.language, found.compile) == ("full", "full", False)
 
 
 def test_what_is_asked_reaches_the_model():

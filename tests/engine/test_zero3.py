@@ -4,7 +4,6 @@ tests/distributed has processes that train so (test_gathering.py, test_recipe_ch
 """
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,8 @@ from glm4v_patched.engine.options import EngineOptions
 from tests.helpers.sharded import as_sharded
 from tests.helpers.tiny import tiny_model
 
-IN_PLACE = EngineOptions(norms_in_place=True, offload=False, compile=False)
-OFFLOADING = EngineOptions(norms_in_place=False, offload=True, compile=False)
+IN_PLACE = EngineOptions(offload=False, compile=False)
+OFFLOADING = EngineOptions(offload=True, compile=False)
 
 
 def forward_twice(optimizer, options: EngineOptions, device: str = "cpu") -> None:
@@ -37,7 +36,7 @@ def offloading() -> SimpleNamespace:
     """In the place of ZeRO-3's optimizer; shares of three weights, the last one padded."""
     buffer = torch.ones(10, dtype=torch.bfloat16)
     views = {7: buffer.narrow(0, 0, 4), 3: buffer.narrow(0, 4, 1), 5: buffer.narrow(0, 5, 3)}
-    return SimpleNamespace(**{BUFFER: buffer, VIEWS: views})
+    return SimpleNamespace(**{BUFFER: buffer, VIEWS: views}, get_grad_norm_direct=None)
 
 
 def test_gradients_are_where_the_weights_are():
@@ -141,7 +140,7 @@ def test_a_renamed_name_of_a_weight_is_told_before_one_is_gathered():
     for weight in model.parameters():
         as_sharded(weight)
     del weight.ds_shape
-    zero3.adapt_zero3(model, EngineOptions(compile=True, norms_in_place=False))
+    zero3.adapt_zero3(model, EngineOptions(compile=True))
     with pytest.raises(RuntimeError, match="has no ds_shape .*install a tested one"):
         model(torch.ones(1, 3, dtype=torch.long))
 
@@ -150,9 +149,8 @@ def test_the_cpu_waits_for_a_gpu_that_is_so_many_layers_behind(monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(zero3, "limit_run_ahead", lambda model, layers: waits.append(layers))
-    for layers in (3, 0):
-        zero3.adapt_zero3(nn.Linear(1, 1), replace(IN_PLACE, layers_ahead=layers))
-    assert waits == [3]
+    zero3.adapt_zero3(nn.Linear(1, 1), IN_PLACE)
+    assert waits == [zero3.LAYERS_AHEAD]
 
 
 @pytest.mark.parametrize(

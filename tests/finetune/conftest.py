@@ -7,7 +7,7 @@ import yaml
 
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.finetune import preflight
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.models import placement
 from tests.helpers.recipes import LEAST, drawn_recipe
 from tests.helpers.tiny import tiny_model

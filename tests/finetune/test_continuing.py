@@ -12,8 +12,8 @@ from glm4v_patched.engine import fp8
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here

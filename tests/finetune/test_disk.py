@@ -11,7 +11,7 @@ from glm4v_patched.engine.options import is_lora
 from glm4v_patched.engine.trainable import select_weights
 from glm4v_patched.finetune import disk
 from glm4v_patched.finetune.disk import checkpoints_at_once, needed_space, saved_bytes
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model
@@ -19,9 +19,14 @@ from tests.helpers.tiny import tiny_model
 GB = 10**9
 
 
+def space_of(asked: Recipe) -> disk.Space:
+    checkpoints = checkpoints_at_once(asked.trainer, asked.data.ends_at_bad_row)
+    return needed_space(asked.out, ChatGLMConfig(), asked.engine_options(), checkpoints)
+
+
 def require_space(asked: Recipe, free: int, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    disk.require_space(asked.out, needed_space(asked, ChatGLMConfig()))
+    disk.require_space(asked.out, space_of(asked))
 
 
 def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeypatch, words):
@@ -66,13 +71,13 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 10}
 def test_an_old_checkpoint_goes_when_a_new_one_is_complete(asked, counted, most):
     """``counted``: the steps, once all rows have been seen."""
     changes = {f"trainer.{name}": value for name, value in ({"max_steps": None} | asked).items()}
-    assert checkpoints_at_once(recipe(changes | {"data.eval": 0.1}).trainer, counted) == most
+    assert checkpoints_at_once(recipe(changes | {"data.eval": 0.1}).trainer, False, counted) == most
 
 
 def test_a_stream_that_ends_at_a_bad_row_has_room_for_its_checkpoint(tmp_path):
     asked = recipe({"data.stream": True, "out": str(tmp_path)})
-    assert needed_space(asked, ChatGLMConfig()).number == 1
-    assert needed_space(asked.override({"data.on_bad": "skip"}), ChatGLMConfig()).number == 0
+    assert space_of(asked).number == 1
+    assert space_of(asked.override({"data.on_bad": "skip"})).number == 0
 
 
 CHECKPOINT_OF_LM = {

@@ -16,8 +16,8 @@ from glm4v_patched.finetune import evaluation
 from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.plan import check_data, rows_of
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
@@ -82,7 +82,8 @@ def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
 def sample(drawn):
     """The rows that are answered, of a model with so many positions."""
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
-    return partial(evaluation.Sample, check_data(drawn).eval, processor, drawn)
+    sheet = Path(drawn.out, "answers.png")
+    return partial(evaluation.Sample, check_data(drawn).eval, processor, sheet, 8, TOKENS, 2)
 
 
 def test_rows_whose_answer_just_fits_are_asked_and_those_without_room_passed_over(drawn, sample):
@@ -210,11 +211,10 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
 def test_rows_that_decide_what_is_best_belong_to_a_run(drawn, tmp_path):
     checked = check_data(drawn)
     others = replace(checked, eval=check_data(drawn.override({"data.eval": drawn.data.train})).eval)
-    best = drawn.override({"trainer.save_strategy": "best"})
-    for asked, changes in ((drawn, 0), (best, 1)):
-        (tmp_path / ROWS).write_text(json.dumps(asdict(rows_of(asked.trainer, checked))))
-        now = rows_of(asked.trainer, others)
-        assert len(changes_of_data(tmp_path, now, accept=True)) == changes
+    for decides in (False, True):
+        (tmp_path / ROWS).write_text(json.dumps(asdict(rows_of(checked, decides))))
+        now = rows_of(others, decides)
+        assert len(changes_of_data(tmp_path, now, accept=True)) == decides
 
 
 @pytest.mark.parametrize(("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2)])

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from glm4v_patched.engine.options import PARTS, part_of
-from glm4v_patched.finetune.adapter_card import CARD, write_card
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.adapter_card import CARD, plain_values, write_card
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
+from glm4v_patched.finetune.training_arguments import LoopOptions
 from glm4v_patched.finetune.worker import RecipeTrainer
 from glm4v_patched.models.base import Base
 from glm4v_patched.models.check_weights import COMPUTED
@@ -94,11 +95,13 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
     for nothing in ("More Information Needed", str(Path(trained.model).parent), str(tmp_path)):
         assert nothing not in card.content
     # Where the best weights were saved, their scores.
-    write_card(trained, Base(trained.model), report | {"best_step": first["step"]}, 16)
+    folder, shown = Path(trained.out), plain_values(trained)
+    write_card(folder, Base(trained.model), shown, report | {"best_step": first["step"]}, 16)
     assert f"loss {first['eval_loss']:.4g}, " in ModelCard.load(Path(trained.out, CARD)).text
     assert first["eval_loss"] != last["eval_loss"]
     # A base of the Hub is named with its commit.
-    write_card(trained, Base("zai-org/glm-4v-9b", "0" * 40), report | {"evaluations": []}, 16)
+    unevaluated = report | {"evaluations": []}
+    write_card(folder, Base("zai-org/glm-4v-9b", "0" * 40), shown, unevaluated, 16)
     card = ModelCard.load(Path(trained.out, CARD))
     assert card.data.base_model == "zai-org/glm-4v-9b"
     assert f'from_pretrained("zai-org/glm-4v-9b", revision="{"0" * 40}"' in card.content
@@ -122,7 +125,7 @@ def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, h
 def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_empty(made, tmp_path):
     model = made(**{"trained": "lora_lm", "engine.zero_stage": 0})
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = RecipeTrainer(model, recipe(), args=arguments, data_collator=list)
+    trainer = RecipeTrainer(model, LoopOptions(), args=arguments, data_collator=list)
     inner = model.get_base_model()
     assert inner.config.skip_logits and inner.transformer.config.skip_logits
     groups = trainer.create_optimizer().param_groups

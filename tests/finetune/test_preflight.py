@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
 from glm4v_patched.finetune.preflight import check
-from glm4v_patched.finetune.recipe import fields
-from glm4v_patched.finetune.recipe_file import RecipeError, place_all
-from glm4v_patched.finetune.recipe_trainer import installed_fields
-from glm4v_patched.finetune.recipe_types import annotated, expected, is_path
+from glm4v_patched.finetune.recipe.file import RecipeError, place_all
+from glm4v_patched.finetune.recipe.sections import check_values, fields
+from glm4v_patched.finetune.recipe.trainer import installed_fields
+from glm4v_patched.finetune.recipe.types import annotated, expected
 from tests.helpers.recipes import LEAST
 
 
@@ -295,5 +295,8 @@ def test_paths_of_a_recipe_are_expanded_wherever_they_stand(asked, laid_out, mon
 
 def test_every_field_of_files_or_folders_is_a_path():
     words = {name: expected(annotated(field)) for name, field in fields()}
-    paths = {name for name, field in fields() if is_path(annotated(field))}
+    paths = set()
+    for name in words:
+        faults = check_values(place_all(LEAST, {name: "~nobody-of-this-name/a"})).faults
+        paths |= {name for fault in faults if "there is no user of that name" in fault.text}
     assert paths == {name for name, text in words.items() if "folder" in text or "file" in text}

@@ -13,15 +13,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm4v_patched.finetune.recipe import (
+from glm4v_patched.finetune.recipe.file import MOST_BYTES, place_all, read_document
+from glm4v_patched.finetune.recipe.sections import (
     Recipe,
     RecipeError,
     check_values,
     describe_fields,
     fields,
 )
-from glm4v_patched.finetune.recipe_file import MOST_BYTES, place_all, read_document
-from glm4v_patched.finetune.recipe_trainer import installed_fields
+from glm4v_patched.finetune.recipe.trainer import installed_fields
 from tests.helpers.recipes import LEAST, recipe
 
 RIGHT = """\

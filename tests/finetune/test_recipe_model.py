@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.models.base import Base, identify
 from tests.helpers.recipes import recipe
 

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
 
-from glm4v_patched.finetune.other_names import refusal
-from glm4v_patched.finetune.recipe import RecipeError, fields
-from glm4v_patched.finetune.recipe_trainer import TrainerFields, installed_fields, is_longer
+from glm4v_patched.finetune.recipe.other_names import refusal
+from glm4v_patched.finetune.recipe.sections import RecipeError, fields
+from glm4v_patched.finetune.recipe.trainer import TrainerFields, installed_fields, is_longer
 from tests.helpers.recipes import recipe
 
 

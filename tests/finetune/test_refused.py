@@ -6,10 +6,10 @@ import shlex
 import pytest
 
 from glm4v_patched.finetune import preflight
-from glm4v_patched.finetune.other_names import MEANT, NOT_NEEDED, NOT_SET, OTHER_VALUES
 from glm4v_patched.finetune.preflight import check
-from glm4v_patched.finetune.recipe import check_values, fields
-from glm4v_patched.finetune.recipe_file import RecipeError
+from glm4v_patched.finetune.recipe.file import RecipeError
+from glm4v_patched.finetune.recipe.other_names import HERE, NOWHERE, OTHER_VALUES
+from glm4v_patched.finetune.recipe.sections import check_values, fields
 from tests.helpers.recipes import LEAST
 
 # What is laid over a recipe that can be run, a recipe a line. All faults come in one answer; rules
@@ -100,11 +100,11 @@ def told(**values) -> str:
 
 def test_each_cure_is_a_key_that_a_recipe_takes_or_says_why_none_is_needed():
     known = dict(fields())
-    for name, meant in MEANT.items():
+    for name, meant in HERE.items():
         assert told(**{name: 1}) == f"{name} is not a field of a recipe; did you mean {meant}?"
         key = re.match(r"[a-z_.]+|--", meant).group()
         assert key == "--" or key in known, meant  # -- of the command line
-    for name, why in (NOT_NEEDED | NOT_SET).items():
+    for name, why in NOWHERE.items():
         assert told(**{name: 1}).endswith(f"it is not needed: {why}")
         assert {*re.findall(r"\b(?:data|engine|lora|trainer)\.[a-z_]+", why)} <= {*known}
 

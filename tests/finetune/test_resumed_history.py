@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.divergence import DivergenceWatch
 from glm4v_patched.finetune.ending import describe_end
-from glm4v_patched.finetune.recipe import Recipe
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.schedule import learning_rates
 from glm4v_patched.finetune.trainer import CheckpointSchedule, RecipeTrainer
-from tests.helpers.recipes import train_here
+from tests.helpers.recipes import arguments_of, train_here
 
 # Of the row's 20, about five are held out: four steps an epoch.
 EIGHT_STEPS = {
@@ -128,7 +128,7 @@ def test_evaluations_at_the_end_of_epochs_and_means_across_checkpoints_are_not_l
     assert steps_of(whole, "eval_loss") == [4, 8]
     assert steps_of(whole, "loss") == [2, 3, 4, 6, 8]
     # What the check looks at is what the Trainer does.
-    rates = dict(learning_rates(mine.trainer, 8))
+    rates = dict(learning_rates(arguments_of(mine, 8)))
     logged = {e["step"]: e["learning_rate"] for e in whole["entries"] if "loss" in e}
     assert logged == {step: pytest.approx(rates[step - 1]) for step in logged}
 

@@ -6,21 +6,20 @@ import pytest
 from transformers import SchedulerType
 
 from glm4v_patched.finetune import schedule
-from glm4v_patched.finetune.recipe_trainer import TrainerFields
 from glm4v_patched.finetune.schedule import (
     doubts_of_schedule,
     learning_rates,
     require_schedule,
 )
-from tests.helpers.recipes import recipe
+from tests.helpers.recipes import arguments_of, recipe
 
 
-def fields(name: str, kwargs: dict | None = None, **more) -> TrainerFields:
+def fields(name: str, kwargs: dict | None = None, steps: int = 10, **more) -> dict:
     asked = {"lr_scheduler_type": name, "learning_rate": 1e-3} | more
     if kwargs is not None:
         asked["lr_scheduler_kwargs"] = kwargs
     changes = {f"trainer.{name}": value for name, value in asked.items()}
-    return recipe(changes | {"data.eval": 0.1}).trainer
+    return arguments_of(recipe(changes | {"trained": "full", "data.eval": 0.1}), steps)
 
 
 # What those need that have no default.
@@ -34,10 +33,10 @@ NEEDED = {
 def test_every_schedule_of_the_installed_transformers_can_be_asked_for():
     for name in (kind.value for kind in SchedulerType):
         for steps in (2, 10, 10**6):
-            require_schedule(fields(name, NEEDED.get(name)), steps)
+            require_schedule(fields(name, NEEDED.get(name), steps))
     rates = {"tower": 1e-6, "adapter": 1e-5, "language_model": 1e-4}
     for name in ("polynomial", "cosine_with_min_lr"):
-        require_schedule(fields(name, NEEDED.get(name), learning_rate=rates), 10)
+        require_schedule(fields(name, NEEDED.get(name), learning_rate=rates))
 
 
 REFUSED = [
@@ -72,9 +71,9 @@ REFUSED = [
 def test_what_cannot_be_built_or_cannot_train_is_refused(words):
     told = []
     for name, kwargs, more in REFUSED:
-        asked = fields(name, kwargs, **more)
+        asked = fields(name, kwargs, more.get("max_steps", 10), **more)
         with pytest.raises(ValueError, match="^trainer") as refused:
-            require_schedule(asked, more.get("max_steps", 10))
+            require_schedule(asked)
         told += [f"{name} {kwargs} {more}", f"  {refused.value}"]
     words("\n".join(told))
 
@@ -83,14 +82,14 @@ def test_the_edges_of_a_timescale_are_refused():
     """On transformers 4.57, which drops it, any is."""
     for scale in (0, -1, math.inf):
         with pytest.raises(ValueError, match="timescale"):
-            require_schedule(fields("inverse_sqrt", {"timescale": scale}), 10)
+            require_schedule(fields("inverse_sqrt", {"timescale": scale}))
 
 
 def test_a_schedule_that_an_older_transformers_lacks_is_refused_by_name(monkeypatch):
     known = [kind for kind in SchedulerType if kind.value != "cosine"]
     monkeypatch.setattr(schedule, "SchedulerType", known)
     with pytest.raises(ValueError, match=r"is cosine, which transformers .* does not have"):
-        require_schedule(fields("cosine"), 10)
+        require_schedule(fields("cosine"))
 
 
 def test_arguments_that_are_dropped_on_the_way_are_refused(monkeypatch):
@@ -101,22 +100,22 @@ def test_arguments_that_are_dropped_on_the_way_are_refused(monkeypatch):
         return build(name, **given)
 
     monkeypatch.setattr(schedule, "get_scheduler", drop)
-    require_schedule(fields("inverse_sqrt"), 10)
+    require_schedule(fields("inverse_sqrt"))
     with pytest.raises(ValueError, match="timescale, which inverse_sqrt does not take"):
-        require_schedule(fields("inverse_sqrt", {"timescale": 5}), 10)
+        require_schedule(fields("inverse_sqrt", {"timescale": 5}))
 
 
 def test_of_a_long_run_the_edges_are_looked_at():
-    asked = fields("linear", warmup_steps=1234)
-    found = dict(learning_rates(asked, 10**6))
+    asked = fields("linear", steps=10**6, warmup_steps=1234)
+    found = dict(learning_rates(asked))
     assert {0, 1, 1233, 1234, 1235, 10**6 - 1, 10**6} <= found.keys() and len(found) < 11_000
     assert found[1234] == 1e-3 and found[617 + 616] < 1e-3 and found[10**6] == 0
 
 
 def test_rates_that_never_come_near_or_are_0_for_long_are_doubtful():
-    assert not [*doubts_of_schedule(fields("cosine", warmup_steps=99), 100)]
-    (low,) = doubts_of_schedule(fields("linear", warmup_steps=500), 100)
+    assert not [*doubts_of_schedule(fields("cosine", steps=100, warmup_steps=99))]
+    (low,) = doubts_of_schedule(fields("linear", steps=100, warmup_steps=500))
     assert "is 20% of trainer.learning_rate at most: the run has 100 steps" in low
     kwargs = {"num_stable_steps": 20, "num_decay_steps": 30}
-    (idle,) = doubts_of_schedule(fields("warmup_stable_decay", kwargs, warmup_steps=0), 100)
+    (idle,) = doubts_of_schedule(fields("warmup_stable_decay", kwargs, 100, warmup_steps=0))
     assert "is 0 in 50% of 100 steps" in idle

@@ -9,8 +9,8 @@ import pytest
 from glm4v_patched.cli import main
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide, estimate, within_limit
 from glm4v_patched.engine.options import is_lora
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.shipped_recipes import FOLDER, find_recipe, shipped_names
+from glm4v_patched.finetune.recipe.sections import Recipe
+from glm4v_patched.finetune.recipe.shipped import FOLDER, find_recipe, shipped_names
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import train_here
 

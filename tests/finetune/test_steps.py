@@ -11,7 +11,7 @@ from glm4v_patched.finetune import process, worker
 from glm4v_patched.finetune.divergence import NoResult
 from glm4v_patched.finetune.plan import check_data, make_plan
 from glm4v_patched.finetune.progress import Progress
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.steps import require_batches, require_evaluations
 from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.models.placement import Placement

@@ -15,8 +15,8 @@ from glm4v_patched.data.stream import Stream
 from glm4v_patched.finetune.divergence import NoResult
 from glm4v_patched.finetune.launch import launch
 from glm4v_patched.finetune.plan import check_data, make_plan, starting_point
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.row_faults import BadRow, RowFaults
 from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement

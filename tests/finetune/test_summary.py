@@ -16,8 +16,8 @@ from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import summary, worker
 from glm4v_patched.finetune.plan import Plan, check_data, digest_of, make_plan
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import LOCK, begin, locked
 from glm4v_patched.finetune.summary import (
     describe_memory,
@@ -28,7 +28,7 @@ from glm4v_patched.finetune.summary import (
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import planned, recipe
+from tests.helpers.recipes import arguments_of, planned, recipe
 
 
 def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
@@ -168,7 +168,7 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
     for line in [
         f"data        14 rows, 14 pictures; {counts.positions} positions, of which "
         f"{counts.learned} are learned",
-        "evaluation  after every epoch, on 6 rows",
+        "evaluation  every 4 steps and at the end, on 6 rows",
         "steps       8, 4 an epoch: 2.00 epochs; effective batch 4 (per_device_train_batch_size 2",
         "trained     lora_lm: 6,144 of 766,688 weights; learning rate 10",
         "device      1 x CPU, fp32, no ZeRO",
@@ -204,9 +204,9 @@ SANE = {
 
 def doubts(changes, rows=64, steps=100) -> list[str]:
     """Of a run of two processes."""
-    asked = recipe(SANE | changes)
-    batch = 2 * 4 * asked.trainer.gradient_accumulation_steps
-    plan = SimpleNamespace(recipe=asked, rows=rows, steps=steps, effective_batch=batch)
+    arguments = arguments_of(recipe(SANE | changes), steps)
+    batch = 2 * 4 * arguments["gradient_accumulation_steps"]
+    plan = SimpleNamespace(arguments=arguments, rows=rows, effective_batch=batch, is_streamed=False)
     return list(find_doubts(plan))
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,13 +12,15 @@ from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
-from glm4v_patched.finetune.recipe import Recipe
-from glm4v_patched.finetune.recipe_model import base_of
+from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.sections import Recipe
+from glm4v_patched.finetune.training_arguments import training_arguments
 from glm4v_patched.models.base import pin
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import WORKERS, Ended, run_ranks
 
+BATCH = Batch(rows=1, row_length=2114, processes=2)
 LEAST = {
     "model": "m",
     "out": "o",
@@ -92,9 +95,22 @@ def train_in_processes(
     return run_ranks(*worker, seconds=120 * (1 + len([*plans, *with_dropout, *diverging])))
 
 
+def arguments_of(asked: Recipe, steps: int = 10) -> dict[str, Any]:
+    """What the Trainer is given for a recipe, on a CPU, of so many steps an epoch."""
+    return training_arguments(
+        asked,
+        decide(ChatGLMConfig(), asked.engine_options(), BATCH, 0),
+        steps,
+        steps,
+        on_cpu=True,
+        evaluates=asked.data.eval is not None,
+        continues=False,
+        loading={},
+    )
+
+
 def built(asked: Recipe) -> nn.Module:
     """The recipe's model, ready to be trained on a CPU."""
     from glm4v_patched.finetune.worker import build_model
 
-    batch = Batch(rows=1, row_length=2114, processes=2)
-    return build_model(decide(ChatGLMConfig(), asked.engine_options(), batch, 0), base_of(asked))
+    return build_model(decide(ChatGLMConfig(), asked.engine_options(), BATCH, 0), base_of(asked))

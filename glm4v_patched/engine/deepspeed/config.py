@@ -14,12 +14,7 @@ from ..options import EngineOptions
 SUPPORTED_DEEPSPEED = "deepspeed>=0.16.9,<0.20"
 
 
-def deepspeed_config(
-    options: EngineOptions,
-    micro_batch: int | str = "auto",
-    accumulation: int | str = "auto",
-    clipping: float | str = "auto",
-) -> dict[str, Any] | None:
+def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
     """What DeepSpeed is given for options that are decided; None where it takes no part. "auto" is
     filled in by transformers' Trainer."""
     if options.zero_stage == 0:
@@ -53,9 +48,9 @@ def deepspeed_config(
         "zero_optimization": zero,
         # The optimizer is torch's own AdamW: DeepSpeed's would be compiled first.
         "zero_allow_untested_optimizer": True,
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clipping,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
     }
     if options.offload:
         # Not pinned: torch rounds pinned blocks up to powers of two, which may take a third more.

@@ -51,11 +51,6 @@ OF_SHARDED_WEIGHTS = (
 # weight's gradient by the weight's number, as Python writes a name with two underscores.
 OPTIMIZER_OF_WEIGHT = "_z3_optimizer"
 GRADIENT_NORM = "get_grad_norm_direct"
-MASTERS = {
-    3: "fp32_partitioned_groups_flat",
-    2: "single_partition_of_fp32_groups",
-    1: "single_partition_of_fp32_groups",
-}
 GRADIENT_BUFFER = "grad_partitions_flat_buffer"
 GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -152,13 +147,3 @@ def own_shard(weight: nn.Parameter) -> Tensor:
     shard = held.ds_tensor.data
     begin = torch.distributed.get_rank(held.ds_process_group) * shard.numel()
     return shard[: max(held.ds_numel - begin, 0)]
-
-
-def masters(optimizer: Any, zero_stage: int) -> list[Tensor]:
-    """ZeRO's fp32 copies of the trained weights, this process's share."""
-    return list(attribute(optimizer, MASTERS[zero_stage]))
-
-
-def gradient_buffers(optimizer: Any, zero_stage: int) -> list[Tensor]:
-    """What holds gradients from one step to the next: stage 3 has one, for its share of all."""
-    return [attribute(optimizer, GRADIENT_BUFFER)] if zero_stage == 3 else []

@@ -1,34 +1,58 @@
-"""What others call a recipe's fields: LLaMA-Factory, ms-swift, TRL, unsloth, ``TrainingArguments``.
-
-Each line has what to write, or why nothing is written, and the names that it is for.
-"""
+"""What LLaMA-Factory, ms-swift, TRL, unsloth and ``TrainingArguments`` call a recipe's fields."""
 
 _ROWS = "trainer.per_device_train_batch_size"
 _PACKED = "data.pack_to, which wastes less than grouping by length"
 
-# Fields of TrainingArguments that are the recipe's own.
-_SET_BY_RECIPE = {
+# What to write, a key of a recipe or one with its value, and the names that it is for.
+_HERE = {
     "out": "output_dir",
     "--overwrite": "overwrite_output_dir",
     "--resume or --resume-from": "resume_from_checkpoint",
     "--device cpu": "use_cpu no_cuda use_mps_device",
-    "data.train": "do_train",
+    "data.train": "do_train dataset train_dataset dataset_name dataset_path train_file",
     "data.eval and trainer.eval_strategy": "do_eval do_predict",
     "engine.zero_stage and engine.offload": "deepspeed",
     "engine.precision": "bf16 fp16 bf16_full_eval fp16_full_eval fp16_opt_level fp16_backend "
-    "half_precision_backend",
+    "half_precision_backend torch_dtype dtype",
     "engine.optimizer": "optim optim_args optim_target_modules adafactor",
     "engine.tower and engine.language": "gradient_checkpointing gradient_checkpointing_kwargs "
     "activation_checkpointing activation_checkpointing_kwargs",
     "engine.compile": "torch_compile torch_compile_backend torch_compile_mode torchdynamo",
     "trainer.warmup_steps, which is a share of all steps if it is below 1": "warmup_ratio",
-    _ROWS: "per_gpu_train_batch_size",
+    _ROWS: "per_gpu_train_batch_size micro_batch batch_size micro_batch_size",
     f"{_ROWS}; what is kept of activations already follows the free memory": "auto_find_batch_size",
     "trainer.per_device_eval_batch_size": "per_gpu_eval_batch_size",
     _PACKED: "group_by_length train_sampling_strategy length_column_name",
+    "model": "model_name_or_path model_name model_id model_path base_model",
+    "revision": "model_revision",
+    "model, which may be a folder of adapters": "adapter_name_or_path adapters",
+    "data.eval": "eval_dataset val_dataset validation_file",
+    "data.eval: 0.05, a share of the rows": "val_size test_size split_dataset_ratio",
+    "data.image_folder": "media_dir image_dir",
+    "data.pack_to: 8192, the positions of a packed row": "packing pack",
+    "trained: lora_lm (the language model) or lora_all (the vision tower, too)": "finetuning_type "
+    "train_type tuner_type sft_type use_peft",
+    "trained: qlora": "load_in_4bit quantization_bit quant_bits",
+    "trained, whose lm, lora_lm and qlora leave the vision tower as it is": "freeze_vision_tower "
+    "freeze_vit freeze_multi_modal_projector freeze_aligner finetune_vision_layers",
+    "lora.rank": "lora_r lora_rank r",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "lora_target target_modules",
+    "trainer.gradient_accumulation_steps": "accumulation grad_accum",
+    "trainer.learning_rate": "lr",
+    "trainer.learning_rate: {tower: 1.0e-6, adapter: 1.0e-5, language_model: 1.0e-5}": "vit_lr",
+    "trainer.lr_scheduler_type": "scheduler",
+    "trainer.num_train_epochs": "epochs num_epochs",
+    "trainer.max_grad_norm": "clipping",
+    "trainer.save_total_limit": "keep_checkpoints",
+    "engine.language and engine.tower, which follow the free memory": "use_gradient_checkpointing "
+    "vit_gradient_checkpointing",
+    "trainer.report_to: wandb": "use_wandb",
+    "trainer.report_to: swanlab": "use_swanlab",
 }
-# Those that nothing stands for; also those that begin with such a name.
-_NOT_SET = {
+# Why nothing is written; also of names that begin with such a one.
+_NOWHERE = {
     "the weights are sharded by DeepSpeed: engine.zero_stage": "fsdp",
     "processes and their group are the launcher's: --processes": "ddp local_rank "
     "parallelism_config accelerator_config mp_parameters",
@@ -54,41 +78,6 @@ _NOT_SET = {
     "prediction_loss_only include_inputs_for_metrics include_for_metrics batch_eval_metrics "
     "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
     "use_legacy_prediction_loop",
-}
-# Options of other programs: a key of a recipe, or one with its value, and what else is to be known.
-_MEANT = {
-    "model": "model_name_or_path model_name model_id model_path base_model",
-    "revision": "model_revision",
-    "model, which may be a folder of adapters": "adapter_name_or_path adapters",
-    "data.train": "dataset train_dataset dataset_name dataset_path train_file",
-    "data.eval": "eval_dataset val_dataset validation_file",
-    "data.eval: 0.05, a share of the rows": "val_size test_size split_dataset_ratio",
-    "data.image_folder": "media_dir image_dir",
-    "data.pack_to: 8192, the positions of a packed row": "packing pack",
-    "trained: lora_lm (the language model) or lora_all (the vision tower, too)": "finetuning_type "
-    "train_type tuner_type sft_type use_peft",
-    "trained: qlora": "load_in_4bit quantization_bit quant_bits",
-    "trained, whose lm, lora_lm and qlora leave the vision tower as it is": "freeze_vision_tower "
-    "freeze_vit freeze_multi_modal_projector freeze_aligner finetune_vision_layers",
-    "lora.rank": "lora_r lora_rank r",
-    "lora.alpha": "lora_alpha",
-    "lora.dropout": "lora_dropout",
-    "lora.targets": "lora_target target_modules",
-    _ROWS: "micro_batch batch_size micro_batch_size",
-    "trainer.gradient_accumulation_steps": "accumulation grad_accum",
-    "trainer.learning_rate": "lr",
-    "trainer.learning_rate: {tower: 1.0e-6, adapter: 1.0e-5, language_model: 1.0e-5}": "vit_lr",
-    "trainer.lr_scheduler_type": "scheduler",
-    "trainer.num_train_epochs": "epochs num_epochs",
-    "trainer.max_grad_norm": "clipping",
-    "trainer.save_total_limit": "keep_checkpoints",
-    "engine.precision": "torch_dtype dtype",
-    "engine.language and engine.tower, which follow the free memory": "use_gradient_checkpointing "
-    "vit_gradient_checkpointing",
-    "trainer.report_to: wandb": "use_wandb",
-    "trainer.report_to: swanlab": "use_swanlab",
-}
-_NOT_NEEDED = {
     "rows are never cut; data.on_bad: skip leaves out those that are too long": "cutoff_len "
     "max_length max_seq_length max_seq_len model_max_length truncation_strategy",
     "the model has its own chat template": "template chat_template",
@@ -107,34 +96,33 @@ def _by_name(table: dict[str, str]) -> dict[str, str]:
     return {name: told for told, names in table.items() for name in names.split()}
 
 
-SET_BY_RECIPE, NOT_SET = _by_name(_SET_BY_RECIPE), _by_name(_NOT_SET)
-MEANT, NOT_NEEDED = _by_name(_MEANT) | SET_BY_RECIPE, _by_name(_NOT_NEEDED)
+HERE, NOWHERE = _by_name(_HERE), _by_name(_NOWHERE)
 OTHER_VALUES = {
     "trained": {"lora": "lora_lm or lora_all", "freeze": "lm", "all": "full", "llm": "lm"},
 }
 
 
 def refusal(name: str) -> str | None:
-    """Why a field of ``TrainingArguments`` may not be in a recipe; None for others.
+    """Why a field may not be in ``trainer``; None for others.
 
     ``name`` need not be one of the installed release.
     """
     if name == "ddp_timeout":  # handed on, unlike all others of its group
         return None
-    if name in SET_BY_RECIPE:
-        return f"trainer.{name} is set by the recipe; expected {SET_BY_RECIPE[name]}"
+    if name in HERE:
+        return f"trainer.{name} is set by the recipe; expected {HERE[name]}"
     reason = _reason_against(name)
     return reason and f"trainer.{name} cannot be set: {reason}"
 
 
 def _reason_against(name: str) -> str | None:
-    starts = (start for start in NOT_SET if name == start or name.startswith(start + "_"))
-    return next((NOT_SET[start] for start in starts), None)
+    starts = (start for start in NOWHERE if name == start or name.startswith(start + "_"))
+    return next((NOWHERE[start] for start in starts), None)
 
 
 def cure(name: str) -> str | None:
     """What to do about a key that is another program's; None of others."""
-    if meant := MEANT.get(name):
-        return f"did you mean {meant}?"
-    reason = NOT_NEEDED.get(name) or _reason_against(name)
+    if name in HERE:
+        return f"did you mean {HERE[name]}?"
+    reason = _reason_against(name)
     return reason and f"it is not needed: {reason}"

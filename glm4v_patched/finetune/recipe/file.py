@@ -6,14 +6,15 @@ ends at the first key that is there twice, so that all of the rules below would 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from ..terminal_text import listed, printable
+from ...terminal_text import listed, printable
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MOST_BYTES = 2**16
@@ -26,6 +27,15 @@ class Fault(NamedTuple):
 
     name: str
     text: str
+
+
+@contextmanager
+def collecting(faults: list[Fault], name: str, before: str = "") -> Iterator[None]:
+    """Add an error about a field to ``faults``, and go on after the block."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        faults.append(Fault(name, f"{before}{error}"))
 
 
 class RecipeError(ValueError):

@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..data.columns import fault_of_columns
-from ..data.source import make_sources
-from ..engine.options import LANGUAGE_TARGETS, PARTS, is_lora, parts_with_rates, trains_vision
-from ..terminal_text import pip_install
-from .recipe_file import Fault
-from .recipe_trainer import BY_METRIC
+from ...data.columns import fault_of_columns
+from ...data.source import make_sources
+from ...engine.options import LANGUAGE_TARGETS, PARTS, is_lora, parts_with_rates, trains_vision
+from ...terminal_text import pip_install
+from .file import Fault, collecting
+from .trainer import BY_METRIC
 
 # What loggers import, where it is called otherwise.
 MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
@@ -66,17 +66,24 @@ def _of_engine(known: Mapping[str, Any]) -> Iterator[Fault]:
             "shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null",
         )
     another, one_of_them = "another, or engine.fp8 to be false", "one of them to be false"
-    of_fp8 = {
-        f"trained qlora, of weights of 4 bits; expected {another}": is_qlora,
-        "engine.zero_quantized_weights, which quantises in another way what is gathered; expected "
-        f"{one_of_them}": of("engine.zero_quantized_weights"),
-        f"engine.precision fp32: products in fp8 give bf16; expected {another}": (
-            of("engine.precision") == "fp32"
+    of_fp8 = [
+        (is_qlora, f"trained qlora, of weights of 4 bits; expected {another}"),
+        (
+            of("engine.zero_quantized_weights"),
+            "engine.zero_quantized_weights, which quantises in another way what is gathered; "
+            f"expected {one_of_them}",
         ),
-        "lora.use_dora: DoRA takes norms of weights, which are then in fp8; expected "
-        f"{one_of_them}": has_dora,
-    }
-    for text, is_asked in of_fp8.items():
+        (
+            of("engine.precision") == "fp32",
+            f"engine.precision fp32: products in fp8 give bf16; expected {another}",
+        ),
+        (
+            has_dora,
+            "lora.use_dora: DoRA takes norms of weights, which are then in fp8; expected "
+            f"{one_of_them}",
+        ),
+    ]
+    for is_asked, text in of_fp8:
         if fp8 and is_asked:
             yield Fault("engine.fp8", f"engine.fp8 with {text}")
 
@@ -102,10 +109,12 @@ def _of_model(known: Mapping[str, Any]) -> Iterator[Fault]:
             "qlora, or data.reuse_features to be false",
         )
     on_language = is_lora(trained) and trained != "lora_all"
-    if on_language and isinstance(targets, list) and {*targets} - {*LANGUAGE_TARGETS}:
+    if isinstance(targets, list | tuple) and not targets:
+        yield Fault("lora.targets", "lora.targets is []; expected at least one layer, or null")
+    if on_language and isinstance(targets, list | tuple) and {*targets} - {*LANGUAGE_TARGETS}:
         yield Fault(
             "lora.targets",
-            f"lora.targets is {targets}, with layers of the vision tower, and trained is "
+            f"lora.targets is {[*targets]}, with layers of the vision tower, and trained is "
             f"{trained}; expected lora_all",
         )
     rates, expected = known.get("trainer.learning_rate"), parts_with_rates(trained)
@@ -128,13 +137,12 @@ def _of_data(known: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault("data.columns", f"data.columns {fault}")
     for name in ("data.train", "data.eval"):
         sets = known.get(name)
-        try:
+        faults: list[Fault] = []
+        with collecting(faults, name, f"{name}: "):
             if sets is not None and not isinstance(sets, float):
                 make_sources(sets, {})
-        except ValueError as error:
-            yield Fault(name, f"{name}: {error}")
-            continue
-        several = sets if isinstance(sets, list) and name == "data.eval" else []
+        yield from faults
+        several = sets if isinstance(sets, list) and name == "data.eval" and not faults else []
         for number, one in enumerate(several, 1):
             if isinstance(one, dict) and "weight" in one:
                 yield Fault(
@@ -159,17 +167,25 @@ def _of_stream(known: Mapping[str, Any]) -> Iterator[Fault]:
     by_default = evaluated is not None and _is_null(
         known, "trainer.eval_strategy", "trainer.eval_steps"
     )
-    lacks = {
-        "how many rows it has; expected trainer.max_steps": _is_null(known, "trainer.max_steps"),
-        "how long its rows are; expected no data.pack_to": known.get("data.pack_to") is not None,
-        "which rows a share holds out; expected a file as data.eval": isinstance(evaluated, float),
-        "when an epoch ends; expected save_steps": known.get("trainer.save_strategy") == "epoch",
-        "when an epoch ends; expected eval_steps": often == "epoch" or by_default,
-        "when an epoch ends; expected logging_steps": (
-            known.get("trainer.logging_strategy") == "epoch"
+    no_end = "when an epoch ends; expected"
+    lacks = [
+        (
+            _is_null(known, "trainer.max_steps"),
+            "how many rows it has; expected trainer.max_steps",
         ),
-    }
-    for text, is_asked in lacks.items():
+        (
+            known.get("data.pack_to") is not None,
+            "how long its rows are; expected no data.pack_to",
+        ),
+        (
+            isinstance(evaluated, float),
+            "which rows a share holds out; expected a file as data.eval",
+        ),
+        (known.get("trainer.save_strategy") == "epoch", f"{no_end} save_steps"),
+        (often == "epoch" or by_default, f"{no_end} eval_steps"),
+        (known.get("trainer.logging_strategy") == "epoch", f"{no_end} logging_steps"),
+    ]
+    for is_asked, text in lacks:
         if is_asked:
             told = f"of a stream (data.stream, data.check) it is not known {text}"
             yield Fault("data.stream", told)

@@ -3,18 +3,19 @@
 Needs no torch.
 """
 
+from itertools import chain
 from pathlib import Path
 
-from ..engine.options import is_lora
-from ..models.base import (
+from ...engine.options import LANGUAGE_TARGETS, TOWER_TARGETS, is_lora
+from ...models.base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Base,
     base_of_adapters,
 )
-from ..models.weight_files import read_header
-from ..patch.config_json import read_object
-from .recipe import Recipe
+from ...models.weight_files import read_header
+from ...patch.config_json import read_object
+from .sections import Recipe
 
 
 def base_of(recipe: Recipe) -> Base:
@@ -45,6 +46,12 @@ def base_of(recipe: Recipe) -> Base:
     return base
 
 
+def inputs_of(recipe: Recipe, base: Base) -> list[Path]:
+    """The files that a run reads; of a model's folder, which may be links to elsewhere, each."""
+    models = [Path(name) for name in {recipe.model, base.model} if Path(name).is_dir()]
+    return [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
+
+
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
     """What the recipe says of adapters is what those in a folder have, as far as it says it."""
     config, lora = read_object(folder / ADAPTER_CONFIG), recipe.lora
@@ -57,9 +64,10 @@ def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
                 f"the adapters in {folder} have {name} {there}, and lora.{field} is {asked}; "
                 "expected the same" + ", or null" * (field != "rank")
             )
-    targets = recipe.engine_options().lora.targets
+    towers = [LANGUAGE_TARGETS, *[TOWER_TARGETS] * (recipe.trained == "lora_all")]
+    targets = None if lora.targets is None else {*lora.names} & {*chain(*towers)}
     on = {name.rsplit(".", 3)[1] for name in names if ".lora_A." in name}
-    if targets is not None and on != {*targets}:
+    if targets is not None and on != targets:
         raise ValueError(
             f"the adapters in {folder} are on {', '.join(sorted(on))}, and lora.targets is "
             f"{', '.join(sorted(targets))}; expected the same, or null"

@@ -1,5 +1,6 @@
 """What the sections of a recipe are made of: types of values, and what they are in words."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -7,8 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from ..engine.activation_policies import POLICIES, check_policy
-from .recipe_file import shown
+from ...paths import expand
+from .file import shown
 
 
 class Section(BaseModel):
@@ -29,49 +30,20 @@ MAY_CHANGE = "may change"
 kept, how they are told, or how what is computed is computed."""
 
 
-IS_PATH = "path"
-"""Marks a type whose text is a path of this machine, or may be one: it is expanded first."""
-
-
-def is_path(annotation: Any) -> bool:
-    """Return whether a type, or a part of a union, is marked by :data:`IS_PATH`."""
-    return IS_PATH in getattr(annotation, "__metadata__", ()) or any(
-        map(is_path, get_args(annotation))
-    )
-
-
-def _check_policy(policy: str) -> str:
-    check_policy("layers", policy, or_auto=True)
-    return policy
-
-
-def check_whole(value: Any) -> Any:
-    # To pydantic, True and 1.0 are among the choices of Literal[1].
-    if type(value) is not int:
-        raise ValueError("not a whole number")
-    return value
-
-
-Policy = Annotated[
-    str, AfterValidator(_check_policy), Expected(f"auto, {', '.join(POLICIES)} or every N, N > 0")
-]
 # Larger ones overflow in what they are handed to, with errors that name no field.
 MOST, LARGEST = 2**31 - 1, 1e30
-AtLeastZero = Annotated[int, Field(ge=0, le=MOST), Expected(f"a whole number from 0 to {MOST}")]
-AtLeastOne = Annotated[int, Field(ge=1, le=MOST), Expected(f"a whole number from 1 to {MOST}")]
-Positive = Annotated[
-    float, Field(gt=0, le=LARGEST), Expected(f"a number above 0, of {LARGEST:g} at most")
-]
-NotNegative = Annotated[float, Field(ge=0, le=LARGEST), Expected(f"a number from 0 to {LARGEST:g}")]
-BelowOne = Annotated[float, Field(ge=0, lt=1), Expected("a number from 0 to below 1")]
-# numpy takes no larger one.
-Seed = Annotated[int, Field(ge=0, lt=2**32), Expected("a whole number from 0 to 4294967295")]
+AtLeastZero = Annotated[int, Field(ge=0, le=MOST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy takes no larger one
 Text = Annotated[
     str,
     Field(pattern=r"^([^\p{C}\p{Z}]| )+$"),  # as str.isprintable has it
     Expected("text without control characters"),
 ]
-Place = Annotated[Text, IS_PATH]
+Place = Annotated[Text, AfterValidator(expand)]
 Folder = Annotated[Place, Expected("a folder")]
 
 
@@ -85,6 +57,7 @@ _PLAIN_WORDS: dict[Any, str] = {
     list: "a list",
     Any: "what TrainingArguments takes",
 }
+_LIMITS = {"gt": " above ", "ge": " from ", "lt": " to below ", "le": " to "}
 
 
 def annotated(field: FieldInfo) -> Any:
@@ -99,12 +72,30 @@ def expected(annotation: Any) -> str:
 
 
 def _choices(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Annotated:
+    origin = get_origin(annotation)
+    if origin is Annotated:
         inner, *metadata = get_args(annotation)
-        words = [item.words for item in metadata if isinstance(item, Expected)]
-        return words[-1:] or _choices(inner)
-    if get_origin(annotation) in (Union, UnionType):
+        said = [item.words for item in metadata if isinstance(item, Expected)]
+        [first, *rest] = said[-1:] or _choices(inner)
+        return [
+            first + _range(metadata) * (first in (_PLAIN_WORDS[int], _PLAIN_WORDS[float])),
+            *rest,
+        ]
+    if origin in (Union, UnionType):
         return [words for part in get_args(annotation) for words in _choices(part)]
-    if get_origin(annotation) is Literal:
+    if origin is Literal:
         return [value if isinstance(value, str) else shown(value) for value in get_args(annotation)]
-    return _PLAIN_WORDS[get_origin(annotation) or annotation].split(", ")
+    return _PLAIN_WORDS[origin or annotation].split(", ")
+
+
+def _range(metadata: Iterable[Any]) -> str:
+    """The limits of a number in words."""
+    limits: dict[str, float] = {}
+    for item in metadata:
+        constraints = item.metadata if isinstance(item, FieldInfo) else [item]
+        limits |= {n: getattr(c, n) for c in constraints for n in _LIMITS if hasattr(c, n)}
+    return "".join(
+        text + (f"{limits[name]:g}" if isinstance(limits[name], float) else str(limits[name]))
+        for name, text in _LIMITS.items()
+        if name in limits
+    )

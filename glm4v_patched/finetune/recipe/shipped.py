@@ -4,9 +4,9 @@ import difflib
 import itertools
 from pathlib import Path
 
-from .recipe_file import RecipeError, shown
+from .file import RecipeError, shown
 
-FOLDER = Path(__file__).with_name("recipes")
+FOLDER = Path(__file__).parents[1] / "recipes"
 YOURS = "data:\n  train: my.jsonl\nout: trained"
 
 

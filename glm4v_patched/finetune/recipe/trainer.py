@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 from pydantic import ConfigDict, Field
 
 from .other_names import refusal
-from .recipe_types import (
+from .types import (
     MAY_CHANGE,
     AtLeastOne,
     AtLeastZero,
@@ -48,7 +48,7 @@ Schedule = Literal[
 ]
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow the evaluations, not the steps."""
-Epochs = Annotated[float, Field(gt=0, le=1e6), Expected("a number above 0, of 1000000 at most")]
+Epochs = Annotated[float, Field(gt=0, le=1e6)]
 Logger = Literal[
     "none",
     "all",
@@ -244,9 +244,7 @@ OUR_TYPES: dict[str, Any] = {
     "adam_epsilon": Positive,
     "data_seed": Seed,
     "dataloader_multiprocessing_context": Literal["fork", "spawn", "forkserver"],
-    "dataloader_num_workers": Annotated[
-        int, Field(ge=0, le=1024), Expected("a whole number from 0 to 1024")
-    ],
+    "dataloader_num_workers": Annotated[int, Field(ge=0, le=1024)],
     "dataloader_prefetch_factor": AtLeastOne,
     "logging_dir": Folder | None,
     "ddp_timeout": AtLeastOne,

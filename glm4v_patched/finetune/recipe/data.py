@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..data.formats import FORMATS
-from ..data.source import Source, make_sources
-from .recipe_types import (
+from ...data.formats import FORMATS
+from ...data.source import Source, make_sources
+from .types import (
     MAY_CHANGE,
     AtLeastOne,
     AtLeastZero,
@@ -96,6 +96,11 @@ class Data(Section):
     def is_streamed(self) -> bool:
         """Whether rows are read while they are learned."""
         return bool(self.stream) or self.check not in (None, "all")
+
+    @property
+    def ends_at_bad_row(self) -> bool:
+        """Whether a row that cannot be used ends the run, with a checkpoint."""
+        return self.is_streamed and self.on_bad == "fail"
 
     @property
     def first(self) -> int | None:

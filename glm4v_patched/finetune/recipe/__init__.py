@@ -1,0 +1,1 @@
+"""What is asked: the file of a recipe, its sections, and what they cannot say together."""

@@ -1,0 +1,55 @@
+"""A dataclass that is a section of a recipe gives a command its options, with the same limits."""
+
+import argparse
+from dataclasses import fields
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from glm4v_patched.engine.options import EngineOptions, EngineSection, LoraOptions
+from glm4v_patched.option_fields import add_option, given
+
+SECTION = {"zero_stage": 0, "precision": "fp32", "fp8": True, "tower": "every 2"}
+SECTION |= {"compile": False, "offload": True, "memory_limit": 7.5, "zero_hpz_partition_size": 2}
+
+
+def parse(arguments: list[str]) -> EngineSection:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    for each in fields(EngineSection):
+        add_option(parser, each)
+    return EngineSection(**vars(parser.parse_args(arguments)))
+
+
+def test_options_ask_for_what_a_recipe_does():
+    asked = TypeAdapter(EngineSection).validate_python(SECTION)
+    assert given(asked)[:2] == ["--zero-stage", "0"] and {"--compile", "false"} <= {*given(asked)}
+    assert parse(given(asked)) == asked == EngineSection(**SECTION)
+    assert parse([]) == EngineSection()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("zero_stage", 4),
+        ("zero_stage", True),
+        ("tower", "every 0"),
+        ("compile", 1),
+        ("optimizer", "sgd"),
+        ("memory_limit", 0.5),
+        ("zero_hpz_partition_size", 0),
+        ("skip_logits", False),
+    ],
+)
+def test_what_neither_takes(name, value):
+    """The last is an option of the engine that nobody is asked for."""
+    with pytest.raises(ValidationError):
+        TypeAdapter(EngineSection).validate_python({name: value})
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        parse([f"--{name.replace('_', '-')}", str(value)])
+    assert name in {each.name for each in fields(EngineOptions)}
+
+
+@pytest.mark.parametrize("value", [True, 8.0, "8", 0, 4097])
+def test_a_rank_is_a_whole_number_in_its_range(value):
+    with pytest.raises(ValidationError):
+        TypeAdapter(LoraOptions).validate_python({"rank": value})
