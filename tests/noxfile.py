@@ -163,7 +163,7 @@ ON_THE_OLDEST = [
     *("bench", "compare", "data", "demo", "engine", "finetune", "inference", "integrations"),
     *("models", "parity", "patch", "remote"),
 ]
-OLDER = ("accelerate", "datasets", "jinja2", "peft", "pyarrow", "pydantic")
+OLDER = ("accelerate", "jinja2", "peft", "pyarrow", "pydantic")
 # The last DeepSpeed that has the CheckpointError.
 WITH_ERROR = "0.19.2"
 

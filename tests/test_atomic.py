@@ -6,26 +6,23 @@ import json
 import os
 
 import pytest
-from datasets import Dataset
 
 from glm4v_patched.atomic import require_file, require_inside, write_atomically
 from glm4v_patched.data.pictures import PictureFiles
 from glm4v_patched.data.source import Source
-from glm4v_patched.data.stored_rows import FEATURES, write_stored
+from glm4v_patched.data.stored_rows import SCHEMA, store_rows, write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin, locked
 from glm4v_patched.inference.answers_file import AnswersFile
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe
 
-ROW = {name: 0 for name in FEATURES} | {"pictures": [], "digest": bytes(32), "fault": None}
+ROW = {name: 0 for name in SCHEMA.names} | {"pictures": [], "digest": bytes(32), "fault": None}
 ROW["messages"] = "[]" * 5000
 
 WRITERS = {
     "content": lambda out: write_atomically(out / "a", b"x" * 9000),
-    "rows": lambda out: write_stored(
-        Dataset.from_list([ROW], features=FEATURES), out / "data.arrow"
-    ),
+    "rows": lambda out: write_stored(store_rows([[ROW]], None), out / "data.arrow"),
     "picture": lambda out: PictureFiles("", store=out).path_of(b"x" * 9000),
     "recipe": lambda out: recipe({"model": "m" * 9000}).write(out / "recipe.json"),
 }

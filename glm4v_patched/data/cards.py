@@ -6,7 +6,7 @@ names. Needs no torch.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ OF_CONFIG += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "e
 OF_CONFIG += ["field"]
 """Keys of a subset that choose files, or that change nothing of what is read here."""
 SHARDED = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+TRUE = ("true", "True", "TRUE")
 KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
@@ -86,33 +87,21 @@ def choose_split(folder: Folder, splits: Collection[str], split: str | None) -> 
     return split
 
 
-SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # ten times as fast
 
 
-class _Loader(SafeLoader):
-    """YAML of texts, true and false, null, lists and mappings, whose keys stand once.
+class _Loader(BaseLoader):
+    """YAML of texts, lists and mappings, whose keys stand once; no word makes anything else of
+    them, so that a merge key (``<<``) is a key as others."""
 
-    All else is text: a number of YAML 1.1 such as 1:1:1:... takes time that grows with the square
-    of its length. A merge key (``<<``) is a key as others.
-    """
-
-    yaml_implicit_resolvers: Mapping = {}
-    yaml_constructors = {
-        tag: of
-        for tag, of in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "str", "seq", "map")
-    }
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if len({*keys}) < len(keys):
-            [(twice, times)] = Counter(keys).most_common(1)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        values = super().construct_mapping(node, deep)
+        if len(values) < len(node.value):
+            keys = Counter(key.value for key, _ in node.value)
+            [(twice, times)] = keys.most_common(1)
             problem = f"the key {as_words(twice)} stands {times} times"
             raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
-
-
-for _kind, _words in (("null", r"(?i:~|null|)\Z"), ("bool", r"(?i:true|false)\Z")):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_words), None)
+        return values
 
 
 def _read_card(folder: Folder) -> dict[str, Any]:
@@ -123,7 +112,7 @@ def _read_card(folder: Folder) -> dict[str, Any]:
         text = folder.read_text(file, MOST_CHARACTERS)
         try:
             said = yaml.load(_front_matter(text) if file == README else text, _Loader)
-        except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{where}: its YAML cannot be read: {error}") from None
         if isinstance(said, dict):
             card |= said | ({"where": where} if "configs" in said else {})
@@ -152,7 +141,7 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
         chosen = [of for of in configs if of["config_name"] == name]
     else:
         default = [
-            of for of in configs if of.get("default") is True or of["config_name"] == "default"
+            of for of in configs if of.get("default") in TRUE or of["config_name"] == "default"
         ]
         chosen = default or configs
     if len(chosen) != 1:

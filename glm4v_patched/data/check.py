@@ -15,14 +15,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import PIL
-from datasets import Dataset
 from tqdm import tqdm
 
 from ..terminal_text import shorten
@@ -34,7 +33,7 @@ from .messages import pictures_of, replace_pictures
 from .pictures import Stamp, times_of
 from .rows import CURE, Fault, Row, describe_faults, read_rows
 from .source import Source
-from .stored_rows import ROWS_AT_ONCE, column, kept_rows, store_rows, values
+from .stored_rows import ROWS_AT_ONCE, StoredRows, column, store_rows, values
 
 # So much of the work is not lost if it is stopped.
 KEPT_AT_ONCE = 1000
@@ -53,7 +52,7 @@ class _Read(NamedTuple):
 
     sources: Sources
     files: list[Stamp]
-    rows: Dataset
+    rows: StoredRows
     faults: list[list[Fault]]
     """Of each set."""
     good: list[int]
@@ -81,8 +80,7 @@ def check_sets(
             digests are the lowest, wherever they stand, so that equal rows are on one side.
         pack_to: Length of a packed row, which no conversation may exceed.
         on_bad: Raise for rows that cannot be used, or leave them out.
-        memory: Where what was found of pictures is kept, and rows in a folder beside it; default
-            :func:`check_cache.default_path`.
+        memory: Where what was found of pictures is kept; default :func:`check_cache.default_path`.
         first: Of each set to train on, only so many rows are looked at; all others are read as they
             are learned (:mod:`stream`).
 
@@ -142,42 +140,14 @@ def _read(
     collator: ConversationCollator,
     memory: Path | None,
     first: int | None = None,
-) -> tuple[list[Stamp], Dataset]:
+) -> tuple[list[Stamp], StoredRows]:
     """The files of sets, and their rows, read and measured; or the first ones."""
     streamed = first is not None
     files = [] if streamed else [Stamp.of(path) for source in sources for path in source.files]
-    folder = None if memory is None else memory.parent / "rows"
-    key = ""
-    # Of folders and the Hub it is not seen whether they changed.
-    if not streamed and folder is not None and all(source.files for source in sources):
-        depends: list[Any] = [_with_absolute_paths(source) for source in sources]
-        depends += [[stamp.sha256 for stamp in files], _digest_renderer(collator.processor)]
-        key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
-        rows = kept_rows(key, folder)
-        if rows is not None and not _lacks_pictures(rows):
-            return files, rows
-
-    def is_kept(rows: Dataset) -> bool:
-        if changed := next((stamp for stamp in files if stamp.has_changed()), None):
-            raise ValueError(f"{changed.path} has changed while it was read: start again")
-        # What cannot be fetched now may be there next time.
-        return bool(key) and all(fault is None for (fault,) in values(rows, "fault"))
-
-    return files, store_rows(_rows_of(sources, collator, first), folder, key, is_kept)
-
-
-def _with_absolute_paths(source: Source) -> dict[str, Any]:
-    """The fields of a set on which its rows depend, which hold absolute paths of pictures."""
-    paths = {"path": source.path, "image_folder": source.image_folder}
-    absolute = {name: path and os.path.abspath(path) for name, path in paths.items()}
-    return asdict(source) | absolute | {"weight": 1}
-
-
-def _lacks_pictures(rows: Dataset) -> bool:
-    """Whether a picture that was written to the cache as rows were read is there no longer."""
-    cache = default_path()
-    made = str(cache and cache.parent / "pictures") + os.sep
-    return any(path.startswith(made) and not os.path.isfile(path) for path in _pictures_of(rows))
+    rows = store_rows(_rows_of(sources, collator, first), memory and memory.parent)
+    if changed := next((stamp for stamp in files if stamp.has_changed()), None):
+        raise ValueError(f"{changed.path} has changed while it was read: start again")
+    return files, rows
 
 
 def _rows_of(
@@ -246,16 +216,16 @@ def measure(conversations: list[list[dict]], collator: ConversationCollator) -> 
         return [measure([conversation], collator)[0] for conversation in conversations]
 
 
-def _pictures_of(rows: Dataset) -> Iterator[str]:
+def _pictures_of(rows: StoredRows) -> Iterator[str]:
     return (path for (pictures,) in values(rows, "pictures") for path in pictures)
 
 
-def _counts(sources: Sources, rows: Dataset) -> list[int]:
+def _counts(sources: Sources, rows: StoredRows) -> list[int]:
     """How many rows each set has."""
     return np.bincount(column(rows, "source"), minlength=len(sources)).tolist()
 
 
-def _require_some_of_each(sources: Sources, rows: Dataset) -> None:
+def _require_some_of_each(sources: Sources, rows: StoredRows) -> None:
     """Raise ``ValueError`` if a set has rows and a weight so small that none of them comes."""
     for source, count in zip(sources, _counts(sources, rows), strict=True):
         if count and not round(source.weight * count):
@@ -268,7 +238,7 @@ def _require_some_of_each(sources: Sources, rows: Dataset) -> None:
 
 def _find_faults(
     sources: Sources,
-    rows: Dataset,
+    rows: StoredRows,
     facts: dict[str, Facts],
     max_positions: int,
     pack_to: int | None,
@@ -392,17 +362,6 @@ def _fault_of_pictures(shown: list[str], pictures: dict[str, Facts]) -> str | No
 
 def fault_of_picture(path: str, facts: Facts) -> str | None:
     return None if facts.fault is None else f"the image {shorten(path)} {facts.fault}"
-
-
-def _digest_renderer(processor) -> str:
-    """The same where a row has the same ids."""
-    facts = [
-        RULES,
-        processor.chat_template,
-        processor.num_image_tokens,
-        processor.tokenizer.backend_tokenizer.to_str(),
-    ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def fault_of_size(pictures: int, size: Size, max_positions: int, pack_to: int | None) -> str | None:

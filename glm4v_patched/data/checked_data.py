@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset
 
 from ..atomic import write_atomically
 from ..terminal_text import listed, own_command
@@ -23,7 +22,7 @@ from .packing import share_out
 from .pictures import IMAGE_NAMES, Stamp
 from .rows import folder_of_images, place
 from .source import Source
-from .stored_rows import ROWS_AT_ONCE, Conversations, column, read_stored, values, write_stored
+from .stored_rows import Conversations, StoredRows, column, read_stored, values, write_stored
 
 MOST_NAMES = 10_000  # looked at in a folder
 RULES = 8
@@ -76,7 +75,7 @@ class CheckedData:
     sources: tuple[Source, ...]
     files: tuple[Stamp, ...]
     pack_to: int | None
-    rows: Dataset
+    rows: StoredRows
     pictures: tuple[Stamp, ...]
     skipped: int
     eval: "CheckedData | None" = None
@@ -266,16 +265,17 @@ def _names_beside(folder: str) -> Iterator[str]:
                 yield from islice((f"{entry.name}/{of}" for of in os.listdir(entry)), MOST_NAMES)
 
 
-def _rows_with_words(rows: Dataset) -> np.ndarray:
+def _rows_with_words(rows: StoredRows) -> np.ndarray:
     """Return which rows have words of :data:`left_out.ANY_WORD`: ``(rows,)``."""
-    parts = rows.select_columns(["messages"]).with_format("arrow").iter(ROWS_AT_ONCE)
     found = (
-        pc.match_substring_regex(part["messages"], ANY_WORD, ignore_case=True) for part in parts
+        pc.match_substring_regex(batch["messages"], ANY_WORD, ignore_case=True)
+        for batch in rows.batches("messages")
     )
-    return np.concatenate([np.zeros(0, bool), *(of.to_numpy() for of in found)])
+    parts = (of.to_numpy(zero_copy_only=False) for of in found)
+    return np.concatenate([np.zeros(0, bool), *parts])
 
 
-def row_digests(rows: Dataset, pictures: Mapping[str, Any]) -> Iterator[str]:
+def row_digests(rows: StoredRows, pictures: Mapping[str, Any]) -> Iterator[str]:
     """sha256 of each row's words and of the bytes of its pictures, wherever they lie.
 
     Args:

@@ -1,17 +1,13 @@
-"""Rows as they were read and measured, in Arrow files of which nothing is held in memory.
+"""Rows as they were read and measured, in Arrow files of which nothing is held in memory."""
 
-What was read once is kept in the user's cache folder, and is there at once when the same files are
-checked for the same model again.
-"""
-
-import hashlib
 import json
+import mmap
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -20,119 +16,133 @@ from ..atomic import open_atomically
 from ..terminal_text import pip_install
 
 try:
-    import datasets
     import pyarrow as pa
-    from datasets import Dataset
 except ImportError as error:
     raise RuntimeError(
         f"rows are kept in Arrow files: {pip_install('glm4v-patched[train]')}"
     ) from error
 
 ROWS_AT_ONCE = 1000
-SECONDS_KEPT = 30 * 24 * 3600
-"""Of what no check has asked for since."""
-FEATURES = datasets.Features(
+SCHEMA = pa.schema(
     {
-        "messages": datasets.Value("string"),  # JSON, for keys differ from row to row
-        "pictures": datasets.List(datasets.Value("string")),  # paths, in their order
-        "source": datasets.Value("int32"),
-        "line": datasets.Value("int64"),
-        "digest": datasets.Value("binary"),  # sha256 of the messages without their pictures
-        "positions": datasets.Value("int32"),
-        "in_table": datasets.Value("int32"),
-        "images": datasets.Value("int32"),
-        "learned": datasets.Value("int32"),
-        "fault": datasets.Value("string"),
+        "messages": pa.string(),  # JSON, for keys differ from row to row
+        "pictures": pa.list_(pa.string()),  # paths, in their order
+        "source": pa.int32(),
+        "line": pa.int64(),
+        "digest": pa.binary(),  # sha256 of the messages without their pictures
+        "positions": pa.int32(),
+        "in_table": pa.int32(),
+        "images": pa.int32(),
+        "learned": pa.int32(),
+        "fault": pa.string(),
     }
 )
 
 
-def kept_rows(key: str, folder: Path) -> Dataset | None:
-    """The rows that :func:`store_rows` kept by that key. What was damaged is removed, and what
-    nobody asked for lately."""
-    found = None
-    for path in folder.glob("*.arrow"):
-        with suppress(OSError):  # another check removes it, too
-            if path.name.startswith(f"{key}-") and path.stem.endswith(_digest(path)):
-                os.utime(path)
-                found = Dataset.from_file(str(path))
-            elif path.name.startswith(key) or path.stat().st_mtime < time.time() - SECONDS_KEPT:
-                path.unlink()
-    return found
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """Rows of an Arrow file, which is mapped: processes share its pages, and a pickle has its path.
+
+    Attributes:
+        path: None of a file without a name, which is gone with this process.
+        numbers: Which rows of the file these are, in ascending order.
+    """
+
+    path: Path | None
+    table: pa.Table
+    numbers: np.ndarray
+
+    @classmethod
+    def open(cls, path: Path, numbers: np.ndarray | None = None) -> "StoredRows":
+        with path.open("rb") as file:
+            rows = cls.map(file, path)
+        return rows if numbers is None else replace(rows, numbers=numbers)
+
+    @classmethod
+    def map(cls, file: Any, path: Path | None = None) -> "StoredRows":
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        table = pa.ipc.open_stream(pa.py_buffer(mapped)).read_all()
+        return cls(path, table, np.arange(len(table)))
+
+    def __reduce__(self):
+        assert self.path is not None, "rows of a check are written before processes have them"
+        return StoredRows.open, (self.path, self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.table.slice(self.numbers[row], 1).to_pylist()[0]
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> "StoredRows":
+        """Return some of the rows, which are named in ascending order."""
+        return replace(self, numbers=self.numbers[rows])
+
+    def batches(self, *names: str) -> Iterator[pa.RecordBatch]:
+        """Yield the rows with such columns, some at a time."""
+        begin = 0
+        for batch in self.table.select(names).to_batches():
+            first, last = np.searchsorted(self.numbers, (begin, begin + len(batch)))
+            yield batch.take(pa.array(self.numbers[first:last] - begin))
+            begin += len(batch)
 
 
-def store_rows(
-    rows: Iterable[list[dict[str, Any]]],
-    folder: Path | None,
-    key: str,
-    is_kept: Callable[[Dataset], bool],
-) -> Dataset:
-    """Write rows, some at a time, to a file that is gone when nobody reads it any more.
+def store_rows(rows: Iterable[list[dict[str, Any]]], folder: Path | None) -> StoredRows:
+    """Write rows, some at a time, to a file without a name.
 
     Args:
-        rows: With the keys of ``FEATURES``.
-        folder: For the file; where it cannot be written, the system's for temporary files is.
-        key: By which :func:`kept_rows` finds the rows, if they are kept.
+        rows: With the keys of :data:`SCHEMA`.
+        folder: On the disk that takes the file; where it cannot be written, the system's for
+            temporary files does, which may be memory.
     """
-    place = None  # /tmp may be memory
-    with suppress(OSError):
-        if folder is not None:
+    if folder is not None:
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            place = folder if os.access(folder, os.W_OK) else None
-    with NamedTemporaryFile(dir=place, suffix=".arrow") as file:
-        _write((pa.Table.from_pylist(some, FEATURES.arrow_schema) for some in rows), file)
+        folder = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+    with TemporaryFile(dir=folder) as file:
+        _write((pa.RecordBatch.from_pylist(some, SCHEMA) for some in rows), file)
         file.flush()
-        stored = Dataset.from_file(file.name)
-        if is_kept(stored) and place is not None:
-            with suppress(OSError):  # another check keeps them, too; or links cannot be made
-                os.link(file.name, place / f"{key}-{_digest(Path(file.name))}.arrow")
-    return stored
+        return StoredRows.map(file)
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _write(batches: Iterable[pa.RecordBatch], file: Any) -> None:
+    with pa.ipc.new_stream(file, SCHEMA) as target:
+        for batch in batches:
+            target.write_batch(batch)
 
 
-def _write(tables: Iterable[pa.Table], file: Any) -> None:
-    with pa.ipc.new_stream(file, FEATURES.arrow_schema) as target:
-        for table in tables:
-            target.write_table(table)
-
-
-def write_stored(rows: Dataset, path: Path) -> Dataset:
+def write_stored(rows: StoredRows, path: Path) -> StoredRows:
     """The same rows in a file of their own, which is whole or not there."""
     with open_atomically(path) as file:
-        columns = rows.select_columns([*FEATURES])
-        _write(columns.with_format("arrow").iter(ROWS_AT_ONCE), file)
+        _write(rows.batches(*SCHEMA.names), file)
     return read_stored(path, len(rows))
 
 
-def read_stored(path: Path, number: int) -> Dataset:
+def read_stored(path: Path, number: int) -> StoredRows:
     """The rows of a file of :func:`write_stored`, which are so many.
 
     Raises:
         ValueError: the file is not there, or does not hold them.
     """
     try:
-        rows = Dataset.from_file(str(path))
-        if rows.features != FEATURES or len(rows) != number:
-            raise ValueError(f"it has {len(rows):,} rows of {[*rows.features]}")
+        rows = StoredRows.open(path)
     except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
         raise ValueError(f"{path} does not hold {number:,} rows: {error}") from error
+    if len(rows) != number or rows.table.schema != SCHEMA:
+        has = f"{len(rows):,} rows of {rows.table.column_names}"
+        raise ValueError(f"{path} does not hold {number:,} rows: it has {has}")
     return rows
 
 
-def column(rows: Dataset, name: str) -> np.ndarray:
+def column(rows: StoredRows, name: str) -> np.ndarray:
     """The values of all rows, of a column of numbers."""
-    table = rows.select_columns([name]).with_format("arrow")[:]
-    return table.column(name).to_numpy()
+    return rows.table.column(name).to_numpy()[rows.numbers]
 
 
-def values(rows: Dataset, *names: str) -> Iterator[tuple]:
+def values(rows: StoredRows, *names: str) -> Iterator[tuple]:
     """The values of each row in such columns."""
-    for part in rows.select_columns([*names]).iter(ROWS_AT_ONCE):
-        yield from zip(*part.values(), strict=True)
+    for batch in rows.batches(*names):
+        yield from zip(*batch.to_pydict().values(), strict=True)
 
 
 class Conversations(Sequence):
@@ -142,9 +152,8 @@ class Conversations(Sequence):
         order: Which rows, in which order; a row may come several times.
     """
 
-    def __init__(self, rows: Dataset, order: np.ndarray):
+    def __init__(self, rows: StoredRows, order: np.ndarray):
         self.rows, self.order = rows, order
-        self.messages = rows.select_columns(["messages"])
 
     def __len__(self) -> int:
         return len(self.order)
@@ -157,4 +166,5 @@ class Conversations(Sequence):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return Conversations(self.rows, self.order[index])
-        return json.loads(self.messages[int(self.order[index])]["messages"])
+        number = self.rows.numbers[self.order[index]]
+        return json.loads(self.rows.table.column("messages")[int(number)].as_py())

@@ -7,7 +7,7 @@ which read pictures, so that those of one file are all decoded by one, and forge
 it continues.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -136,20 +136,28 @@ class StreamCollator:
 
     def __call__(self, rows: list[Streamed]) -> dict:
         found = [(row, row.fault or self._fault_of(row.messages)) for row in rows]
-        try:
-            batch = self._batch(found)
-        except Exception:  # of a picture; Pillow raises what it likes
-            found = [(row, fault or self._fault_of_batch(row.messages)) for row, fault in found]
-            batch = self._batch(found)
+        batch = self._batch(row.messages for row, fault in found if fault is None)
+        if isinstance(batch, str):
+            found = [(row, fault or self._fault_alone(row.messages)) for row, fault in found]
+            batch = self._batch(row.messages for row, fault in found if fault is None)
+        if isinstance(batch, str):
+            raise RuntimeError(f"rows that make batches alone make none together: {batch}")
         told: dict[bool, list[str]] = {False: [], True: []}
         for row, fault in found:
             if fault is not None:
                 told[row.is_last].append(f"{row.place}: {fault}")
         return {**batch, FAULTS: told[False], UNREADABLE: told[True]}
 
-    def _batch(self, found: list[tuple[Streamed, str | None]]) -> dict[str, torch.Tensor]:
-        kept = [row.messages for row, fault in found if fault is None]
-        return self.collator(kept or [NOTHING_LEARNED])
+    def _batch(self, conversations: Iterable[list[dict]]) -> dict[str, torch.Tensor] | str:
+        """Return a batch, or why there is none."""
+        try:
+            return self.collator([*conversations] or [NOTHING_LEARNED])
+        except Exception as error:  # of an image; Pillow raises what it likes
+            return f"cannot be made into a batch: {error}"
+
+    def _fault_alone(self, messages: list[dict]) -> str | None:
+        batch = _fault_of_pictures(pictures_of(messages)) or self._batch([messages])
+        return batch if isinstance(batch, str) else None
 
     def _fault_of(self, messages: list[dict]) -> str | None:
         """What is wrong with a row's words, or with the size of its pictures."""
@@ -168,15 +176,6 @@ class StreamCollator:
                 "shorten the conversation"
             )
         return _fault_of_pictures([path for path in pictures if not may_be_decoded(path)])
-
-    def _fault_of_batch(self, messages: list[dict]) -> str | None:
-        if fault := _fault_of_pictures(pictures_of(messages)):
-            return fault
-        try:
-            self.collator([messages])
-        except Exception as error:  # as above
-            return f"cannot be made into a batch: {error}"
-        return None
 
 
 def _fault_of_pictures(paths: list[str]) -> str | None:

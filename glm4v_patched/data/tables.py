@@ -8,6 +8,7 @@ images in them are not decoded.
 import json
 import os
 import shlex
+import struct
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ..terminal_text import pip_install
-from .arrow_sizes import BatchSize, batch_sizes
 from .cards import choose_split, read_subset
 from .columns import NO_CELL, PICTURE_FILES
 from .folders import Folder, HubFolder
@@ -46,6 +46,7 @@ MOST_VALUES = 2**24
 VALUES_A_BYTE, BYTES_A_BYTE = 64, 256
 """More than these of a file's bytes are made by nothing but repetition."""
 MOST_BYTES_OF_STATE = 2**24
+OLD_COMPRESSION = b"ARROW:experimental_compression"  # of Arrow 0.17, among custom metadata
 DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
@@ -127,7 +128,7 @@ def _open_folder(folder: Folder, source: Source) -> Iterator[Any]:
     described = [file for file in files if os.path.basename(file) in METADATA]
     is_local = not isinstance(folder, HubFolder)
     if is_local and kind in ("imagefolder", "json", "text") and not described:
-        _refuse_pairs(folder, [os.path.join(folder.path, file) for file in files])
+        _refuse_pairs(folder, files)
     if kind in ("", "text"):
         such = f" (such as {of_split[0]})" if of_split else ""
         raise ValueError(
@@ -181,62 +182,48 @@ def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
                 yield row
                 continue
             try:
-                yield _with_images(row, folder, os.path.dirname(file), is_table)
+                yield _with_image(row, folder, os.path.dirname(file))
             except ValueError as error:
                 yield Fault(0, f"{folder.path}/{file}: {error}")
 
 
-def _with_images(row: dict, folder: Folder, below: str, is_table: bool) -> dict:
-    """Return a row with the paths of its images. In tables ``*_file_name`` and ``*file_names`` name
-    images, too, as for ``datasets``; elsewhere columns keep their names."""
-
-    def path_of(name: Any) -> Any:
-        return folder.local_path(os.path.join(below, name)) if isinstance(name, str) else name
-
-    made: dict[str, Any] = {}
-    for key, value in row.items():
-        name = key
-        if key == "file_name" or is_table and key.endswith("_file_name"):
-            name, value = key.removesuffix("file_name").removesuffix("_") or "image", path_of(value)
-        elif is_table and (key == "file_names" or key.endswith("_file_names")):
-            name = key.removesuffix("file_names").removesuffix("_") or "images"
-            value = [path_of(of) for of in value or ()]
-        if name in made:
-            raise ValueError(f"several columns are for {name}, such as {key}: give one of them")
-        made[name] = value
+def _with_image(row: dict, folder: Folder, below: str) -> dict:
+    if row.keys() >= {"file_name", "image"}:
+        raise ValueError("file_name and image are both for the image: give one of them")
+    made = {"image" if key == "file_name" else key: value for key, value in row.items()}
+    if isinstance(name := row.get("file_name"), str):
+        made["image"] = folder.local_path(os.path.join(below, name))
     return made
 
 
 def _refuse_pairs(folder: Folder, files: list[str]) -> None:
     """Raise ``ValueError`` for images and texts that belong together by their names, 0.png and
     0.txt: datasets would read those of one kind and leave the others out."""
-    names = {where: {*os.listdir(where)} for where in {*map(os.path.dirname, files)}}
-    pairs = []
+    there, pairs = {*folder.files}, []
     for file in files:
-        there = names[os.path.dirname(file)]
-        stem = os.path.basename(file).partition(".")[0]
-        image = next((f"{stem}{of}" for of in PICTURE_FILES if f"{stem}{of}" in there), None)
-        text = next((f"{stem}{of}" for of in (".txt", ".json") if f"{stem}{of}" in there), None)
+        stem = os.path.splitext(file)[0]
+        image = next((stem + of for of in PICTURE_FILES if stem + of in there), None)
+        text = next((stem + of for of in (".txt", ".json") if stem + of in there), None)
         if image is not None and text is not None:
-            pairs.append((os.path.dirname(file), image, text))
+            pairs.append((image, text))
     if 2 * len(pairs) < len(files) or not pairs:  # a note beside an image or two
         return
-    where, image, text = pairs[0]
-    if text.endswith(".json") and (len(files) == 1 or _is_row(folder, where, text)):
+    image, text = pairs[0]
+    if text.endswith(".json") and (len(files) == 1 or _is_row(folder, text)):
         return
-    path, kind = shlex.quote(folder.path), text.rpartition(".")[2]
-    answer = {"txt": "txt"}.get(kind, "json.answer")
+    path, answer = shlex.quote(folder.path), "txt" if text.endswith(".txt") else "json.answer"
     raise ValueError(
-        f"{folder.path} has {image} and {text}, an image and what is said of it, and datasets "
-        f"reads one of the two; make an archive of WebDataset of them: tar --sort=name -cf "
+        f"{folder.path} has {os.path.basename(image)} and {os.path.basename(text)}, an image and "
+        "what is said of it, and datasets reads one of the two; make an archive of WebDataset of "
+        "them: tar --sort=name -cf "
         f'{path}.tar -C {path} . (data.columns={{question: "...?", answer: {answer}, '
         f"image: {image.rpartition('.')[2]}}})"
     )
 
 
-def _is_row(folder: Folder, where: str, name: str) -> bool:
+def _is_row(folder: Folder, file: str) -> bool:
     """Return whether a JSON file is a row of a known format, which names its images itself."""
-    path = folder.local_path(os.path.join(where, name))
+    path = folder.local_path(file)
     rows = [row for _, row in read_text(Source(path), kind_of_file(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
@@ -316,52 +303,66 @@ def _require_own_data(path: str, metadata: Any) -> int:
 
 
 def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
-    """Rows of Arrow.
+    """Rows of Arrow, which stay where they are on the disk.
 
     Raises:
-        ValueError: it makes more of its bytes than data does.
+        ValueError: it is compressed, so that nothing bounds what it makes of its bytes.
     """
     import pyarrow
 
     with pyarrow.memory_map(path) as file:
-        is_file = file.read(6) == b"ARROW1"
-        _require_own_batches(path, batch_sizes(file, is_file))
-        file.seek(0)
-        if is_file:
-            table = pyarrow.ipc.open_file(file)
-            batches = map(table.get_batch, range(table.num_record_batches))
-        else:
-            table = batches = pyarrow.ipc.open_stream(file)
-        yield from _rows_of_batches(path, table.schema, map(_checked, batches), classes)
-
-
-def _require_own_batches(path: str, sizes: Iterator[BatchSize]) -> None:
-    """Raise ``ValueError`` if a file has more rows than its bytes make, or a batch that is larger
-    when it is unpacked, with all dictionaries, than a row may be."""
-    size, rows, kept = os.path.getsize(path), 0, 0
-    most_rows = max(MOST_VALUES, VALUES_A_BYTE * size)
-    for is_dictionary, number, unpacked in sizes:
-        held = kept + unpacked
-        if is_dictionary:  # stays in memory
-            kept = held
-        else:
-            rows += number
-        if held > MOST_BYTES:
+        # Behind 8 bytes a file is a stream. What its footer says besides is not asked.
+        begin = 8 if file.read(6) == b"ARROW1" else 0
+        file.seek(begin)
+        messages = iter(pyarrow.ipc.MessageReader.open_stream(file))
+        if next(messages, None) is None or any(map(_is_compressed, messages)):
             raise ValueError(
-                f"{path} has {size:,} bytes, of which a batch makes {held:,}; expected "
-                f"{MOST_BYTES:,} at most: write it in smaller batches, or without compression"
+                f"{path} is compressed or no stream of batches; expected Arrow as datasets writes "
+                "it: make Parquet of it (pandas: read_feather(FILE).to_parquet(OTHER), polars: "
+                "read_ipc(FILE).write_parquet(OTHER))"
             )
+        file.seek(begin)
+        table = pyarrow.ipc.open_stream(file)
+        yield from _rows_of_batches(path, table.schema, _own_batches(path, table), classes)
+
+
+def _is_compressed(message: Any) -> bool:
+    """Return whether Arrow would unpack a batch. pyarrow does not show it: by Message.fbs it is
+    field 3 of a batch, which is field 2 of its message, or field 1 of the dictionary there."""
+    content = message.metadata.to_pybytes()
+
+    def read(kind: str, at: int) -> int:
+        return struct.unpack_from(kind, content, at)[0]
+
+    def field(table: int, number: int) -> int:
+        """Return where a field of a table of FlatBuffers is; 0, if the table has none."""
+        fields, place = table - read("<i", table), 4 + 2 * number
+        offset = read("<H", fields + place) if place < read("<H", fields) else 0
+        return offset and table + offset
+
+    def follow(at: int) -> int:
+        return at + read("<I", at)
+
+    batch = follow(field(follow(0), 2))
+    if message.type == "dictionary":
+        batch = follow(field(batch, 1))
+    return field(batch, 3) > 0 or OLD_COMPRESSION in content
+
+
+def _own_batches(path: str, batches: Any) -> Iterator[Any]:
+    """Yield batches that have no more rows than the file's bytes make, and whose offsets lead to
+    their own bytes, which Arrow itself does not look at."""
+    size, rows = os.path.getsize(path), 0
+    most_rows = max(MOST_VALUES, VALUES_A_BYTE * size)
+    for batch in batches:
+        rows += batch.num_rows
         if rows > most_rows:
             raise ValueError(
                 f"{path} has {size:,} bytes and {rows:,} rows or more; expected {most_rows:,} at "
                 "most: write the table again, in smaller parts"
             )
-
-
-def _checked(batch: Any) -> Any:
-    """Return a batch whose offsets lead to its own bytes, which Arrow itself does not look at."""
-    batch.validate(full=True)
-    return batch
+        batch.validate(full=True)
+        yield batch
 
 
 def _rows_of_batches(

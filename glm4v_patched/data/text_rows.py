@@ -1,8 +1,10 @@
-"""Rows of text: JSON lines, a JSON array, lists in a JSON object, and CSV, each a row at a time.
+"""Rows of text: JSON lines, a JSON array, lists in a JSON object, and CSV.
 
-Not by ``datasets``: its reader of JSON names neither line nor key of what is wrong, and keeps the
-last of two equal keys; its reader of CSV makes null of NA and 7 of 007, and holds in memory all
-that stands behind an open quote. Compressed files are read as they are, without an unpacked copy.
+JSON lines and CSV are read a row at a time; the text of an array or object is read at once, up to
+:data:`MOST_OF_DOCUMENT`. Not by ``datasets``: its reader of JSON names neither line nor key of what
+is wrong, and keeps the last of two equal keys; its reader of CSV makes null of NA and 7 of 007, and
+holds in memory all that stands behind an open quote. Compressed files are read as they are, without
+an unpacked copy.
 """
 
 import codecs
@@ -10,8 +12,10 @@ import csv
 import io
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -46,11 +50,10 @@ TOO_LONG = (
 MOST_KEYS = 2**20
 """Of an object, or columns of a CSV, each of which is looked at."""
 TOO_DEEP = "objects or lists are nested too deeply"
+MOST_OF_DOCUMENT = 2**28
+"""Characters of a JSON array or object, of which all is in memory."""
 BLANK = re.compile(r"[ \t\r\n]*")
-LIST_OF_OBJECTS = re.compile(r'"([^"\\]*+)"\s*+:\s*+\[\s*+\{')
 KEYS_OF_ROWS = {"image", *(key for of in FORMATS.values() for key in of.needs)}
-A_WORD = 16  # of JSON, such as -Infinity, which is one fault where it is cut
-CHARACTERS_AT_ONCE = 2**20
 CHARACTERS_TO_TELL = 2**16  # what a file is
 BESIDE_ROWS = ("info", "licenses", "categories")
 """Lists beside the rows, in files as COCO's."""
@@ -81,10 +84,19 @@ def read_text(source: Source, kind: str) -> Numbered:
     """
     path = Path(source.path)
     readers = {"CSV": _csv, "JSON lines": _lines, "JSON array": _array, "JSON object": _of_object}
-    try:
+    with _errors_of(path):
         yield from readers[kind](path)
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        told = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {told}") from error
+    except ImportError as error:
+        raise ValueError(f"{path} is read by pyarrow: {pip_install('pyarrow')}") from error
 
 
 def kind_of_file(path: Path) -> str:
@@ -93,31 +105,34 @@ def kind_of_file(path: Path) -> str:
     Raises:
         ValueError: it cannot be read, or is of no kind that is.
     """
-    try:
+    with _errors_of(path):
         with path.open("rb") as file:
             head = file.read(6)
         if head.startswith((b"PAR1", b"ARROW1")) or suffix_of(path) in (".arrow", ".tar"):
             return "table"
         _require_text(path, head)
-        if suffix_of(path) in OF_CSV:
-            return "CSV"
-        with open_text(path) as lines:
-            # A whole array may stand in one line.
-            begins = iter(partial(lines.read, CHARACTERS_TO_TELL), "")
-            first = next((text for begin in begins if (text := begin.lstrip())), "")
-    except OSError as error:
-        told = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read: {told}") from error
-    if first.startswith("["):
-        return "JSON array"
-    is_line = suffix_of(path) == ".jsonl" and "\n" not in first.strip()
-    if first.startswith("{") and not is_line and _is_around_rows(first):
+        return "CSV" if suffix_of(path) in OF_CSV else _kind_of_json(path)
+
+
+def _kind_of_json(path: Path) -> str:
+    with open_text(path) as file:
+        lines = iter(partial(file.readline, CHARACTERS_TO_TELL), "")
+        first = next((text for text in lines if text.strip()), "").lstrip()
+        if first.startswith("["):
+            return "JSON array"
+        goes_on = first.endswith(("{\n", "[\n"))  # whatever the file is called
+        if not first.startswith("{") or suffix_of(path) == ".jsonl" and not goes_on:
+            return "JSON lines"
+        if not first.endswith("\n"):
+            first += file.readline(MOST_CHARACTERS)
+        has_more = any(text.strip() for text in lines)
+    try:
+        value, _ = json.JSONDecoder().raw_decode(first)
+    except (ValueError, RecursionError):  # it goes on in the lines below, or is no JSON
         return "JSON object"
-    if first.partition("\n")[0].strip() == "{":
-        told = "it is one JSON object over several lines; expected a row a line: "
-        told += '{"messages": [...]} (pandas: to_json(FILE, orient="records", lines=True))'
-        raise ValueError(f"{path}: {told}")
-    return "JSON lines"
+    lists = (of for of in value.values() if isinstance(of, list) and of)
+    has_rows = any(isinstance(of[0], dict) for of in lists) and not KEYS_OF_ROWS & value.keys()
+    return "JSON lines" if has_more or not has_rows else "JSON object"
 
 
 def _require_text(path: Path, head: bytes) -> None:
@@ -139,7 +154,7 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
     kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
     if kind is not None:
         stream.close()
-        stream = io.BufferedReader(_Unpacked(path, kind), CHARACTERS_AT_ONCE)
+        stream = io.BufferedReader(_Unpacked(path, kind), 2**20)
     return io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline=newline)
 
 
@@ -147,10 +162,8 @@ class _Unpacked(io.RawIOBase):
     """The bytes of a compressed file, of which no more are read than data makes."""
 
     def __init__(self, path: Path, kind: str):
-        try:
-            import pyarrow  # late, for it is needed here alone
-        except ImportError as error:
-            raise ValueError(f"{path} is read by pyarrow: {pip_install('pyarrow')}") from error
+        import pyarrow  # late, for it is needed here alone
+
         self.path, self.size, self.unpacked = path, path.stat().st_size, 0
         self.most = max(MOST_UNPACKED, BYTES_A_BYTE * self.size)
         self.stream = pyarrow.input_stream(str(path), compression=kind)
@@ -172,30 +185,6 @@ class _Unpacked(io.RawIOBase):
     def close(self) -> None:
         self.stream.close()
         super().close()
-
-
-def _is_around_rows(text: str) -> bool:
-    """Whether a file that begins so is one object, in which a list is of rows: neither a row itself
-    nor the first of several lines."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):  # it goes on behind what was read
-        for found in LIST_OF_OBJECTS.finditer(text):
-            if found[1] in KEYS_OF_ROWS:
-                return False
-            if not _is_whole(text[text.index("[", found.end(1)) :]):
-                return True
-        return False
-    lists = (of for of in value.values() if isinstance(of, list) and of)
-    has_rows = any(isinstance(of[0], dict) for of in lists) and not KEYS_OF_ROWS & value.keys()
-    return has_rows and not text[end:].strip()
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        return bool(json.JSONDecoder().raw_decode(text))
-    except (ValueError, RecursionError):
-        return False
 
 
 class _Json:
@@ -278,22 +267,29 @@ def _array(path: Path) -> Numbered:
 
 def _of_object(path: Path) -> Numbered:
     """The elements of the list that holds the rows."""
-    names = sorted({name for name, _, _ in _elements(path)} - {*BESIDE_ROWS})
-    if len(names) != 1:
-        told = f"the lists {listed([*map(quoted, names)], MOST_KEYS_LISTED)}"
-        raise ValueError(
-            f"{path} is one object with {told if names else 'no rows'}; expected 1 list, of rows: "
-            f"jq .NAME {path} > NAME.json (COCO, VQA: docs/data.md joins them)"
-        )
-    return ((number, value) for name, number, value in _elements(path) if name == names[0])
+    whole: dict[str, Any] = {}
+    for name, number, value in _elements(path):
+        if number:
+            whole.setdefault(name, []).append((number, value))
+        else:
+            whole[name] = value
+    if KEYS_OF_ROWS & whole.keys():
+        told = "it is one JSON object over several lines; expected a row a line: "
+        told += '{"messages": [...]} (pandas: to_json(FILE, orient="records", lines=True))'
+        raise ValueError(f"{path}: {told}")
+    lists = {name: rows for name, rows in whole.items() if isinstance(rows, list)}
+    names = sorted(lists.keys() - {*BESIDE_ROWS})
+    if len(names) == 1:
+        return iter(lists[names[0]])
+    told = f"the lists {listed([*map(quoted, names)], MOST_KEYS_LISTED)}" if names else "no rows"
+    raise ValueError(
+        f"{path} is one object with {told}; expected 1 list, of rows: jq .NAME {path} > NAME.json "
+        "(COCO, VQA: docs/data.md joins them)"
+    )
 
 
-def _fault_of_names(names: list[str], second: str) -> str | None:
-    """Say why the first line of a CSV has no names of columns, as far as its words show it.
-
-    Args:
-        second: The second line, which shows what parts the cells where nothing that is read does.
-    """
+def _fault_of_names(names: list[str]) -> str | None:
+    """Say why the first line of a CSV has no names of columns, as far as its words show it."""
     if names[0][:4].lower() == "sep=":
         return f"{quoted(names[0])} is a line of Excel's: take it out"
     cells = [
@@ -305,14 +301,11 @@ def _fault_of_names(names: list[str], second: str) -> str | None:
             f"{quoted(cells[0])} is a cell and no name of a column: write a first line with the "
             "names, such as image,question,answer"
         )
-    if len(names) != 1:
-        return None
-    others = {mark: names[0].count(mark) for mark in names[0] if not OF_NAMES.fullmatch(mark)}
-    mark = next((mark for mark, times in others.items() if second.count(mark) >= times), None)
-    if mark is None:
+    mark = next((mark for mark in names[0] if not OF_NAMES.fullmatch(mark)), None)
+    if len(names) > 1 or mark is None:
         return None
     return (
-        f"has one column, {quoted(names[0])}, and cells that {quoted(mark)} may part; expected "
+        f"has one column, {quoted(names[0])}, with {quoted(mark)}; expected names parted by "
         "commas, semicolons or tabs, and in a .tsv tabs: pandas.read_csv(FILE, "
         f"sep={mark!r}, dtype=str, keep_default_na=False).to_csv(OTHER, index=False)"
     )
@@ -333,13 +326,13 @@ def _csv(path: Path) -> Numbered:
 
     with open_text(path, newline="") as file:
         lines = bounded(file)
-        first, second = next(lines, ""), next(lines, "")
+        first = next(lines, "")
         between = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
-        rows = csv.reader(chain([first, second], lines), delimiter=between, strict=True)
+        rows = csv.reader(chain([first], lines), delimiter=between, strict=True)
         names = next(rows, [])
         if len(names) > MOST_KEYS:
             raise ValueError(f"{path}:1: {len(names):,} columns; expected {MOST_KEYS:,} at most")
-        if names and (fault := _fault_of_names(names, second)):
+        if names and (fault := _fault_of_names(names)):
             raise ValueError(f"{path}:1: {fault}")
         if twice := [name for name, times in Counter(names).items() if times > 1]:
             raise ValueError(f"{path}:1: {listed([*map(quoted, twice)])} names several columns")
@@ -361,51 +354,49 @@ def _csv(path: Path) -> Numbered:
 
 
 def _elements(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Each element of an array, or of each list of an object: the list's name, the element's
-    number, from 1, and the element, or a :class:`Fault`."""
-    with open_text(path) as file:
-        text = _JsonText(path, file)
-        if text.next_character() == "[":
-            for number, value in text.elements():
-                yield "", number, value
-        else:
-            names: set[str] = set()
-            for name in text.names():
-                if name in names:
-                    raise ValueError(f"{path}:{text.line}: the key {quoted(name)} stands twice")
-                names.add(name)
-                if text.next_character() == "[":
-                    for number, value in text.elements():
-                        yield name, number, value
-                else:
-                    text.value(1)
-        if text.next_character():
-            raise ValueError(f"{path}:{text.line}: something stands after the end")
+    """Yield the elements of an array, or of each list of an object: the list's name, the element's
+    number, from 1, and the element, or a :class:`Fault`. An object's other values have number 0."""
+    text = _Document(path)
+    if text.next_character() == "[":
+        for number in text.items("[]"):
+            yield "", number, text.value(number)
+    else:
+        names: set[str] = set()
+        for _ in text.items("{}"):
+            if text.next_character() != '"':
+                text.take('"')
+            name = str(text.value(1))
+            if name in names:
+                raise text.error(f"the key {quoted(name)} stands twice")
+            names.add(name)
+            text.take(":")
+            if text.next_character() == "[":
+                for number in text.items("[]"):
+                    yield name, number, text.value(number)
+            else:
+                yield name, 0, text.value(1)
+    if text.next_character():
+        raise text.error("something stands after the end")
 
 
-class _JsonText:
-    """The text of a JSON file, of which no more is held than a row and what is read at once."""
+class _Document:
+    """The text of a JSON array or object, of which one value at a time is read."""
 
-    def __init__(self, path: Path, file: TextIO):
-        self.path, self.file = path, file
-        self.text, self.at, self.line = "", 0, 1
-        self.read = _Json()
+    def __init__(self, path: Path):
+        with open_text(path) as file:
+            self.text = file.read(MOST_OF_DOCUMENT + 1)
+        if len(self.text) > MOST_OF_DOCUMENT:
+            file_name = shlex.quote(str(path))
+            raise ValueError(
+                f"{path} has over {MOST_OF_DOCUMENT:,} characters in one array or object, which is "
+                "read at once; make JSON lines of it, which are read one by one: "
+                f"jq -c '.[]' {file_name} > {file_name}l (of rows under a name: '.NAME[]')"
+            )
+        self.path, self.at, self.read = path, 0, _Json()
 
-    def elements(self) -> Numbered:
-        """Those of the array that comes next, numbered from 1."""
-        for number in self._items("[]"):
-            yield number, self.value(number)
-
-    def names(self) -> Iterator[str]:
-        """Those of the object that comes next; its value is then read by who asks."""
-        for number in self._items("{}"):
-            if self.next_character() != '"':
-                self.take('"')
-            name = str(self.value(number))
-            self.take(":")
-            yield name
-
-    def _items(self, brackets: str) -> Iterator[int]:
+    def items(self, brackets: str) -> Iterator[int]:
+        """Number the items of the array or object that comes next, each of which the caller
+        reads."""
         self.take(brackets[0])
         if self.next_character() == brackets[1]:
             self.take(brackets[1])
@@ -416,54 +407,33 @@ class _JsonText:
                 return
 
     def next_character(self) -> str:
-        """The next that is not blank; empty at the end."""
-        while True:
-            blank = BLANK.match(self.text, self.at)
-            assert blank is not None  # it may be empty
-            self._pass_over(len(blank[0]))
-            if self.at < len(self.text) or not self._read_more():
-                return self.text[self.at : self.at + 1]
+        """Return the next one that is not blank; empty at the end."""
+        blank = BLANK.match(self.text, self.at)
+        assert blank is not None  # it may be empty
+        self.at = blank.end()
+        return self.text[self.at : self.at + 1]
 
     def take(self, expected: str) -> str:
         found = self.next_character()
         if not found or found not in expected:
             said = f"has {found!r}" if found else "ends"
-            raise self._error(f"the JSON {said} where {' or '.join(expected)} is expected")
-        self._pass_over(1)
+            raise self.error(f"the JSON {said} where {' or '.join(expected)} is expected")
+        self.at += 1
         return found
 
     def value(self, number: int) -> Any:
         self.next_character()
-        while True:
-            begins = self.at
-            try:
-                value, end = self.read.decoder.raw_decode(self.text, begins)
-            except json.JSONDecodeError as error:
-                # Else all of a large file would be read before its first fault is told.
-                cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - A_WORD
-                if cut and len(self.text) - self.at > MOST_CHARACTERS:
-                    raise self._error(f"row {number} {TOO_LONG}") from None
-                if cut and self._read_more():
-                    continue
-                self.line += error.doc.count("\n", begins, error.pos)
-                raise self._error(f"row {number} is no JSON: {error.msg}") from None
-            except RecursionError:
-                raise self._error(TOO_DEEP) from None
-            if end < len(self.text) or not self._read_more():
-                break
-        fault = self.read.fault_of(self.text[self.at : end])
-        self._pass_over(end - self.at)
+        begin = self.at
+        try:
+            value, self.at = self.read.decoder.raw_decode(self.text, begin)
+        except json.JSONDecodeError as error:
+            self.at = error.pos
+            raise self.error(f"row {number} is no JSON: {error.msg}") from None
+        except RecursionError:
+            raise self.error(TOO_DEEP) from None
+        fault = self.read.fault_of(self.text[begin : self.at])
         return value if fault is None else Fault(number, fault)
 
-    def _error(self, told: str) -> ValueError:
-        return ValueError(f"{self.path}:{self.line}: {told}")
-
-    def _pass_over(self, characters: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + characters)
-        self.at += characters
-
-    def _read_more(self) -> bool:
-        self.read.fault = None  # what is there is read again
-        more = self.file.read(max(CHARACTERS_AT_ONCE, len(self.text) - self.at))
-        self.text, self.at = self.text[self.at :] + more, 0
-        return bool(more)
+    def error(self, told: str) -> ValueError:
+        line = 1 + self.text.count("\n", 0, self.at)
+        return ValueError(f"{self.path}:{line}: {told}")

@@ -71,10 +71,9 @@ def workers_with_room(workers: int, processes: int, pictures: int, side: int = 1
     The other half is left to whoever comes next: evaluation, whose workers come while training's
     still hold their batches, and NCCL.
     """
-    try:
-        free = shutil.disk_usage(SHARED_MEMORY).free
-    except OSError:  # not Linux
+    if not os.path.isdir(SHARED_MEMORY):  # not Linux
         return workers
+    free = shutil.disk_usage(SHARED_MEMORY).free
     batch = pictures * side * side * BYTES_A_PIXEL
     # One more of each is made while those ahead wait.
     needed = batch * (BATCHES_AHEAD + 1) * processes

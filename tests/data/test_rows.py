@@ -3,38 +3,41 @@
 import base64
 import json
 import threading
-import tracemalloc
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import datasets
 import pytest
 
-from glm4v_patched.data import fetching
+from glm4v_patched.data import fetching, text_rows
 from glm4v_patched.data.messages import pictures_of
 from glm4v_patched.data.pictures import PictureFiles
-from glm4v_patched.data.rows import Row, read_conversations, read_rows
+from glm4v_patched.data.rows import read_conversations, read_rows
 from glm4v_patched.data.source import Source, fault_of_set
 from tests.helpers.data_forms import png, turns, write_rows
 
 
-@pytest.mark.parametrize(("at_once", "indent"), [(1, None), (7, 2), (2**20, 2)])
-def test_an_array_has_the_rows_of_the_lines(tmp_path, monkeypatch, at_once, indent):
-    monkeypatch.setattr("glm4v_patched.data.text_rows.CHARACTERS_AT_ONCE", at_once)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_has_the_rows_of_the_lines(tmp_path, indent):
     rows = [{"messages": turns(f'q{n} \u2028 ] , \\ " {"x" * n}')} for n in range(30)]
     (tmp_path / "a.json").write_text("\ufeff\n" + json.dumps(rows, indent=indent) + "\n")
     lines = read_rows(write_rows(tmp_path / "a.jsonl", *rows))
     assert [*read_rows(tmp_path / "a.json")] == [*lines]  # numbered alike
 
 
-def test_an_array_is_not_held_as_a_whole(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([{"messages": turns("q" * 10**6)}] * 24))
-    tracemalloc.start()
-    try:
-        assert sum(isinstance(row, Row) for row in read_rows(tmp_path / "a.json")) == 24
-        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
-    finally:
-        tracemalloc.stop()
+def test_a_large_array_is_refused_with_what_makes_lines_of_it(tmp_path, monkeypatch):
+    text = json.dumps([{"messages": turns(str(n))} for n in range(9)])
+    for name, content in (("a.json", text), ("b.json", f'{{"data": {text}}}')):
+        path = tmp_path / name
+        path.write_text(content)
+        monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content))
+        assert len([*read_rows(path)]) == 9
+        monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content) - 1)
+        told = (
+            f"{name} has over {len(content) - 1} characters in one .* jq -c '.*' {path} > {path}l"
+        )
+        with pytest.raises(ValueError, match=told):
+            [*read_rows(path)]
 
 
 @pytest.fixture
