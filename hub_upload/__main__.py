@@ -1,7 +1,6 @@
 """Command line: ``python -m hub_upload build``, ``verify`` and ``publish``."""
 
 import argparse
-import os
 import sys
 
 from glm4v_patched.paths import expand, to_path
@@ -40,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     add("folder", type=to_path, metavar="DIR", help="folder that build made")
     add("--repo", required=True, metavar="ORG/NAME", help="repository to publish to")
     yes("--push", "do it; without, only show what would be done")
-    yes("--private", "create the repository as a private one")
     yes("--allow-foreign", "publish beside (and over) files that no build of ours put there")
     return parser
 
@@ -49,30 +47,27 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     # The imports are late: --help and mistakes are answered without loading torch.
     import huggingface_hub
+    from pydantic import ValidationError
 
     version = huggingface_hub.__version__
     if tuple(map(int, version.split(".")[:2])) < (1, 33):
         told = f"huggingface_hub {version} is older than 1.33, which copies between repositories"
         print(f"hub_upload: {told}: pip install -U huggingface_hub transformers", file=sys.stderr)
         return 1
-    from .errors import limit_silence, reason_of, without_secrets
+    from .hub import describe, limit_silence, without_secrets
 
     try:
         limit_silence()
-        status = _run(options)
-        sys.stdout.flush()
-        return status
+        return _run(options)
     except KeyboardInterrupt:
         print("hub_upload: stopped", file=sys.stderr)
         return 130
     except Exception as error:
         if sys.flags.dev_mode:
             raise
-        try:
-            sys.stdout.flush()
-        except OSError:  # output that waits for a full disk would fail once more when Python ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"hub_upload: {without_secrets(reason_of(error))}", file=sys.stderr)
+        # Ours are ValueErrors of no other kind, as are those of what was given.
+        told = str(error) if type(error) in (ValueError, ValidationError) else describe(error)
+        print(f"hub_upload: {without_secrets(told)}", file=sys.stderr)
         return 1
 
 

@@ -7,7 +7,7 @@ from glm4v_patched.finetune.adapter_card import PLACE, name_base
 from glm4v_patched.models.base import base_of_adapters
 
 from .build import require_ours, with_manifest, write
-from .files import Contents, read_folder, sha256_of_file
+from .files import Source, read_folder, sha256_of_file
 from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT, ID, UPSTREAM
 from .manifest import FineTune, Listed, Manifest, as_json
 
@@ -26,7 +26,7 @@ def build(
         trained: What was trained and on what, for the manifest.
     """
     out = require_ours(out, str(folder))
-    source = Contents(str(folder), read_folder(folder))
+    source = Source(str(folder), read_folder(folder))
     config = source.read_json(ADAPTER_CONFIG)
     found = base_of_adapters(folder)
     text = base or f"{found.model}@{found.revision}"

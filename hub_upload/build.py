@@ -10,11 +10,12 @@ import re
 import shutil
 import tempfile
 import tomllib
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 from huggingface_hub import HfApi
 from transformers import GenerationConfig
 
@@ -29,58 +30,38 @@ from glm4v_patched.remote.configuration_chatglm import (
     ChatGLMConfig,
     known_part,
     refuse_fetched_code,
+    refuse_nonfinite_generation,
 )
 
-from .checks import (
-    Target,
-    check_files,
-    check_parameters,
-    refuse_failed,
-    run_in_order,
-)
-from .files import Contents, File, read_folder, read_repository, sha256_of_file
+from .checks import check_adapters, check_weights, refuse_failed, require
+from .files import Build, File, Source, read_folder, sha256_of_file
+from .hub import read_repository
 from .layout import (
     ARCHITECTURE,
     AUTO_MAPS,
     COMMIT,
+    CONFIG_KEYS,
+    GENERATION_KEYS,
     ID,
     INDEX,
-    KEYS,
     MANIFEST,
     SPECIAL_IDS,
+    TOKENIZER_KEYS,
     UPSTREAM,
+    VISION_KEYS,
     our_code,
 )
+from .load_check import inputs_of
 from .loading import load
 from .manifest import FineTune, Listed, Manifest, Origin, as_json, read_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS_LICENSE, GENERATION = "MODEL_LICENSE", "generation_config.json"
+TOKENIZER, IMAGES = "tokenizer_config.json", "preprocessor_config.json"
 # The published config names this class; whoever loads and saves the model, another one.
 PUBLISHED_ARCHITECTURES = ["ChatGLMModel"]
 LEFT_BY_TRAINING = {"training.json", "trainer_state.json", "training_args.bin"}
 OF_ADAPTERS = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
-
-
-@dataclass
-class Source(Contents):
-    """What a build starts from; ``origin`` is that of weights on the Hub."""
-
-    origin: Origin | None = None
-    fine_tune: FineTune | None = None
-    weights: dict[str, Listed] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.files = {name: file for name, file in self.files.items() if "/" not in name}
-        names = self.weight_names()
-        if missing := [name for name in names if name not in self.files]:
-            told = f"{len(missing)} of {len(names)} files of weights: {', '.join(missing)}"
-            raise ValueError(f"{self.name} lacks {told}")
-        for name in names:
-            file = self.files[name]
-            digest = sha256_of_file(file.path) if file.path else file.sha256
-            assert digest, f"{name} has no sha256: the Hub holds weights as large files"
-            self.weights[name] = Listed(size=file.size, sha256=digest)
 
 
 def read_source(text: str, base: str | None = None, trained: str | None = None) -> Source:
@@ -92,8 +73,24 @@ def read_source(text: str, base: str | None = None, trained: str | None = None) 
         source = Source(text, read_folder(Path(text)))
     else:
         source = _read_repository(text)
+    source.files = {name: file for name, file in source.files.items() if "/" not in name}
+    source.weights = _list_weights(source)
     source.fine_tune = _fine_tune_of(source, base, trained)
     return source
+
+
+def _list_weights(source: Source) -> dict[str, Listed]:
+    names = source.weight_names()
+    if missing := [name for name in names if name not in source.files]:
+        told = f"{len(missing)} of {len(names)} files of weights: {', '.join(missing)}"
+        raise ValueError(f"{source.name} lacks {told}")
+    found = {}
+    for name in names:
+        file = source.files[name]
+        digest = sha256_of_file(file.path) if file.path else file.sha256
+        assert digest, f"{name} has no sha256: the Hub holds weights as large files"
+        found[name] = Listed(size=file.size, sha256=digest)
+    return found
 
 
 def _read_repository(text: str) -> Source:
@@ -168,16 +165,14 @@ def require_ours(out: Path, source: str) -> Path:
 
 
 def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: str) -> Manifest:
-    """Put a build in its place, if it passes verify and the published code loads it."""
-    manifest = read_manifest(built[MANIFEST])
-    files = {n: File.of(content) for n, content in built.items()}
-    target = Target(f"the build of {source}", files | weights, manifest)
-    checks = check_files(target)
-    if not manifest.is_of_adapters:
-        run_in_order(checks, {"parameters": check_parameters}, target)
-    refuse_failed(target, checks)
-    if not manifest.is_of_adapters:
-        refuse_failed(target, load(target))
+    """Put a build in its place, if its weights are whole and the published code loads it."""
+    files = {name: File.of(content) for name, content in built.items()}
+    target = Build(f"the build of {source}", files | weights)
+    if target.manifest.is_of_adapters:
+        check_adapters(target)
+    check_weights(target)
+    if not target.manifest.is_of_adapters:
+        refuse_failed(target.name, load(target))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
         new, old = Path(beside, "new"), Path(beside, "old")
@@ -190,30 +185,28 @@ def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: 
                 os.link(original, new / file_name)
             except OSError:  # such as to another file system
                 shutil.copyfile(original, new / file_name)
-        if out.exists():
-            out.rename(old)
-        try:
+        with ExitStack() as undo:
+            if out.exists():
+                out.rename(old)
+                undo.callback(old.rename, out)
             new.rename(out)
-        except BaseException:
-            if old.exists():
-                old.rename(out)
-            raise
-    return manifest
+            undo.pop_all()
+    return target.manifest
 
 
-def contents(
-    source: Source | Target, name: str, licensed_at: str | None = None
-) -> dict[str, bytes]:
+def contents(source: Source, name: str, licensed_at: str | None = None) -> dict[str, bytes]:
     """Return every file but the weights, by its name; ``licensed_at`` names the file of the licence
-    where the weights are from, if it has another name in ``source``."""
+    where the weights are from, if it has another name in ``source``.
+
+    ``ValueError``, with file and key, for settings that the published code would not take.
+    """
     our_license = (ROOT / "LICENSE").read_bytes()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     files = _processor_files(source)
     config = _config(source, files)
-    eos_and_pad = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
     files |= our_code() | {
         "config.json": as_json(config),
-        GENERATION: _generation_config(source) or as_json(eos_and_pad),
+        GENERATION: _generation_config(source, config),
         "LICENSE": our_license,
         "requirements.txt": "".join(f"{line}\n" for line in project["dependencies"]).encode(),
     }
@@ -246,19 +239,33 @@ def with_manifest(
     return {**files, MANIFEST: as_json(manifest.model_dump())}
 
 
-def _generation_config(source: Source | Target) -> bytes | None:
-    """The original's, without options that transformers does not know; of those that it knows,
-    :func:`checks.check_keys` refuses what would change how answers are computed."""
-    if (content := source.content(GENERATION)) is None:
-        return None
-    values = source.read_json(GENERATION)
+def _generation_config(source: Source, config: dict[str, Any]) -> bytes:
+    """The original's, without options that transformers does not know; of those that it knows, what
+    would change how answers are computed is refused."""
+    given = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
+    values = given if source.content(GENERATION) is None else source.read_json(GENERATION)
     place = f"{source.name}: {GENERATION}"
     refuse_fetched_code(values, place)
-    known = known_part(values, KEYS[GENERATION] | vars(GenerationConfig()), place)
-    return content if known == values else as_json(known)
+    refuse_nonfinite_generation(values, place)
+    known = known_part(values, GENERATION_KEYS | vars(GenerationConfig()).keys(), place)
+    if odd := [key for key in known if key not in GENERATION_KEYS]:
+        raise ValueError(
+            f"{place} has {odd[0]} {json.dumps(known[odd[0]]):.80}; expected no such key, for it "
+            "changes how answers are computed: take it out, and give it to generate"
+        )
+    _require_ids(values, config["padded_vocab_size"], GENERATION)
+    content = source.content(GENERATION)
+    return content if content is not None and known == values else as_json(known)
 
 
-def _config(source: Source | Target, processor_files: dict[str, bytes]) -> dict[str, Any]:
+def _require_ids(values: dict[str, Any], size: int, file: str) -> None:
+    eos = values.get("eos_token_id")
+    for number in eos if isinstance(eos, list) else [eos]:
+        inside = isinstance(number, int) and 0 <= number < size
+        require(inside, f"{file}: eos_token_id has {number}, outside of {size} ids")
+
+
+def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
     """The original's fields as they are, and ours for the loader; ids that it lacks are added."""
     config = source.read_json("config.json")
     if quantized := config.get("quantization_config"):
@@ -273,20 +280,24 @@ def _config(source: Source | Target, processor_files: dict[str, bytes]) -> dict[
     for key, token in SPECIAL_IDS.items():
         if config.get(key) is None:
             config[key] = ids[token]
+        told = f"{key} is {config[key]}, but {token} is {ids.get(token)} to the tokenizer"
+        require(config[key] == ids.get(token), f"{source.name}: config.json: {told}")
     checked = ChatGLMConfig.from_dict(config)
     config.setdefault("eos_token_id", checked.eos_token_id)
-    config["vision_config"] = known_part(
-        config["vision_config"],
-        KEYS["config.json"]["vision_config"],
-        f"{source.name}: config.json: vision_config",
-    )
-    config["vision_config"].setdefault("image_size", checked.vision.image_size)
+    place = f"{source.name}: config.json"
+    _require_ids(config, checked.padded_vocab_size, place)
+    vision = known_part(config["vision_config"], VISION_KEYS, f"{place}: vision_config")
+    vision.setdefault("image_size", checked.vision.image_size)
+    side = json.loads(processor_files[IMAGES])["size"]["height"]
+    told = f"vision_config has image_size {vision['image_size']}, and {IMAGES} {side}"
+    require(vision["image_size"] == side, f"{place}: {told}: they are not of the same model")
+    config |= {"vision_config": vision}
     config.pop("_name_or_path", None)
-    config = known_part(config, KEYS["config.json"], f"{source.name}: config.json")
+    config = known_part(config, CONFIG_KEYS, place)
     return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
 
 
-def _processor_files(source: Source | Target) -> dict[str, bytes]:
+def _processor_files(source: Source) -> dict[str, bytes]:
     """Files of tokenizer and processor that every supported transformers reads.
 
     The tokenizer, the template and the image processor's values are what save_pretrained writes,
@@ -294,23 +305,23 @@ def _processor_files(source: Source | Target) -> dict[str, bytes]:
     the original's for the tokenizer, and for the processor only where its code is, because
     transformers 4 finds the image processor in its own file alone and 5 looks there too.
     """
-    tokenizer = source.read_json("tokenizer_config.json")
+    tokenizer = source.read_json(TOKENIZER)
     with tempfile.TemporaryDirectory() as given, tempfile.TemporaryDirectory() as saved:
         for name, file in source.files.items():
             if file.content is not None and not name.endswith(".py"):
                 Path(given, name).write_bytes(file.content)
         processor = load_processor(Base(given))
+        inputs_of(processor, 0, torch.float32)  # its template and its images, within limits
         processor.save_pretrained(saved)
-        names = ("tokenizer.json", "chat_template.jinja", "preprocessor_config.json")
+        names = ("tokenizer.json", "chat_template.jinja", IMAGES)
         files = {name: Path(saved, name).read_bytes() for name in names}
     left_out = tokenization_chatglm.TRACES | {"backend", "chat_template"}
     tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
-    name = "tokenizer_config.json"
-    tokenizer = known_part(tokenizer, KEYS[name], f"{source.name}: {name}")
+    tokenizer = known_part(tokenizer, TOKENIZER_KEYS, f"{source.name}: {TOKENIZER}")
     tokenizer["tokenizer_class"] = type(processor.tokenizer).__name__
     tokenizer.setdefault("image_size", processor.tokenizer.image_size)
-    configs = {"processor_config.json": {}, "tokenizer_config.json": tokenizer}
-    configs["preprocessor_config.json"] = json.loads(files["preprocessor_config.json"])
+    configs = {"processor_config.json": {}, TOKENIZER: tokenizer}
+    configs[IMAGES] = json.loads(files[IMAGES])
     for name, values in configs.items():
         values |= {"processor_class": "ChatGLMProcessor", "auto_map": AUTO_MAPS[name]}
         files[name] = as_json(dict(sorted(values.items())))
@@ -318,7 +329,7 @@ def _processor_files(source: Source | Target) -> dict[str, bytes]:
 
 
 def _card(
-    source: Source | Target,
+    source: Source,
     name: str,
     license_name: str | None,
     licensed_at: str | None,

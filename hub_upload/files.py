@@ -1,6 +1,5 @@
-"""What a folder or a repository of the Hub holds, read once and compared with its hashes."""
+"""What a folder holds, read once; and what is said of the weights in it."""
 
-import glob
 import hashlib
 import os
 import re
@@ -8,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import HfApi, ModelInfo, snapshot_download
-from huggingface_hub.hf_api import RepoSibling
-from huggingface_hub.utils.sha import git_hash
-
 from glm4v_patched.atomic import fault_of_file, require_inside
+from glm4v_patched.models.weight_files import check_index
 from glm4v_patched.patch.config_json import parse_object
 from glm4v_patched.terminal_text import listed
 
-from .errors import AGAIN, NO_HUB
-from .layout import INDEX, MANIFEST, SHARD, SINGLE_FILE
-from .manifest import Manifest, read_manifest
+from .layout import ADAPTER_WEIGHTS, INDEX, MANIFEST, SHARD, SINGLE_FILE
+from .manifest import FineTune, Listed, Manifest, Origin, read_manifest
 
 # A tokenizer.json takes 20 MB; what is larger is no small file of a model.
 LARGEST_TO_READ = 100_000_000
@@ -39,21 +34,18 @@ class File:
     def of(cls, content: bytes, path: Path | None = None) -> "File":
         return cls(len(content), hashlib.sha256(content).hexdigest(), content, path)
 
-    def is_at(self, there: RepoSibling | None) -> bool:
-        """Whether the Hub has this content."""
-        if there is None or there.size != self.size:
-            return False
-        if there.lfs:
-            return there.lfs.sha256 == self.sha256
-        return self.content is not None and there.blob_id == git_hash(self.content)
 
+class Source:
+    """All that a folder or a repository holds, by path; ``name`` is as it was given.
 
-@dataclass
-class Contents:
-    """All that a folder or a repository holds, by path; ``name`` is as it was given."""
+    ``weights`` are the files that the loader will look for; ``origin`` is that of weights on the
+    Hub, and ``fine_tune`` what somebody says of them.
+    """
 
-    name: str
-    files: dict[str, File]
+    def __init__(self, name: str, files: dict[str, File], origin: Origin | None = None) -> None:
+        self.name, self.files, self.origin = name, files, origin
+        self.fine_tune: FineTune | None = None
+        self.weights: dict[str, Listed] = {}
 
     def content(self, path: str) -> bytes | None:
         return self.files[path].content if path in self.files else None
@@ -73,13 +65,31 @@ class Contents:
         """The files of weights that the loader will look for."""
         if INDEX not in self.files:
             return [SINGLE_FILE]
-        where = self.read_json(INDEX).get("weight_map")
-        names = [*where.values()] if isinstance(where, dict) else []
-        odd = [name for name in names if not re.fullmatch(SHARD, str(name))]
-        if odd or not names:
-            told = f"{self.name}: {INDEX} names {listed(odd) or 'no files'} in its weight_map"
+        names = {*check_index(self.read_json(INDEX)).values()}
+        if odd := sorted(name for name in names if not re.fullmatch(SHARD, name)):
+            told = f"{self.name}: {INDEX} names {listed(odd)} in its weight_map"
             raise ValueError(f"{told}, expected *.safetensors in one folder")
-        return sorted({*names})
+        return sorted(names)
+
+
+class Build(Source):
+    """What was built, with its manifest; ``ValueError`` if no build of ours wrote that."""
+
+    def __init__(self, name: str, files: dict[str, File], revision: str | None = None) -> None:
+        super().__init__(name, files)
+        self.revision = revision  # commit on the Hub; None for a folder
+        self.manifest = self.read_manifest()
+        self.origin, self.fine_tune = self.manifest.weights_from, self.manifest.fine_tune
+        self.weights = self.manifest.weights
+
+    def weight_names(self) -> list[str]:
+        return [ADAPTER_WEIGHTS] if self.manifest.is_of_adapters else super().weight_names()
+
+    @property
+    def copied(self) -> bool:
+        """Whether weights are left for the Hub to copy them."""
+        here = self.revision or any(name.endswith(".safetensors") for name in self.files)
+        return self.origin is not None and not here
 
 
 def sha256_of_file(path: Path) -> str:
@@ -116,30 +126,3 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
             small = is_small(name, size)
             found[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
     return found
-
-
-def look_at(api: HfApi, name: str, at: str | None) -> tuple[ModelInfo, dict[str, RepoSibling]]:
-    """What the Hub says of a repository, and of the files of the commit that ``at`` names."""
-    info = api.model_info(name, revision=at, files_metadata=True)
-    if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
-        raise ValueError(f"{NO_HUB} (it lacks a commit, or its files): check HF_ENDPOINT; {AGAIN}")
-    return info, {file.rfilename: file for file in info.siblings}
-
-
-def read_repository(name: str, revision: str | None, into: Path) -> tuple[str, dict[str, File]]:
-    """The commit that ``revision`` (main if ``None``) is at, and its files.
-
-    The small ones are downloaded to a new folder of ours, and compared with the hashes that the
-    Hub lists.
-    """
-    info, there = look_at(HfApi(), name, revision)
-    small = [path for path, file in there.items() if is_small(path, file.size or 0)]
-    into.mkdir()
-    patterns = [glob.escape(path) for path in small]
-    snapshot_download(name, revision=info.sha, local_dir=into, allow_patterns=patterns)
-    here = read_folder(into)
-    if wrong := [path for path in small if path not in here or not here[path].is_at(there[path])]:
-        told = f"{name}: {wrong[0]} has another hash than its list of files tells"
-        raise ValueError(f"{told}; {AGAIN}")
-    files = {n: File(f.size or 0, f.lfs.sha256 if f.lfs else None) for n, f in there.items()}
-    return str(info.sha), files | here

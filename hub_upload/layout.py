@@ -5,11 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import glm4v_patched
-from glm4v_patched.remote import (
-    configuration_chatglm,
-    image_processing_chatglm,
-    tokenization_chatglm,
-)
+from glm4v_patched.remote import configuration_chatglm, tokenization_chatglm
 from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, EVA2CLIPVisionConfig
 
 UPSTREAM = "zai-org/glm-4v-9b"
@@ -25,22 +21,9 @@ AUTO_MAPS: dict[str, dict[str, Any]] = {
     "preprocessor_config.json": IMAGES | PROCESSOR,
     "processor_config.json": PROCESSOR,
 }
-TOKENIZER_CLASS = "ChatGLM4Tokenizer"
-
-
-def _keys(text: str, **inner: dict[str, Any]) -> dict[str, Any]:
-    return dict.fromkeys(text.split()) | inner
-
-
-_SIZES = _keys("total_size total_parameters")
-_VISION = dict.fromkeys(field.name for field in fields(EVA2CLIPVisionConfig))
-_SPECIAL = "bos_token cls_token eos_token mask_token pad_token sep_token unk_token"
-# By file, every key that a build may have, and is built from; ``None`` if what it holds is not
-# looked into. Weights that were quantized are not published.
-KEYS: dict[str, dict[str, Any]] = {
-    "config.json": dict.fromkeys(configuration_chatglm.SAVED - {"quantization_config"})
-    | {"vision_config": _VISION},
-    "generation_config.json": _keys(
+# Options of generation that a build may have: numbers and ids, by which no other code runs.
+GENERATION_KEYS = {
+    *str.split(
         "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id "
         "decoder_start_token_id forced_bos_token_id forced_eos_token_id do_sample temperature "
         "top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
@@ -51,16 +34,13 @@ KEYS: dict[str, dict[str, Any]] = {
         "begin_suppress_tokens sequence_bias guidance_scale renormalize_logits "
         "remove_invalid_values use_cache output_attentions output_hidden_states output_logits "
         "output_scores return_dict_in_generate"
-    ),
-    "tokenizer_config.json": dict.fromkeys(
-        tokenization_chatglm.SAVED - {"backend", "chat_template"}
     )
-    | _keys(_SPECIAL),
-    "preprocessor_config.json": dict.fromkeys(image_processing_chatglm.SAVED)
-    | _keys("auto_map processor_class", size=_keys("height width")),
-    "processor_config.json": _keys("auto_map processor_class"),
-    "model.safetensors.index.json": _keys("weight_map", metadata=_SIZES),
 }
+TOKENIZER_KEYS = tokenization_chatglm.SAVED - {"backend", "chat_template"} | {
+    *(f"{name}_token" for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk"))
+}
+CONFIG_KEYS = configuration_chatglm.SAVED - {"quantization_config"}
+VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}
 
@@ -68,9 +48,6 @@ MANIFEST = "CODE_MANIFEST.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-# All that a build writes beside code, weights and its manifest.
-FILES = {*AUTO_MAPS, INDEX, "MODEL_LICENSE", "LICENSE", "README.md", "chat_template.jinja"}
-FILES |= {"generation_config.json", "requirements.txt", "tokenizer.json"}
 ID, COMMIT = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", "[0-9a-f]{40}"
 SHARD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 

@@ -1,10 +1,9 @@
 """Brings a built folder to the Hub; the only file here that writes there.
 
-Everything is decided before anything is sent: the folder is read once, passes what `verify` checks
-without running it, and is compared with the head of the destination by content. What differs goes
-into one commit on that head, the commit is read back and compared, and only then tagged. So a run
-that stops anywhere leaves the branch either as it was or complete, and the next one finds what has
-arrived.
+Everything is decided before anything is sent: the folder is read once, passes `verify`, and is
+compared with the head of the destination by content. What differs goes into one commit on that
+head, the commit is read back and compared, and only then tagged. So a run that stops anywhere
+leaves the branch either as it was or complete, and the next one finds what has arrived.
 """
 
 import argparse
@@ -19,102 +18,95 @@ from huggingface_hub import (
     HfApi,
     get_token,
 )
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoSibling
 
 from glm4v_patched.terminal_text import in_bytes, listed, printable
 
-from .checks import OF_GIT, Target, refuse_failed
-from .errors import AGAIN
-from .files import Contents, File, look_at, read_folder
+from .checks import OF_GIT, refuse_failed, require
+from .files import Build, File, read_folder
+from .hub import AGAIN, is_at, look_at
 from .layout import ID, MANIFEST
-from .manifest import Manifest, read_manifest
-from .verify import check_folder
+from .manifest import read_manifest
+from .verify import check_build
 
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
 UPLOAD = "build with --weights FOLDER, to upload them"
 NEVER_MOVED = "People pin tags, so it is not moved: raise the version and build again"
-State = dict[str, RepoSibling]
 
 
 def say(line: str) -> None:
     print(printable(line), flush=True)
 
 
-def read_build(folder: Path) -> tuple[Manifest, dict[str, File]]:
+def read_build(folder: Path) -> Build:
     """A built folder as build left it; weights are compared when they are sent."""
-    files = {
-        name: file for name, file in read_folder(folder, hidden=True).items() if name not in OF_GIT
-    }
-    manifest = Contents(str(folder), files).read_manifest()
-    target = Target(str(folder), files, manifest)
-    refuse_failed(target, check_folder(target, [sys.executable]))
-    for name, given in manifest.weights.items():
+    files = read_folder(folder, hidden=True)
+    build = Build(str(folder), {n: file for n, file in files.items() if n not in OF_GIT})
+    refuse_failed(build.name, check_build(build, [sys.executable]))
+    for name, given in build.weights.items():
         path = files[name].path if name in files else None
-        files[name] = File(given.size, given.sha256, path=path)
-    return manifest, dict(sorted(files.items()))
+        build.files[name] = File(given.size, given.sha256, path=path)
+    build.files = dict(sorted(build.files.items()))
+    return build
 
 
 class Publication:
     """What is to be at the destination, what is there, and what happens to each file."""
 
-    def __init__(self, options: argparse.Namespace):
-        self.options, self.repo, self.api = options, options.repo, HfApi()
-        if not re.fullmatch(ID, self.repo):
-            raise ValueError(f"--repo {self.repo} is no id of a repository: give it as org/name")
-        self.manifest, self.files = read_build(options.folder)
-        self.tag = f"v{self.manifest.version}"
+    def __init__(self, folder: Path, repo: str, allow_foreign: bool) -> None:
+        self.repo, self.allow_foreign, self.api = repo, allow_foreign, HfApi()
+        require(
+            re.fullmatch(ID, repo), f"--repo {repo} is no id of a repository: give it as org/name"
+        )
+        self.build = read_build(folder)
+        self.files, self.tag = self.build.files, f"v{self.build.manifest.version}"
+        self.look()
 
     def look(self) -> None:
         """Compare with the head of the destination, and plan; only reads."""
-        self.head: str | None = None
-        self.tagged: str | None = None
-        there: State = {}
-        try:
-            info, there = look_at(self.api, self.repo, None)
-        except RepositoryNotFoundError:
-            # The Hub does not tell a missing repository from one that this token may not see.
-            self.state = "not there for this token: to be created"
-        else:
-            self.head, self.tagged = info.sha, self.read_tag()
-            self.state = f"{'private' if info.private else 'public'}, at {self.head}"
+        # The Hub does not tell a missing repository from one that this token may not see.
+        require(
+            self.api.repo_exists(self.repo),
+            f"{self.repo} is not there, or not for this token: make it with `hf repo create "
+            f"{self.repo}` (and --private), or log in with `hf auth login`",
+        )
+        info, self.there = look_at(self.api, self.repo, None)
+        self.head, self.tagged = str(info.sha), self.read_tag()
         # Without a manifest of ours, a file of a name that we use is somebody's all the same.
         ours: set[str] = set()
-        if MANIFEST in there:
+        if MANIFEST in self.there:
             path = self.api.hf_hub_download(self.repo, MANIFEST, revision=self.head)
             theirs = read_manifest(Path(path).read_bytes(), f"{self.repo}: {MANIFEST}")
             ours = theirs.names | self.files.keys()
-        foreign = sorted(there.keys() - ours - {GIT_FILE})
-        if foreign and not self.options.allow_foreign:
+        foreign = sorted(self.there.keys() - ours - {GIT_FILE})
+        if foreign and not self.allow_foreign:
             told = f"{len(foreign)} files that no {MANIFEST} of ours lists ({listed(foreign, 5)})"
             cure = "--allow-foreign publishes beside them, and over those of the same name"
             raise ValueError(f"{self.repo} has {told}: is it the right repository? {cure}")
-        changed = self.lacking(there)
+        self.foreign = [name for name in foreign if name not in self.files]
+        changed = self.lacking(self.there)
         self.copied = [name for name in changed if self.files[name].path is None]
         self.uploaded = [name for name in changed if self.files[name].path]
-        self.deleted = sorted(there.keys() & ours - self.files.keys())
+        self.deleted = sorted(self.there.keys() & ours - self.files.keys())
         self.changes = bool(changed or self.deleted)
         self.copies = self.require_copies() if self.copied else []
-        self.there, self.foreign = there, [name for name in foreign if name not in self.files]
 
     def read_tag(self) -> str | None:
-        try:
-            return look_at(self.api, self.repo, self.tag)[0].sha
-        except RevisionNotFoundError:
-            return None
+        there = self.api.revision_exists(self.repo, self.tag)
+        return look_at(self.api, self.repo, self.tag)[0].sha if there else None
+
+    def lacking(self, there: dict[str, RepoSibling]) -> list[str]:
+        """Files that are not there as planned."""
+        return [name for name, file in self.files.items() if not is_at(there.get(name), file)]
 
     def require_copies(self) -> list[CommitOperationCopy]:
         """Of weights that the Hub itself copies; ``ValueError`` unless they are where they come
         from."""
-        origin = self.manifest.weights_from
+        origin = self.build.origin
         assert origin, "weights that are neither here nor anywhere do not pass verify"
         repo, commit = origin.repository, origin.revision
-        try:
-            _, source = look_at(self.api, repo, commit)
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            told = f"{origin} is not there, or not for this token"
-            raise ValueError(f"{told}: no weights can be copied from there; {UPLOAD}") from None
-        if wrong := [name for name in self.copied if not self.files[name].is_at(source.get(name))]:
+        _, source = look_at(self.api, repo, commit)
+        if wrong := [name for name in self.copied if not is_at(source.get(name), self.files[name])]:
             told = f"{listed(wrong)} at {origin} is not what {MANIFEST} lists"
             raise ValueError(f"{told}, so it is not copied; {UPLOAD}")
         return [CommitOperationCopy(name, name, commit, repo, "model") for name in self.copied]
@@ -124,7 +116,7 @@ class Publication:
             files = (self.files.get(name) or self.there[name] for name in names)
             return in_bytes(sum(file.size or 0 for file in files))
 
-        say(f"Repository {self.repo} ({self.state}), version {self.tag}")
+        say(f"Repository {self.repo} at {self.head}, version {self.tag}")
         rows = {"copy": self.copied, "upload": self.uploaded, "delete": self.deleted}
         rows["keep"] = sorted(self.files.keys() - {*self.copied, *self.uploaded})
         rows["leave"] = self.foreign
@@ -134,28 +126,21 @@ class Publication:
         totals = [f"{verb} {len(names)} ({size_of(*names)})" for verb, names in rows.items()]
         say(f"Total      {', '.join(totals)}; leave: not ours")
         if self.copied:
-            origin = self.manifest.weights_from
-            say(f"Weights are copied from {origin}. If the Hub refuses, {UPLOAD}.")
+            say(f"Weights are copied from {self.build.origin}. If the Hub refuses, {UPLOAD}.")
 
-    def check_settings(self) -> None:
-        if self.options.private and self.state.startswith("public"):
-            raise ValueError(f"{self.repo} is public: make it private in its settings first")
-        if self.tagged in (None, None if self.changes else self.head):
-            return
-        what = "this build differs from its head" if self.changes else f"its head is {self.head}"
-        told = f"{self.repo} has the tag {self.tag} at {self.tagged}, but {what}"
-        raise ValueError(f"{told}. {NEVER_MOVED}")
-
-    def lacking(self, there: State) -> list[str]:
-        """Files that are not there as planned."""
-        return [name for name, file in self.files.items() if not file.is_at(there.get(name))]
+    def require_tag(self) -> None:
+        """Raise ``ValueError`` if the tag is there, and not on what is to be published."""
+        if self.tagged not in (None, None if self.changes else self.head):
+            head = f"{self.head}, which this build {'differs from' if self.changes else 'is at'}"
+            told = f"{self.repo} has the tag {self.tag} at {self.tagged}, but its head is {head}"
+            raise ValueError(f"{told}. {NEVER_MOVED}")
 
     def commit(self) -> str:
         """One commit on the head that was compared, read back and compared again."""
         commit = self.api.create_commit(
             self.repo,
             [*self.copies, *self.additions(), *map(CommitOperationDelete, self.deleted)],
-            commit_message=f"glm4v-patched {self.manifest.version}",
+            commit_message=f"glm4v-patched {self.build.manifest.version}",
             parent_commit=self.head,
         )
         say(f"Committed {commit.oid}")
@@ -188,9 +173,8 @@ class Publication:
     def create_tag(self, commit: str) -> None:
         self.api.create_tag(self.repo, tag=self.tag, revision=commit)
         if (tagged := self.read_tag()) != commit:
-            found = f"it is at {tagged}, made by somebody else meanwhile. {NEVER_MOVED}"
-            found = found if tagged else f"it is not there; {AGAIN}"
-            raise ValueError(f"the tag {self.tag} should be at {self.repo}@{commit}, but {found}")
+            told = f"the tag {self.tag} should be at {self.repo}@{commit}, but it is at {tagged}"
+            raise ValueError(f"{told}, made by somebody else meanwhile. {NEVER_MOVED}")
         say(f"Tagged {self.tag}.")
 
 
@@ -202,21 +186,17 @@ def state_of(path: Path) -> tuple[int, ...]:
 
 def publish(options: argparse.Namespace) -> None:
     """Compare, show, and with ``--push`` do it."""
-    it = Publication(options)
-    if options.push and not get_token():
-        raise ValueError("no token: log in with `hf auth login`, or set HF_TOKEN")
-    it.look()
+    require(
+        get_token() or not options.push, "no token: log in with `hf auth login`, or set HF_TOKEN"
+    )
+    it = Publication(options.folder, options.repo, options.allow_foreign)
     it.show()
-    it.check_settings()
+    it.require_tag()
     if not options.push:
         say("Dry run: nothing was sent. Add --push to do this.")
         return
-    if it.head is None:
-        # Without --private, as the organisation has it.
-        it.api.create_repo(it.repo, private=options.private or None)
-        it.look()
     if not it.changes:
         say(f"{it.repo} has all of this already, at {it.head}.")
     commit = it.commit() if it.changes else it.head
-    if commit and it.tagged is None:
+    if it.tagged is None:
         it.create_tag(commit)

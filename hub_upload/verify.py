@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -26,22 +27,22 @@ from .checks import (
     OF_GIT,
     SKIPPED,
     Check,
-    Target,
+    check_adapters,
     check_files,
-    check_parameters,
+    check_weights,
     require,
-    run_in_order,
+    run_checks,
 )
-from .errors import without_secrets
-from .files import Contents, read_folder, read_repository
+from .files import Build, read_folder
+from .hub import read_repository, without_secrets
 from .layout import ID, MANIFEST
 from .load_check import STEPS
 from .loading import load
 
-IN_ORDER = ["rebuilt", "parameters", *STEPS]
+OF_MODEL, OF_ADAPTERS = ["files", "rebuilt", "weights", *STEPS], ["files", "adapters", "weights"]
 
 
-def check_rebuilt(target: Target) -> str:
+def check_rebuilt(target: Build) -> str:
     """Build the folder from its own files, and compare every byte but the weights'.
 
     So code, card, requirements.txt, licence and settings are what this clone writes, whatever the
@@ -62,10 +63,10 @@ def check_rebuilt(target: Target) -> str:
             "writes: build again"
         )
     expected = contents(target, name[1], licensed[1])
-    others = {*target.manifest.weights, *OF_GIT}
-    for file in sorted(expected.keys() | target.files.keys() - others):
+    names = expected.keys() | target.files.keys() - target.weights.keys() - OF_GIT
+    for file in [*sorted(names - {MANIFEST}), MANIFEST]:  # which differs wherever another does
         found, ours = target.content(file), expected.get(file)
-        if found != ours:
+        if found is None or found != ours:
             raise ValueError(
                 f"{_difference(file, found, ours)}; it is not what this clone builds of version "
                 f"{version}: build again, or use the clone that built it. None of it was run"
@@ -75,15 +76,17 @@ def check_rebuilt(target: Target) -> str:
 
 def _difference(name: str, found: bytes | None, expected: bytes | None) -> str:
     """Return where two contents of a file differ first, with both sides."""
-    if found is None or expected is None:
-        said = "is missing; expected one" if found is None else "is there; expected no such file"
-        return f"{name} {said}"
+    if expected is None:
+        return f"{name} is there; expected no such file"
+    if found is None:
+        return f"{name} is missing, or is no text; expected one"
     if name.endswith(".json"):
         here, ours = (parse_object(content, name) for content in (found, expected))
         for key in {**ours, **here}:
-            if (one := here.get(key)) != (other := ours.get(key)):
-                return f"{name}: {key} is {json.dumps(one):.80}, expected {json.dumps(other):.80}"
-    lines = zip_longest(found.decode().split("\n"), expected.decode().split("\n"))
+            one, other = (json.dumps(of[key]) if key in of else "absent" for of in (here, ours))
+            if one != other:
+                return f"{name}: {key} is {one:.80}, expected {other:.80}"
+    lines = zip_longest(*(text.decode(errors="replace").split("\n") for text in (found, expected)))
     number, one, other = next((n, a, b) for n, (a, b) in enumerate(lines, 1) if a != b)
     return f"{name}, line {number}: found {one!r:.80}, expected {other!r:.80}"
 
@@ -111,25 +114,24 @@ class Report:
         return "\n".join([*rows, f"{self.name}{at}: {summary}"])
 
 
-def check_folder(target: Target, pythons: Sequence[str]) -> list[Check]:
-    """Run every check in its order; the published code runs last, if nothing has failed."""
-    checks = check_files(target)
-    if target.manifest.is_of_adapters:
-        why = "of adapters: what their base computes is checked where that is published"
-    else:
-        run_in_order(checks, {"rebuilt": check_rebuilt, "parameters": check_parameters}, target)
-        failed = [check.name for check in checks if check.status == FAILED]
-        if not failed:
-            checks += load(target, pythons)
-        why = f"not run because of: {', '.join(failed)}"
+def check_build(target: Build, pythons: Sequence[str], read_weights: bool = False) -> list[Check]:
+    """Run every check up to the first that fails; the published code of a model runs last."""
+    of_adapters = target.manifest.is_of_adapters
+    settings = partial(check_adapters if of_adapters else check_rebuilt, target)
+    names = OF_ADAPTERS if of_adapters else OF_MODEL
+    steps = partial(check_files, target, read_weights), settings, partial(check_weights, target)
+    checks = run_checks(dict(zip(names, steps, strict=False)))
+    if checks[-1].status != FAILED and not of_adapters:
+        checks += load(target, pythons)
+    why = f"not run because of: {checks[-1].name}"
     done = {check.name for check in checks}
-    return checks + [Check(name, SKIPPED, why) for name in IN_ORDER if name not in done]
+    return checks + [Check(name, SKIPPED, why) for name in names if name not in done]
 
 
 def verify(
     name: str,
     revision: str | None = None,
-    check_weights: bool = False,
+    read_weights: bool = False,
     pythons: Sequence[str] = (),
 ) -> Report:
     """Run every check on a folder, or on a commit, tag or branch of an id on the Hub.
@@ -151,9 +153,7 @@ def verify(
             told = f"{name} is neither a folder nor an id on the Hub: give DIR or org/name"
             require(re.fullmatch(ID, name), told)
             commit, files = read_repository(name, revision, Path(home, "download"))
-        manifest = Contents(name, files).read_manifest()
-        target = Target(name, files, manifest, commit, check_weights)
-        checks = check_folder(target, pythons or [sys.executable])
+        checks = check_build(Build(name, files, commit), pythons or [sys.executable], read_weights)
     # A server may repeat the token in what it says.
     return Report(
         name, commit, [Check(c.name, c.status, without_secrets(c.detail)) for c in checks]

@@ -367,12 +367,10 @@ def jobs(session: nox.Session, system: str) -> None:
 
 
 @nox.session
-@nox.parametrize("gradio", ["gradio==6.0.0", "gradio>=6"], ids=["oldest", "newest"])
-def browser(session: nox.Session, gradio: str) -> None:
+def browser(session: nox.Session) -> None:
     """The page of ``chat --web`` in the system's chromium (``apt-get install chromium``)."""
-    install_on_top(session, gradio, "playwright==1.65.2")
-    names = ["browser.py", "page_guard.py", "chat.py"]
-    run_tests(session, "-n", "0", "-rs", *(f"tests/inference/test_{name}" for name in names))
+    install_on_top(session, "playwright==1.65.2")
+    run_tests(session, "-n", "0", "-rs", "tests/inference/test_browser.py")
 
 
 @nox.session(tags=["table"])

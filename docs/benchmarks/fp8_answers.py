@@ -17,7 +17,8 @@ from torch import Tensor
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
-from glm4v_patched.engine import fp8
+from glm4v_patched.engine.implementations import become
+from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
 from glm4v_patched.installed_versions import versions
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import Loaded, load
@@ -39,15 +40,24 @@ def logits_of_answers(loaded: Loaded, conversations: list[list[dict]], rows: int
     return torch.cat(found)
 
 
+def kind_of(name: str) -> str:
+    """Return the tower and the name of a layer, without what LoRA adds."""
+    inner = name.removesuffix(".base_layer").rpartition(".")[2]
+    return f"{'tower' if '.vision.' in name else 'language'}.{inner}"
+
+
 def held(model: str, device: str) -> Iterator[tuple[str, Loaded]]:
     """The model with the layers of one kind in fp8, one kind after the other, and with all."""
     base = find_source(model)
-    kinds = {name for name, _ in fp8.linear_layers(load(base, device).model, compiled=True)}
-    for kind in sorted(kinds):
+    in_fp8 = load(base, device, "fp8").model.named_modules()
+    names = [name for name, module in in_fp8 if isinstance(module, HeldLinear)]
+    for kind in sorted({*map(kind_of, names)}):
         loaded = load(base, device)
-        for name, linear in fp8.linear_layers(loaded.model, compiled=True):
-            if name == kind:
-                fp8.hold_layer(linear, keeps_transposed=False)
+        for name in names:
+            if kind_of(name) == kind:
+                linear = loaded.model.get_submodule(name)
+                become(linear, HeldLinear)
+                linear.quantise_weight(keeps_transposed=False)
         yield kind, loaded
     yield "all", load(base, device, "fp8")
 

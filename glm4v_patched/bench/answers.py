@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 from ..engine.environment import python_module, training_environment
-from ..engine.nvidia_driver import share_in_use
+from ..engine.gpus import share_in_use
 from ..installed_versions import versions
 from ..models.quantised_weights import check_weights
 from .settings import Settings

@@ -15,10 +15,10 @@ from ..engine.environment import python_module
 from ..paths import expand, to_path
 from ..terminal_text import in_bytes
 from .environment import (
+    CURE,
     check_python,
     describe_code,
     environment_of_the_original,
-    how_to_make_one,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if options.python is None:
         raise RuntimeError(
             f"the published code does not work with transformers {version('transformers')}, and "
-            f"needs an environment of its own: {how_to_make_one()}"
+            f"needs an environment of its own; {CURE}"
         )
     versions = check_python(options.python)
     print(f"running with {versions}: {code}", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
 
 from packaging.version import Version
@@ -14,7 +13,10 @@ from ..terminal_text import printable
 # What the published code was made for, and works with.
 TRANSFORMERS = "4.44.2"
 OLDEST_TRANSFORMERS, FIRST_BROKEN_TRANSFORMERS = "4.42", "4.45"
-PYTHON = "3.11"  # for 3.13 and later, its tokenizers has no wheel
+CURE = (
+    f"give --python PATH of an environment with transformers {TRANSFORMERS}, accelerate, tiktoken, "
+    "pillow and torch (docs/troubleshooting.md)"
+)
 # What the process is given of this one's environment. Tokens have many names: all else is left out.
 KEPT_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 KEPT_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
@@ -51,27 +53,14 @@ def check_python(python: str) -> str:
         raise RuntimeError(f"{python} cannot be run: {error}") from None
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
-        raise RuntimeError(f"{python} cannot be used: {last}\n{how_to_make_one()}")
+        raise RuntimeError(f"{python} cannot be used: {last}; {CURE}")
     found, torch = json.loads(done.stdout.splitlines()[-1])
     if not Version(OLDEST_TRANSFORMERS) <= Version(found) < Version(FIRST_BROKEN_TRANSFORMERS):
         raise RuntimeError(
             f"{python} has transformers {found}; the published code works with "
-            f">={OLDEST_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}\n{how_to_make_one()}"
+            f">={OLDEST_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}; {CURE}"
         )
     return f"transformers {found}, torch {torch}"
-
-
-def how_to_make_one() -> str:
-    """Return the commands that make an environment for the published code."""
-    torch = version("torch").partition("+")[0]
-    folder = "environment-of-the-original"
-    packages = f"torch=={torch} transformers=={TRANSFORMERS} accelerate tiktoken pillow"
-    return (
-        f"make an environment, and give it with --python {folder}/bin/python\n"
-        f"  python{PYTHON} -m venv {folder}\n"
-        f"  {folder}/bin/pip install {packages}\n"
-        f"(without a Python {PYTHON}: `uv venv --seed --python {PYTHON} {folder}` first)"
-    )
 
 
 def environment_of_the_original(home: Path) -> dict[str, str]:

@@ -54,7 +54,8 @@ class Memory:
 
     def get(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values of those keys that there are; the last one of each."""
-        wanted, found = {*keys}, {}
+        wanted = {*keys}
+        found: dict[str, Any] = {}
         with self._given_up_at_errors():
             if self.file is not None:
                 self.file.seek(0)

@@ -1,6 +1,5 @@
 """GPUs and their links, compiler, disks, shared memory, limits; needs no torch."""
 
-import importlib.util
 import os
 import resource
 import shutil
@@ -9,11 +8,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..engine import nvidia_driver
 from ..engine.folders import fault_of_folder, nearest
-from ..engine.gpus import Gpu, find_gpus
+from ..engine.gpus import (
+    Gpu,
+    cuda_of_driver,
+    cuda_of_torch,
+    find_gpus,
+    memory_in_use,
+)
 from ..engine.ram import free_ram
-from ..terminal_text import in_bytes, pip_install
+from ..terminal_text import in_bytes
 from .findings import FAILS, OK, WARNING, Finding
 
 GB, GIB = 10**9, 2**30
@@ -26,7 +30,6 @@ TEMPORARY = GB
 OPEN_FILES = 4096
 # bf16 in hardware, and Triton's compiler.
 AMPERE = (8, 0)
-HOPPER, FLASH_ATTENTION_3 = (9, 0), "fa3_fwd_interface"
 
 
 def check_machine(on_cpu: bool) -> Iterator[Finding]:
@@ -60,26 +63,15 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     if old:
         text = f"{'; '.join(old)}: it computes bf16 many times slower, and fp16 overflows"
         yield Finding("bf16", WARNING, text, "use a GPU of the Ampere generation or newer")
-    for use in nvidia_driver.memory_in_use():
+    for use in memory_in_use():
         if use.used > TAKEN:
             text = f"{use.used / GIB:.0f} of {use.total / GIB:.0f} GiB are taken"
             cure = "end what runs there (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES"
             yield Finding(f"GPU {use.index}", WARNING, text, cure)
-    if any(gpu.capability == HOPPER for gpu in gpus):
-        yield _check_flash_attention()
-    if len(gpus) > 1:
-        yield _check_links()
-
-
-def _check_flash_attention() -> Finding:
-    if importlib.util.find_spec(FLASH_ATTENTION_3) is not None:
-        return Finding("fa3-fwd", OK, "there; the frozen tower attends with it where it agrees")
-    text = "not there; with it, the frozen tower attends faster"
-    return Finding("fa3-fwd", OK, text, pip_install("fa3-fwd"))
 
 
 def _check_driver() -> Finding:
-    built, runs = nvidia_driver.cuda_of_torch(), nvidia_driver.cuda_of_driver()
+    built, runs = cuda_of_torch(), cuda_of_driver()
     if built is None or runs is None:
         return Finding("driver", WARNING, "nothing says which CUDA it runs")
     text = f"it runs CUDA {_dotted(runs)}, and torch is built with {_dotted(built)}"
@@ -91,24 +83,6 @@ def _check_driver() -> Finding:
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _check_links() -> Finding:
-    links = nvidia_driver.links()
-    if not links:
-        return Finding("links", WARNING, "nvidia-smi topo -m does not tell how GPUs are joined")
-    kinds = ", ".join(sorted({link for *_, link in links}))
-    slow = [(a, b, link) for a, b, link in links if not nvidia_driver.is_nvlink(link)]
-    if not slow:
-        return Finding("links", OK, f"all GPUs are joined by NVLink ({kinds})")
-    a, b, link = slow[0]
-    return Finding(
-        "links",
-        WARNING,
-        f"{len(slow)} of {len(links)} pairs of GPUs have no NVLink (GPU {a} and {b}: {link}): "
-        "ZeRO-3 gathers every weight over it, two or three times a step",
-        "engine.zero_stage: 2 where the weights fit into each GPU (LoRA), or fewer, larger steps",
-    )
 
 
 def _check_compiler() -> Finding:

@@ -29,11 +29,17 @@ def check_packages() -> Iterator[Finding]:
     yield from _check_each_other()
 
 
+def _installed(name: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
+
+
 def _check_requirements() -> Iterator[Finding]:
-    try:
+    if _installed(OURS) is not None:
         wanted = [Requirement(text) for text in requires(OURS) or []]
         python = SpecifierSet(metadata(OURS)["Requires-Python"])
-    except PackageNotFoundError:
+    else:
         text = f"{OURS} is not installed by pip, so that nothing says which versions it needs"
         yield Finding("packages", WARNING, text, pip_install("glm4v-patched[train]"))
         wanted, python = [Requirement(SUPPORTED_DEEPSPEED)], SpecifierSet()
@@ -50,10 +56,9 @@ def _check_requirements() -> Iterator[Finding]:
 def _check_requirement(requirement: Requirement) -> Finding:
     name, range_ = requirement.name, requirement.specifier
     cure = pip_install(f"{name}{range_}")
-    try:
-        found = Version(version(name))
-    except PackageNotFoundError:
+    if (installed := _installed(name)) is None:
         return Finding(name, FAILS, "is not installed", cure)
+    found = Version(installed)
     if range_.contains(found, prereleases=True):
         return Finding(name, OK, str(found))
     # DeepSpeed's names change with its versions, and training refuses to start.
@@ -65,10 +70,7 @@ def _check_requirement(requirement: Requirement) -> Finding:
 
 
 def _check_each_other() -> Iterator[Finding]:
-    there = {}
-    for name in JOINED:
-        with suppress(PackageNotFoundError):
-            there[name] = version(name)
+    there = {name: found for name in JOINED if (found := _installed(name)) is not None}
     is_sound = True
     for name in there:
         for requirement in map(Requirement, requires(name) or []):

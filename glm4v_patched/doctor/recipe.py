@@ -5,12 +5,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from ..engine.options import EngineOptions
 from ..finetune.launch import require_model
 from ..finetune.preflight import check
 from ..finetune.recipe_file import RecipeError
 from ..finetune.recipe_model import base_of
 from ..finetune.run_folder import require_free, require_usable
+from ..models.base import Base
 from ..models.placement import Device
 from .findings import FAILS, OK, WARNING, Finding, finding
 
@@ -77,4 +80,29 @@ def check_recipe(
                 told = f"{describe_memory(plan) or 'a step fits'} ({describe_policies(plan)})"
                 fits = Finding("memory and disk", OK, told)
                 found.append(replace(fits, verdict=WARNING, cure=FEWER) if plan.is_tight else fits)
+                found += _implementations(base, plan.options)
     return found
+
+
+def _implementations(base: Base, options: EngineOptions) -> Iterator[Finding]:
+    """Which implementations modules get in training and in answers, of a model without weights."""
+    import torch
+
+    from ..engine.implementations import (
+        TRAINING,
+        Use,
+        explain,
+        summarize,
+        use_implementations,
+    )
+    from ..engine.trainable import build_random, select_weights
+    from ..models.loading import config_of
+
+    for use in (Use.training(options), Use.inference()):
+        with torch.device("meta"):
+            model: Any = build_random(config_of(base), dtype=torch.bfloat16)
+            if use.purpose == TRAINING:
+                model = select_weights(model, options.trained, options.lora)
+        use_implementations(model, use)
+        told = "\n".join(summarize(explain(model, use)))
+        yield Finding(f"implementations: {use.purpose}", OK, told)

@@ -1,13 +1,21 @@
-"""The GPUs that training processes will see. Needs no torch, so that mistakes are told early."""
+"""What NVIDIA's driver and its ``nvidia-smi`` tell of GPUs. Needs no torch, so that mistakes are
+told early."""
 
 import ctypes
+import importlib.util
 import os
+import re
+import runpy
+import shutil
+import subprocess
 from ctypes import byref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .nvidia_driver import cuda_of_torch
-
+SECONDS = 10  # nvidia-smi takes one or two where the driver is not kept loaded
+OLDEST_FOR_FP8 = (8, 9)
+"""Compute capability of Ada; Hopper has 9.0."""
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 COMPUTE_CAPABILITY = (75, 76)  # of cuDeviceGetAttribute: major, minor
 
@@ -32,6 +40,15 @@ class Gpus:
         return len(self.found)
 
 
+@dataclass(frozen=True)
+class Use:
+    """Memory in bytes that is taken of a GPU, by whomever."""
+
+    index: int
+    used: int
+    total: int
+
+
 def find_gpus() -> Gpus:
     """What the CUDA driver shows: ``CUDA_VISIBLE_DEVICES`` and parts of GPUs (MIG) are its matter.
 
@@ -39,9 +56,8 @@ def find_gpus() -> Gpus:
     """
     if cuda_of_torch() is None:
         return Gpus((), "this torch was built without CUDA (its version ends in +cpu)")
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    driver = _load_driver()
+    if driver is None:
         return Gpus((), "no driver of NVIDIA is installed (libcuda.so.1 was not found)")
     count = ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(byref(count))
@@ -52,6 +68,13 @@ def find_gpus() -> Gpus:
         reason = "NVIDIA's driver shows none"
         return Gpus((), reason if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}")
     return Gpus(tuple(_describe(driver, index) for index in range(count.value)))
+
+
+def _load_driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
@@ -91,3 +114,66 @@ def free_on_gpus(number: int) -> list[int]:
 def _require(status: Any, about: str) -> None:
     if status:
         raise RuntimeError(f"NVIDIA's driver gave error {status} about {about}")
+
+
+def cuda_of_driver() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs, as (major, minor); None where there is no driver."""
+    number, driver = ctypes.c_int(), _load_driver()
+    if driver is None or driver.cuDriverGetVersion(byref(number)):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def cuda_of_torch() -> tuple[int, int] | None:
+    """The CUDA that torch was built with; read without importing it. None for none."""
+    package = importlib.util.find_spec("torch")
+    if package is None or package.origin is None:
+        return None
+    cuda = runpy.run_path(str(Path(package.origin).with_name("version.py")))["cuda"]
+    if cuda is None:
+        return None
+    major, _, minor = cuda.partition(".")
+    return int(major), int(minor.partition(".")[0] or 0)
+
+
+def fault_of_fp8(name: str, capability: tuple[int, int]) -> str | None:
+    """Why a GPU cannot multiply in fp8."""
+    if capability >= OLDEST_FOR_FP8:
+        return None
+    oldest, found = (".".join(map(str, numbers)) for numbers in (OLDEST_FOR_FP8, capability))
+    return (
+        f"fp8 needs GPUs of compute capability {oldest} or newer (Ada, Hopper), and {name} has "
+        f"{found}; leave out fp8"
+    )
+
+
+def memory_in_use() -> list[Use]:
+    """Of all GPUs of the machine; none where ``nvidia-smi`` does not say."""
+    query = "--query-gpu=index,memory.used,memory.total"
+    lines = _nvidia_smi(query, "--format=csv,noheader,nounits").splitlines()
+    rows = [re.findall(r"\d+", line) for line in lines]
+    mib = 2**20
+    return [Use(int(a), int(b) * mib, int(c) * mib) for a, b, c in (r for r in rows if len(r) == 3)]
+
+
+def share_in_use() -> float | None:
+    """Of the last sampling period, the share in which the first GPU that this process sees ran a
+    kernel; None where ``nvidia-smi`` does not say."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
+    asked = f"--id={seen}", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"
+    told = _nvidia_smi(*asked).strip()
+    return int(told) / 100 if told.isdecimal() else None
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; nothing where it is not there, fails or hangs."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

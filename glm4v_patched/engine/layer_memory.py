@@ -10,6 +10,7 @@ from functools import partial
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .activation_policies import POLICIES, LayerSizes, Policy, policies_of_layers
+from .fp8 import why_bf16
 from .options import (
     LANGUAGE_TARGETS,
     TOWER_TARGETS,
@@ -95,23 +96,18 @@ class Stack:
 def stacks_with_backward(
     config: ChatGLMConfig, options: EngineOptions, batch: Batch
 ) -> list[Stack]:
-    """Return the stacks of :func:`stacks_of` that have a backward pass."""
-    stacks = stacks_of(config, options, batch)
-    return stacks if trains_tower(options.trained) else stacks[1:]
-
-
-def stacks_of(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> list[Stack]:
-    """Return the layers of the tower, and those of the language model."""
+    """Return the layers of the tower, if it has a backward pass, and of the language model."""
     positions = batch.rows * batch.images_per_row * config.vision.num_positions
     towers = policies_of_layers(options.tower, config.vision.num_hidden_layers)
     blocks = policies_of_layers(options.language, config.num_layers)
     tower, language = tower_sizes(config, options), language_sizes(config, options, batch)
     # The compiler fuses what fp8 adds.
     inside = INSIDE_BACKWARD_FP8 if options.fp8 and not options.compile else INSIDE_BACKWARD
-    return [
+    stacks = [
         Stack(towers, positions, tower, inside * config.vision.intermediate_size),
         Stack(blocks, batch.rows * batch.row_length, language, inside * 2 * config.ffn_hidden_size),
     ]
+    return stacks if trains_tower(options.trained) else stacks[1:]
 
 
 def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
@@ -131,9 +127,8 @@ def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
 
 
 def multiplies_in_fp8(options: EngineOptions, part: str, layer: str) -> bool:
-    """Return whether :func:`fp8.linear_layers` has this layer."""
-    left_out = {"language_model": (), "tower": ("dense",) if options.compile else ("dense", "fc2")}
-    return options.fp8 and part in left_out and layer not in left_out[part]
+    """Return whether a linear layer multiplies in fp8, as :mod:`implementations` has it."""
+    return options.fp8 and why_bf16(part, layer, bool(options.compile)) is None
 
 
 def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:

@@ -41,7 +41,6 @@ PACKAGES = {
     "8bit": ["bitsandbytes"],
     "--pictures": ["matplotlib"],
     "serve": ["starlette", "uvicorn"],
-    "chat --web": ["gradio", "uvicorn"],
 }
 # What transformers needs to load weights that were saved quantised, by the method in their config.
 OF_QUANTISERS = {

@@ -17,10 +17,9 @@ from .activation_checkpointing import checkpoint_layers, compile_layers
 from .deepspeed import internals
 from .deepspeed.config import deepspeed_config
 from .deepspeed.zero3 import adapt_zero3, wait_for_every_gather
-from .fp8 import use_fp8
-from .kernels.flash_attention_3 import use_flash_attention_3
+from .implementations import Use, use_implementations
 from .memory_plan import GIB
-from .options import ADAMW, MAX_GRAD_NORM, EngineOptions, trains_tower
+from .options import ADAMW, MAX_GRAD_NORM, EngineOptions
 from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -71,9 +70,7 @@ def prepare_model(
         model = select_weights(built, options.trained, options.lora)
     if options.zero_stage == 0:
         upcast_trained(model)
-    use_fp8(model, options)
-    if not trains_tower(options.trained):
-        use_flash_attention_3(model)
+    use_implementations(model, Use.training(options))
     # Of weights that were quantised, only now: bench's random ones were whole on the GPU before.
     _limit_memory(options)
     in_compiled_fp8 = options.fp8 and options.compile is True

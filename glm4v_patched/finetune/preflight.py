@@ -20,8 +20,7 @@ from ..data.source import (
 )
 from ..engine.deepspeed.config import require_deepspeed, require_zero_plus_plus
 from ..engine.folders import fault_of_folder
-from ..engine.gpus import find_gpus
-from ..engine.nvidia_driver import fault_of_fp8
+from ..engine.gpus import fault_of_fp8, find_gpus
 from ..engine.options import require_packages
 from ..models.base import Base, folders_of
 from ..models.find import fault_of_model

@@ -4,6 +4,8 @@ Needs no torch. Models are known by their contents, so that folders may move.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +17,7 @@ REPORT = "training.json"  # what a training leaves beside what it saves
 # All of a model's folder that changes what is computed.
 MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
-MODEL_FILES += ["chat_template.jinja", "*.bin", "*.bin.index.json"]
-NOT_OF_MODEL = "training_args.bin"  # the Trainer leaves it beside what it saves
+MODEL_FILES += ["chat_template.jinja"]
 # What peft's settings may be beside null; it raises errors of any kind for others.
 NAMES, FLAG, NUMBER = (str, list), (bool,), (int, float)
 KINDS: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": NUMBER, "lora_dropout": NUMBER}
@@ -156,9 +157,14 @@ def require_recorded_base(base: Base) -> None:
         )
 
 
-def not_had(name: str, error: Exception) -> str:
-    """What is said where neither a folder nor the Hub has a model or adapters."""
-    return f"{name} is no folder here, and cannot be had from the Hub: {error}"
+@contextmanager
+def asking_hub(what: str) -> Iterator[None]:
+    """Raise ``ValueError`` for whatever keeps ``what`` from being had from the Hub: its client does
+    not foresee what a file of others holds."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} cannot be had from the Hub: {error}") from None
 
 
 def pin(base: Base) -> Base:
@@ -167,18 +173,14 @@ def pin(base: Base) -> Base:
     if Path(base.model).is_dir():
         return base
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    try:
+    with asking_hub(f"{base.model} is no folder here, and"):
         config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
-        commit = config.parent.name
-        try:
+        commit, has_adapters = config.parent.name, False
+        with suppress(EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
             hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
             has_adapters = True  # which transformers would put around the model without a word
-        except (EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
-            has_adapters = False
-    except (OSError, ValueError, HfHubHTTPError, EntryNotFoundError) as error:
-        raise ValueError(not_had(base.model, error)) from None
     if has_adapters:
         raise ValueError(
             f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
@@ -195,8 +197,7 @@ def identify(base: Base) -> dict[str, str]:
     folder = Path(base.model)
     if folder.is_dir():
         for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
-            if path.name != NOT_OF_MODEL:
-                found[path.name] = digest(path)
+            found[path.name] = digest(path)
     else:
         found["model on the Hub"] = f"{base.model} at {base.revision}"
     if base.adapters is not None:

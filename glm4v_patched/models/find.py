@@ -9,8 +9,8 @@ from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Base,
+    asking_hub,
     base_of_adapters,
-    not_had,
     pin,
     require_recorded_base,
 )
@@ -111,11 +111,11 @@ def adapters_of_hub(name: str, revision: str | None) -> Path | None:
     except LocalEntryNotFoundError as error:  # no answer, which takes half a minute to find out
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return None
-        raise ValueError(not_had(name, error)) from None
+        told = f"{name} is no folder here, and cannot be had from the Hub: {error}"
+        raise ValueError(told) from None
     except (OSError, ValueError, HfHubHTTPError):  # no such file, no such id, no answer
         return None
-    commit = config.parent.name
-    try:
-        return Path(snapshot_download(name, revision=commit, allow_patterns=OF_ADAPTERS))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ValueError(f"the adapters {name} cannot be had from the Hub: {error}") from None
+    with asking_hub(f"the adapters {name}"):
+        return Path(
+            snapshot_download(name, revision=config.parent.name, allow_patterns=OF_ADAPTERS)
+        )

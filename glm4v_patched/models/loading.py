@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from jinja2.exceptions import TemplateError
 
-from ..engine.fp8 import hold_in_fp8, require_products
-from ..engine.inference_layers import read_only
-from ..engine.kernels.flash_attention_3 import use_flash_attention_3
+from ..engine.fp8 import require_products
+from ..engine.implementations import Use, use_implementations
 from ..engine.trainable import continue_adapters, quantization_options
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
@@ -79,10 +78,9 @@ def hold(
     model = build(**given)
     if adapters is not None:
         model = continue_adapters(model, adapters)
-    if weights == "fp8":
-        hold_in_fp8(model, torch.device(device))
-    use_flash_attention_3(model)
-    read_only(model)
+    use_implementations(model, Use.inference(fp8=weights == "fp8"))
+    if weights == "fp8":  # layers are on a GPU already, which never holds them all in bf16
+        model.to(torch.device(device))
     return model
 
 
@@ -112,8 +110,8 @@ def load_processor(base: Base) -> ChatGLMProcessor:
     except TemplateError:
         return processor  # wants another conversation
     except Exception as error:  # of transformers' own, of every kind, and few name the file
-        told = str(error)
-        if type(error) is Exception:  # of the tokenizers library, which reads this file alone
-            told = f"{place}: tokenizer.json: {told}"
-        raise ValueError(told if told.startswith(place) else f"{place}: {told}") from error
+        if isinstance(error, ValueError) and str(error).startswith(place):
+            raise
+        told = f"{place}: its tokenizer or processor cannot be read"
+        raise ValueError(f"{told} ({type(error).__name__}: {error})") from error
     return processor

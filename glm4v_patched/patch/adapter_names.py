@@ -16,16 +16,6 @@ logger = logging.getLogger(__name__)
 
 # Which are the same thing under another name.
 SAME = {"embed_tokens": "word_embeddings", "lm_head": "output_layer"}
-# Which are not, and what is meant.
-MEANT = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv"), "query_key_value"),
-    **dict.fromkeys(("o_proj", "out_proj"), "dense"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "dense_h_to_4h"),
-    "down_proj": "dense_4h_to_h",
-    **dict.fromkeys(("language_model", "model.layers", "layers"), "transformer.encoder"),
-    **dict.fromkeys(("vision_tower", "visual", "vision_model"), "transformer.vision"),
-    "multi_modal_projector": "transformer.vision.linear_proj",
-}
 ALL_LINEAR = "all-linear"
 # peft adds both to modules_to_save of every classifier or reward model, whatever its head's name.
 HEADS = ("classifier", "score")
@@ -57,7 +47,7 @@ def correct_names(model: nn.Module, config) -> None:
             if names.lower() == ALL_LINEAR:
                 continue
             if not any(re.fullmatch(names, module) for module in modules):
-                raise ValueError(_unknown(option, [names], re.findall(r"\w+", names)))
+                raise ValueError(_unknown(option, [names]))
             continue
         known = [name if _fits(name, modules) else SAME.get(name, name) for name in names]
         if known != list(names):
@@ -67,7 +57,7 @@ def correct_names(model: nn.Module, config) -> None:
         heads = HEADS if option == "modules_to_save" and has_head else ()
         unknown = [name for name in known if name not in heads and not _fits(name, modules)]
         if unknown:
-            raise ValueError(_unknown(option, unknown, unknown))
+            raise ValueError(_unknown(option, unknown))
         if option == "modules_to_save":
             _refuse_nested(known, modules)
 
@@ -90,12 +80,12 @@ def _fits(name: str, modules: list[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
-def _unknown(option: str, unknown: Iterable[str], explained: Iterable[str]) -> str:
-    meant = [f"{name} is {MEANT[name]}" for name in sorted({*explained}) if name in MEANT]
+def _unknown(option: str, unknown: Iterable[str]) -> str:
     return (
-        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v; "
-        f"{', '.join(meant)}{'; ' * bool(meant)}"
-        "there are query_key_value, dense, dense_h_to_4h and dense_4h_to_h in the language model "
+        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v: "
+        "there are query_key_value (for q_proj, k_proj, v_proj), dense (o_proj), dense_h_to_4h "
+        "(gate_proj, up_proj) and dense_4h_to_h (down_proj) in the language model "
         "(transformer.encoder), these and fc1, fc2 and gate_proj in the vision tower "
-        "(transformer.vision), and word_embeddings and output_layer; or say 'all-linear'"
+        "(transformer.vision), linear_proj between them, and word_embeddings and output_layer; or "
+        "say 'all-linear'"
     )

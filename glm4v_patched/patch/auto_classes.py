@@ -14,6 +14,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -65,56 +66,33 @@ CODE_LOADERS = [
 AUTO_OPTIONS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
 
 
-# What ``apply`` takes. None, or not said, leaves the default or what is in force.
-OPTIONS: dict[str, type] = {
-    "fused_linear_cross_entropy": bool,
-    "attn_implementation": str,
-}
+@dataclass(frozen=True)
+class _Options:
+    """What ``apply`` takes; ``None`` leaves the default."""
 
+    fused_linear_cross_entropy: bool | None = None
+    attn_implementation: str | None = None
 
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Of options those that are said; ``ValueError`` for others."""
-    if unknown := [name for name in given if name not in OPTIONS]:
-        raise ValueError(f"unknown option {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
-    said = {name: value for name, value in given.items() if value is not None}
-    for name, value in said.items():
-        if not isinstance(value, OPTIONS[name]):
-            wanted = "True or False" if OPTIONS[name] is bool else "the name of one"
-            raise ValueError(f"{name} is {value!r}: give {wanted}")
-    return said
+    def __post_init__(self):
+        fused, attention = self.fused_linear_cross_entropy, self.attn_implementation
+        if not isinstance(fused, (bool, type(None))):
+            raise ValueError(f"fused_linear_cross_entropy is {fused!r}: give True or False")
+        if not isinstance(attention, (str, type(None))):
+            raise ValueError(f"attn_implementation is {attention!r}: give the name of one")
+
+    @property
+    def of_loading(self) -> dict[str, str]:
+        """What from_pretrained and from_config take, unless it is said there."""
+        name = self.attn_implementation
+        return {} if name is None else {"attn_implementation": name}
 
 
 class _Activation:
-    """The patches in force, and who wants them: ``apply``, and blocks of ``applied``."""
+    """What is in force: of one process, whoever asked for it."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.patches: PatchSet | None = None
-        self.options: dict[str, Any] = {}
-        self.is_kept = False
-        self.blocks = 0
-
-    def activate(self, options: dict[str, Any]) -> None:
-        if self.patches is not None:
-            # Not said is off.
-            if any((self.options.get(name) or None) != (v or None) for name, v in options.items()):
-                raise ValueError(
-                    f"applied already with {self.options or 'no options'}, which {options} "
-                    "contradicts: revert() first"
-                )
-            return
-        require_tested_transformers(transformers.__version__)
-        patches = PatchSet(_swaps(options))
-        patches.apply()
-        self.patches, self.options = patches, options
-
-    def deactivate(self) -> None:
-        if self.patches is not None:
-            self.patches.revert()
-            self.patches, self.options = None, {}
-
-
-_activation = _Activation()
+    lock = threading.RLock()
+    patches: PatchSet | None = None
+    options = _Options()
 
 
 def require_tested_transformers(version: str) -> None:
@@ -126,7 +104,9 @@ def require_tested_transformers(version: str) -> None:
         )
 
 
-def apply(**options: Any) -> None:
+def apply(
+    *, fused_linear_cross_entropy: bool | None = None, attn_implementation: str | None = None
+) -> None:
     """From now on the Auto classes give this package's classes for every glm-4v.
 
     ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
@@ -144,41 +124,50 @@ def apply(**options: Any) -> None:
         attn_implementation: For models that are loaded without saying which.
 
     Raises:
-        ValueError: an unknown option or value; options that contradict those in force.
+        ValueError: a value of another type; options that contradict those in force.
         ImportError: transformers is none of those that are tested.
         AttributeError: transformers has moved something; nothing was patched.
     """
-    with _activation.lock:
-        _activation.activate(_checked(options))
-        _activation.is_kept = True
+    options = _Options(fused_linear_cross_entropy, attn_implementation)
+    with _Activation.lock:
+        if _Activation.patches is None:
+            require_tested_transformers(transformers.__version__)
+            patches = PatchSet(_swaps(options))
+            patches.apply()
+            _Activation.patches, _Activation.options = patches, options
+        for name, value in asdict(options).items():
+            # Not said before is off.
+            if value is not None and (getattr(_Activation.options, name) or None) != (
+                value or None
+            ):
+                raise ValueError(
+                    f"applied already with {_Activation.options}, which {name}={value!r} "
+                    "contradicts: revert() first"
+                )
 
 
 def revert() -> None:
-    """Undo :func:`apply`, at the latest when the last block of :func:`applied` ends; models that
-    were loaded stay as they are. ``RuntimeError`` if somebody replaced one of the same attributes
-    since, with its name."""
-    with _activation.lock:
-        if _activation.blocks == 0:
-            _activation.deactivate()
-        _activation.is_kept = False
+    """Undo :func:`apply`; models that were loaded stay as they are. ``RuntimeError`` if somebody
+    replaced one of the same attributes since, with its name."""
+    with _Activation.lock:
+        if _Activation.patches is not None:
+            _Activation.patches.revert()
+            _Activation.patches = None
 
 
 @contextmanager
 def applied(**options: Any) -> Iterator[None]:
     """:func:`apply` for a block; what was in force before it stays in force after it."""
-    with _activation.lock:
-        _activation.activate(_checked(options))
-        _activation.blocks += 1
+    begins = _Activation.patches is None
+    apply(**options)
     try:
         yield
     finally:
-        with _activation.lock:
-            _activation.blocks -= 1
-            if _activation.blocks == 0 and not _activation.is_kept:
-                _activation.deactivate()
+        if begins:
+            revert()
 
 
-def _swaps(options: dict[str, Any]) -> list[Swap]:
+def _swaps(options: _Options) -> list[Swap]:
     classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
         MODEL_CLASSES, GLM4VForCausalLM
     )
@@ -269,29 +258,24 @@ def _refuse_code(original: Callable) -> Callable:
     return get_class_from_dynamic_module
 
 
-def _load_model(options: dict, model_class, name_or_path, *args, config=None, **kwargs):
+def _load_model(options: _Options, model_class, name_or_path, *args, config=None, **kwargs):
     if isinstance(config, PretrainedConfig):
         config = ChatGLMConfig.of(config)
-    kwargs = _of_loading(options) | kwargs
+    kwargs = options.of_loading | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
     _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)  # output_loading_info
     return loaded
 
 
-def _make_model(options: dict, model_class, config: PretrainedConfig, **kwargs):
-    model = model_class._from_config(ChatGLMConfig.of(config), **(_of_loading(options) | kwargs))
+def _make_model(options: _Options, model_class, config: PretrainedConfig, **kwargs):
+    model = model_class._from_config(ChatGLMConfig.of(config), **(options.of_loading | kwargs))
     _set_loss(model, options)
     return model
 
 
-def _of_loading(options: dict) -> dict:
-    """What from_pretrained and from_config take, unless it is said there."""
-    return {name: value for name, value in options.items() if name == "attn_implementation"}
-
-
-def _set_loss(model: ChatGLMPreTrainedModel, options: dict) -> None:
-    if "fused_linear_cross_entropy" in options:
-        model.config.skip_logits = options["fused_linear_cross_entropy"]
+def _set_loss(model: ChatGLMPreTrainedModel, options: _Options) -> None:
+    if options.fused_linear_cross_entropy is not None:
+        model.config.skip_logits = options.fused_linear_cross_entropy
 
 
 def _load_tokenizer(name_or_path, *args, config=None, **kwargs):

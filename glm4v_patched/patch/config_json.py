@@ -1,7 +1,8 @@
 """What a ``config.json`` holds and is of; needs no transformers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,21 @@ def read_bytes(path: Path) -> bytes:
     if path.exists() and not path.is_file():  # the end of a pipe would be waited for
         raise ValueError(f"{path} cannot be read: it is no file")
     most = LARGEST_OF_MANY_ENTRIES if path.name in MANY_ENTRIES else LARGEST_FILE
-    try:
-        with path.open("rb") as file:
-            content = file.read(most + 1)
-            size = path.stat().st_size
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    with _reading(path), path.open("rb") as file:
+        content = file.read(most + 1)
+        size = path.stat().st_size
     if len(content) > most:
         raise ValueError(f"{path} has {size:,} bytes; expected at most {most:,}")
     return content
+
+
+@contextmanager
+def _reading(name: object) -> Iterator[None]:
+    """Name what cannot be read, or is no JSON, in a ``ValueError``."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read: {error}") from None
 
 
 def nonfinite_number(values: Any) -> str | None:
@@ -76,10 +83,8 @@ def nonfinite_number(values: Any) -> str | None:
 
 def parse_object(content: bytes, name: str) -> dict:
     """As :func:`read_object`, of what was read."""
-    try:
+    with _reading(name):
         values = json.loads(content, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}; expected an object")
     level: list[Any] = [values]

@@ -18,60 +18,49 @@ class Swap:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
 
-@dataclass(frozen=True)
-class _Replaced:
-    swap: Swap
-    owner: Any
-    original: object
-    replacement: object
-
-
 class PatchSet:
     """Can be undone, and refuses to undo what somebody else has replaced since."""
 
     def __init__(self, swaps: Sequence[Swap]):
         self._swaps = tuple(swaps)
-        self._replaced: list[_Replaced] = []
+        # Of each: its owner, what that held, and what it holds now.
+        self._replaced: list[tuple[Swap, Any, object, object]] = []
 
     @property
     def is_applied(self) -> bool:
         return bool(self._replaced)
 
     def apply(self) -> None:
-        """Replace all attributes; ``AttributeError`` with all that are not where they were, and
-        none is replaced."""
-        replaced, moved = [], []
-        for swap in self._swaps:
-            try:
-                owner = pkgutil.resolve_name(swap.owner)
-                original = vars(owner)[swap.name]
-            except (AttributeError, ImportError, KeyError) as error:
-                moved.append(f"{swap} ({error!r})")
-            else:
-                replaced.append(_Replaced(swap, owner, original, swap.replace(original)))
-        if moved:
+        """Replace all attributes; where one or its owner cannot be found, none is replaced and an
+        ``AttributeError`` or ``ImportError`` names it."""
+        found = [(swap, pkgutil.resolve_name(swap.owner)) for swap in self._swaps]
+        if moved := [str(swap) for swap, owner in found if swap.name not in vars(owner)]:
             raise AttributeError(
                 f"nothing was patched, because these cannot be found: {', '.join(moved)}; "
                 "install versions that this package supports, or repair the installation"
             )
+        replaced = []
+        for swap, owner in found:
+            original = vars(owner)[swap.name]
+            replaced.append((swap, owner, original, swap.replace(original)))
         # Only now, when nothing can fail any more.
-        for one in replaced:
-            setattr(one.owner, one.swap.name, one.replacement)
+        for swap, owner, _, replacement in replaced:
+            setattr(owner, swap.name, replacement)
         self._replaced = replaced
 
     def revert(self) -> None:
         """Put the originals back; ``RuntimeError`` if somebody replaced an attribute after us, with
         its name, and nothing is undone."""
         taken = [
-            str(one.swap)
-            for one in self._replaced
-            if vars(one.owner).get(one.swap.name) is not one.replacement
+            str(swap)
+            for swap, owner, _, replacement in self._replaced
+            if vars(owner).get(swap.name) is not replacement
         ]
         if taken:
             raise RuntimeError(
                 f"nothing was undone, because these were replaced by others since: "
                 f"{', '.join(taken)}; undo those first"
             )
-        for one in self._replaced:
-            setattr(one.owner, one.swap.name, one.original)
+        for swap, owner, original, _ in self._replaced:
+            setattr(owner, swap.name, original)
         self._replaced = []

@@ -1,4 +1,4 @@
-"""Run a script, module or command as python does, with glm-4v patched in it and in all it starts.
+"""Start python with a script, module or command, with glm-4v patched in it and in all it starts.
 
     python -m glm4v_patched.run train.py --lr 1e-5
     python -m glm4v_patched.run -m package.train --lr 1e-5
@@ -6,39 +6,33 @@
     torchrun --nproc_per_node 2 -m glm4v_patched.run train.py --lr 1e-5
     deepspeed --module glm4v_patched.run train.py --lr 1e-5
 
-Processes that the script starts inherit ``GLM4V_PATCHED``, which holds the options, and a
-``PYTHONPATH`` with the folder ``startup``, whose ``sitecustomize.py`` reads it. Where this command
-has no place, the two do without it:
+This process becomes that python, which has ``GLM4V_PATCHED``, the options, and a ``PYTHONPATH``
+with the folder ``startup``, whose ``sitecustomize.py`` reads it; so have all processes that the
+script starts. Where this command has no place, the two do without it:
 
     export GLM4V_PATCHED=1 PYTHONPATH=$(python -m glm4v_patched.run --startup-folder)
 """
 
 import argparse
-import builtins
-import io
 import json
 import os
-import runpy
 import shlex
 import shutil
 import sys
-from importlib.machinery import SourceFileLoader
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
 
 import glm4v_patched
 
 VARIABLE = "GLM4V_PATCHED"
 STARTUP = Path(__file__).resolve().with_name("startup")
-ENTRY = Path(__file__).resolve().parents[1] / "run.py"
 # DeepSpeed's launcher and torch's older one put these before the script, for the script.
 OF_LAUNCHERS = ("--local_rank", "--local-rank")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Raises whatever the script raises, ``SystemExit`` among it."""
+def main() -> None:
     parser = _parser()
-    given = vars(parser.parse_args(arguments))
+    given = vars(parser.parse_args())
     if given.pop("startup_folder"):
         print(STARTUP)
         return
@@ -46,21 +40,22 @@ def main(arguments: list[str] | None = None) -> None:
     handed_on = [f"{n}={v}" for n in OF_LAUNCHERS if (v := given.pop(n)) is not None]
     if not command:
         parser.error("give a script, a command, or -m and a module")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        parser.error("python -E, -I and -S do not read what patches the script: leave them out")
     name, *rest = command
     try:
-        target = name if is_module else find_script(os.path.expanduser(name))
-        options = environment_options() | {n: v for n, v in given.items() if v is not None}
-        set_environment(options)
-        glm4v_patched.apply(**options)
-        register_with_frameworks()
-    except (ValueError, ImportError) as error:
+        target = ["-m", name] if is_module else [find_script(os.path.expanduser(name))]
+        options = environment_options()
+    except ValueError as error:
         parser.error(str(error))
-    sys.argv[:] = [target, *handed_on, *rest]
-    sys.excepthook = _without_frames_of_ours(sys.excepthook)
-    if is_module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        _run_script(target)
+    set_environment(options | {n: v for n, v in given.items() if v is not None})
+    os.execv(sys.executable, [sys.executable, *_flags(), *target, *handed_on, *rest])
+
+
+def _flags() -> list[str]:
+    """Return what python was given before this module or file, such as ``-u``."""
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
+    return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]
 
 
 def find_script(name: str) -> str:
@@ -96,10 +91,9 @@ def environment_options() -> dict:
     value = os.environ.get(VARIABLE, "")
     if value in ("", "0", "1"):
         return {}
-    try:
+    options = None
+    with suppress(ValueError):
         options = json.loads(value)
-    except ValueError:
-        options = None
     if not isinstance(options, dict):
         raise ValueError(
             f"{VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
@@ -116,20 +110,9 @@ def set_environment(options: dict) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
-def register_with_frameworks() -> None:
-    """Have this process's frameworks told of glm-4v, as the startup file has it in others."""
-    if not any(type(finder).__name__ == "AfterImport" for finder in sys.meta_path):
-        startup = runpy.run_path(str(STARTUP / "sitecustomize.py"), run_name="startup")
-        sys.meta_path.insert(0, startup["AfterImport"](patches=False))
-
-
 def apply_environment() -> None:
     """Patch this process as the environment says."""
-    options = environment_options()
-    try:
-        glm4v_patched.apply(**options)
-    except ValueError as error:
-        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r}: {error}") from error
+    glm4v_patched.apply(**environment_options())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,35 +138,6 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _run_script(path: str) -> None:
-    # Not runpy.run_path, whose __file__ and sys.argv[0] are the same: python's own __file__ is
-    # absolute, and its sys.argv[0] what was typed.
-    absolute = os.path.join(os.getcwd(), path)
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", absolute)
-    vars(module).update(
-        __file__=absolute, __builtins__=builtins, __cached__=None, __loader__=loader
-    )
-    with io.open_code(absolute) as file:
-        code = compile(file.read(), absolute, "exec", dont_inherit=True)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))
-
-
-def _without_frames_of_ours(show):
-    """Tracebacks begin where the script does."""
-    ours = (__file__, str(ENTRY), runpy.run_module.__code__.co_filename)
-
-    def excepthook(kind: type, error: BaseException, traceback: TracebackType | None) -> None:
-        while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
-            traceback = traceback.tb_next
-        show(kind, error.with_traceback(traceback), traceback)
-
-    return excepthook
 
 
 if __name__ == "__main__":

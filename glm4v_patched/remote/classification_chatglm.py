@@ -10,13 +10,13 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .cached_rows import cached_length
 from .image_layout import running_max
-from .keywords import CACHE, named_cache, names_of, wants_dict
+from .keywords import CACHE, named_cache, wants_dict
 from .sharding import refuse_split_model
 
 # Shapes: B rows, L length as given, R length of the grown rows, D width.
 
-# Keywords of the decoder, which are passed on. Not those of labels, or logits, of each token.
-OF_DECODER = ("use_cache", "output_hidden_states", "output_attentions", "image_features")
+# Keywords of the decoder that mean something for each token, of which there is no label or logit.
+OF_TOKENS = ("prompt_length", "shift_labels")
 
 
 class ScoresRows(nn.Module):
@@ -41,11 +41,10 @@ class ScoresRows(nn.Module):
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
         labels: Tensor | None = None,
-        return_dict: bool | None = None,
-        cache: Cache | None = None,
         **options,
     ) -> SequenceClassifierOutputWithPast | tuple:
-        """Score each row at its last token. Inputs as in :meth:`ChatGLMModel.forward`.
+        """Score each row at its last token. Inputs, and ``options``, as in
+        :meth:`ChatGLMModel.forward`.
 
         Args:
             attention_mask: ``(B, cached + L)``. Without one, a row ends before the padding ids
@@ -60,6 +59,7 @@ class ScoresRows(nn.Module):
         self._check_keywords(options, input_ids)
         if self.training:
             refuse_split_model(self)
+        cache, return_dict = options.pop("cache", None), options.pop("return_dict", None)
         attention_mask, past_key_values, images = self.transformer._by_place(
             attention_mask, past_key_values, cache, images
         )
@@ -98,9 +98,6 @@ class ScoresRows(nn.Module):
             attentions=output.attentions,
         )
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
-
-    # A Trainer says what it will divide a summed loss by; this one is a mean.
-    forward_names = names_of(forward, *OF_DECODER, "num_items_in_batch")
 
     def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
         """Zeros at the padding ids that rows end with."""

@@ -564,13 +564,8 @@ class ChatGLMConfig(PretrainedConfig):
         except ImportError:
             raise
         except Exception as error:  # transformers reads settings of other models, of any type
-            names = {*config_dict, *kwargs, *cls.attribute_map}
-            if isinstance(error, ValueError) and any(name in str(error) for name in names):
-                raise
-            odd = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED))
             raise ValueError(
-                f"config.json cannot be read by transformers {transformers.__version__}: {error}; "
-                f"glm-4v has no {odd:.500}: take out what is wrong"
+                f"config.json cannot be read by transformers {transformers.__version__}: {error}"
             ) from error
 
     def save_pretrained(self, save_directory, *args, **kwargs):

@@ -4,8 +4,6 @@
 token needs nothing from the rows before it (cached_rows.py).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -25,7 +23,7 @@ from .cached_rows import (
 )
 from .configuration_chatglm import ChatGLMConfig, log_unknown, refuse_nonfinite_generation
 from .image_checks import GivenRows, check_position
-from .image_layout import GrownRows, grow_rows, unmask_images
+from .image_layout import GrownRows, grow_rows
 from .keywords import (
     CACHE,
     EMBEDS_ARE_CUT,
@@ -47,20 +45,14 @@ COMPILES_NO_STEPS = ("cpu",)  # by itself
 # Shapes: B rows, R length of the grown rows, N new ids, K keys of the cache.
 
 
-@contextmanager
-def known_options(model) -> Iterator[None]:
-    """Leave the model only those options of generation that transformers has, while it is saved."""
-    given = model.generation_config
-    own = copy(given)
-    unknown = sorted(given.to_dict().keys() - vars(GenerationConfig()))
+def known_options(generation_config: GenerationConfig) -> GenerationConfig:
+    """Return a copy with only those options of generation that transformers has, to be saved."""
+    own = copy(generation_config)
+    unknown = sorted(generation_config.to_dict().keys() - vars(GenerationConfig()))
     log_unknown(unknown, "generation_config.json")
     for name in unknown:
         delattr(own, name)
-    model.generation_config = own
-    try:
-        yield
-    finally:
-        model.generation_config = given
+    return own
 
 
 class ChatGLMGenerationMixin(GenerationMixin):
@@ -267,15 +259,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
             processors.insert(0, SuppressTokensLogitsProcessor(self._image_ids(), device=device))
         return processors
 
-    @overrides_generation(since="5.2")
-    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        # From transformers 5 on, generate counts positions by its mask, before any method of ours.
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and inputs_tensor.shape == mask.shape:
-            mask = unmask_images(mask, inputs_tensor, self.transformer.image_format)
-            model_kwargs = model_kwargs | {"attention_mask": mask}
-        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-
     @overrides_generation(since="4.57")
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
@@ -284,10 +267,6 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if model_kwargs.get(OLD_CACHE) is not None:
             refuse(
                 f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
-            )
-        if model_kwargs.get("image_features") is not None:
-            raise ValueError(
-                "generate was given image_features, and takes none: give it pixel_values"
             )
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)

@@ -191,15 +191,6 @@ def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -
     )
 
 
-def unmask_images(attention_mask: Tensor, input_ids: Tensor, image_format: ImageFormat) -> Tensor:
-    """The mask ``(B, L)`` with ones inside images, where nothing is padding.
-
-    The published placeholder is the padding id: masks made by comparing ids take it out.
-    """
-    is_inside = _find_images(input_ids.cpu(), image_format).is_inside
-    return attention_mask.masked_fill(is_inside.to(attention_mask.device), 1)
-
-
 def _find_images(
     input_ids: Tensor, image_format: ImageFormat, prompt_length: int | None = None
 ) -> _ImageSpans:

@@ -9,7 +9,8 @@ import base64
 import io
 import os
 import urllib.request
-from http.client import HTTPException
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 
 import numpy as np
@@ -192,10 +193,19 @@ def _open(source) -> "PIL.Image.Image":
     elif isinstance(source, str):
         shown = source if len(source) <= 80 else f"{source[:77]}..."
         name = f"there is no file {shown!r}; what it holds as base64"
-        source = _from_base64(source, shown)
-    try:
+        encoded = source.partition(",")[2] if source.startswith("data:image/") else source
+        with _reading(name):  # lines may be broken anywhere
+            source = base64.b64decode("".join(encoded.split()), validate=True)
+    with _reading(name):
         return PIL.Image.open(source if isinstance(source, str) else io.BytesIO(source))
-    except Exception as error:  # whatever a broken file makes Pillow's readers raise
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn whatever a broken file makes Pillow's readers raise, or a host, into ``ValueError``."""
+    try:
+        yield
+    except Exception as error:
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
 
 
@@ -211,29 +221,15 @@ class _OnlyToHttp(urllib.request.HTTPRedirectHandler):
 def _fetched(url: str) -> bytes:
     # Some hosts refuse Python's own name.
     request = urllib.request.Request(url, headers={"User-Agent": "transformers"})
-    try:
-        opener = urllib.request.build_opener(_OnlyToHttp)
-        with opener.open(request, timeout=SECONDS_TO_ANSWER) as answer:
-            content = answer.read(MOST_BYTES_FETCHED + 1)
-    except (OSError, HTTPException, ValueError) as error:
-        raise ValueError(f"{url} cannot be fetched: {error}") from error
+    opener = urllib.request.build_opener(_OnlyToHttp)
+    with _reading(url), opener.open(request, timeout=SECONDS_TO_ANSWER) as answer:
+        content = answer.read(MOST_BYTES_FETCHED + 1)
     if len(content) > MOST_BYTES_FETCHED:
         raise ValueError(
             f"{url} has more than {MOST_BYTES_FETCHED} bytes, which is no picture: save it to a "
             "file and give its path if it is one"
         )
     return content
-
-
-def _from_base64(text: str, shown: str) -> bytes:
-    encoded = text.partition(",")[2] if text.startswith("data:image/") else text
-    try:
-        # Lines may be broken anywhere.
-        return base64.b64decode("".join(encoded.split()), validate=True)
-    except ValueError as error:
-        raise ValueError(
-            f"there is no file {shown!r}, and it is neither an URL nor base64 ({error})"
-        ) from error
 
 
 def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
@@ -243,12 +239,10 @@ def _upright(image: "PIL.Image.Image") -> "PIL.Image.Image":
             f"{name} is {image.format}, which Pillow has another program draw: convert it to PNG"
         )
     _refuse_deep(name, _file_of_16_bits(image))  # which is forgotten once the pixels are loaded
-    try:
+    with _reading(name):  # files are decoded here, not when they are opened
         image.load()
         turned = image.getexif().get(ORIENTATION, 1) != 1
         image = PIL.ImageOps.exif_transpose(image) if turned else image
-    except Exception as error:  # as above: files are decoded here, not when they are opened
-        raise ValueError(f"{name} cannot be read as a picture: {error}") from error
     _refuse_deep(name, image.mode if image.mode.startswith(("I", "F")) else None)
     return image
 

@@ -95,23 +95,21 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# What attention takes of its caller, of packed rows: where samples end, and the longest, each by
-# two names. "cache_position" is of transformers 4.57, and said by the cache.
-_ENDS, _LONGEST = ("cu_seq_lens", "cumulative_seqlens"), ("max_length", "max_seqlen")
-_OF_ATTENTION: dict[str, Callable[[Any], bool]] = {"is_causal": _is_bool}
-for side in ("_q", "_k"):
-    _OF_ATTENTION |= dict.fromkeys((name + side for name in _ENDS), _is_lengths)
-    _OF_ATTENTION |= dict.fromkeys((name + side for name in _LONGEST), _is_number)
-ATTENTION_KEYWORDS = frozenset(_OF_ATTENTION)
+# What attention takes of its caller, of packed rows: where samples end, and the longest.
+# "cache_position" is of transformers 4.57, and said by the cache.
+_OF_ATTENTION: dict[str, Callable[[Any], bool]] = {
+    "cu_seq_lens_k": _is_lengths,
+    "cu_seq_lens_q": _is_lengths,
+    "is_causal": _is_bool,
+    "max_length_k": _is_number,
+    "max_length_q": _is_number,
+}
+ATTENTION_KEYWORDS = tuple(_OF_ATTENTION)
 _OF_ATTENTION["cache_position"] = _is_lengths
 
 # Callers read these in the signature of the model with a head, and pass them to the model without
 # one, too (TRL's DistillationTrainer does). It has no logits that they could change.
-_OF_LOGITS: dict[str, Callable[[Any], bool]] = {
-    "logits_to_keep": lambda value: _is_number(value) or isinstance(value, Tensor),
-    "return_last_logit": _is_bool,
-    "skip_logits": _is_bool,
-}
+OF_LOGITS = ("logits_to_keep", "return_last_logit", "skip_logits")
 
 # What generate keeps account of, in its various versions, and a model need not know.
 _OF_GENERATE: dict[str, Callable[[Any], bool]] = {
@@ -126,11 +124,11 @@ if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_genera
     _OF_GENERATE["next_sequence_length"] = _is_number
 
 
-def names_of(forward: Callable, *more: str) -> tuple[str, ...]:
-    """Return the keywords that ``forward`` names, and ``more`` that it takes unnamed."""
-    parameters = signature(forward).parameters.values()
-    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    return (*named[1:], *more)
+def names_of(*forwards: Callable) -> tuple[str, ...]:
+    """Return the keywords that methods named ``forward`` have in their signatures, each once."""
+    every = [one for forward in forwards for one in signature(forward).parameters.values()]
+    named = [one.name for one in every if one.kind is not one.VAR_KEYWORD]
+    return tuple(name for name in dict.fromkeys(named) if name != "self")
 
 
 def refuse_unknown(given: dict[str, Any], model: str, known: Sequence[str]) -> None:
@@ -140,7 +138,7 @@ def refuse_unknown(given: dict[str, Any], model: str, known: Sequence[str]) -> N
         if name not in known and name not in _OF_ATTENTION:
             refuse(
                 f"forward was given {name}, which it does not know{_what(value)}: {model} takes "
-                f"{', '.join(known)}, and for attention {', '.join(sorted(ATTENTION_KEYWORDS))}"
+                f"{', '.join(known)}, and for attention {', '.join(ATTENTION_KEYWORDS)}"
             )
 
 
@@ -148,12 +146,10 @@ def attention_keywords(given: dict[str, Any]) -> dict[str, Any]:
     """Return those of ``given`` that attention takes. Raises ``ValueError`` for a value that is not
     of its name's kind."""
     attention = {}
-    for name, value in given.items():
-        kind = _OF_ATTENTION[name]
-        if value is None:
+    for name, kind in _OF_ATTENTION.items():
+        if (value := given.get(name)) is None:
             continue
-        ends = [ends + name[-2:] for ends in _ENDS]
-        is_alone = name.startswith("max_") and all(given.get(beside) is None for beside in ends)
+        is_alone = name.startswith("max_") and given.get(f"cu_seq_lens{name[-2:]}") is None
         if is_alone or not kind(value):
             refuse(f"forward was given {name}{_what(value)}, which is not what goes by that name")
         if name in ATTENTION_KEYWORDS:
@@ -163,20 +159,14 @@ def attention_keywords(given: dict[str, Any]) -> dict[str, Any]:
 
 def without_account(given: dict[str, Any]) -> dict[str, Any]:
     """What of generate's keywords goes on to ``forward``: not what generate keeps account of."""
-    return _without(given, _OF_GENERATE, "prepare_inputs_for_generation")
-
-
-def without_logits(given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``given`` without the keywords that only change logits."""
-    return _without(given, _OF_LOGITS, "forward")
-
-
-def _without(given: dict[str, Any], kinds: dict[str, Callable[[Any], bool]], method: str) -> dict:
-    for name, kind in kinds.items():
+    for name, kind in _OF_GENERATE.items():
         value = given.get(name)
         if value is not None and not kind(value):
-            refuse(f"{method} was given {name}{_what(value)}, which is not what goes by that name")
-    return {name: value for name, value in given.items() if name not in kinds}
+            refuse(
+                f"prepare_inputs_for_generation was given {name}{_what(value)}, which is not what "
+                "goes by that name"
+            )
+    return {name: value for name, value in given.items() if name not in _OF_GENERATE}
 
 
 def _what(value: Any) -> str:

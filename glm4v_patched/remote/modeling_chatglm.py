@@ -33,13 +33,14 @@ from .cached_rows import (
 )
 from .checkpointing import CheckpointedLayer
 from .class_lists import enter_class
-from .classification_chatglm import ScoresRows
+from .classification_chatglm import OF_TOKENS, ScoresRows
 from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin, known_options
 from .image_checks import GivenRows, ImageFormat
 from .image_layout import grow_rows
 from .keywords import (
     CACHE,
+    OF_LOGITS,
     VERSION,
     WANTS_CACHE_POSITION,
     attention_keywords,
@@ -48,7 +49,6 @@ from .keywords import (
     one_cache,
     refuse_unknown,
     wants_dict,
-    without_logits,
 )
 from .loss import KeptColumns, chunked_next_token_loss, computes_loss, next_token_loss, with_loss
 from .masks import causal_mask, is_ready, mask_of_drawn
@@ -263,12 +263,6 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         """As :meth:`ChatGLMModel.get_image_features`."""
         return self.transformer.get_image_features(pixel_values, **options)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.transformer.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.transformer.set_input_embeddings(value)
-
     @classmethod
     def _from_config(cls, config, **kwargs):
         return super()._from_config(ChatGLMConfig.of(config), **kwargs)
@@ -460,7 +454,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         Raises:
             ValueError: inputs that contradict each other; names the numbers and the cure.
         """
-        attention_kwargs = without_logits(attention_kwargs)
+        for name in OF_LOGITS:
+            attention_kwargs.pop(name, None)
         self._check_keywords(attention_kwargs, input_ids)
         attention_mask, cache, images = self._by_place(
             attention_mask, past_key_values, cache, images
@@ -811,8 +806,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return (decoder, *info) if info else decoder
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        with known_options(self):
+        given = self.generation_config
+        self.generation_config = known_options(given)
+        try:
             super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.generation_config = given
 
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer
@@ -834,19 +833,16 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
+        *,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
-        image_features: Tensor | None = None,
         return_last_logit: bool = False,
-        cache: Cache | None = None,
-        **attention_kwargs,
+        **options,
     ) -> GLM4VCausalLMOutput | tuple:
-        """Predict the next token at every position. Inputs as in :meth:`ChatGLMModel.forward`.
+        """Predict the next token at every position. Inputs, and ``options``, as in
+        :meth:`ChatGLMModel.forward`.
 
         Args:
             labels: ``(B, L)`` int64, aligned with ``input_ids`` (shifted here), -100 where nothing
@@ -866,7 +862,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
             of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
         """
-        self._check_keywords(attention_kwargs, input_ids)
+        self._check_keywords(options, input_ids)
         if self.training:
             refuse_split_model(self)
         given = input_ids if inputs_embeds is None else inputs_embeds
@@ -874,30 +870,25 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         are_cut = kept.are_cut(labels, given)
         if are_cut:
             assert labels is not None and given is not None
-            if attention_kwargs.get("shift_labels") is not None:
+            if options.get("shift_labels") is not None:
                 raise ValueError(
                     f"labels were cut to {labels.shape[1]} positions, and there are shift_labels "
                     "beside them: give one of them"
                 )
-            attention_kwargs["shift_labels"] = kept.shifted_labels(labels, given.shape[1])
+            options["shift_labels"] = kept.shifted_labels(labels, given.shape[1])
             labels = None
         output = self.transformer(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            pixel_values=pixel_values,
-            images=images,
-            image_features=image_features,
-            labels=labels,
-            num_items_in_batch=num_items_in_batch,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            pixel_values,
+            images,
+            labels,
             return_dict=True,
-            **attention_kwargs,
+            num_items_in_batch=num_items_in_batch,
+            **options,
         )
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
@@ -918,7 +909,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         )
         return result if wants_dict(return_dict, self.config) else result.to_tuple()
 
-    forward_names = names_of(forward, "shift_labels", "prompt_length")
+    forward_names = names_of(forward, ChatGLMModel.forward)
 
     def _check_loss_outside(self, given: Tensor | None, length: int) -> None:
         """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions, or
@@ -972,6 +963,9 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
 
     _auto_class = "AutoModelForSequenceClassification"
     _keys_to_ignore_on_load_unexpected = [r"transformer\.output_layer\.weight"]
+    forward_names = tuple(
+        name for name in names_of(ScoresRows.forward, ChatGLMModel.forward) if name not in OF_TOKENS
+    )
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
         """``empty_init``: as in :class:`GLM4VForCausalLM`."""

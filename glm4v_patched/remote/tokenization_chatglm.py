@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -516,14 +517,6 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         role_id = cast(int, self.convert_tokens_to_ids(f"<|{role}|>"))
         return [role_id, *head, *(message_prefix or []), *text]
 
-    if not hasattr(PreTrainedTokenizerFast, "batch_encode_plus"):
-        # Two names that transformers 5 has dropped.
-        def encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
-            return self(text, text_pair, **kwargs)
-
-        def batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
-            return self(batch_text_or_text_pairs, **kwargs)
-
     @classmethod
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
         """Leave the pattern alone: transformers takes folders that it saved itself in 4.57.3 to
@@ -633,7 +626,7 @@ def convert_ranks(
     with open(vocab_file, "rb") as lines:
         pairs = (line.split() for line in lines if line.strip())
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    printable = _byte_characters()
+    printable = bytes_to_unicode()
 
     def as_text(token: bytes) -> str:
         return "".join(printable[byte] for byte in token)
@@ -678,13 +671,6 @@ def _refuse_options_of_others(given: Mapping[str, Any], prefix: str = "") -> Non
                 f"{name} is {value!r}, but this tokenizer only puts [gMASK]<sop> before a text: "
                 "leave it out, and write a space or <|endoftext|> into the text where it belongs"
             )
-
-
-def _byte_characters() -> list[str]:
-    """Return the character by which byte-level BPE writes each byte (GPT-2's table)."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(b) if b in visible else chr(256 + hidden.index(b)) for b in range(256)]
 
 
 def as_batch(conversation: Any) -> tuple[list[list], bool]:

@@ -123,7 +123,7 @@ def refused(capsys, *arguments) -> str:
     ("asked", "told"),
     [
         ("", r"modeling_chatglm.py \((.|\n)*--run-code\n$"),
-        ("--run-code", r"install .*torch==[\d.]+ transformers==4\.44\.2"),
+        ("--run-code", r"give --python PATH of an environment with transformers 4\.44\.2"),
         ("--run-code --python /bin/false", "/bin/false cannot be used: it ended with status 1"),
         ("--run-code --python python --device cuda", "there is no GPU: no driver"),
     ],

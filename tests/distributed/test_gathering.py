@@ -25,7 +25,7 @@ from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed import zero3
 from glm4v_patched.engine.deepspeed.config import deepspeed_config
 from glm4v_patched.engine.deepspeed.internals import shard_of
-from glm4v_patched.engine.fp8 import HeldLinear
+from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import start
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM

@@ -18,9 +18,8 @@ from glm4v_patched.cli import main
 from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as of_recipe
 from glm4v_patched.doctor.findings import Finding, finding, table
-from glm4v_patched.engine import memory_check, nvidia_driver
-from glm4v_patched.engine.gpus import Gpu, Gpus
-from glm4v_patched.engine.nvidia_driver import Use, parse_topology
+from glm4v_patched.engine import memory_check
+from glm4v_patched.engine.gpus import Gpu, Gpus, Use
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.recipe import Recipe
 from glm4v_patched.finetune.run_folder import locked
@@ -31,15 +30,6 @@ from glm4v_patched.remote.configuration_chatglm import (
 from tests.helpers.recipes import drawn_recipe
 
 Usage = namedtuple("Usage", "total used free")
-TWO_OF_THREE_JOINED = """\
-\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
-GPU0\t X \tNV18\tSYS\tPXB\t0-47
-GPU1\tNV18\t X \tSYS\tPXB\t0-47
-GPU2\tSYS\tSYS\t X \tSYS\t48-95
-NIC0\tPXB\tPXB\tSYS\t X \t
-
-Legend:
-"""
 
 
 @pytest.fixture
@@ -48,10 +38,9 @@ def sound(monkeypatch, tmp_path):
     (tmp_path / "Python.h").touch()
     for place, name, value in (
         (machine, "find_gpus", Gpus((Gpu("NVIDIA H200", 150 * 10**9, (9, 0)),) * 2)),
-        (nvidia_driver, "cuda_of_driver", (13, 0)),
-        (nvidia_driver, "cuda_of_torch", (12, 8)),
-        (nvidia_driver, "memory_in_use", [Use(number, 0, 10**11) for number in range(2)]),
-        (nvidia_driver, "links", [(0, 1, "NV18")]),
+        (machine, "cuda_of_driver", (13, 0)),
+        (machine, "cuda_of_torch", (12, 8)),
+        (machine, "memory_in_use", [Use(number, 0, 10**11) for number in range(2)]),
         (shutil, "disk_usage", Usage(10**14, 0, 10**14)),
         (resource, "getrlimit", (10**6, 10**6)),
         (shutil, "which", "/bin/true"),
@@ -79,18 +68,17 @@ def test_nothing_is_wrong_with_a_sound_machine(sound, monkeypatch):
 
 @pytest.mark.parametrize("runs", [(12, 0), (12, 8), (13, 0)])
 def test_a_driver_of_torchs_major_cuda_or_a_newer_one_is_no_fault(sound, monkeypatch, runs):
-    monkeypatch.setattr(nvidia_driver, "cuda_of_driver", lambda: runs)  # torch has 12.8
+    monkeypatch.setattr(machine, "cuda_of_driver", lambda: runs)  # torch has 12.8
     assert "driver" not in faults()
 
 
 # Each fault: what of the machine is replaced, and by what.
 NO_GPU = (machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
-OLDER_DRIVER = (nvidia_driver, "cuda_of_driver", lambda: (11, 8))
+OLDER_DRIVER = (machine, "cuda_of_driver", lambda: (11, 8))
 VOLTAS = Gpus((Gpu("Tesla V100", 32 * 10**9, (7, 0)),) * 2)
 VOLTA = (machine, "find_gpus", lambda: VOLTAS)
 USES = [Use(0, 0, 150 * GIB), Use(1, 41 * GIB, 150 * GIB)]
-TAKEN = (nvidia_driver, "memory_in_use", lambda: USES)
-NO_NVLINK = (nvidia_driver, "links", lambda: parse_topology(TWO_OF_THREE_JOINED))
+TAKEN = (machine, "memory_in_use", lambda: USES)
 NO_HEADERS = (machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
 NO_COMPILER = (shutil, "which", lambda name, path=None: None)
 SMALL_DISK = (shutil, "disk_usage", lambda folder: Usage(10**14, 0, 2**26))
@@ -104,7 +92,6 @@ FEW_FILES = (resource, "getrlimit", lambda kind: (1024, 1048576))
         (OLDER_DRIVER, "driver", "fails", "11.8"),
         (VOLTA, "bf16", "warning", "GPU 1"),
         (TAKEN, "GPU 1", "warning", "41 of 150 GiB"),
-        (NO_NVLINK, "links", "warning", "2 of 3 pairs"),
         (NO_COMPILER, "compiler", "fails", "gcc"),
         (NO_HEADERS, "compiler", "fails", "/nowhere/Python.h"),
         (SMALL_DISK, "/dev/shm", "warning", "0.06 of"),
@@ -221,6 +208,8 @@ def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
     assert {each.verdict for each in found.values()} == {"ok"}
     assert "20 rows, 20 pictures" in found["data"].found
     assert found.keys() >= {"recipe", "folder (out)", "model", "data", "memory and disk"}
+    assert "as published (fp8 is off): " in found["implementations: training"].found
+    assert "2 x language model MLP" in found["implementations: inference"].found
     assert main(["doctor", str(asked), "--device", "cpu", "--json"]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["findings"]
     assert not Path(json.loads(asked.read_text())["out"]).exists()  # nothing was written

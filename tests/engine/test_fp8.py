@@ -8,11 +8,12 @@ from torch import nn
 from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm4v_patched.engine import fp8
+from glm4v_patched.engine import fp8, implementations
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
+from glm4v_patched.engine.implementations import Use, use_implementations
 from glm4v_patched.engine.kernels import flash_attention_3, skinny_gemm
-from glm4v_patched.engine.kernels.fp8_gelu import quantise_rows_of_gelu
-from glm4v_patched.engine.kernels.fp8_matmul import product, quantise_rows
+from glm4v_patched.engine.kernels.fp8_linear import FrozenTowerMLP, HeldLinear, Linear
+from glm4v_patched.engine.kernels.fp8_matmul import product, quantise_rows, quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
@@ -51,9 +52,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_emulation(held, bias):
     x = (torch.randn(40, 96) * torch.logspace(-6, 6, 40)[:, None]).bfloat16()
     towards = (torch.randn(40, 64) * torch.logspace(3, -9, 40)[:, None]).bfloat16()
     x[5], towards[6], x[7] = 0, 0, x[7] * 1e37
-    reference = layer(False, bias=bias)
-    reference.__class__ = nn.Linear
-    linear = layer(held, bias=bias)
+    reference, linear = layer(False, bias=bias), layer(held, bias=bias)
     found = passes(linear, x, towards)
     expected = emulated(reference, x, towards, held)
     assert len(found) == (2 if held else 3 + bias)
@@ -185,31 +184,32 @@ def kinds(model: nn.Module) -> dict[str, type]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_which_layers_multiply_in_fp8(compiled):
     model = build().requires_grad_(False)
-    fp8.use_fp8(model, replace(PLAIN, fp8=False))
+    use_implementations(model, Use.training(replace(PLAIN, fp8=False)))
     assert {*kinds(model).values()} == {nn.Linear}
-    fp8.use_fp8(model, replace(PLAIN, trained="full", compile=compiled))
+    options = replace(PLAIN, trained="full", compile=compiled)
+    use_implementations(model, Use.training(options))
     assert kinds(model) == {
-        "self_attention.query_key_value": fp8.Linear,
-        "self_attention.dense": fp8.Linear,
-        "mlp.dense_h_to_4h": fp8.Linear,
-        "mlp.dense_4h_to_h": fp8.Linear,
-        "attention.query_key_value": fp8.Linear,
+        "self_attention.query_key_value": Linear,
+        "self_attention.dense": Linear,
+        "mlp.dense_h_to_4h": Linear,
+        "mlp.dense_4h_to_h": Linear,
+        "attention.query_key_value": Linear,
         "attention.dense": nn.Linear,
-        "mlp.fc1": fp8.Linear,
-        "mlp.fc2": fp8.Linear if compiled else nn.Linear,
+        "mlp.fc1": Linear,
+        "mlp.fc2": Linear if compiled else nn.Linear,
     }
     layers = [*checkpointed_layers(model)]
     inside = {id(m) for one in layers for m in one.modules()}
     outside = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
     assert len(outside) == 5  # the adapter's, and the output layer
-    assert not any(isinstance(m, (fp8.Linear, fp8.HeldLinear)) for m in outside)
+    assert not any(isinstance(m, (Linear, HeldLinear)) for m in outside)
 
 
 def test_lora_holds_what_is_frozen_and_its_factors_stay_as_they_are():
     _, gradients, model = step(PLAIN)
     found = kinds(model)
     assert all(kind is nn.Linear for name, kind in found.items() if "lora_" in name)
-    held = [m for m in model.modules() if type(m) is fp8.HeldLinear]
+    held = [m for m in model.modules() if type(m) is HeldLinear]
     assert len(held) == 2 * 4 + 2 * 2
     plain = prepare_model(replace(PLAIN, fp8=False), build)
     names = {name: p.shape for name, p in plain.named_parameters()}
@@ -255,12 +255,12 @@ def test_policies_give_the_same_gradients_and_keep_products_in_fp8_as_others(tra
 
 def test_both_layouts_give_the_same_gradients():
     _, both, model = step(PLAIN)
-    assert any(m.transposed is not None for m in model.modules() if type(m) is fp8.HeldLinear)
+    assert any(m.transposed is not None for m in model.modules() if type(m) is HeldLinear)
     _, one, model = step(replace(PLAIN, keep_transposed=False))
-    assert all(m.transposed is None for m in model.modules() if type(m) is fp8.HeldLinear)
+    assert all(m.transposed is None for m in model.modules() if type(m) is HeldLinear)
     assert all(torch.equal(both[name], one[name]) for name in both)
     lm = prepare_model(replace(PLAIN, trained="lora_lm"), build)
-    held = [m for m in lm.modules() if type(m) is fp8.HeldLinear]
+    held = [m for m in lm.modules() if type(m) is HeldLinear]
     # Nothing flows back through the tower, which is 32 wide.
     assert {m.in_features == 32 for m in held if m.transposed is None} == {True}
     assert not any(m.in_features == 32 for m in held if m.transposed is not None)
@@ -304,16 +304,17 @@ def test_rows_are_those_of_gelu_quantised():
 def test_a_frozen_tower_uses_it_and_computes_the_same(monkeypatch):
     for trained, compiled in (("lora_all", True), ("lora_lm", False), ("lm", True)):
         model = prepare_model(replace(PLAIN, trained=trained, compile=compiled), build)
-        fuses = any(isinstance(m, fp8.FrozenTowerMLP) for m in model.modules())
+        fuses = any(isinstance(m, FrozenTowerMLP) for m in model.modules())
         assert fuses == (trained == "lm")
     outputs = []
     for fused in (True, False):
         with monkeypatch.context() as patch:
             if not fused:
-                patch.setattr(fp8, "_fuse_activations", lambda model: None)
+                rows = [row for row in implementations.TABLE if row.module is not visual.MLP]
+                patch.setattr(implementations, "TABLE", rows)
             model = prepare_model(replace(PLAIN, trained="lora_lm", compile=True), build)
-        mlps = [m for m in model.modules() if isinstance(m, fp8.MLP)]
-        assert mlps and all((type(m) is fp8.FrozenTowerMLP) is fused for m in mlps)
+        mlps = [m for m in model.modules() if isinstance(m, visual.MLP)]
+        assert mlps and all(isinstance(m, FrozenTowerMLP) is fused for m in mlps)
         with torch.no_grad():
             mlps[0].fc1.bias.fill_(0.5)
             x = torch.randn(1, 5, mlps[0].fc1.in_features, generator=torch.manual_seed(0))
@@ -356,19 +357,20 @@ def test_the_parts_of_a_product_fill_the_gpu_and_none_is_empty(columns, width):
 
 
 def test_the_frozen_tower_attends_as_torch_does_where_flash_attention_3_cannot(monkeypatch):
-    model = build()
+    model, use = build(), Use.training(replace(PLAIN, fp8=False, trained="lora_lm"))
+
+    def is_used(**changes) -> bool:
+        use_implementations(model, replace(use, **changes))
+        return {type(each) for each in model.modules()}.isdisjoint({visual.Attention})
+
     with torch.no_grad():
         wanted = model(**batch()).logits
-    flash_attention_3.use_flash_attention_3(model)  # not there: nothing changes
-    kinds = {type(each) for each in model.modules()}
-    assert visual.Attention in kinds and "fa3-fwd is not" in flash_attention_3.fault()
+    assert not is_used() and "fa3-fwd is not" in flash_attention_3.fault()
     monkeypatch.setattr(flash_attention_3, "fault", lambda channels: None)
     model.config._attn_implementation = "eager"
-    flash_attention_3.use_flash_attention_3(model)
-    assert visual.Attention in {type(each) for each in model.modules()}
+    assert not is_used()
     model.config._attn_implementation = "sdpa"
-    flash_attention_3.use_flash_attention_3(model)
-    assert visual.Attention not in {type(each) for each in model.modules()}
+    assert not is_used(trains_tower=True) and is_used()
     with torch.no_grad():  # on a CPU, and in fp32
         assert torch.equal(model(**batch()).logits, wanted)
 

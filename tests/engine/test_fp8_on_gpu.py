@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu
 
-from glm4v_patched.engine import fp8
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
-from glm4v_patched.engine.kernels.fp8_gelu import quantise_rows_of_gelu
+from glm4v_patched.engine.implementations import Use, use_implementations
+from glm4v_patched.engine.kernels.fp8_matmul import quantise_rows, quantise_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock, RotaryEmbedding
@@ -82,7 +82,7 @@ def test_a_compiled_layer_has_the_gradients_of_bf16(held, policy):
             trained="lora_lm" if held else "full", fp8=in_fp8, compile=True, zero_stage=0
         )
         model = nn.ModuleList([block])
-        fp8.use_fp8(model, options)
+        use_implementations(model, Use.training(options))
         checkpoint_layers(model, "none", policy)
         if in_fp8:
             compile_layers(model)
@@ -105,7 +105,7 @@ def test_the_kernel_of_gelu_does_what_plain_torch_does(rows, channels):
     x, bias = (x * torch.logspace(-4, 2, rows, device="cuda")[:, None]).bfloat16(), bias.bfloat16()
     x[1:2, 3] = float("nan")
     numbers, scale = quantise_rows_of_gelu(x, bias)
-    expected, scales = fp8.quantise_rows(gelu(x.float() + bias.float()))
+    expected, scales = quantise_rows(gelu(x.float() + bias.float()))
     assert torch.allclose(scale, scales, rtol=1e-5, equal_nan=True)
     assert numbers.shape == expected.shape
     if rows:

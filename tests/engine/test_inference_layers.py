@@ -10,19 +10,25 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from glm4v_patched.engine import fp8, inference_layers
-from glm4v_patched.engine.inference_layers import (
-    READ,
-    READ_IN_BLOCKS,
+from glm4v_patched.engine import fp8
+from glm4v_patched.engine.implementations import (
+    CLASSES,
+    INFERENCE,
+    TABLE,
+    Use,
+    become,
+    use_implementations,
+)
+from glm4v_patched.engine.kernels import inference_layers, skinny_gemm
+from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
+from glm4v_patched.engine.kernels.fp8_matmul import Quantised, quantise_rows
+from glm4v_patched.engine.kernels.inference_layers import (
     ReadPatchEmbedding,
     ReadSelfAttention,
     ReadTowerLayer,
     ReadTowerMLP,
     in_parts,
-    read_only,
 )
-from glm4v_patched.engine.kernels import skinny_gemm
-from glm4v_patched.engine.kernels.fp8_matmul import Quantised, quantise_rows
 from glm4v_patched.engine.kernels.reference import reduced
 from glm4v_patched.engine.kernels.skinny_gemm import Parts
 from glm4v_patched.inference.decoding.loop import draw_ahead
@@ -37,7 +43,7 @@ from glm4v_patched.remote.modeling_chatglm import (
     apply_rotary,
 )
 from glm4v_patched.remote.visual import PatchEmbedding, TransformerLayer
-from tests.helpers.fp8 import apart, build
+from tests.helpers.fp8 import FP8_ALONE, apart, build
 from tests.helpers.plain_kernels import put_in_the_place_of_kernels
 from tests.helpers.tiny import grown_image, pictures, text
 
@@ -54,7 +60,7 @@ if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
 
 SHALLOW_TOWER = {"num_hidden_layers": 2}
 PROCESSORS = 132  # of an H100 and an H200
-CLASSES = {*READ.values(), *READ_IN_BLOCKS.values()}
+OF_INFERENCE = {CLASSES[row.implementation] for row in TABLE if row.purposes == (INFERENCE,)}
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
@@ -66,9 +72,9 @@ def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton
     with torch.no_grad():
         wanted = model(**given).logits
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: has_triton or None)
-    read_only(model)
+    use_implementations(model, Use.inference())
     kinds = {type(each) for each in model.modules()}
-    assert kinds.isdisjoint(CLASSES) is not has_triton
+    assert kinds.isdisjoint(OF_INFERENCE) is not has_triton
     with torch.no_grad():
         assert torch.equal(model(**given).logits, wanted)
 
@@ -85,7 +91,7 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
             nn.init.normal_(module.bias)
     if weights == "fp8":
         monkeypatch.setattr(fp8, "_on_cpu", True)
-        fp8.hold_in_fp8(model, torch.device("cpu"))
+        use_implementations(model, FP8_ALONE)
 
     def logits() -> list[torch.Tensor]:
         cache = StaticCache(config=model.config, max_cache_len=64)
@@ -103,8 +109,8 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         wanted = logits()
         calls = put_in_the_place_of_kernels(monkeypatch, model, has_products)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-        read_only(model)
-        assert CLASSES - {*map(type, model.modules())} <= {ReadTowerMLP}
+        use_implementations(model, Use.inference())
+        assert OF_INFERENCE - {*map(type, model.modules())} <= {CLASSES[ReadTowerMLP]}
         found = logits()
     # Of one id; of two, where only layers in fp8 and the MLP are asked; not of the prompt's rows.
     a_layer = 8 if weights else 6 if inference_layers.HAS_COUNTERS else 4
@@ -116,6 +122,15 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
     for one, other in zip(found, wanted, strict=True):
         # Sums in another order round differently, to 3 bits in fp8.
         assert torch.equal(one, other) or apart(one, other) < 0.03
+
+
+def read_model(monkeypatch, weights: str | None = None) -> Any:
+    """In bf16 or, but for the kernels of inference, in fp8."""
+    model = build().eval().requires_grad_(False)
+    if weights == "fp8":
+        monkeypatch.setattr(fp8, "_on_cpu", True)
+        use_implementations(model, FP8_ALONE)
+    return model
 
 
 def drawn(model: nn.Module) -> torch.Tensor:
@@ -131,7 +146,7 @@ def drawn(model: nn.Module) -> torch.Tensor:
 def put(monkeypatch, model: nn.Module) -> None:
     put_in_the_place_of_kernels(monkeypatch, model, True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    read_only(model)
+    use_implementations(model, Use.inference())
 
 
 NORMS = "input_layernorm", "post_attention_layernorm"
@@ -153,10 +168,7 @@ OTHERS = [
 @pytest.mark.parametrize("weights", [None, "fp8"])
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
-    model = build().eval().requires_grad_(False)
-    if weights:
-        monkeypatch.setattr(fp8, "_on_cpu", True)
-        fp8.hold_in_fp8(model, torch.device("cpu"))
+    model = read_model(monkeypatch, weights)
     seen: list[type] = []
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -165,9 +177,12 @@ def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
         kept.append((out.add_(1.0), out.clone()))
         return out
 
-    model.get_submodule(name).register_forward_hook(hook)
+    hooked = model.get_submodule(name)
+    handle = hooked.register_forward_hook(hook)
     wanted = drawn(model)
+    handle.remove()
     put(monkeypatch, model)
+    hooked.register_forward_hook(hook)  # they are looked for in every call
     assert apart(drawn(model), wanted) < 0.02
     assert {*seen} == {torch.Tensor}
     assert all(torch.equal(out, as_it_was) for out, as_it_was in kept)
@@ -204,26 +219,9 @@ def test_heads_that_kernels_do_not_take_are_rotated_by_torch(monkeypatch):
     calls = put_in_the_place_of_kernels(monkeypatch, model, True)
     monkeypatch.setattr(inference_layers, "HEAD_CHANNELS", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    read_only(model)
+    use_implementations(model, Use.inference())
     assert apart(drawn(model), wanted) < 0.02
     assert "add_rms_norm" in calls and {"rotate", "rotate_and_keep"}.isdisjoint(calls)
-
-
-@pytest.mark.parametrize("weights", [None, "fp8"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_modules_of_another_class_compute_as_before(monkeypatch, name, weights):
-    """As adapters put them there."""
-    model = build().eval().requires_grad_(False)
-    if weights:
-        monkeypatch.setattr(fp8, "_on_cpu", True)
-        fp8.hold_in_fp8(model, torch.device("cpu"))
-    module = model.get_submodule(name)
-    kind: Any = type(module)
-    twice = {"forward": lambda self, x, *more: kind.forward(self, 2 * x, *more) * 2}
-    module.__class__ = type("Other", (kind,), twice)
-    wanted = drawn(model)
-    put(monkeypatch, model)
-    assert apart(drawn(model), wanted) < 0.02
 
 
 class Wrapper(nn.Module):
@@ -237,15 +235,30 @@ class Wrapper(nn.Module):
         return 2 * self.inner(*given)
 
 
+def become_another(module: Any) -> None:
+    kind: Any = type(module)
+    twice = {"forward": lambda self, x, *more: kind.forward(self, 2 * x, *more) * 2}
+    module.__class__ = type("Other", (kind,), twice)
+
+
 @pytest.mark.parametrize("weights", [None, "fp8"])
-@pytest.mark.parametrize("name", ["self_attention", "mlp", *NORMS])
-def test_wrapped_modules_compute_as_before(monkeypatch, name, weights):
-    model = build().eval().requires_grad_(False)
-    if weights:
-        monkeypatch.setattr(fp8, "_on_cpu", True)
-        fp8.hold_in_fp8(model, torch.device("cpu"))
-    block = model.transformer.encoder.layers[0]
-    setattr(block, name, Wrapper(getattr(block, name)))
+@pytest.mark.parametrize(
+    ("name", "is_wrapped"),
+    [
+        *((name, False) for name in OTHERS),
+        *((f"{OTHERS[0]}.{name}", True) for name in ("self_attention", "mlp", *NORMS)),
+    ],
+)
+def test_other_classes_and_wrapped_modules_compute_as_before(
+    monkeypatch, name, is_wrapped, weights
+):
+    """As adapters put them there."""
+    model = read_model(monkeypatch, weights)
+    module = model.get_submodule(name)
+    if is_wrapped:
+        model.set_submodule(name, Wrapper(module))
+    else:
+        become_another(module)
     wanted = drawn(model)
     put(monkeypatch, model)
     assert apart(drawn(model), wanted) < 0.02
@@ -273,7 +286,7 @@ def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(in_fp32):
         attention, angles = SelfAttention(config, 0), RotaryEmbedding(config)
         heads = torch.randn(2, 100, 36, 128).bfloat16()
         cos, sin = angles(torch.randint(0, 8000, (2, 100)), torch.bfloat16)
-    attention.__class__ = ReadSelfAttention
+    become(attention, ReadSelfAttention)
     wanted = apply_rotary(heads[:, :, :34], cos, sin).split((32, 2), dim=2)
     value = heads[:, :, 34:].clone()
     with torch.no_grad():
@@ -308,11 +321,11 @@ def test_a_model_on_a_gpu_reads_and_draws_as_before(weights):
 
     exact = logits()
     if weights == "fp8":
-        fp8.hold_in_fp8(model, torch.device("cuda"))
+        use_implementations(model, FP8_ALONE)
     before = logits()
-    read_only(model)
+    use_implementations(model, Use.inference())
     kinds = {type(each) for each in model.modules()}
-    assert CLASSES - kinds == ({ReadTowerMLP} if weights else set())
+    assert OF_INFERENCE - kinds == ({CLASSES[ReadTowerMLP]} if weights else set())
     for found, was, wanted in zip(logits(), before, exact, strict=True):
         # In fp8 two ways of rounding are as far from each other as each is from bf16.
         assert apart(found, wanted) < (1.1 * apart(was, wanted) if weights else 0.02)
@@ -398,7 +411,8 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         linear: Any = nn.Linear(4096, out, **made).requires_grad_(False)
         exact = x.double() @ linear.weight.double().T + linear.bias.double()
         if is_held:
-            fp8.hold_layer(linear, keeps_transposed=False)
+            become(linear, HeldLinear)
+            linear.quantise_weight(keeps_transposed=False)
         parts = in_parts(linear, x)
         assert isinstance(parts, Parts) and apart(reduced(parts), exact) < (
             0.05 if is_held else 0.01
@@ -510,7 +524,7 @@ def test_a_layer_of_the_tower_normalises_and_adds_as_torch_does():
         nn.init.normal_(norm.bias)
     with torch.no_grad():
         wanted = layer(x)
-        layer.__class__ = ReadTowerLayer
+        become(layer, ReadTowerLayer)
         found = layer(x)
         added, quantised = add_norm(x, layer.input_layernorm, found, True)
     # Sums in another order change what is rounded, in few places.
@@ -529,7 +543,7 @@ def test_patches_are_multiplied_as_they_are_convolved():
     embedding.bfloat16()
     with torch.no_grad():
         wanted = embedding(pixels)
-        embedding.__class__ = ReadPatchEmbedding
+        become(embedding, ReadPatchEmbedding)
         assert apart(embedding(pixels), wanted) < 0.005
 
 

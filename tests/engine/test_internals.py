@@ -30,7 +30,7 @@ def renamed(name: str):
 def test_a_renamed_name_of_a_weight_is_told_wherever_it_is_used(name):
     weight = as_sharded(SimpleNamespace())
     delattr(weight, name)
-    for use in ("is_sharded", "shard_of", "own_shard", "whole_shape"):
+    for use in ("is_sharded", "shard_of", "own_shard"):
         with renamed(name):
             getattr(internals, use)(weight)
 
@@ -62,7 +62,6 @@ def test_plain_weights_are_not_sharded():
     parameter = next(tiny_model().parameters())
     assert not internals.is_sharded(parameter)
     assert internals.shard_of(parameter) is parameter
-    assert internals.whole_shape(parameter) == tuple(parameter.shape)
 
 
 def test_all_are_replaced_or_none():

@@ -17,8 +17,14 @@ from glm4v_patched.engine.environment import (
     training_environment,
 )
 from glm4v_patched.engine.folders import fault_of_folder
-from glm4v_patched.engine.gpus import Gpu, Gpus, find_gpus, free_on_gpus
-from glm4v_patched.engine.nvidia_driver import cuda_of_driver, share_in_use
+from glm4v_patched.engine.gpus import (
+    Gpu,
+    Gpus,
+    cuda_of_driver,
+    find_gpus,
+    free_on_gpus,
+    share_in_use,
+)
 from glm4v_patched.engine.ram import free_ram
 
 

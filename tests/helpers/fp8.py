@@ -1,9 +1,12 @@
 """Layers that multiply in fp8, their products written plainly; a model that learns."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from glm4v_patched.engine import fp8
+from glm4v_patched.engine.implementations import TRAINING, Use, become
+from glm4v_patched.engine.kernels.fp8_linear import HeldLinear, Linear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import small_model
@@ -19,6 +22,9 @@ PLAIN = EngineOptions(
     stage3_max_live_parameters=1e9,
 )
 
+# As in inference, but for its kernels.
+FP8_ALONE = Use(purpose=TRAINING, fp8=True, holds_fp8=True, is_fused=True)
+
 
 def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
     return small_model(dtype)
@@ -28,12 +34,10 @@ def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where)
     """One that quantises its bf16 weight where it is used, or holds it quantised; the same weight
     for the same sizes."""
     torch.manual_seed(0)
-    linear = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16, **where)
+    linear: Any = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16, **where)
+    become(linear, HeldLinear if held else Linear)
     if held:
-        linear.requires_grad_(False)
-        fp8.hold_layer(linear, keeps_transposed=bias)
-    else:
-        linear.__class__ = fp8.Linear
+        linear.requires_grad_(False).quantise_weight(keeps_transposed=bias)
     return linear
 
 

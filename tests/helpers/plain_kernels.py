@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from glm4v_patched.engine import inference_layers
-from glm4v_patched.engine.kernels import reference, skinny_gemm
+from glm4v_patched.engine.kernels import inference_layers, reference, skinny_gemm
 
 KERNELS = {
     "inference_triton": ("add_norm", "add_rms_norm", "rotate", "rotate_and_keep", "attend_to_kept"),

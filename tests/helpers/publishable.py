@@ -9,8 +9,6 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 import glm4v_patched
-from hub_upload import files
-from hub_upload.checks import FAILED, Target, check_files
 from hub_upload.layout import INDEX, MANIFEST, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
 from hub_upload.manifest import as_json
@@ -75,13 +73,6 @@ def amended(name: str, **values):
 def signed(plant: Callable[[Path], object]):
     """What plants, and lets the manifest agree with it."""
     return lambda folder: [plant(folder), sign(folder)]
-
-
-def failures(held: dict[str, files.File], check_weights: bool = True) -> list[str]:
-    """What fails of all that runs nothing."""
-    manifest = files.Contents("a build", held).read_manifest()
-    checks = check_files(Target("a build", held, manifest, check_weights=check_weights))
-    return [check.name for check in checks if check.status == FAILED]
 
 
 def flip(path: Path) -> None:

@@ -29,9 +29,9 @@ def data_url(content: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
-def about(*urls: str, text: str = QUESTION) -> list[dict]:
-    """A question about pictures."""
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+def about(*urls: str, text: str = QUESTION, **keys: object) -> list[dict]:
+    """A question about pictures, and other keys of these."""
+    parts = [{"type": "image_url", "image_url": {"url": url} | keys} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
@@ -77,7 +77,8 @@ class EchoQueue:
 
     is_alive = True
 
-    def __init__(self) -> None:
+    def __init__(self, names=("tiny",)) -> None:
+        self.answerers = dict.fromkeys(names)
         self.asked: list = []
 
     def submit(self, ask) -> None:
@@ -96,8 +97,9 @@ class EchoQueue:
     def join(self) -> None: ...
 
 
-def echo_app(queue: EchoQueue, names=("tiny",), **limits):
-    return make_app(queue, names, Generation(), Limits(**limits), lambda: None)  # type: ignore
+def echo_app(queue: EchoQueue, with_page: bool = False, **limits):
+    limits = Limits(**limits)
+    return make_app(queue, Generation(), limits, lambda: None, with_page)  # type: ignore
 
 
 def numbered_ids(monkeypatch) -> None:

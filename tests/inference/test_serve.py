@@ -23,12 +23,11 @@ from PIL import Image
 
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving import answer_queue
-from glm4v_patched.inference.serving.answer_queue import Ask, Ended, Penalties, Row
+from glm4v_patched.inference.serving.answer_queue import AnswerQueue, Ask, Ended, Penalties, Row
 from glm4v_patched.inference.serving.app import make_app
 from glm4v_patched.inference.serving.connections import run_server
 from glm4v_patched.inference.serving.limits import ApiError, Limits
-from glm4v_patched.inference.serving.requests import ChatRequest, Wanted, model_called, read_request
+from glm4v_patched.inference.serving.requests import Wanted
 from glm4v_patched.inference.serving.serve import with_adapters
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
@@ -203,66 +202,6 @@ def test_penalties_lower_what_was_said(server):
     assert text_of(asked[0]) != text_of(asked[1])
 
 
-def test_what_clients_send_is_taken_where_it_asks_for_nothing():
-    text = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
-    url = {"url": data_url(png()), "detail": "high", "min_pixels": 1, "max_pixels": 9}
-    shown = WORDS[0] | {"content": [text, {"type": "image_url", "image_url": url}]}
-    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None}
-    said |= {"annotations": [], "audio": None}
-    for given in (
-        {"n": 1, "logprobs": False, "presence_penalty": 0, "stop": None, "logit_bias": {}},
-        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me"},
-        {"model": None, "max_tokens": 7, "max_completion_tokens": 7},
-        # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
-        {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
-        {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
-        {"top_k": 0, "top_p": 1},
-        {"top_k": -1},
-        {"messages": [{"role": "developer", "content": "a"}, shown, said, NEXT]},
-    ):
-        wanted = read_request(ChatRequest, {"messages": WORDS} | given, ["m"], Generation())
-        assert wanted.model == "m" and ("messages" in given or wanted.prompt == WORDS)
-        assert wanted.generation == Generation()
-    roles = [message["role"] for message in wanted.prompt]
-    assert roles == ["system", "user", "assistant", "user"] and wanted.pictures == 1
-    # A name that is served goes before that of any glm-4v.
-    assert model_called("glm-4v", ["m", "glm-4v"]) == "glm-4v"
-
-
-def of_user(*parts: dict) -> dict:
-    return {"messages": [{"role": "user", "content": [*parts]}]}
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"n": 2}, "n is 2, which this server cannot do; expected 1"),
-        ({"n": True}, "n is true, .*expected 1"),
-        ({"logprobs": True}, "logprobs is true, which this server cannot do; expected nothing"),
-        ({"temperature": 1e-39}, "temperature is 1e-39; expected 0, .* or at least 0.001"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is 3 and max_comp.* is 4"),
-        ({"top_q": 1}, "top_q: is not read; expected one of model, "),
-        ({"stop": ["a", "b" * 1001]}, r"stop\[1\]: "),
-        ({"seed": 2**63}, "seed: "),
-        ({"model": "gpt"}, 'there is no model "gpt"; this server has "m" and "b"'),
-        (
-            {"messages": [*WORDS, {"role": "assistant", "content": "b"}]},
-            r"messages\[1\] is of the assistant",
-        ),
-        ({"messages": [WORDS[0] | {"image": "/etc/passwd"}]}, r"messages\[0\].image is not read"),
-        (
-            of_user({"type": "image", "path": "/etc/passwd"}),
-            r"content\[0\] is an image with the keys path; exp",
-        ),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
-    ],
-)
-def test_what_the_server_cannot_do_is_refused(given, match):
-    with pytest.raises(ApiError, match=match) as error:
-        read_request(ChatRequest, {"messages": WORDS} | given, ["m", "b"], Generation())
-    assert error.value.status in (400, 404) and json.dumps(error.value.body())
-
-
 def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
     with pytest.raises(openai.AuthenticationError, match="API key") as error:
         server.client("wrong").models.list()
@@ -375,7 +314,7 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
         return generate(batch, *given, **options)
 
     monkeypatch.setattr(answerer, "generate", note)
-    queue = answer_queue.AnswerQueue(answerer, 1024)
+    queue = AnswerQueue({"": answerer})
     with queue._changed:
         queue._waiting.extend(asks)
         queue._changed.notify()
@@ -441,8 +380,8 @@ def test_a_request_with_less_room_than_another_is_answered_apart(answerer, monke
 
 def test_who_waits_when_the_server_is_stopped_is_told_so_and_its_health(answerer):
     told: dict[object, list] = {}
-    queue = answer_queue.AnswerQueue(answerer, 1024)
-    app = make_app(queue, ["m"], Generation(), Limits(api_key=KEY), print)
+    queue = AnswerQueue({"": answerer})
+    app = make_app(queue, Generation(), Limits(api_key=KEY), print)
 
     def health() -> int:
         """Which needs no key."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.inference.serving import conversation, requests, response_store
+from glm4v_patched.inference.questions import Generation
+from glm4v_patched.inference.serving import conversation, requests
 from glm4v_patched.inference.serving.answer_queue import Ended
 from glm4v_patched.inference.serving.limits import ApiError
 from glm4v_patched.inference.serving.response_store import Recent, ResponseStore
@@ -134,12 +135,24 @@ def test_images_of_messages_that_are_joined_keep_their_order(ask, queue):
         {"verbosity": "medium", "reasoning_effort": "none", "function_call": "auto"},
         {"chat_template_kwargs": {"enable_thinking": False}, "request_id": "a", "priority": 0},
         {"model": "dummy"},
-        {"model": None, "tools": [], "logprobs": False},
+        {"model": None, "max_tokens": 7, "max_completion_tokens": 7, "top_k": -1},
+        {"n": 1, "logprobs": False, "presence_penalty": 0, "stop": None, "logit_bias": {}},
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me"},
+        # What GLM-4's own glm4v_api_request.py sends, and VLMEvalKit.
+        {"model": "glm-4v", "stream": False, "max_tokens": 2048, "presence_penalty": 1.2},
+        {"model": "glm-4v-9b", "max_tokens": 16_384, "n": 1, "temperature": 0},
+        {"top_k": 0, "top_p": 1},
+        # Of an image.
+        {"messages": about(data_url(CONTENT) + "\n", text="a", detail="high", max_pixels=9)},
     ],
 )
-def test_ids_and_metadata_change_nothing(given, ask, queue):
-    assert ask({"messages": [USER]} | given)[0] == 200
-    assert queue.asked[0].prompt == [USER] and queue.asked[0].model == "tiny"
+def test_what_asks_for_nothing_changes_nothing(given, ask, queue):
+    status, answered = ask({"messages": [USER]} | given)
+    assert status == 200, answered
+    [wanted] = queue.asked
+    shown = {"image": CONTENT} if "messages" in given else {}
+    assert wanted.prompt == [USER | shown] and wanted.model == "tiny"
+    assert wanted.generation == Generation()
 
 
 def test_the_page_lists_all_that_is_ignored():
@@ -152,10 +165,35 @@ def test_the_page_lists_all_that_is_ignored():
         assert {*listed} == {*keys} - {"store"}
 
 
-def test_a_placeholder_is_a_model_where_one_is_served_alone(ask, queue):
-    app = echo_app(queue, ("tiny", "other"))
-    status, answered = ask({"messages": [USER], "model": "dummy"}, app=app)
-    assert (status, answered["error"]["code"]) == (404, "model_not_found")
+def test_a_model_has_its_own_name_before_those_of_any_glm_4v():
+    queue = EchoQueue(("tiny", "glm-4v"))
+    for name, expected in (("glm-4v", "glm-4v"), ("glm-4v-9b", "tiny"), (None, "tiny")):
+        asyncio.run(call(echo_app(queue), {"messages": [USER], "model": name}))
+        assert queue.asked[-1].model == expected
+    # A placeholder is a model where one is served alone.
+    for name in ("dummy", "gpt"):
+        status, answered = asyncio.run(call(echo_app(queue), {"messages": [USER], "model": name}))
+        assert (status, answered["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "told"),
+    [
+        ({"n": 2}, "n", "n is 2, which this server cannot do; expected 1"),
+        ({"n": True}, "n", "n is true"),
+        ({"logprobs": True}, "logprobs", "is true, which this server cannot do; expected nothing"),
+        ({"temperature": 1e-39}, "temperature", "is 1e-39; expected 0, for the likeliest tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_tokens is 3 and max_"),
+        ({"top_q": 1}, "top_q", "top_q: is not read; expected one of model, "),
+        ({"stop": ["a", "b" * 1001]}, "stop[1]", "at most 1000 characters"),
+        ({"seed": 2**63}, "seed", ""),
+        ({"model": "gpt"}, "model", 'there is no model "gpt"; this server has "tiny"'),
+    ],
+)
+def test_what_the_server_cannot_do_is_refused(given, param, told, ask):
+    status, answered = ask({"messages": [USER]} | given)
+    assert status in (400, 404) and answered["error"]["param"] == param
+    assert told in answered["error"]["message"]
 
 
 A_PART = {"type": "text", "text": "a"}
@@ -185,8 +223,14 @@ A_PART = {"type": "text", "text": "a"}
             "messages[1].content[0]",
             "the keys file_id",
         ),
+        (USER | {"image": "/etc/passwd"}, "messages[1].image", "no picture"),
+        (
+            USER | {"content": [{"type": "image_url", "image_url": 5}]},
+            "messages[1].content[0].image_url",
+            "is 5; expected",
+        ),
         # No character, in places where it is not sent back as a value.
-        (USER | {"\udc00": 1}, "messages[1].\\udc00", "is not read"),
+        (USER | {"\udc00": 1}, "messages[1].\\udc00", "half of a surrogate pair"),
         (USER | {"content": "\ud800"}, "messages[1].content", "half of a surrogate pair"),
         (USER | {"k" * 9999: 1}, f"messages[1].{'k' * 38}...{'k' * 38}", "is not read"),
         (USER | {"content": "a <image>"}, "messages[1].content", "0 images"),
@@ -266,10 +310,8 @@ def test_what_is_stored_counts_as_part_of_a_request(queue, ask):
     assert "3 pictures" in refused["error"]["message"]
 
 
-def test_a_store_drops_the_least_recently_used_beyond_its_limits(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(response_store.time, "monotonic", lambda: now)
-    store = Recent(max_entries=3, max_bytes=40, max_seconds=10)
+def test_a_store_drops_the_least_recently_used_beyond_its_limits():
+    store = Recent(max_entries=3, max_bytes=40)
     for key in "abc":
         store.put(key, key * 4)
     assert store.get("a") == b'"aaaa"'
@@ -279,34 +321,26 @@ def test_a_store_drops_the_least_recently_used_beyond_its_limits(monkeypatch):
     assert [key for key in "acde" if store.get(key)] == ["d", "e"]
     store.put("f", "f" * 40)  # alone too large
     assert not any(map(store.get, "def")) and store._bytes == 0
-    store.put("g", "gg")
-    now = 9
-    assert store.get("g") == b'"gg"'
-    now = 19.5
-    assert store.get("g") is None
 
 
 def test_the_store_has_bytes_as_the_largest_requests():
     store = ResponseStore(max_body_bytes=1000)
     for number in range(30):
-        name = f"resp-{number}"
         output = [{"id": f"msg-{number}", "text": "a"}]
-        store.save([{"text": "b" * 900}], {"id": name, "output": output})
-    kept = []
-    for number in range(30):
-        assert store.item(f"msg-{number}", "input[0]")["text"] == "a"
-        try:
-            kept.append(store.conversation(f"resp-{number}")[0])
-        except ApiError as error:
-            assert error.param == "previous_response_id"
-    assert 3 <= len(kept) <= 4
-    # Those that are continued at a time, too; a lease ends with its request.
-    leases = [store.conversation("resp-29") for _ in range(4)]
-    with pytest.raises(ApiError, match="try later") as error:
-        store.conversation("resp-29")
-    assert error.value.status == 429
-    leases.pop()
-    assert store.conversation("resp-29")
+        store.save([{"text": "b" * 900}], {"id": f"resp-{number}", "output": output})
+    assert store.conversation("resp-27") and store.item("msg-0", "input[0]")["text"] == "a"
+    with pytest.raises(ApiError, match="no stored response"):
+        store.conversation("resp-25")
+
+
+def test_what_is_continued_counts_as_bytes_of_its_request(queue, ask):
+    """A small request may refer to a large one, and many of them at a time."""
+    app = echo_app(queue, max_body_bytes=1000, largest_at_once=1)
+    for size, expected in ((300, 200), (800, 429)):
+        status, first = ask({"input": "b" * size}, RESPONSES, app)
+        assert status == 200, first
+        more = {"input": "c", "previous_response_id": first["id"]}
+        assert ask(more, RESPONSES, app)[0] == expected
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

@@ -34,7 +34,7 @@ def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
     (moved / "README.md").touch()
     (moved / "training_args.bin").touch()  # the Trainer leaves it beside what it saves
     assert identify(Base(str(moved))) == found
-    for name in ("model.safetensors", "tokenizer.json", "pytorch_model.bin", "part1.bin"):
+    for name in ("model.safetensors", "tokenizer.json", "model-2.safetensors"):
         before = identify(Base(str(moved)))
         (moved / name).write_text("others")
         other = identify(Base(str(moved)))

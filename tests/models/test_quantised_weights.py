@@ -11,6 +11,7 @@ from torch.nn import Linear
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import fp8, trainable
+from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
 from glm4v_patched.engine.options import PACKAGES, LoraOptions
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation, read_questions
@@ -35,7 +36,7 @@ def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, 
     for name, module in plain.model.named_modules():
         if isinstance(module, Linear):
             other = held.model.get_submodule(name)
-            if type(other) is fp8.HeldLinear:
+            if type(other) is HeldLinear:
                 tower = "tower" if ".vision." in name else "language"
                 held_layers.add(f"{tower} {name.removesuffix('.base_layer').rpartition('.')[2]}")
             else:
@@ -79,7 +80,7 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
     monkeypatch.setattr(fp8, "_on_cpu", True)
-    model, left, hold = tiny_model(), [], fp8.hold_layer
+    model, left, hold = tiny_model(), [], HeldLinear.quantise_weight
     layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
     alive = [weakref.ref(layer.weight) for layer in layers]
     del layers
@@ -94,7 +95,7 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
         hold(linear, keeps_transposed)
 
     monkeypatch.setattr(trainable, "_quantised", replaced)
-    monkeypatch.setattr(fp8, "hold_layer", held)
+    monkeypatch.setattr(HeldLinear, "quantise_weight", held)
     if way == "fp8":
         loading.hold(lambda: model, "cpu", "fp8")
     else:

@@ -306,8 +306,6 @@ def test_a_block_ends_what_it_began_and_nothing_else(before):
         with glm4v_patched.applied():
             assert entries() == once != before
         assert entries() == once
-        glm4v_patched.revert()  # at its end
-        assert entries() == once
     assert entries() == before
     glm4v_patched.apply()
     once = entries()
@@ -337,7 +335,7 @@ def test_what_others_patched_since_is_named_and_kept(monkeypatch):
     "missing, options, kind, named",
     [
         ("transformers.AutoModel.from_config", {}, AttributeError, "AutoModel.from_config"),
-        (None, {"fused_loss": True}, ValueError, "fused_loss"),
+        (None, {"fused_loss": True}, TypeError, "fused_loss"),
         (None, {"fused_linear_cross_entropy": 0}, ValueError, "fused_.* is 0: give True"),
     ],
 )
@@ -366,11 +364,12 @@ def test_what_cannot_be_applied_is_named_and_nothing_is_patched(
         ({"fused_linear_cross_entropy": False}, {}, {"fused_linear_cross_entropy": True}),
     ],
 )
-def test_options_that_contradict_those_in_force_are_refused(first, same, other, words):
+def test_options_that_contradict_those_in_force_are_refused(first, same, other):
     glm4v_patched.apply(**first)
     glm4v_patched.apply(**same)
     glm4v_patched.apply(**first)
-    with words.refused(ValueError, *map(str, [*other.values(), "revert()"])):
+    (value,) = other.values()
+    with pytest.raises(ValueError, match=rf"{value!r} contradicts: revert\(\)"):
         glm4v_patched.apply(**other)
     with pytest.raises(ValueError, match="contradicts"), glm4v_patched.applied(**other):
         pass

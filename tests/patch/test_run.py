@@ -26,22 +26,19 @@ QUICK_PACKAGE = """
 import json, os, sys
 def apply(**options):
     if "refused" in options:
-        raise ValueError(f"unknown option {options}")
+        raise TypeError(f"unknown option {options}")
     half_imported = [name for name in ("peft", "transformers")
         if not getattr(sys.modules.get(name), "done", True)]
     with open(os.environ["APPLIED"], "a") as file:
         print(json.dumps([options, half_imported]), file=file)
 """
 
-# All that a script can see of how it was started.
+# What a script can see of how it was started.
 INSPECT = """
-import json, os, pickle, sys
-class Pickled: pass
-main = sys.modules["__main__"]
-names = ("__name__", "__file__", "__package__", "__cached__", "__doc__")
+import json, sys
+names = ("__name__", "__file__", "__package__")
 print(json.dumps([sys.argv, sys.path[0], {name: globals()[name] for name in names}]))
-print(type(__loader__).__name__, getattr(__spec__, "name", None), vars(main) is globals())
-print(type(pickle.loads(pickle.dumps(Pickled()))) is Pickled, "annotations" in globals())
+print(sys.flags.optimize, sys.dont_write_bytecode, getattr(__spec__, "name", None))
 """
 
 
@@ -93,46 +90,29 @@ def ended(done: subprocess.CompletedProcess) -> tuple:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["below/script.py"], ["link.py"], ["-m", "package"], ["./a-command"]],
-    ids=" ".join,
+    "command", [["below/script.py"], ["-m", "package"], ["./a-command"]], ids=" ".join
 )
 def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     for name in ("below/script.py", "package/__main__.py"):
         (quick / name).parent.mkdir(exist_ok=True)
         (quick / name).write_text(INSPECT)
-    (quick / "link.py").symlink_to(quick / "below" / "script.py")
     # As pip writes a command where the interpreter is too long for the first line.
     head = "#!/bin/sh\n'''exec' python \"$0\" \"$@\"\n' '''"
     (quick / "a-command").write_text(head + INSPECT)
     (quick / "a-command").chmod(0o755)
+    python, *entry = RUN
+    flags = [python, "-B", "-O"]
     arguments = ["one", "--", "--help", "-m", "--fused-linear-cross-entropy", "--local_rank=7", ""]
-    expected = run(sys.executable, *command, *arguments)
+    expected = run(*flags, *command, *arguments)
     assert expected.returncode == 0, expected.stderr
-    assert ended(run(*RUN, *command, *arguments)) == ended(expected)
-    assert applied(quick) == [[{}, []]]
+    assert ended(run(*flags, *entry, *command, *arguments)) == ended(expected)
 
 
 def test_what_launchers_put_before_the_script_is_the_scripts(quick):
-    (quick / "script.py").write_text("import sys; print(*sys.argv)")
+    (quick / "script.py").write_text("import sys; print(*sys.argv); 1 / 0")
     done = run(*RUN, "--local_rank=3", "--fused-linear-cross-entropy", "script.py", "--lr", "1")
     assert done.stdout.split() == ["script.py", "--local_rank=3", "--lr", "1"], done.stderr
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError('x') from e",
-        "this is not python",
-        "import atexit; atexit.register(print, 'at the end'); raise KeyboardInterrupt",
-        "import sys; sys.excepthook = lambda *_: print('own hook'); raise ValueError",
-    ],
-)
-def test_a_script_ends_as_under_python(source, quick):
-    (quick / "script.py").write_text(source)
-    expected = run(sys.executable, "script.py")
-    assert expected.returncode != 0
-    assert ended(run(*RUN, "script.py")) == ended(expected)
+    assert done.returncode == 1 and done.stderr.count("File ") == 1
 
 
 CHILDREN = """
@@ -169,7 +149,7 @@ def test_options_reach_apply_and_the_processes_that_are_started(given, variable,
     done = run(*RUN, *given.split(), "script.py", "--fused-linear-cross-entropy", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n" if not options else json.loads(done.stdout) == options
-    assert applied(quick) == [[options, []]] * 3
+    assert applied(quick) == [[options, []]] * 2
 
 
 @pytest.mark.parametrize(
@@ -178,7 +158,6 @@ def test_options_reach_apply_and_the_processes_that_are_started(given, variable,
         ("--rms script.py", "", "--rms"),
         ("sh", "", "sh is not a Python script"),
         ("script.py", "false", "GLM4V_PATCHED='false'"),
-        ("script.py", '{"refused": 1}', "unknown option {'refused': 1}"),
     ],
 )
 def test_mistakes_are_told_before_the_script_runs(arguments, value, named, quick):
@@ -188,13 +167,13 @@ def test_mistakes_are_told_before_the_script_runs(arguments, value, named, quick
     assert named in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_variable_does_nothing_without_the_folder_nor_the_folder_without_it(quick):
-    assert run(sys.executable, "-c", "import transformers", GLM4V_PATCHED=1).returncode == 0
-    assert run_hooked("import transformers", "0").returncode == 0
-    assert applied(quick) == []
+def test_a_python_that_reads_no_startup_file_is_refused(quick):
+    (quick / "script.py").write_text("print('ran')")
+    done = run(sys.executable, "-S", *RUN[1:], "script.py")
+    assert (done.returncode, done.stdout) == (2, "") and "-E, -I and -S" in done.stderr
 
 
-@pytest.mark.parametrize("value", ["", "1"])
+@pytest.mark.parametrize("value", ["", "0", "1"])
 def test_a_hidden_sitecustomize_still_runs_and_may_fail(value, quick):
     hidden = quick / "hidden" / "sitecustomize.py"
     hidden.parent.mkdir()
@@ -204,14 +183,7 @@ def test_a_hidden_sitecustomize_still_runs_and_may_fail(value, quick):
     done = run_hooked(code, value, hidden.parent)
     assert done.returncode == 0 and "of the hidden one" in done.stderr
     assert done.stdout.split() == ["sitecustomize", str(hidden), str(hidden)]
-    assert applied(quick) == ([[{}, []]] if value else [])
-
-
-def test_the_patch_waits_for_packages_that_import_transformers(quick):
-    value = '{"fused_linear_cross_entropy": false}'
-    done = run_hooked("import peft; import transformers; import transformers.utils", value)
-    assert done.returncode == 0, done.stderr
-    assert applied(quick) == [[{"fused_linear_cross_entropy": False}, []]]
+    assert applied(quick) == ([[{}, []]] if value == "1" else [])
 
 
 @pytest.mark.parametrize("first, value", [("transformers", "yes"), ("peft", '{"refused": 1}')])
@@ -229,8 +201,8 @@ for name in ({first!r}, "transformers", "transformers"):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and len(set(lines)) == 1
-    assert f"GLM4V_PATCHED={value!r}" in lines[0] or "unknown option" in lines[0]
-    assert "unset GLM4V_PATCHED" in lines[0] and applied(quick) == []
+    assert f"GLM4V_PATCHED={value!r}" in lines[0] and "unset GLM4V_PATCHED" in lines[0]
+    assert applied(quick) == []
 
 
 # By the module that it waits for.
@@ -276,8 +248,8 @@ def test_plug_ins_are_registered_in_every_process_that_imports_their_framework(q
     assert registered(run_hooked(imports, "0")) == []
     # transformers is patched behind a framework, too.
     (quick / "applied").unlink(missing_ok=True)
-    assert registered(run_hooked(f"import {next(iter(PLUGINS))}\nimport transformers"))
-    assert applied(quick) == [[{}, []]]  # and not while it is half imported
+    assert registered(run_hooked(f"import {next(iter(PLUGINS))}\nimport peft"))
+    assert applied(quick) == [[{}, []]]  # and not while transformers or peft is half imported
     # What a plug-in raises comes out of the import.
     error = "RuntimeError('ms-swift 9 has no _encode')"
     plugin = packages / "glm4v_patched" / "integrations" / "ms_swift.py"
@@ -322,7 +294,7 @@ def test_whatever_is_imported_first_the_variable_patches(tmp_path):
     assert ended.status == 0, ended.output[-8000:]
     *loaded, error = json.loads(ended.output.splitlines()[-1])
     assert loaded == ["glm4v_patched"] * len(FIRST_IMPORTS)
-    assert "GLM4V_PATCHED='{\"rmsnorm\": true}': unknown option rmsnorm" in error
+    assert "GLM4V_PATCHED='{\"rmsnorm\": true}' (apply() got an unexpected keyword arg" in error
 
 
 def test_a_name_is_that_of_a_command_first_as_for_a_shell(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from glm4v_patched.remote.configuration_chatglm import (
     check_transformers,
 )
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
+from tests.helpers.refused import refused
 from tests.helpers.tiny import golden_json, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,9 +81,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_fields_that_are_not_computed_are_refused(case, words):
+def test_fields_that_are_not_computed_are_refused(case):
     changes, *named = REFUSED[case]
-    with words.refused(ValueError, *named):
+    with refused(ValueError, *named):
         tiny_config(**changes)
 
 

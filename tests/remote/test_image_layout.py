@@ -5,6 +5,7 @@ import torch
 
 from glm4v_patched.remote.image_checks import ImageFormat
 from glm4v_patched.remote.image_layout import GivenRows, GrownRows, grow_rows
+from tests.helpers.refused import refused
 from tests.helpers.tiny import (
     BOI,
     EOI,
@@ -112,9 +113,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, case, words):
+def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, case):
     inputs, *named = WRONG[case]
-    with words.refused(ValueError, *named):
+    with refused(ValueError, *named):
         model(**inputs)
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from glm4v_patched.remote import image_processing_chatglm
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
+from tests.helpers.refused import refused
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,10 @@ def test_images_are_stacked_in_order(image_processor, pixels, picture):
     assert isinstance(image_processor(other, return_tensors="np")["pixel_values"], np.ndarray)
 
 
-def test_size_is_a_square_and_that_of_the_published_model_by_default(words):
+def test_size_is_a_square_and_that_of_the_published_model_by_default():
     assert ChatGLMImageProcessor().size == {"height": 1120, "width": 1120}
     assert ChatGLMImageProcessor(size=56).size == {"height": 56, "width": 56}
-    with words.refused(ValueError, "height 56", "width 70"):
+    with refused(ValueError, "height 56", "width 70"):
         ChatGLMImageProcessor(size={"height": 56, "width": 70})
     with pytest.raises(ValueError, match="square, got height None and width None"):
         ChatGLMImageProcessor(size={"shortest_edge": 56})
@@ -192,14 +193,14 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("case", UNCLEAR)
-def test_what_is_no_clear_picture_is_refused(image_processor, case, words):
+def test_what_is_no_clear_picture_is_refused(image_processor, case):
     given, named = UNCLEAR[case]
-    with words.refused(ValueError, "image 0 of 1", named) as refused:
+    with refused(ValueError, "image 0 of 1", named) as caught:
         image_processor([given])
     if isinstance(given, np.ndarray):
         with pytest.raises(ValueError) as of_tensor:
             image_processor(torch.from_numpy(given))
-        assert str(of_tensor.value) == str(refused.value)
+        assert str(of_tensor.value) == str(caught.value)
     with pytest.raises(ValueError, match="0 images were given"):
         image_processor([])
 
@@ -214,14 +215,14 @@ def test_files_that_cannot_be_read_are_named(
         ("a b" * 1000, "there is no file '.{77}\\.\\.\\.'"),
         (encoded(picture, "PNG")[:200], "cannot be read"),
         (f"{serve}/to?ftp://127.0.0.1:9/a", "it leads to 'ftp://127.0.0.1:9/a'; expected http"),
-        (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be fetched: .*404"),
+        (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be read as a picture: .*404"),
     ]:
         with pytest.raises(ValueError, match=f"image 0 of 1: .*{named}"):
             image_processor(given)
     monkeypatch.setattr(image_processing_chatglm, "SECONDS_TO_ANSWER", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         Timer(10, silent.close).start()
-        with pytest.raises(ValueError, match="cannot be fetched: .*timed out"):
+        with pytest.raises(ValueError, match="cannot be read as a picture: .*timed out"):
             image_processor(f"http://127.0.0.1:{silent.getsockname()[1]}/a.png")
     monkeypatch.undo()
     # An answer without end is not read to its end.

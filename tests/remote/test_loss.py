@@ -10,6 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 
 from glm4v_patched.remote.loss import computes_loss, supervised_positions
+from tests.helpers.refused import refused
 from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
 from tests.remote.rows import assert_close, gradients
 
@@ -202,11 +203,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_positions_that_cannot_be_kept_are_refused_with_both_numbers(model, case, words):
+def test_positions_that_cannot_be_kept_are_refused_with_both_numbers(model, case):
     labels, kept, *named = REFUSED[case]
     inputs = two_images(grown_image())
     inputs["labels"] = inputs["labels"] if labels is None else labels
-    with words.refused(ValueError, *named):
+    with refused(ValueError, *named):
         model(**inputs, logits_to_keep=kept)
     labels = two_images(grown_image())["labels"]
     twice = {"labels": labels[:, -4:], "shift_labels": labels.roll(-1, dims=1)}

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from glm4v_patched.remote import processing_chatglm
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
+from tests.helpers.refused import refused
 from tests.remote.rows import IMAGE, picture, user
 
 PREFIX = "[gMASK]<sop>"
@@ -155,9 +156,9 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-def test_calls_that_contradict_themselves_are_refused(processor, case, words):
+def test_calls_that_contradict_themselves_are_refused(processor, case):
     given, *named = WRONG_CALLS[case]
-    with words.refused(ValueError, *named):
+    with refused(ValueError, *named):
         processor(**given)
 
 
@@ -295,9 +296,9 @@ LOST = {
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_what_would_be_lost_is_refused_with_its_place(processor, case, words):
+def test_what_would_be_lost_is_refused_with_its_place(processor, case):
     messages = [*user("hi"), {"role": "user", "content": "cat"} | LOST[case]]
-    with words.refused(ValueError, "message 1"):
+    with refused(ValueError, "message 1"):
         processor.apply_chat_template(messages)
     for tokenize in (True, False):
         with pytest.raises(ValueError, match="^message 1"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -108,12 +109,9 @@ def nothing_compiled() -> Iterator[None]:
         yield
         return
     backend = importlib.import_module(COLLECTIVES)
-    original = attribute(backend, COMPILES_COLLECTIVES)
-    setattr(backend, COMPILES_COLLECTIVES, lambda: None)
-    try:
+    require([backend], (COMPILES_COLLECTIVES,))
+    with patch.object(backend, COMPILES_COLLECTIVES, lambda: None):
         yield
-    finally:
-        setattr(backend, COMPILES_COLLECTIVES, original)
 
 
 def zero3_optimizers(model: nn.Module) -> list[Any]:
@@ -140,11 +138,6 @@ def gathered(weight: Tensor, modifier_rank: int | None = None) -> AbstractContex
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([weight], modifier_rank=modifier_rank)
-
-
-def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Of a weight, sharded or not: ZeRO-3 leaves an empty tensor and keeps the shape beside it."""
-    return tuple(attribute(tensor, "ds_shape") if is_sharded(tensor) else tensor.shape)
 
 
 def shard_of(weight: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...remote.visual import Attention
+from ...terminal_text import pip_install
 
 PACKAGE = "fa3_fwd_interface"
 HOPPER = (9, 0)
@@ -33,27 +34,14 @@ class FrozenTowerAttention(Attention):
         return self.dense(attend(*fused.unbind(2)).flatten(2))
 
 
-def use_flash_attention_3(model: nn.Module) -> None:
-    """Have the vision tower attend with it where no gradient reaches the tower, its attention is
-    torch's own choice (sdpa) and :func:`fault` finds none. The layers' classes change, no weight
-    does."""
-    layers = [each for each in model.modules() if type(each) is Attention]
-    if not layers or layers[0].config._attn_implementation != "sdpa":
-        return
-    if fault(layers[0].dense.in_features // layers[0].num_heads) is not None:
-        return
-    for layer in layers:
-        layer.__class__ = FrozenTowerAttention
-
-
 @functools.cache
 def fault(channels: int = 112) -> str | None:
     """Why it is not used here with heads of so many channels, or None; it is compared with torch's
     attention once a process."""
     if importlib.util.find_spec(PACKAGE) is None:
-        return "fa3-fwd is not installed"
+        return f"fa3-fwd is not installed: {pip_install('fa3-fwd')}"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
-        return "it is for Hopper GPUs"
+        return "FlashAttention-3 is for Hopper GPUs"
     generator = torch.Generator("cuda").manual_seed(0)
     made: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
     query, key, value = torch.randn(1, 257, 3, 2, channels, **made).unbind(2)

@@ -10,8 +10,7 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from .e4m3 import E4M3, LARGEST, SMALLEST
-from .pdl import overlaps
-from .skinny_gemm import MOST_ROWS, Parts
+from .skinny_gemm import MOST_ROWS, Parts, overlaps
 from .skinny_gemm_triton import load_row, operands, take_turn
 
 

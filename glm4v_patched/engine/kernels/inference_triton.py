@@ -11,8 +11,7 @@ from ...remote.modeling_chatglm import RMSNorm
 from .e4m3 import E4M3, LARGEST, SMALLEST
 from .fp8_matmul import Quantised
 from .fp8_triton import quantise
-from .pdl import overlaps
-from .skinny_gemm import BLOCKS_A_PROCESSOR, Parts, multiprocessors
+from .skinny_gemm import BLOCKS_A_PROCESSOR, Parts, multiprocessors, overlaps
 from .skinny_gemm_triton import KINDS, load_row, operands, take_turn
 
 # A compiler that fuses steps would leave out roundings between them.

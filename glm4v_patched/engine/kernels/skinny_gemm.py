@@ -65,3 +65,9 @@ def multiprocessors(device: torch.device) -> int:
     """Of a GPU that the kernel runs on: since Ampere, whose shared memory holds its blocks."""
     facts = torch.cuda.get_device_properties(device)
     return facts.multi_processor_count if facts.major >= 8 else 0
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a GPU starts kernels that ask for it while the one before them ends: from Hopper
+    on."""
+    return torch.cuda.get_device_capability(device)[0] >= 9

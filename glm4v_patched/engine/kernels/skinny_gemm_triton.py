@@ -5,7 +5,6 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .pdl import overlaps
 from .skinny_gemm import (
     COLUMNS,
     MOST_ROWS,
@@ -13,6 +12,7 @@ from .skinny_gemm import (
     Parts,
     blocks_a_part,
     multiprocessors,
+    overlaps,
     parts_for,
 )
 

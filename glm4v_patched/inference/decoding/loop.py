@@ -58,7 +58,7 @@ def draw_ahead(
         tokens_to: A streamer, in the place of generate's ``streamer``. It is given each token up to
             :data:`LATE` tokens later.
         step: Called in the place of the model from the second token on
-            (:class:`recorded_calls.RecordedCalls`).
+            (:class:`RecordedCalls`).
 
     Returns:
         The ids that ``generate`` returns without ``custom_generate``, ``(B, L)``.

@@ -8,19 +8,20 @@ from typing import Any
 
 from transformers import StaticCache
 
+from ...engine.implementations import CUDA_GRAPHS, Use, use_implementations
+from ...engine.kernels.recorded_calls import RecordedCalls
 from ...models.base import Base
 from ...models.check_weights import quantised_by
 from ...models.quantised_weights import kept_cache
 from ...remote.keywords import named_cache
 from .loop import draw_ahead
-from .recorded_calls import RecordedCalls, record_tower
 
 
 class StaticCaches:
     """The cache of one model for the number of rows that was wanted last, of the largest size.
 
     When it is handed out again it is emptied: what was answered with it must not be needed. On a
-    GPU steps and the model's tower are recorded (:mod:`recorded_calls`).
+    GPU steps and the model's tower are recorded (:mod:`...engine.kernels.recorded_calls`).
     """
 
     def __init__(self, model: Any, step: int):
@@ -30,7 +31,7 @@ class StaticCaches:
         """
         self.model, self.step = model, step
         if model.device.type == "cuda":
-            record_tower(model)
+            use_implementations(model, Use(purpose=CUDA_GRAPHS))
         self._rows = self._room = 0
         self._cache: StaticCache | None = None
         self._graph: RecordedCalls | None = None

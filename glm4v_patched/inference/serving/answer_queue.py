@@ -5,7 +5,7 @@ docs/serving.md says why transformers' own server does not stand here.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -57,17 +57,16 @@ class AnswerQueue:
     next one. An answer that is complete is told at once.
 
     Args:
-        limit: Position ids that the model has; a picture takes three.
+        answerers: By the names that clients have for models; several may have one.
         using: A context in which the model of that name answers: its adapters are on.
     """
 
     def __init__(
         self,
-        answerer: Answerer,
-        limit: int,
+        answerers: Mapping[str, Answerer],
         using: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
     ):
-        self.answerer, self.limit, self.using = answerer, limit, using
+        self.answerers, self.using = answerers, using
         self._waiting: list[Ask] = []
         self._changed = threading.Condition()
         self._is_closed = False
@@ -134,21 +133,23 @@ class AnswerQueue:
     def _row(self, ask: Ask) -> "Row | None":
         """A row of a batch, with as many tokens as are asked for and there is room; None of a
         request that is refused."""
-        wanted, answerer = ask.wanted, self.answerer
+        wanted = ask.wanted
+        answerer = self.answerers[wanted.model]
+        limit = answerer.model.config.seq_length
         try:
             [taken] = positions_of(answerer.processor, [wanted.prompt])
-            if taken >= self.limit:
+            if taken >= limit:
                 raise ApiError(
                     400,
-                    f"the messages take {taken:,} of the model's {self.limit:,} positions (a "
-                    "picture takes 3), which leaves no room for an answer: send fewer messages",
+                    f"the messages take {taken:,} of the model's {limit:,} positions (a picture "
+                    "takes 3), which leaves no room for an answer: send fewer messages",
                     wanted.key,
                     "context_length_exceeded",
                 )
         except Exception as error:
             ask.tell(as_api_error(error))
             return None
-        room = self.limit - taken
+        room = limit - taken
         new = min(wanted.max_tokens or wanted.generation.max_new_tokens, room)
         tokenizer = answerer.processor.tokenizer
         return Row(ask, tokenizer, new, answerer.end_ids, lambda: self._is_closed, room)
@@ -166,7 +167,8 @@ class AnswerQueue:
                 row.ask.tell(as_api_error(error))
 
     def _answer(self, rows: Sequence["Row"]) -> None:
-        answerer, wanted = self.answerer, rows[0].ask.wanted
+        wanted = rows[0].ask.wanted
+        answerer = self.answerers[wanted.model]
         start = time.monotonic()
         try:
             batch = answerer.encode([row.ask.wanted.prompt for row in rows])

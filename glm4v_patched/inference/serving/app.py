@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -15,12 +15,14 @@ from starlette.routing import Route
 
 from ..questions import Generation
 from .answer_queue import AnswerQueue, Ask, Ended, Event, as_api_error
-from .guard import BODY, Guard, refusal
+from .guard import BODY, HOLD, PAGE_PATH, Guard, refusal
 from .limits import ApiError, Limits, log
+from .page import show_page
 from .replies import ChatReply, ResponseReply, TextReply
 from .requests import (
     ChatRequest,
     ResponseRequest,
+    Stored,
     TextRequest,
     Wanted,
     model_called,
@@ -37,16 +39,17 @@ ENDPOINTS: dict[str, tuple[type, type[TextReply]]] = {
 
 def make_app(
     queue: AnswerQueue,
-    names: Sequence[str],
     defaults: Generation,
     limits: Limits,
     on_start: Callable[[], object],
+    with_page: bool = False,
 ) -> Starlette:
     """Args:
-    names: Of the models, for clients.
     defaults: What is generated where a request does not say.
     on_start: Called when requests can be taken.
+    with_page: Whether a page is shown at ``/``.
     """
+    names = [*queue.answerers]
     created = int(time.time())
     responses = ResponseStore(limits.max_body_bytes)
 
@@ -67,9 +70,8 @@ def make_app(
 
     async def answer(request: Request) -> Response:
         kind, form = ENDPOINTS[request.url.path]
-        body = request.scope[BODY]
-        read = asyncio.to_thread(read_request, kind, body, names, defaults, responses, limits)
-        wanted = await read
+        body, stored = request.scope[BODY], Stored(responses, limits, request.scope[HOLD])
+        wanted = await asyncio.to_thread(read_request, kind, body, names, defaults, stored)
         events, reply = _events(queue, request, wanted), form(wanted)
 
         async def save(text: str, end: Ended) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def make_app(
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             *[Route(path, answer, methods=["POST"]) for path in ENDPOINTS],
+            *([Route(PAGE_PATH, show_page)] if with_page else []),
         ],
         middleware=[Middleware(Guard, limits=limits)],
         exception_handlers={ApiError: _told, HTTPException: _told, Exception: _told},

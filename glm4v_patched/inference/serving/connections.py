@@ -1,5 +1,6 @@
 """Runs an application by uvicorn, and keeps clients that send nothing from ending its service."""
 
+import asyncio
 import os
 import resource
 import signal
@@ -9,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .guard import Application, Message, Receive, Send
 
 MOST_CONNECTIONS = 256
 LEAST_CONNECTIONS = 16
@@ -21,75 +24,102 @@ SECONDS_FOR_A_HEAD = 10
 SECONDS_TO_READ = 60
 """How long a client may read nothing of its response, once the socket's buffers are full."""
 SECONDS_TO_END = 3
-# Of uvicorn, where no public name is for it: connections, and cycle with more_body and
-# response_complete, say who has not sent a request; transport and loop end it; the others are
-# overridden.
-PRIVATE = {"more_body", "response_complete", "connections", "cycle", "transport", "loop"}
-PRIVATE |= {"connection_made", "connection_lost", "on_response_complete", "shutdown"}
+KEY = "glm4v_patched.connection"
+"""Of the state of a request's scope: the connection that it came by."""
 
 
-class Connection(H11Protocol):
+class Connection(asyncio.Protocol):
     """End connections whose client sends or reads nothing, and bound their number.
 
     uvicorn 0.54 waits for ever for the head of a first request and for a client to read its
     response. Its ``limit_concurrency`` refuses new requests while silent connections keep the
     number, so it lets them lock everybody out. Here a head has :data:`SECONDS_FOR_A_HEAD`, and of
     more than ``most`` connections the oldest that have not sent a whole request are aborted.
+    uvicorn's own protocol gets all that asyncio says; :func:`note_requests` says what came of it.
+
+    Args:
+        others: All connections of the server.
+        options: Those by which uvicorn makes a protocol.
     """
 
-    def __init__(self, *arguments: Any, most: int, **options: Any):
-        super().__init__(*arguments, **options)
-        self.most = most
+    def __init__(
+        self, others: set["Connection"], most: int, app_state: dict[str, Any], **options: Any
+    ):
+        self.http = H11Protocol(app_state=app_state | {KEY: self}, **options)
+        self.others, self.most = others, most
+        self.loop = asyncio.get_running_loop()
         self.unread_since: float | None = None
+        self.wait_for_request()
+
+    def wait_for_request(self) -> None:
+        self.has_head = self.has_body = False
+        self.since = self.loop.time()
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.since = self.loop.time()
+        self.transport = transport
+        self.others.add(self)
+        self.http.connection_made(transport)
         self.watch = self.loop.call_later(1, self._end_if_silent)
-        # What is closing stays among the connections until the loop's next round.
-        others = (each for each in self.connections if isinstance(each, Connection))
-        alive = [each for each in others if not each.transport.is_closing()]
-        unheard = [each for each in alive if each.is_unheard(with_body=True)]
+        unheard = [each for each in self.others if not each.has_body]
         unheard.sort(key=lambda each: each.since)
-        for each in unheard[: max(len(alive) - self.most, 0)]:
+        # Those that are closing are here until the loop's next round: they are among the oldest.
+        for each in unheard[: max(len(self.others) - self.most, 0)]:
             each.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.watch.cancel()
-        super().connection_lost(exc)
+        self.others.discard(self)
+        self.http.connection_lost(exc)
 
-    def on_response_complete(self) -> None:
-        self.since = self.loop.time()
-        super().on_response_complete()
+    def data_received(self, data: bytes) -> None:
+        self.http.data_received(data)
 
-    def shutdown(self) -> None:
-        """End when the server does: at once, if the client is still sending a body. Who is left
-        after a while is aborted, since uvicorn would cancel the application with a traceback."""
-        super().shutdown()
-        is_sending = not self.is_unheard() and self.cycle.more_body
-        self.loop.call_later(0 if is_sending else SECONDS_TO_END, self.transport.abort)
+    def eof_received(self) -> None:
+        self.http.eof_received()
 
     def pause_writing(self) -> None:
         self.unread_since = self.loop.time()
-        super().pause_writing()
+        self.http.pause_writing()
 
     def resume_writing(self) -> None:
         self.unread_since = None
-        super().resume_writing()
+        self.http.resume_writing()
 
-    def is_unheard(self, with_body: bool = False) -> bool:
-        """Return whether the client has sent no head of a request, or no body, since its last
-        response."""
-        cycle = self.cycle
-        return cycle is None or cycle.response_complete or (with_body and cycle.more_body)
+    def end(self) -> None:
+        """End when the server does: at once, if the client is still sending a body. Who is left
+        after a while is aborted, since uvicorn would cancel the application with a traceback."""
+        is_sending = self.has_head and not self.has_body
+        self.loop.call_later(0 if is_sending else SECONDS_TO_END, self.transport.abort)
 
     def _end_if_silent(self) -> None:
         now, unread = self.loop.time(), self.unread_since
-        is_silent = self.is_unheard() and now - self.since >= SECONDS_FOR_A_HEAD
+        is_silent = not self.has_head and now - self.since >= SECONDS_FOR_A_HEAD
         if is_silent or (unread is not None and now - unread >= SECONDS_TO_READ):
             self.transport.abort()
         else:
             self.watch = self.loop.call_later(1, self._end_if_silent)
+
+
+def note_requests(app: Application) -> Application:
+    """Return an application that tells each :class:`Connection` how much of a request it has."""
+
+    async def noting(scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        connection = scope["state"].pop(KEY)
+        connection.has_head, connection.has_body = True, scope["method"] != "POST"
+
+        async def receive_noting() -> Message:
+            message = await receive()
+            connection.has_body = connection.has_body or not message.get("more_body", False)
+            return message
+
+        try:
+            await app(scope, receive_noting, send)
+        finally:
+            connection.wait_for_request()
+
+    return noting
 
 
 def most_connections() -> tuple[int, int]:
@@ -115,43 +145,36 @@ def most_connections() -> tuple[int, int]:
     return most, most // 4
 
 
-def run_server(
-    app: Any, listener: socket.socket, on_exit: Callable[[], object], log_level: str = "warning"
-) -> None:
+def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], object]) -> None:
     """Serve until the process is told to end, by SIGINT, SIGTERM or SIGHUP.
 
     Args:
         on_exit: Called when it is told to, before what is being answered is waited for.
-        log_level: uvicorn's.
 
     Raises:
-        RuntimeError: uvicorn has other private names, or too few files may be opened.
+        RuntimeError: too few files may be opened.
     """
-    makers = (H11Protocol.__init__, RequestResponseCycle.__init__)
-    there = {name for maker in makers for name in maker.__code__.co_names} | {*vars(H11Protocol)}
-    if missing := sorted(PRIVATE - there):
-        raise RuntimeError(
-            f"uvicorn {uvicorn.__version__} has no {', '.join(missing)} (of its H11Protocol), by "
-            "which connections are limited: install another, such as uvicorn==0.54.0"
-        )
+    connections: set[Connection] = set()
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             listener.listen(CONNECTIONS_THAT_WAIT)
 
-        def handle_exit(self, number: int, frame: Any) -> None:
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             on_exit()
-            super().handle_exit(number, frame)
+            for connection in connections:
+                connection.end()
+            await super().shutdown(sockets)
 
     most, at_once = most_connections()
-    options: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": log_level}
+    options: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": "warning"}
     options["timeout_graceful_shutdown"] = 2 * SECONDS_TO_END  # Connection's is over before
-    options["http"] = partial(Connection, most=most)
+    options["http"] = partial(Connection, connections, most)
     # asyncio accepts so many in a round of its loop, before it tells a protocol of any; how many
     # wait in the kernel is set again afterwards.
     options |= {"backlog": at_once, "loop": "asyncio"}
-    server = Server(uvicorn.Config(app, **options))
+    server = Server(uvicorn.Config(note_requests(app), **options))
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     server.run(sockets=[listener])

@@ -153,11 +153,6 @@ def _read_content(key: str, role: str, content: list[str | bytes]) -> tuple[list
     if True in shown and shown != sorted(shown, reverse=True) and shown != sorted(shown):
         told = "has an image between texts: the model has all images of a message before its text; "
         raise invalid(key, f"{told}send them first")
-    try:
-        words.encode()
-    except UnicodeEncodeError as error:
-        character = ascii(error.object[error.start])
-        raise invalid(key, f"has {character}, half of a surrogate pair and no character") from None
     if role == "user":
         words = _without_places(key, words, len(images))
         if not words.strip() and not images:
@@ -197,11 +192,9 @@ def _read_part(key: str, given: Any) -> str | bytes:
     if isinstance(url, dict):
         url = drop_neutral(url, IGNORED_OF_PARTS, {})
         url = url["url"] if [*url] == ["url"] else None
-    try:
-        return from_data_url(url if isinstance(url, str) else "")
-    except ValueError:
-        told = f"is {as_words(part[name])}; expected {AN_IMAGE}"
-        raise invalid(f"{key}.{name}", told) from None
+    if not isinstance(url, str):
+        raise invalid(f"{key}.{name}", f"is {as_words(part[name])}; expected {AN_IMAGE}")
+    return from_data_url(url)  # which the guard has read before
 
 
 def _refuse_keys(left: dict[str, Any], before: str, known: Sequence[str]) -> None:

@@ -6,16 +6,15 @@ Needs no torch.
 
 import asyncio
 import ipaddress
-import itertools
 import json
-import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from .limits import MOST_BYTES_OF_TEXT, MOST_VALUES, ApiError, Limits, log
-from .pictures import KEYS_OF_URLS, secure, too_much_text
+from .limits import MOST_VALUES, ApiError, Limits, log
+from .pictures import secure
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -24,32 +23,38 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 BODY = "glm4v_patched.body"
 """Key of the scope under which the application finds the JSON of the body."""
+HOLD = "glm4v_patched.hold"
+"""Key of what counts more bytes as those of a request, of what it refers to."""
 OPEN_PATHS = ("/health", "/ping")
+PAGE_PATH = "/"
+"""Of the page of ``chat --web``, in which there is no key: it has to be shown to send one."""
 SECONDS_TO_SEND = 60
 READERS = 64
 """Threads: so many that hosts from which images are fetched keep no other request waiting."""
-ONCE = (b"authorization", b"content-length", b"content-type", b"cookie", b"host", b"origin")
+ONCE = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
 """Headers of which a request has one at most: of two, other code would read the other one."""
 # Of a body that is too large so much is still read: a client that is sending does not see an answer
 # when the connection ends under it.
 MOST_BYTES_DROPPED = 256 * 10**6
-# A key of an image and its data URL, before JSON is parsed. What it has matched is not tried in
-# another way (*+).
-DATA_URL = re.compile(
-    rb'"(?:%s)"\s*+:\s*+"data:[^"\\]*+(?:\\.[^"\\]*+)*+"' % "|".join(KEYS_OF_URLS).encode(),
-    re.DOTALL,
-)
 
 
-class HostGuard:
-    """Lets a request through to ``app`` if it calls the server by one of its names.
+class Guard:
+    """Lets a request through to ``app``, or answers it with an error of OpenAI's form.
 
     A page of the web may lead its own name to this machine, and send to it from the browser of
-    whoever reads that page.
+    whoever reads that page: what calls the server by other names is refused, and what is no JSON.
+
+    Args:
+        limits: By default those of the environment (vLLM makes its middleware without arguments).
     """
 
-    def __init__(self, app: Application, hosts: Sequence[str] | None):
-        self.app, self.hosts = app, hosts
+    def __init__(self, app: Application, limits: Limits | None = None):
+        self.app, self.limits = app, limits or Limits.from_environment()
+        self.held: dict[int, int] = {}  # bytes of each request whose body arrives or is answered
+        self.arriving: dict[int, asyncio.Timeout] = {}  # the deadlines of bodies, oldest first
+        self.displaced: set[int] = set()
+        self.answered: set[int] = set()
+        self.readers = ThreadPoolExecutor(READERS, "reader")
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -57,58 +62,27 @@ class HostGuard:
             return
         try:
             if scope["type"] == "http":
-                check_headers(scope["headers"])
-                receive = await self.admit(scope, receive)
+                receive = await self._admit(scope, receive)
         except ApiError as error:
             await refusal(scope["path"], error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
         finally:
-            self.forget(scope)
+            self.held.pop(id(scope), None)
+            self.answered.discard(id(scope))
 
-    async def admit(self, scope: Message, receive: Receive) -> Receive:
+    async def _admit(self, scope: Message, receive: Receive) -> Receive:
         """Return what gives the request to the application, or raise ``ApiError``."""
-        check_hosts(dict(scope["headers"]), self.hosts)
-        return receive
-
-    def forget(self, scope: Message) -> None:
-        """Of a request that is over."""
-
-
-class Guard(HostGuard):
-    """Lets a request through to ``app``, or answers it with an error of OpenAI's form.
-
-    Args:
-        limits: By default those of the environment (vLLM makes its middleware without arguments).
-    """
-
-    def __init__(self, app: Application, limits: Limits | None = None):
-        self.limits = limits or Limits.from_environment()
-        super().__init__(app, self.limits.hosts)
-        self.held: dict[int, int] = {}  # bytes of each request whose body arrives or is answered
-        self.arriving: dict[int, asyncio.Timeout] = {}  # the deadlines of bodies, oldest first
-        self.displaced: set[int] = set()
-        self.answered: set[int] = set()
-        self.readers = ThreadPoolExecutor(READERS, "reader")
-
-    async def admit(self, scope: Message, receive: Receive) -> Receive:
+        check_headers(scope["headers"])
         if scope["path"] in OPEN_PATHS:
             return receive
-        await super().admit(scope, receive)
+        check_hosts(dict(scope["headers"]), self.limits.hosts)
+        if (scope["method"], scope["path"]) == ("GET", PAGE_PATH):
+            return receive
         self._check_key_and_type(scope)
         if scope["method"] != "POST":
             return receive
-        try:
-            async with asyncio.timeout(SECONDS_TO_SEND) as deadline:
-                self.arriving[id(scope)] = deadline
-                content = await self._read(receive, id(scope))
-        except TimeoutError:
-            if id(scope) in self.displaced:
-                raise self._full(0) from None
-            raise ApiError(408, f"the request did not arrive in {SECONDS_TO_SEND} s") from None
-        finally:
-            self.arriving.pop(id(scope), None)
-            self.displaced.discard(id(scope))
+        content = await self._read_in_time(receive, id(scope))
         most = self.limits.most_at_once
         # Not before: slow bodies would keep others out.
         if len(self.answered) >= most:
@@ -117,6 +91,7 @@ class Guard(HostGuard):
         loop = asyncio.get_running_loop()
         parsing = loop.run_in_executor(self.readers, parse, content, self.limits)
         scope[BODY], content = await parsing
+        scope[HOLD] = partial(self._hold, id(scope))
         messages = [{"type": "http.request", "body": content, "more_body": False}]
 
         async def again() -> Message:
@@ -124,9 +99,24 @@ class Guard(HostGuard):
 
         return again
 
-    def forget(self, scope: Message) -> None:
-        self.held.pop(id(scope), None)
-        self.answered.discard(id(scope))
+    def _hold(self, key: int, size: int) -> None:
+        """Count more bytes as those of a request, or raise ``ApiError``."""
+        if sum(self.held.values()) + size > self.limits.max_held_bytes:
+            raise self._full(f"{size:,} more")
+        self.held[key] += size
+
+    async def _read_in_time(self, receive: Receive, key: int) -> bytes:
+        try:
+            async with asyncio.timeout(SECONDS_TO_SEND) as deadline:
+                self.arriving[key] = deadline
+                return await self._read(receive, key)
+        except TimeoutError:
+            if key in self.displaced:
+                raise self._full("one that arrives slowly") from None
+            raise ApiError(408, f"the request did not arrive in {SECONDS_TO_SEND} s") from None
+        finally:
+            self.arriving.pop(key, None)
+            self.displaced.discard(key)
 
     def _check_key_and_type(self, scope: Message) -> None:
         headers = dict(scope["headers"])
@@ -165,7 +155,7 @@ class Guard(HostGuard):
                 code="request_too_large",
             )
         if is_full:
-            raise self._full(size)
+            raise self._full(f"{size:,} more")
         return b"".join(parts)
 
     def _make_room(self, key: int) -> bool:
@@ -180,8 +170,7 @@ class Guard(HostGuard):
                 deadline.reschedule(asyncio.get_running_loop().time())
         return over <= 0 and key not in self.displaced
 
-    def _full(self, size: int) -> ApiError:
-        more = f"{size:,} more" if size else "one that arrives slowly"
+    def _full(self, more: str) -> ApiError:
         return ApiError(
             429,
             f"the requests that wait or are answered may have {self.limits.max_held_bytes:,} "
@@ -191,17 +180,13 @@ class Guard(HostGuard):
 
 def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
     """Return the JSON of a body, and the body, with images in place of what was fetched."""
-    # Before it is parsed: small values take a hundred times the memory that they have here.
-    images = itertools.islice(DATA_URL.finditer(content), limits.max_pictures)
-    ends = [0, *(end for found in images for end in found.span()), len(content)]
-    texts = [content[start:end] for start, end in zip(ends[::2], ends[1::2], strict=True)]
-    if (size := sum(map(len, texts))) > MOST_BYTES_OF_TEXT:
-        raise too_much_text(size)
-    if (values := sum(text.count(sign) for text in texts for sign in b",[{")) > MOST_VALUES:
+    # Before it is parsed: small values take a hundred times the memory that they have here. In
+    # base64 there is no such sign.
+    if (values := sum(map(content.count, b",[{"))) > MOST_VALUES:
         raise ApiError(
             413,
-            f"the request has {values:,} commas and opening brackets beside its images; this "
-            f"server takes {MOST_VALUES:,}: send less text",
+            f"the request has {values:,} commas and opening brackets; this server takes "
+            f"{MOST_VALUES:,}: send less text",
             code="request_too_large",
         )
     try:
@@ -239,10 +224,10 @@ def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> Non
     origin = _without_port(headers.get(b"origin", b"").rpartition(b"://")[2])
     told = ""
     # An address in numbers is no name that leads elsewhere; a page may come from one.
-    if host not in hosts and _address(host) is None:
+    if host not in hosts and address_of(host) is None:
         told = f"called {host!r}"
     elif b"origin" in headers and origin not in (host, *hosts):
-        address = _address(origin)
+        address = address_of(origin)
         if address is None or not address.is_loopback:
             told = f"asked by a page of {origin!r}"
     if told:
@@ -253,7 +238,8 @@ def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> Non
         )
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an address in numbers, or None of a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -5,8 +5,10 @@ fetched here, or refused. Files of the server are never read for a client.
 """
 
 import base64
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from PIL import Image
@@ -24,6 +26,7 @@ KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url
 # Keys of a request in which nothing is fetched.
 NO_PICTURES = ("metadata", "tools")
 SECONDS_TO_FETCH = 60
+HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 # Of its size, which is judged here; for ever, as threads must not change it for a while.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -35,11 +38,14 @@ def secure(body: Any, limits: Limits) -> bool:
     Returns:
         Whether the body was changed.
     """
-    places = list(_strings_in(body))
-    others = sum(len(holder[place[-1]]) for holder, place, is_picture in places if not is_picture)
-    if others > MOST_BYTES_OF_TEXT:
-        raise too_much_text(others)
-    pictures = [(holder, place) for holder, place, is_picture in places if is_picture]
+    pictures, size = _pictures_in(body)
+    if size > MOST_BYTES_OF_TEXT:
+        raise ApiError(
+            413,
+            f"the request has {size:,} bytes of text; this server takes {MOST_BYTES_OF_TEXT:,}, "
+            "which is more than the model reads: send less",
+            code="request_too_large",
+        )
     if len(pictures) > limits.max_pictures:
         raise ApiError(
             400,
@@ -50,19 +56,14 @@ def secure(body: Any, limits: Limits) -> bool:
         )
     fetched = pixels = 0
     for holder, place in pictures:
-        url = holder[place[-1]]
-        try:
-            if url[:5].lower() == "data:":
-                content = _decoded(url)
-            else:
-                content = _fetched(url, limits, fetched)
+        with _naming(key_of(place), limits):
+            content, is_fetched = _read(holder[place[-1]], limits, fetched)
+            if is_fetched:
                 fetched += len(content)
                 encoded = base64.b64encode(content).decode()
                 holder[place[-1]] = f"data:image/any;base64,{encoded}"
-            pixels += require_size(content, limits, FORMATS)
-        except ApiError as error:
-            key = key_of(place)
-            raise ApiError(error.status, f"{key}: {error}", key, error.code) from None
+            with open_image(content, FORMATS) as image:
+                pixels += measure(image, content, limits.max_pixels)
     if pixels > (most := limits.max_pixels * LARGEST_PICTURES):
         told = f"the messages have {len(pictures):,} pictures of {pixels / 1e6:.1f} million pixels"
         option = f"{LARGEST_PICTURES} times --max-picture-megapixels"
@@ -70,42 +71,61 @@ def secure(body: Any, limits: Limits) -> bool:
     return fetched > 0
 
 
-def too_much_text(size: int) -> ApiError:
-    return ApiError(
-        413,
-        f"the request has {size:,} bytes without its pictures; this server takes "
-        f"{MOST_BYTES_OF_TEXT:,}, which is more than the model reads: send less text",
-        code="request_too_large",
-    )
+@contextmanager
+def _naming(key: str, limits: Limits) -> Iterator[None]:
+    """Raise what is wrong with an image as ``ApiError`` that names its key."""
+    try:
+        yield
+    except ApiError as error:
+        raise ApiError(error.status, f"{key}: {error}", key, error.code) from None
+    except (TooLargeError, Image.DecompressionBombError) as error:
+        told = f"{key}: a picture {error}"
+        raise _too_large(told, limits.max_pixels, "--max-picture-megapixels", key) from None
+    except Exception as error:  # Pillow raises whatever its readers raise
+        told = str(error) if type(error) is ValueError else type(error).__name__
+        told = f"{key}: it is no picture that this server reads ({told})"
+        raise ApiError(400, told, key, "invalid_image") from None
 
 
-def _strings_in(body: Any) -> Iterator[tuple[Any, tuple, bool]]:
-    """Yield what holds each text of a request, its place, and whether it is one of images."""
+def _pictures_in(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
+    """Return what holds each image of a request, and its place; and the bytes of all else."""
+    pictures: list[tuple[Any, tuple]] = []
+    size = 0
     waiting: list[tuple[Any, tuple, bool]] = [(body, (), True)]
     while waiting:
         value, where, has_pictures = waiting.pop()
         if len(where) >= MOST_DEPTH:
             raise ApiError(400, f"the body has over {MOST_DEPTH} levels; expected fewer")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in items:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            place = (*where, key)
             may_be = has_pictures and not (value is body and key in NO_PICTURES)
-            if isinstance(each, str):
-                yield value, (*where, key), may_be and key in KEYS_OF_URLS
-            elif isinstance(each, dict | list):
-                waiting.append((each, (*where, key), may_be))
+            size += _size_of(key, place)
+            if isinstance(each, dict | list):
+                waiting.append((each, place, may_be))
+            elif isinstance(each, str) and may_be and key in KEYS_OF_URLS:
+                pictures.append((value, place))
+            else:
+                size += _size_of(each, place)
+    return pictures, size
 
 
-def _decoded(url: str) -> bytes:
-    try:
-        return from_data_url(url)
-    except ValueError as error:
-        raise _refused(str(error)) from None
+def _size_of(value: Any, place: tuple) -> int:
+    """Return the bytes of a text, or raise ``ApiError`` of one that no tokenizer reads."""
+    if not isinstance(value, str):
+        return 0
+    if half := HALF_OF_A_PAIR.search(value):
+        key = key_of(place)
+        told = f"has {ascii(half[0])}, half of a surrogate pair and no character"
+        raise ApiError(400, f"{key} {told}", key)
+    return len(value.encode())
 
 
-def _fetched(url: str, limits: Limits, before: int) -> bytes:
-    """What lies behind an URL of http(s), where ``before`` bytes of the request were fetched."""
+def _read(url: str, limits: Limits, before: int) -> tuple[bytes, bool]:
+    """Return the file of an image, and whether it was fetched: after so many bytes ``before``."""
+    if url[:5].lower() == "data:":
+        return from_data_url(url), False
     if not url[:8].lower().startswith(("http://", "https://")):
-        raise _refused(f"image is {as_words(url)}; expected data:image/...;base64,...")
+        raise ValueError(f"it is {as_words(url)}; expected data:image/...;base64,...")
     if not limits.allow_urls:
         raise ApiError(
             400,
@@ -113,32 +133,7 @@ def _fetched(url: str, limits: Limits, before: int) -> bytes:
             "without --allow-urls); send it as data:image/...;base64,...",
             code="url_not_allowed",
         )
-    try:
-        return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH)
-    except ValueError as error:
-        told = f"{before:,} of {limits.max_body_bytes:,} bytes (--max-body-mb) were fetched before"
-        raise _refused(f"{error}; {told}") from None
-
-
-def require_size(content: bytes, limits: Limits, formats: Sequence[str] | None = None) -> int:
-    """Return the pixels that an image counts as; it is not decoded for that."""
-    option = "--max-picture-megapixels"
-    try:
-        with open_image(content, formats) as image:
-            return measure(image, content, limits.max_pixels)
-    except TooLargeError as error:
-        raise _too_large(f"a picture {error}", limits.max_pixels, option) from None
-    except Image.DecompressionBombError as error:
-        raise _too_large(str(error), limits.max_pixels, option) from None
-    except Exception as error:  # Pillow raises whatever its readers raise
-        told = f"{type(error).__name__}: {error}" if type(error) is ValueError else ""
-        raise _refused(
-            f"{len(content):,} bytes of an image are no picture ({told or type(error).__name__})"
-        ) from None
-
-
-def _refused(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_image")
+    return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH), True
 
 
 def _too_large(told: str, most: int, option: str, key: str | None = None) -> ApiError:

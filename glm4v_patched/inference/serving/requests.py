@@ -3,9 +3,10 @@
 What the server cannot do is refused, unless the request asks for what it does anyway.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -152,7 +153,6 @@ class Wanted(Request):
         max_tokens: Of the answer, if the client says so.
         key: Of the request, under which the prompt is.
         items: Messages that are stored with the response.
-        lease: Of the conversation that is continued.
     """
 
     prompt: list[dict] | str
@@ -163,7 +163,6 @@ class Wanted(Request):
     items: list[dict] = []
     store: bool = False
     previous_response_id: str | None = None
-    lease: Any = None
 
     def goes_with(self, other: "Wanted") -> bool:
         """Whether both may be answered in one batch. What a seed draws depends on the batch."""
@@ -182,21 +181,28 @@ class Wanted(Request):
         return 0 if isinstance(self.prompt, str) else len(pictures_of(self.prompt))
 
 
+class Stored(NamedTuple):
+    """What a request may refer to, the limits of all that it then has, and what counts the bytes
+    that it is read for it."""
+
+    responses: ResponseStore
+    limits: Limits
+    hold: Callable[[int], None]
+
+
 def read_request(
     kind: type[Asking],
     body: dict[str, Any],
     names: Sequence[str],
     defaults: Generation,
-    responses: ResponseStore | None = None,
-    limits: Limits | None = None,
+    stored: Stored | None = None,
 ) -> Wanted:
     """Check the JSON of a request, whose images :class:`guard.Guard` has checked.
 
     Args:
         names: Of the models that are served; the first is that of a request without one.
         defaults: What is generated where the request does not say.
-        responses: What a :class:`ResponseRequest` may refer to, ``limits`` being those of all that
-            it then has.
+        stored: What a :class:`ResponseRequest` may refer to.
     """
     own = {k: v for k, v in body.items() if k in kind.model_fields and v is not None}
     others = {key: value for key, value in body.items() if key not in kind.model_fields}
@@ -211,34 +217,33 @@ def read_request(
     given = {key: value for key, value in request if key in Request.model_fields}
     given["model"] = model_called(request.model, names)
     return Wanted.model_construct(
-        **given | _prompt(request, responses, limits),
+        **given | _prompt(request, stored),
         generation=_generation(request, defaults),
         max_tokens=next(iter(lengths.values()), None),
     )
 
 
-def _prompt(
-    request: Asking, responses: ResponseStore | None, limits: Limits | None
-) -> dict[str, Any]:
+def _prompt(request: Asking, stored: Stored | None) -> dict[str, Any]:
     """Return what is to be answered, in fields of :class:`Wanted`."""
     if isinstance(request, TextRequest):
         return {"prompt": request.prompt[0], "key": "prompt"}
     if isinstance(request, ChatRequest):
         return {"prompt": read_messages(_keyed("messages", request.messages)), "key": "messages"}
-    assert responses is not None and limits is not None
-    earlier = request.previous_response_id
-    before, lease = ([], None) if earlier is None else responses.conversation(earlier)
-    own = []
+    assert stored is not None
+    before, own = [], []
+    if (earlier := request.previous_response_id) is not None:
+        text = stored.responses.conversation(earlier)
+        stored.hold(len(text))  # a small request may refer to a large one
+        before = json.loads(text)
     for key, item in _keyed("input", request.input):
         is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
-        own.append((key, responses.item(str(item.get("id")), key) if is_reference else item))
+        own.append((key, stored.responses.item(str(item.get("id")), key) if is_reference else item))
     items = [*before, *(item for _, item in own)]
     if items != request.input:  # of which the guard has seen a part
-        secure({"input": items}, limits)
+        secure({"input": items}, stored.limits)
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
     said = [*system, *(("previous_response_id", item) for item in before), *own]
     told = {"items": items, "store": request.store, "previous_response_id": earlier}
-    told["lease"] = lease
     return told | {"prompt": read_messages(said), "key": "input"}
 
 

@@ -5,78 +5,47 @@ There is one API key, and ids are random: whoever knows an id has been sent it.
 
 import json
 import threading
-import time
-import weakref
 from collections import OrderedDict
 from typing import Any
 
 from .limits import ApiError
 
 MAX_RESPONSES = 1000
-MAX_SECONDS = 3600
-"""Since the last use."""
 LARGEST_BODIES = 4
-"""The stored conversations may have the bytes of so many of the largest requests; so may those that
-are being continued, since a small request may refer to a large one."""
+"""The stored conversations may have the bytes of so many of the largest requests."""
 MAX_ITEM_BYTES = 16 * 10**6
 """Of all stored answers: their texts alone, which AI SDKs refer to."""
 CURE = (
-    "it was sent with store: false, has been dropped to make room, was not used for "
-    f"{MAX_SECONDS // 60} minutes or is from before the server was started: send the messages "
-    "themselves in input"
+    "it was sent with store: false, has been dropped to make room or is from before the server "
+    "was started: send the messages themselves in input"
 )
 
 
 class Recent:
     """A mapping of JSON values that drops the least recently used beyond its limits."""
 
-    def __init__(self, max_entries: int, max_bytes: int, max_seconds: float):
-        self.max_entries, self.max_bytes, self.max_seconds = max_entries, max_bytes, max_seconds
+    def __init__(self, max_entries: int, max_bytes: int):
+        self.max_entries, self.max_bytes = max_entries, max_bytes
         # As text: of the same size in memory as in the count, and safe from changes.
-        self._texts: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._texts: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def put(self, key: str, value: Any) -> None:
         text = json.dumps(value).encode()
         with self._lock:
-            self._add(key, text)
-            self._drop_old()
+            self._texts[key] = text
+            self._bytes += len(text)
+            while len(self._texts) > self.max_entries or self._bytes > self.max_bytes:
+                _, oldest = self._texts.popitem(last=False)
+                self._bytes -= len(oldest)
 
     def get(self, key: str) -> bytes | None:
         """Return the JSON of a value."""
         with self._lock:
-            self._drop_old()
-            if key not in self._texts:
-                return None
-            text = self._remove(key)
-            self._add(key, text)
-        return text
-
-    def _add(self, key: str, text: bytes) -> None:
-        self._texts[key] = time.monotonic(), text
-        self._bytes += len(text)
-
-    def _remove(self, key: str) -> bytes:
-        _, text = self._texts.pop(key)
-        self._bytes -= len(text)
-        return text
-
-    def _drop_old(self) -> None:
-        since = time.monotonic() - self.max_seconds
-        while self._texts and (
-            len(self._texts) > self.max_entries
-            or self._bytes > self.max_bytes
-            or next(iter(self._texts.values()))[0] < since
-        ):
-            self._remove(next(iter(self._texts)))
-
-
-class Lease:
-    """Counts the bytes of a conversation that is being continued, as long as it exists."""
-
-    def __init__(self, size: int):
-        self.size = size
+            if key in self._texts:
+                self._texts.move_to_end(key)
+            return self._texts.get(key)
 
 
 class ResponseStore:
@@ -87,12 +56,10 @@ class ResponseStore:
     """
 
     def __init__(self, max_body_bytes: int):
-        self.max_bytes = LARGEST_BODIES * max_body_bytes
-        self._conversations = Recent(MAX_RESPONSES, self.max_bytes, MAX_SECONDS)
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        max_bytes = LARGEST_BODIES * max_body_bytes
+        self._conversations = Recent(MAX_RESPONSES, max_bytes)
         # Apart: clients that refer to items send their images again with every request.
-        self._items = Recent(MAX_RESPONSES * 16, MAX_ITEM_BYTES, MAX_SECONDS)
+        self._items = Recent(MAX_RESPONSES * 16, MAX_ITEM_BYTES)
 
     def save(self, items: list[dict[str, Any]], response: dict[str, Any]) -> None:
         """Keep a response.
@@ -105,26 +72,14 @@ class ResponseStore:
         for item in response["output"]:
             self._items.put(item["id"], item)
 
-    def conversation(self, name: str) -> tuple[list[dict[str, Any]], Lease]:
-        """Return the messages that ``previous_response_id`` stands for, and what the request has to
-        keep while it is answered."""
+    def conversation(self, name: str) -> bytes:
+        """Return the JSON of the messages that ``previous_response_id`` stands for."""
         found = self._conversations.get(name)
         if found is None:
             key = "previous_response_id"
             told = f"{key}: there is no stored response {json.dumps(name)}; {CURE}"
             raise ApiError(400, told, key, "previous_response_not_found")
-        lease = Lease(len(found))
-        with self._lock:
-            used = sum(other.size for other in self._leases)
-            if used + lease.size > self.max_bytes:
-                raise ApiError(
-                    429,
-                    f"the stored responses that are being continued have {used:,} bytes and may "
-                    f"have {self.max_bytes:,}, which leaves no room for {lease.size:,} more: try "
-                    "later",
-                )
-            self._leases.add(lease)
-        return json.loads(found), lease
+        return found
 
     def item(self, name: str, key: str) -> dict[str, Any]:
         """Return the message that an ``item_reference`` at ``key`` stands for."""

@@ -3,7 +3,6 @@
 Imports no torch before it must.
 """
 
-import ipaddress
 import os
 import shlex
 import socket
@@ -19,6 +18,7 @@ from ...models.placement import place
 from ...models.quantised_weights import check_weights
 from ...terminal_text import pip_install
 from ..questions import Generation
+from .guard import address_of
 from .limits import MOST_MEGAPIXELS, Limits
 from .vllm import environment_of, find_vllm, vllm_command
 
@@ -47,7 +47,7 @@ def serve(options: Namespace) -> None:
         listener.close()
         os.execve(program, command, environment_of(limits))
 
-    from ...models.loading import config_of, load
+    from ...models.loading import load
     from ..answer_worker import Answerer
     from .answer_queue import AnswerQueue
     from .app import make_app
@@ -59,14 +59,14 @@ def serve(options: Namespace) -> None:
     model, using = with_adapters(loaded.model, base, others)
     cache = _cache(options, base, others)
     answerer = Answerer(loaded._replace(model=model), generation, cache)
-    queue = AnswerQueue(answerer, config_of(base).seq_length, using)
+    queue = AnswerQueue(dict.fromkeys(names, answerer), using)
 
     def tell() -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         print(f"{' and '.join(names)} is served at {url} (Ctrl-C ends it)", flush=True)
 
-    app = make_app(queue, names, generation, limits, tell)
+    app = make_app(queue, generation, limits, tell)
     run_server(app, listener, on_exit=queue.stop)  # else it would be waited for, and cut off
 
 
@@ -194,7 +194,5 @@ def hosts_of(host: str, api_key: str | None) -> list[str] | None:
 
 def is_local(host: str) -> bool:
     """Whether only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == LOCAL_NAME
+    address = address_of(host)
+    return host.lower() == LOCAL_NAME if address is None else address.is_loopback

@@ -28,13 +28,10 @@ def spec_of(name, path):
 
 
 class AfterImport:
-    """Finds these modules where the other finders do, and acts when their imports end.
+    """Finds these modules where the other finders do, and acts when their imports end."""
 
-    ``patches``: transformers, too; not where that is done already.
-    """
-
-    def __init__(self, patches):
-        self.patches, self.depth = patches, 0
+    def __init__(self):
+        self.patches, self.depth = True, 0
 
     def find_spec(self, name, path=None, target=None):
         if name in PLUGINS or (self.patches and name.partition(".")[0] in PACKAGES):
@@ -75,8 +72,9 @@ class AfterImport:
             sys.modules.pop("transformers", None)
             # Not an ImportError, which many take to mean that transformers is not installed.
             raise RuntimeError(
-                f"glm-4v could not be patched ({error}); install glm4v-patched for this Python "
-                f"({sys.executable}) with a transformers that it supports, or unset GLM4V_PATCHED"
+                f"glm-4v could not be patched by GLM4V_PATCHED={os.environ['GLM4V_PATCHED']!r} "
+                f"({error}); install glm4v-patched for this Python ({sys.executable}) with a "
+                "transformers that it supports, or unset GLM4V_PATCHED"
             ) from error
 
 
@@ -91,7 +89,6 @@ def run_hidden_sitecustomize():
         spec.loader.exec_module(module)
 
 
-if __name__ == "sitecustomize":  # and not when run.py takes the class out of this file
-    if os.environ.get("GLM4V_PATCHED", "") not in ("", "0"):
-        sys.meta_path.insert(0, AfterImport(patches=True))
-    run_hidden_sitecustomize()
+if os.environ.get("GLM4V_PATCHED", "") not in ("", "0"):
+    sys.meta_path.insert(0, AfterImport())
+run_hidden_sitecustomize()

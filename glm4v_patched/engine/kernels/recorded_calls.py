@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...remote.visual import EVA2CLIPModel
 
@@ -57,21 +57,15 @@ def _alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 
 class RecordedTower(EVA2CLIPModel):
-    """Of one picture, whose kernels take as long to be started as to run."""
+    """Of one picture, whose kernels take as long to be started as to run. Nothing in it may change
+    from then on, such as adapters."""
 
     graph: RecordedCalls
+
+    def set_up(self) -> None:
+        self.graph = RecordedCalls(partial(EVA2CLIPModel.forward, self))
 
     def forward(self, images: Tensor, record: Any = None) -> Tensor:
         if len(images) != 1 or record is not None or torch.is_grad_enabled():
             return super().forward(images, record)
         return self.graph(images=images)
-
-
-def record_tower(model: nn.Module) -> None:
-    """Have the tower of a model on a GPU recorded, in which nothing is changed from now on, such as
-    adapters."""
-    for module in model.modules():
-        if type(module) is EVA2CLIPModel:
-            tower: Any = module
-            tower.__class__ = RecordedTower
-            tower.graph = RecordedCalls(partial(EVA2CLIPModel.forward, tower))

@@ -1,11 +1,14 @@
 """Layers of a model that is only read, on a GPU, whose element-wise steps are one kernel each.
 
 In training layers are compiled, which would take longer than most runs of answers do.
+
+Each class computes by itself what submodules compute: those that :mod:`..implementations` names
+beside it. ``fuses(name)`` says in each call whether that may be done for a submodule, and
+``overwrites(name)`` whether its output may be written to; both are that file's.
 """
 
-import importlib.util
 import math
-from itertools import pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,17 +16,16 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.activations import ACT2FN
 from transformers.cache_utils import StaticLayer
 
-from ..remote.cached_rows import is_static
-from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
-from ..remote.visual import MLP as TowerMLP
-from ..remote.visual import PatchEmbedding, TransformerLayer
-from .fp8 import FrozenTowerMLP, HeldLinear, is_bare
-from .kernels import skinny_gemm
-from .kernels.fp8_matmul import Quantised
-from .kernels.skinny_gemm import Parts, multiprocessors
+from ...remote.cached_rows import is_static
+from ...remote.modeling_chatglm import MLP, GLMBlock, SelfAttention
+from ...remote.visual import MLP as TowerMLP
+from ...remote.visual import PatchEmbedding, TransformerLayer
+from . import skinny_gemm
+from .fp8_linear import HeldLinear
+from .fp8_matmul import Quantised
+from .skinny_gemm import Parts, multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_CHANNELS = (16, 32, 64, 128)
@@ -38,7 +40,7 @@ class ReadPatchEmbedding(PatchEmbedding):
 
     def project(self, pixels_N3SS: Tensor) -> Tensor:
         proj = self.proj
-        if not _takes(pixels_N3SS) or type(proj) is not nn.Conv2d or not is_bare(proj):
+        if not _takes(pixels_N3SS):
             return super().project(pixels_N3SS)
         side = proj.kernel_size[0]
         patches = pixels_N3SS.unfold(2, side, side).unfold(3, side, side)
@@ -49,30 +51,27 @@ class ReadPatchEmbedding(PatchEmbedding):
 class ReadTowerLayer(TransformerLayer):
     """Normalises, adds and quantises in one step."""
 
-    def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
-        norms = self.input_layernorm, self.post_attention_layernorm
-        are_ours = all(type(norm) is nn.LayerNorm and is_bare(norm) for norm in norms)
-        if not (_takes(x_NTV) and are_ours and x_NTV.dtype == norms[0].weight.dtype):
-            return super().layer_forward(x_NTV, *kept_weights)
-        from .kernels.inference_triton import add_norm  # takes Triton
+    fuses: Callable[[str], bool]
 
-        mlp = self.mlp
-        quantises = _takes_quantised(mlp, "fc1", x_NTV)
+    def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
+        if not (_takes(x_NTV) and x_NTV.dtype == self.input_layernorm.weight.dtype):
+            return super().layer_forward(x_NTV, *kept_weights)
+        from .inference_triton import add_norm  # takes Triton
+
+        quantises = x_NTV.dtype == torch.bfloat16 and self.fuses("mlp.fc1")
         attended = self.attention(x_NTV, *kept_weights)
         x_NTV, given = add_norm(x_NTV, self.input_layernorm, attended, quantises)
-        return add_norm(x_NTV, self.post_attention_layernorm, mlp(given), False)[0]
+        return add_norm(x_NTV, self.post_attention_layernorm, self.mlp(given), False)[0]
 
 
 class ReadTowerMLP(TowerMLP):
     """GELU in the memory of its input."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
-        wide, activation = self.fc1(x_NTV), self.activation_fn
-        is_gelu = type(activation) is type(ACT2FN["gelu"]) and is_bare(activation)
-        # A hook on the first layer may have kept its output.
-        if not (_takes(wide) and is_gelu and is_bare(self.fc1)):
-            return self.fc2(activation(wide))
-        from .kernels.fp8_triton import activate  # takes Triton
+        wide = self.fc1(x_NTV)
+        if not _takes(wide):
+            return self.fc2(self.activation_fn(wide))
+        from .fp8_triton import activate  # takes Triton
 
         return self.fc2(activate(wide, "gelu"))
 
@@ -80,14 +79,16 @@ class ReadTowerMLP(TowerMLP):
 class ReadMLP(MLP):
     """SwiGLU in one step, which quantises if the second product is in fp8."""
 
+    fuses: Callable[[str], bool]
+
     def forward(self, x: Any) -> Any:
         if not (isinstance(x, Quantised) or _takes(x)):
             return super().forward(x)
-        from .kernels.fp8_triton import activate, quantise_rows  # takes Triton
+        from .fp8_triton import activate, quantise_rows  # takes Triton
 
         last: Any = self.dense_4h_to_h
-        wide = in_parts(self.dense_h_to_4h, x)
-        if _is_held(last, wide):
+        wide = _product(self, "dense_h_to_4h", x)
+        if self.fuses("dense_4h_to_h") and _is_quantised(last, wide):
             *leading, width = wide.shape
             rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
             is_few = skinny_gemm.takes(math.prod(leading), last.weight)
@@ -96,13 +97,14 @@ class ReadMLP(MLP):
             given: Any = Quantised(*quantised).reshape(*leading, width // 2)
         else:
             given = activate(wide, "swiglu")
-        return _last_product(self, last, given)
+        return _last_product(self, "dense_4h_to_h", given)
 
 
 class ReadBlock(GLMBlock):
     """Adds, normalises and quantises in one step, for the block behind it, too."""
 
-    behind: "tuple[ReadBlock, ...]" = ()  # in which torch sees no layers
+    fuses: Callable[[str], bool]
+    behind: "ReadBlock | None" = None  # which torch does not see
     # What will be its input, and that normalised; kept until its next pass, if a pass ends early.
     handed: tuple[Any, Any] | None = None
 
@@ -111,25 +113,41 @@ class ReadBlock(GLMBlock):
         if not _takes(x_BRD):
             return super().layer_forward(x_BRD, *attention_inputs)
         if handed is None or handed[0] is not x_BRD:
-            handed = _add_rms_norm(x_BRD, self.input_layernorm, None, self._quantises(x_BRD))
+            handed = self._normalise("input_layernorm", x_BRD, None, self._quantises(x_BRD))
         attended = self.self_attention(handed[1], *attention_inputs)
         del handed
-        quantises = _takes_quantised(self.mlp, "dense_h_to_4h", x_BRD)
-        x_BRD, given = _add_rms_norm(x_BRD, self.post_attention_layernorm, attended, quantises)
-        out = self.mlp(given)
-        (block,) = self.behind or (None,)
-        if block is None or not (is_bare(self) and is_bare(block)):
+        mlp: Any = self.mlp
+        quantises = self.fuses("mlp.dense_h_to_4h") and _is_quantised(mlp.dense_h_to_4h, x_BRD)
+        x_BRD, given = self._normalise("post_attention_layernorm", x_BRD, attended, quantises)
+        out = mlp(given)
+        block = self.behind
+        if block is None or not (self.fuses("") and self.fuses("behind")):
             return _add(x_BRD, out)
-        block.handed = _add_rms_norm(x_BRD, block.input_layernorm, out, block._quantises(x_BRD))
+        block.handed = block._normalise("input_layernorm", x_BRD, out, block._quantises(x_BRD))
         return block.handed[0]
 
     def _quantises(self, x_BRD: Tensor) -> bool:
-        return _takes_quantised(self.self_attention, "query_key_value", x_BRD)
+        attention: Any = self.self_attention
+        is_fused = self.fuses("self_attention.query_key_value")
+        return is_fused and _is_quantised(attention.query_key_value, x_BRD)
+
+    def _normalise(self, name: str, x: Tensor, y: Any, quantises: bool) -> tuple[Tensor, Any]:
+        """By the kernel, if the norm is ours; what another one makes is not quantised here."""
+        from .inference_triton import add_rms_norm  # takes Triton
+
+        norm = getattr(self, name)
+        if self.fuses(name):
+            return add_rms_norm(x, norm, y, quantises)
+        added = x if y is None else _add(x, y)
+        return added, norm(added)
 
 
 class ReadSelfAttention(SelfAttention):
     """Rotates queries and keys where they are. Of one id of each row, writes its key and value to a
     cache of fixed size as it rotates, and attends to the cache's parts side by side."""
+
+    fuses: Callable[[str], bool]
+    overwrites: Callable[[str], bool]
 
     def forward(
         self, x_BRD: Any, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
@@ -138,17 +156,18 @@ class ReadSelfAttention(SelfAttention):
         kept = self._kept(x_BRD, attention_mask, past_key_values, fills)
         if kept is None:
             return super().forward(x_BRD, *given)
-        from .kernels.inference_triton import attend_to_kept, rotate_and_keep  # takes Triton
+        from .inference_triton import attend_to_kept, rotate_and_keep  # takes Triton
 
-        heads = in_parts(self.query_key_value, x_BRD)
+        heads = _product(self, "query_key_value", x_BRD)
         query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
         quantises = (
-            _is_held(self.dense, heads)
+            self.fuses("dense")
+            and _is_quantised(self.dense, heads)
             and skinny_gemm.takes(len(query_BHC), self.dense.weight)
             and self.head_dim == skinny_gemm.WIDTH
         )
         attended = attend_to_kept(query_BHC, kept, attention_mask, quantises)
-        return _last_product(self, self.dense, attended)
+        return _last_product(self, "dense", attended)
 
     def _kept(self, x: Any, mask: Any, cache: Any, fills: Any) -> Any:
         """The cache's layer, if it is of fixed size and filled, there is one id of each row, and
@@ -176,10 +195,9 @@ class ReadSelfAttention(SelfAttention):
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         fits = self.head_dim in HEAD_CHANNELS and heads_BRHC.is_contiguous()
-        # A hook on the layer before may have kept its output.
-        if not (_takes(heads_BRHC) and fits and is_bare(self.query_key_value)):
+        if not (_takes(heads_BRHC) and fits and self.overwrites("query_key_value")):
             return super().rotate(heads_BRHC, cos, sin)
-        from .kernels.inference_triton import rotate  # takes Triton
+        from .inference_triton import rotate  # takes Triton
 
         queries, groups, _ = self.split_sizes
         rotate(heads_BRHC, queries + groups, cos, sin)
@@ -187,59 +205,43 @@ class ReadSelfAttention(SelfAttention):
 
 
 def _add(x: Tensor, y: Tensor | Parts) -> Tensor:
-    from .kernels.skinny_gemm_triton import sum_of_parts  # takes Triton
+    from .skinny_gemm_triton import sum_of_parts  # takes Triton
 
     return sum_of_parts(y, x) if isinstance(y, Parts) else x + y
 
 
-def _add_rms_norm(x: Tensor, norm: nn.Module, y: Any, quantises: bool) -> tuple[Tensor, Any]:
-    """By the kernel, if the norm is ours and bare; what another one makes is not quantised here."""
-    from .kernels.inference_triton import add_rms_norm  # takes Triton
-
-    if type(norm) is RMSNorm and is_bare(norm):
-        return add_rms_norm(x, norm, y, quantises)
-    added = x if y is None else _add(x, y)
-    return added, norm(added)
-
-
-def _takes_quantised(module: nn.Module, first: str, x: Any) -> bool:
-    """Whether a module, or rather its first layer, takes ``Quantised`` in the place of ``x``."""
-    is_ours = type(module) in (FrozenTowerMLP, ReadMLP, ReadSelfAttention) and is_bare(module)
-    return is_ours and _is_held(getattr(module, first), x)
-
-
-def _is_held(layer: nn.Module, x: Any) -> bool:
-    """Whether a layer takes :class:`fp8_matmul.Quantised` in the place of ``x``: with a scale for
-    each row, or, of a few rows, for groups of channels."""
-    return type(layer) is HeldLinear and x.dtype == torch.bfloat16 and is_bare(layer)
+def _is_quantised(linear: nn.Module, x: Any) -> bool:
+    """Whether a linear layer that is fused takes :class:`fp8_matmul.Quantised` in the place of
+    ``x``: with a scale for each row, or, of a few rows, for groups of channels."""
+    return isinstance(linear, HeldLinear) and x.dtype == torch.bfloat16
 
 
 def in_parts(layer: nn.Module, x: Any) -> Any:
-    """``layer(x)``; of a few rows, if nothing is wrapped around the layer, left in parts to the
-    kernel that takes them next."""
+    """``layer(x)``, of a linear layer that is fused; of a few rows left in parts to the kernel that
+    takes them next."""
     linear: Any = layer
     *leading, width = x.shape
-    if not (
-        is_bare(layer)
-        and type(layer) in (nn.Linear, HeldLinear)
-        and type(linear.weight) is nn.Parameter  # no package's that holds it in fewer bytes
-        and (isinstance(x, Quantised) or _takes(x))
-        and skinny_gemm.takes(math.prod(leading), linear.weight)
-    ):
+    is_taken = isinstance(x, Quantised) or _takes(x)
+    if not (is_taken and skinny_gemm.takes(math.prod(leading), linear.weight)):
         return layer(x)
-    if type(layer) is HeldLinear:
+    if isinstance(layer, HeldLinear):
         return linear.in_parts(x) if x.dtype == torch.bfloat16 else layer(x)
     if x.dtype != linear.weight.dtype:
         return layer(x)
-    from .kernels.skinny_gemm_triton import parts_of_product  # takes Triton
+    from .skinny_gemm_triton import parts_of_product  # takes Triton
 
     parts = parts_of_product(x.reshape(-1, width), linear.weight)
     return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)
 
 
-def _last_product(module: nn.Module, layer: nn.Module, x: Any) -> Any:
+def _product(module: Any, name: str, x: Any) -> Any:
+    layer = getattr(module, name)
+    return in_parts(layer, x) if module.fuses(name) else layer(x)
+
+
+def _last_product(module: Any, name: str, x: Any) -> Any:
     """In parts to the block; a hook on the module is shown a tensor."""
-    return in_parts(layer, x) if is_bare(module) else layer(x)
+    return _product(module, name, x) if module.fuses("") else getattr(module, name)(x)
 
 
 def _takes(x: Any) -> bool:
@@ -248,30 +250,3 @@ def _takes(x: Any) -> bool:
         return False
     # Under autocast a norm's output is fp32.
     return x.is_cuda and x.dtype in DTYPES and not torch.is_autocast_enabled("cuda")
-
-
-def read_only(model: nn.Module) -> None:
-    """Have the layers of a model that no gradient reaches compute so, where Triton is there. Their
-    classes change, no weight does."""
-    if importlib.util.find_spec("triton") is None:
-        return
-    for module in model.modules():
-        if type(module) is GLMBlock:
-            for child in (module.self_attention, module.mlp):
-                child.__class__ = READ_IN_BLOCKS.get(type(child), type(child))
-        module.__class__ = READ.get(type(module), type(module))
-    for module in model.modules():
-        if isinstance(module, GLMTransformer):
-            for block, behind in pairwise(module.layers):
-                if {type(block), type(behind)} == {ReadBlock}:
-                    vars(block)["behind"] = (behind,)
-
-
-READ: dict[type, type] = {
-    PatchEmbedding: ReadPatchEmbedding,
-    TransformerLayer: ReadTowerLayer,
-    TowerMLP: ReadTowerMLP,
-    GLMBlock: ReadBlock,
-}
-READ_IN_BLOCKS: dict[type, type] = {SelfAttention: ReadSelfAttention, MLP: ReadMLP}
-"""That may leave parts, which others than blocks do not take."""
