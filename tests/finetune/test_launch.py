@@ -13,9 +13,11 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.launch import launch
+from glm4v_patched.finetune.launch import launch, prepared
 from glm4v_patched.finetune.run_folder import RECORD
+from glm4v_patched.models.base import Base
 from glm4v_patched.models.placement import Placement
 
 HERE = Placement(1, on_cpu=True)
@@ -177,3 +179,11 @@ def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_die
     monkeypatch.undo()
     child = psutil.Process(int(file.read_text()))
     assert not psutil.wait_procs([child], timeout=10)[1] or child.status() == "zombie"
+
+
+def test_a_model_of_the_hub_is_written_down_with_its_commit(mine, monkeypatch):
+    plan = SimpleNamespace(base=Base("org/name", "c0ffee"), options=EngineOptions(), write=Mock())
+    checked = SimpleNamespace(write=Mock())
+    monkeypatch.setattr(launching, "_decide", lambda *_: (plan, checked, []))
+    with prepared(mine.override({"model": "org/name"}), Placement(1, on_cpu=True)):
+        assert json.loads(Path(mine.out, "recipe.json").read_text())["revision"] == "c0ffee"
