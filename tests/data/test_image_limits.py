@@ -1,5 +1,6 @@
 """What an image may cost, told by its header: in data, and in requests to a server."""
 
+import base64
 import io
 import re
 import struct
@@ -12,13 +13,24 @@ from glm4v_patched.data import decoding
 from glm4v_patched.data.decoding import find_fault, may_be_decoded
 from glm4v_patched.data.image_limits import MOST_PARTS, MOST_SIDE, measure, open_image
 from glm4v_patched.inference.serving.limits import ApiError, Limits
-from glm4v_patched.inference.serving.pictures import FORMATS, require_size
+from glm4v_patched.inference.serving.pictures import FORMATS, secure
 
 
 def encoded(kind: str, size=(8, 8), mode="RGB", **options) -> bytes:
     file = io.BytesIO()
     Image.new(mode, size).save(file, kind, **options)
     return file.getvalue()
+
+
+def send(content: bytes) -> None:
+    """Have an image checked as a server checks those of requests."""
+    url = f"data:image/any;base64,{base64.b64encode(content).decode()}"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    secure({"messages": [{"role": "user", "content": [image]}]}, Limits())
+
+
+def pixels(content: bytes) -> int:
+    return measure(open_image(content, FORMATS), content, Limits().max_pixels)
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:
@@ -83,13 +95,13 @@ def test_an_image_that_costs_more_than_its_pixels_say_is_refused(kind, tmp_path)
     (tmp_path / "a").write_bytes(content)
     assert not may_be_decoded(str(tmp_path / "a"))
     with pytest.raises(ApiError, match=told) as error:
-        require_size(content, Limits(), FORMATS)
+        send(content)
     assert (error.value.status, error.value.code) == (400, "image_too_large")
 
 
 def test_each_scan_beyond_those_of_libjpeg_counts_as_pixels(monkeypatch):
-    pixels = 64 * 64
-    for scans, counted in ((10, pixels), (20, 2 * pixels), (25, pixels * 5 // 2)):
+    of_one = 64 * 64
+    for scans, counted in ((10, of_one), (20, 2 * of_one), (25, of_one * 5 // 2)):
         content = with_scans(scans)
         assert measure(open_image(content), content, 10**6) == counted
         monkeypatch.setattr(decoding, "MOST_PIXELS", counted)
@@ -107,20 +119,21 @@ def test_images_at_the_limits_are_taken_in_any_number_of_frames():
         file = io.BytesIO()
         frames[0].save(file, kind, save_all=True, append_images=frames[1:])
         assert find_fault(file.getvalue()) is None
-        assert require_size(file.getvalue(), Limits(), FORMATS) == 64
+        assert pixels(file.getvalue()) == 64
     for size in ((MOST_SIDE, 1), (1, MOST_SIDE)):
         assert find_fault(encoded("PNG", size, "1")) is None
     assert find_fault(png(chunk(b"prVt") * 9000)) is None
     assert find_fault(tiled(16)) is None
     for content in (run_length_encoded(10**5), b"P2 9 9 255 #a\n" + b"1 " * 81):
-        assert require_size(content, Limits(), FORMATS) >= 16 * len(content)
+        assert pixels(content) >= 16 * len(content)
 
 
 def test_clients_send_the_formats_that_are_named():
     for kind in set(FORMATS) - {"MPO"}:
-        assert require_size(encoded(kind), Limits(), FORMATS) == 64
+        assert pixels(encoded(kind)) == 64
+        send(encoded(kind))
     for kind in ("ICO", "TGA", "PCX", "ICNS"):
         content = encoded(kind, (32, 32))
         assert find_fault(content) is None  # of data
         with pytest.raises(ApiError, match=rf"it is {kind}; expected BMP, .*: convert it to PNG"):
-            require_size(content, Limits(), FORMATS)
+            send(content)
