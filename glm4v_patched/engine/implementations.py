@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -102,6 +103,7 @@ class Row:
     purposes: tuple[str, ...]
     condition: Callable[[Place, Use], str | None]  # why it cannot be used
     method: str = "forward"  # that it computes
+    backend: str = "cuda"  # or "hip": rows of the other one are as if they were not there
     # Submodules that it computes: where that may not be done, the module computes as published.
     needs: Mapping[str, Kinds] = field(default_factory=dict)
     # Others that it can compute, or hand what only ours take; "" is the module itself.
@@ -279,17 +281,21 @@ TABLE = (
 )
 
 
+class Guarded:
+    """Its attributes are the classes that :func:`_guarded` makes: pickle finds them by name."""
+
+
 def _guarded(row: Row) -> type[nn.Module]:
     """Return the class that modules get: the implementation, which asks the guard in every call."""
     if not row.needs and not row.fuses:
         return row.implementation
     published, fast = getattr(row.module, row.method), getattr(row.implementation, row.method)
 
-    def compute(self: Any, *given: Any) -> Any:
+    def compute(self: Any, *given: Any, **named: Any) -> Any:
         for name, kinds in row.needs.items():
             if why_not(getattr(self, name), kinds) is not None:
-                return published(self, *given)
-        return fast(self, *given)
+                return published(self, *given, **named)
+        return fast(self, *given, **named)
 
     def fuses(self: Any, name: str) -> bool:
         outer, _, inner = name.rpartition(".")
@@ -301,8 +307,12 @@ def _guarded(row: Row) -> type[nn.Module]:
     def overwrites(self: Any, name: str) -> bool:
         return why_not(getattr(self, name)) is None
 
-    members = {row.method: compute, "fuses": fuses, "overwrites": overwrites}
-    return type(row.implementation.__name__, (row.implementation,), members)
+    name = row.implementation.__name__
+    members: dict[str, Any] = {row.method: compute, "fuses": fuses, "overwrites": overwrites}
+    members |= {"__module__": __name__, "__qualname__": f"{Guarded.__name__}.{name}"}
+    guarded = type(name, (row.implementation,), members)
+    setattr(Guarded, name, guarded)
+    return guarded
 
 
 CLASSES = {row.implementation: _guarded(row) for row in TABLE}
@@ -321,7 +331,7 @@ def use_implementations(model: nn.Module, use: Use) -> None:
     model (DeepSpeed, DDP, FSDP2). Classes change and, in fp8, frozen weights, layer by layer: they
     are quantized, and under ZeRO-3 sharded again.
     """
-    for row in TABLE:
+    for row in _rows():
         for place in _places(model):
             if type(place.module) is row.module and _why_not_row(row, place, use) is None:
                 become(place.module, row.implementation)
@@ -334,6 +344,12 @@ def use_implementations(model: nn.Module, use: Use) -> None:
                     vars(block)["behind"] = behind  # torch does not see it
     if use.fp8:
         gc.collect()  # what DeepSpeed hung on weights refers to itself
+
+
+def _rows() -> list[Row]:
+    """Return the rows for the GPUs that this torch was built for."""
+    backend = "hip" if torch.version.hip else "cuda"
+    return [row for row in TABLE if row.backend == backend]
 
 
 def _why_not_row(row: Row, place: Place, use: Use) -> str | None:
@@ -369,9 +385,10 @@ def explain(model: nn.Module, use: Use) -> list[Explained]:
     found = []
     for place in _places(model):
         kind = type(place.module)
-        rows = [row for row in TABLE if isinstance(place.module, row.module)]
+        rows = [row for row in _rows() if isinstance(place.module, row.module)]
         rows = [row for row in rows if use.purpose in row.purposes]
-        is_other_linear = rows[:1] == [TABLE[0]] and not is_target(place.part, place.inner_name)
+        is_linear = bool(rows) and rows[0].module is nn.Linear
+        is_other_linear = is_linear and not is_target(place.part, place.inner_name)
         if not rows or is_other_linear:  # outside of the towers' layers, or an adapter's
             continue
         has = next((row for row in rows if row.implementation is IMPLEMENTED.get(kind)), None)
@@ -384,7 +401,7 @@ def explain(model: nn.Module, use: Use) -> list[Explained]:
         else:
             reason = _why_not_row(rows[-1], place, use)
         implementation = None if has is None else has.implementation
-        name = place.inner_name if rows[0] is TABLE[0] else rows[0].module.__name__
+        name = place.inner_name if is_linear else rows[0].module.__name__
         title = f"{place.part.replace('_', ' ')} {name}".strip()
         found.append(Explained(title, implementation, reason))
     return found

@@ -4,6 +4,8 @@ That hooks, adapters and wrappers are passed over by none: ``test_inference_laye
 """
 
 import importlib.util
+import inspect
+import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -128,3 +130,35 @@ def test_a_tower_with_hooks_inside_is_not_recorded(is_hooked):
     assert isinstance(model.transformer.vision, RecordedTower) is not is_hooked
     (line,) = summarize(explain(model, use))
     assert ("of a module in it: it has hooks" in line) is is_hooked
+
+
+def test_a_changed_model_is_pickled_and_computes_the_same(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    model, ids = build().eval().requires_grad_(False), torch.arange(5, 9)[None]
+    use_implementations(model, Use.inference())
+    again = pickle.loads(pickle.dumps(model))
+    assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    [first, second] = again.transformer.encoder.layers
+    assert first.behind is second
+
+
+def test_rows_of_another_makers_gpus_are_neither_used_nor_told_of(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    model = build().eval().requires_grad_(False)
+    kinds = [type(module) for module in model.modules()]
+    use_implementations(model, Use.inference())
+    assert [type(module) for module in model.modules()] == kinds
+    assert explain(model, Use.inference()) == []
+
+
+def test_an_implementation_takes_arguments_by_name_as_the_published_class_does(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    model = build().eval().requires_grad_(False)
+    x_NTV = torch.randn(1, 5, model.config.vision.hidden_size, dtype=model.dtype)
+    mlp = model.transformer.vision.transformer.layers[0].mlp
+    expected = mlp(x_NTV)
+    use_implementations(model, Use.inference())
+    [parameter] = inspect.signature(type(mlp).__mro__[1].forward).parameters.keys() - {"self"}
+    assert torch.equal(mlp(**{parameter: x_NTV}), expected)
