@@ -4,8 +4,9 @@ What only reads files needs no torch; :func:`require_whole` does, for the model 
 weights it has.
 """
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -150,7 +151,17 @@ def require_readable(model: str, revision: str | None = None) -> None:
                 read(values)
             except Exception as error:  # values that nobody foresaw raise any kind
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                raise ValueError(f"{model}: {name} cannot be read ({kind}{error})") from None
+                told = f"cannot be read ({kind}{error})"
+                if key := next((key for key in values if _reads_without(key, values, read)), None):
+                    told = f"has {key} {json.dumps(values[key])[:60]}, which {told}: take it out"
+                raise ValueError(f"{model}: {name} {told}") from None
+
+
+def _reads_without(key: str, values: dict, read: Callable[[dict], None]) -> bool:
+    with suppress(Exception):
+        read({name: value for name, value in values.items() if name != key})
+        return True
+    return False
 
 
 def _read_config(values: dict) -> None:
@@ -160,7 +171,7 @@ def _read_config(values: dict) -> None:
 
     for key in ("transformers_weights", "configuration_files"):
         if values.get(key):
-            raise ValueError(f"{key} names files that are not checked: take it out")
+            raise ValueError(f"{key} names files that are not checked")
     ChatGLMConfig.from_dict(deepcopy(values))
     if (quantised := values.get("quantization_config")) is not None:
         with suppress(ImportError):  # a package that is missing is told by whoever loads

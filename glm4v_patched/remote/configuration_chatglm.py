@@ -564,8 +564,11 @@ class ChatGLMConfig(PretrainedConfig):
         except ImportError:
             raise
         except Exception as error:  # transformers reads settings of other models, of any type
+            odd = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED))
+            cure = f"; glm-4v has no {odd:.500}: take out what is wrong" if odd else ""
             raise ValueError(
-                f"config.json cannot be read by transformers {transformers.__version__}: {error}"
+                f"config.json cannot be read by transformers {transformers.__version__}: "
+                f"{error}{cure}"
             ) from error
 
     def save_pretrained(self, save_directory, *args, **kwargs):

@@ -72,8 +72,8 @@ def test_each_command_ends_with_one_line_that_names_the_weight(
 
 def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):
     broken = of(diverged)
-    queue = AnswerQueue(broken, 1024)
-    app = make_app(queue, ["m"], broken.generation, Limits(hosts=["localhost"]), lambda: None)
+    queue = AnswerQueue({"m": broken})
+    app = make_app(queue, broken.generation, Limits(hosts=["localhost"]), lambda: None)
     body = {"model": "m", "messages": ASKED, "max_tokens": 4}
     for given in (body, body | {"stream": True}):
         status, reply = asyncio.run(call(app, given))

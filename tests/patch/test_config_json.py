@@ -62,7 +62,8 @@ def test_another_model_is_refused_in_the_same_words_everywhere(change, named, tm
             with pytest.raises(ValueError, match="original_rope=.* every glm-4v .* has True"):
                 make()
     if values["model_type"] is not None:
-        refusals.append(lambda: config_of(SimpleNamespace(config=tmp_path / "config.json")))
+        asked = SimpleNamespace(config=tmp_path / "config.json", model=None)
+        refusals.append(lambda: config_of(asked))
     for refusal in refusals:
         with pytest.raises(ValueError) as told:
             refusal()
