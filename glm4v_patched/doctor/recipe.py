@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..engine.options import EngineOptions, is_lora
+from ..engine.options import EngineOptions
+from ..finetune.job import resolve
 from ..finetune.launch import require_model
 from ..finetune.preflight import check
 from ..finetune.recipe.file import RecipeError
-from ..finetune.recipe.model import base_of, inputs_of
 from ..finetune.run_folder import require_free, require_usable
 from ..models.base import Base
 from ..models.placement import Device
@@ -53,14 +53,13 @@ def check_recipe(
             return [*found, Finding("model, data, memory", WARNING, text)]
     except RuntimeError as error:  # transformers, of which it has a field, cannot be imported
         return [finding("recipe", FAILS, str(error))]
-    folder, base = Path(recipe.out), base_of(recipe)
+    job = resolve(recipe)
     with looking_at("folder (out)"):
-        require_free(folder)
-        adapters = is_lora(recipe.trained)
-        require_usable(folder, inputs_of(recipe, base), recipe.trainer.length, adapters)
-        found.append(Finding("folder (out)", OK, f"{folder} can be written, and has no run"))
+        require_free(job.out)
+        require_usable(job.out, job.inputs, job.trainer.length, job.has_adapters)
+        found.append(Finding("folder (out)", OK, f"{job.out} can be written, and has no run"))
     with looking_at("model"):
-        base = require_model(base, recipe.from_scratch, recipe.trained)
+        job = require_model(job)
         found.append(Finding("model", OK, "its weights have the names and shapes of a glm-4v"))
     if found[-1].verdict == FAILS:
         return found
@@ -70,18 +69,18 @@ def check_recipe(
 
     # It prints which rows are left out, and --json is for programs.
     with looking_at("data"), redirect_stdout(sys.stderr):
-        checked = check_data(recipe, base)
-        told = describe_data(checked, recipe.data.is_streamed)
+        checked = check_data(job)
+        told = describe_data(checked, job.data.is_streamed)
         found.append(Finding("data", WARNING if checked.skipped else OK, told))
         found += [Finding("data, doubtful", WARNING, doubt) for doubt in checked.find_doubts()]
         if placement is not None:
             with looking_at("memory and disk"):
-                plan = make_plan(recipe, placement, checked, base)
+                plan = make_plan(job, placement, checked)
                 plan.require_room()
                 told = f"{describe_memory(plan) or 'a step fits'} ({describe_policies(plan)})"
                 fits = Finding("memory and disk", OK, told)
                 found.append(replace(fits, verdict=WARNING, cure=FEWER) if plan.is_tight else fits)
-                found += _implementations(base, plan.options)
+                found += _implementations(job.base, plan.options)
     return found
 
 

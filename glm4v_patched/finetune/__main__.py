@@ -25,6 +25,7 @@ from ..models.placement import Placement, place
 from ..terminal_text import error_text
 from .arguments import add_recipe, add_start
 from .ending import describe_end
+from .job import resolve
 from .launch import prepared
 from .preflight import check
 from .process import leave, run
@@ -101,7 +102,8 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
         # Of all processes: there may be more than this machine has GPUs, but not without ZeRO.
         place(placement.processes, "cpu", recipe.engine.zero_stage)
         start = options.resume_from or options.resume, options.overwrite
-        with prepared(recipe, placement, *start, options.accept_changed_data) as plan:
+        accept = options.accept_changed_data
+        with prepared(resolve(recipe), placement, *start, accept) as plan:
             store.set("plan", json.dumps([str(plan.path), _text(plan.path)]))
             seen = [store.get(f"seen/{rank}").decode() for rank in range(1, placement.processes)]
             if blind := sorted({*seen} - {""}):

@@ -1,6 +1,5 @@
 """The card beside adapters that were trained: what they are of, what was done, how to load them."""
 
-import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -12,12 +11,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from ..atomic import write_atomically
 from ..models.base import Base
 from .ending import saved
-from .recipe.sections import Recipe
 
 CARD = "README.md"
 PACKAGES = ("peft", "transformers", "torch")
-# Of a recipe's values: whatever may be the name of a file is left out.
-PLAIN = re.compile(r"[\w.+-]*")
 TEXT = """
 # LoRA adapters for glm-4v
 
@@ -61,7 +57,7 @@ def write_card(
     """Write it in place of the empty one that peft leaves.
 
     Args:
-        shown: Of :func:`plain_values`.
+        shown: Of :class:`job.Job`.
         base: Under the adapters. One that is a folder is not named: it is nothing to others.
         report: ``training.json``.
         rows: That were learned in an epoch.
@@ -100,20 +96,3 @@ def name_base(text: str, model: str, revision: str) -> str:
     for old, shown in new.items():
         card.text = card.text.replace(old, shown)
     return f"---\n{data.to_yaml()}\n---\n{card.text}"
-
-
-def plain_values(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe may be told to others: no name of a file."""
-    given = recipe.model_dump(mode="json", exclude_defaults=True)
-    names = ("trained", "lora", "engine", "trainer")
-    return _plain({name: given[name] for name in names if name in given})
-
-
-def _plain(value: Any) -> Any:
-    """The value without texts that may name files; None where nothing is left."""
-    if isinstance(value, dict):
-        inner = {name: _plain(one) for name, one in value.items()}
-        return {name: one for name, one in inner.items() if one is not None} or None
-    if isinstance(value, list):
-        return [one for one in map(_plain, value) if one is not None] or None
-    return value if not isinstance(value, str) or PLAIN.fullmatch(value) else None

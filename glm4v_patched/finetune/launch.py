@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +16,12 @@ from ..engine.environment import (
     python_module,
     training_environment,
 )
-from ..engine.options import is_lora
-from ..models.base import Base, pin, read_report, require_recorded_base
+from ..models.base import pin, read_report, require_recorded_base
 from ..models.check_weights import require_whole
 from ..models.placement import Placement
 from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside
-from .recipe.model import base_of, inputs_of
+from .job import Job, resolve
 from .recipe.sections import Recipe
 from .run_folder import (
     CHECKED_DATA,
@@ -79,8 +78,9 @@ def launch(
             checkpoint is incomplete, or of a run with other settings, another model or other data.
         TrainingStopped: Ctrl-C, SIGTERM or SIGHUP.
     """
+    job = resolve(recipe)
     start = resume, overwrite, accept_changed_data
-    with prepared(recipe, placement, *start, writes=not dry_run) as plan:
+    with prepared(job, placement, *start, writes=not dry_run) as plan:
         if dry_run:
             print("nothing was trained, and nothing written (--dry-run)", flush=True)
         else:
@@ -89,7 +89,7 @@ def launch(
 
 @contextmanager
 def prepared(
-    recipe: Recipe,
+    job: Job,
     placement: Placement,
     resume: bool | Path = False,
     overwrite: bool = False,
@@ -97,59 +97,55 @@ def prepared(
     writes: bool = True,
 ) -> Iterator["Plan"]:
     """All that comes before the first training process, once for all of them: check all that can be
-    checked, decide, say what is about to be done, and write it. ``recipe.out`` stays locked until
+    checked, decide, say what is about to be done, and write it. ``job.out`` stays locked until
     they have ended; without ``writes`` it is neither made nor locked. Takes and raises what
     :func:`launch` does."""
-    folder, start = Path(recipe.out), (resume, overwrite, accept_changed_data)
+    folder, start = job.out, (resume, overwrite, accept_changed_data)
     if not writes:
         require_free(folder)
-        yield _decide(recipe, placement, *start)[0]
+        yield _decide(job, placement, *start)[0]
         return
     with locked(folder):
-        plan, checked, remove = _decide(recipe, placement, *start)
-        with _recorded(folder, remove, is_lora(plan.options.trained)):
+        plan, checked, remove = _decide(job, placement, *start)
+        with _recorded(folder, remove, job.has_adapters):
             if resume:
                 set_incomplete_aside(folder, after_step=plan.steps_done)
-            if not Path(plan.base.model).is_dir():
-                recipe = recipe.override({"revision": plan.base.revision})
-            recipe.write(folder / RECIPE)
+            job.with_base(plan.base).write(folder / RECIPE)
             checked.write(folder / CHECKED_DATA)
             plan.write()
             yield plan
 
 
 def _decide(
-    recipe: Recipe, placement: Placement, resume: bool | Path, overwrite: bool, accept: bool
+    job: Job, placement: Placement, resume: bool | Path, overwrite: bool, accept: bool
 ) -> tuple["Plan", "CheckedData", list[str]]:
     """Check all that can be checked, the cheapest first, and say what is about to be done; the
     plan, its rows, and what is to be removed from the run's folder."""
-    folder, base, options = Path(recipe.out), base_of(recipe), recipe.engine_options()
-    inputs, adapters = inputs_of(recipe, base), is_lora(options.trained)
-    length = recipe.trainer.length
-    remove = require_usable(folder, inputs, length, adapters, bool(resume), overwrite)
-    if recipe.data.on_bad == "fail":
-        require_first_rows(recipe.data.all_sources())
+    length, starts = job.trainer.length, (bool(resume), overwrite)
+    remove = require_usable(job.out, job.inputs, length, job.has_adapters, *starts)
+    if job.data.on_bad == "fail":
+        require_first_rows(job.data.all_sources())
     with doing("looking at the model"):  # transformers is imported
-        base = require_model(base, recipe.from_scratch, options.trained)
+        job = require_model(job)
     # Late: what comes before is answered at once.
     with doing("loading torch and transformers"):
         from ..models.loading import config_of
         from .disk import checkpoints_at_once, needed_space, require_space
         from .plan import check_data, make_plan, starting_point
         from .summary import describe
-    checkpoints = checkpoints_at_once(recipe.trainer, recipe.data.ends_at_bad_row)
-    require_space(recipe.out, needed_space(recipe.out, config_of(base), options, checkpoints))
+    out, checkpoints = str(job.out), checkpoints_at_once(job.trainer, job.data.ends_at_bad_row)
+    require_space(out, needed_space(out, config_of(job.base), job.options, checkpoints))
     # What is to be removed is nothing to continue from.
-    checkpoint = None if remove else starting_point(recipe, placement.processes, resume, base)
+    checkpoint = None if remove else starting_point(job, placement.processes, resume)
     with doing("reading rows and pictures"):
-        checked = check_data(recipe, base)
-    plan = make_plan(recipe, placement, checked, base, checkpoint, accept)
+        checked = check_data(job)
+    plan = make_plan(job, placement, checked, checkpoint, accept)
     print(printable(describe(plan, checked), kept="\n\t"), flush=True)
     plan.require_room()
     if checkpoint is not None:
         print(f"training continues from {checkpoint}, after step {plan.steps_done}", flush=True)
     elif resume:
-        told = f"no complete checkpoint in {folder}: training starts from the beginning"
+        told = f"no complete checkpoint in {job.out}: training starts from the beginning"
         print(told, flush=True)
     return plan, checked, remove
 
@@ -167,17 +163,17 @@ def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]
     close_record(folder, adapters)
 
 
-def require_model(base: Base, from_scratch: Sequence[str], trained: str) -> Base:
-    """The model of :func:`base_of`, pinned. Raises ``ValueError`` if it is not there, not whole, or
+def require_model(job: Job) -> Job:
+    """Return the job with its model pinned. Raises ``ValueError`` if it is not there, not whole, or
     another than its adapters were trained on."""
-    base = pin(base)
+    base = pin(job.base)
     require_recorded_base(base)
-    require_whole(base.model, base.revision, from_scratch, trained)
+    require_whole(base.model, base.revision, job.from_scratch, job.options.trained)
     if base.adapters is not None:
         from ..models.limits import require_adapters  # late: transformers and peft are imported
 
         require_adapters(base)
-    return base
+    return job.with_base(base)
 
 
 def _train(plan: "Plan") -> None:

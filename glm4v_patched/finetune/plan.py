@@ -6,7 +6,6 @@ what runs.
 """
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from ..engine.options import EngineOptions
 from ..models.base import Base, identify, read_report
 from ..models.loading import config_of, load_processor
 from ..models.placement import Placement
-from .adapter_card import plain_values
 from .checkpoints import (
     Origin,
     Rows,
@@ -45,8 +43,7 @@ from .checkpoints import (
     step_of,
 )
 from .disk import Space, checkpoints_at_once, needed_space, require_space
-from .recipe.model import base_of
-from .recipe.sections import Recipe, may_change
+from .job import Job
 from .recipe.trainer import is_longer
 from .run_folder import CHECKED_DATA, PLAN
 from .schedule import require_schedule
@@ -72,9 +69,9 @@ class Plan:
         stream_buffer: Of a stream, from how many rows the next is drawn; None of other data.
         reuse_features: What ``data.reuse_features`` says.
         answers: Rows for evaluation that are answered, and tokens of an answer.
-        settings: What a continuation must have the same (:func:`settings_of`).
+        settings: What a continuation must have the same (:meth:`Job.settings`).
         length: How long the run was asked to be.
-        shown: What of the recipe may be told on a card of adapters.
+        shown: Of :class:`Job`.
         batch: The largest of one process.
         rows: That are learned in an epoch; packed ones, if they are packed; of a stream those that
             were looked at.
@@ -200,17 +197,16 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe,
+    job: Job,
     placement: Placement,
     checked: CheckedData,
-    base: Base,
     checkpoint: Path | None = None,
     accept_changed_data: bool = False,
 ) -> Plan:
     """Decide all that is open, for such rows and this machine.
 
     Args:
-        base: Of :func:`base_of`, pinned.
+        job: Whose model is pinned.
         checkpoint: Of :func:`starting_point`.
         accept_changed_data: Whether the checkpoint's rows may have been others.
 
@@ -218,52 +214,51 @@ def make_plan(
         ValueError: they were, and may not; or the run would have no batch, no evaluation that it
             needs, or no learning rate that can train.
     """
-    config = config_of(base)
+    config, trainer = config_of(job.base), job.trainer
     rows = checked.batch_rows()
-    require_batches(recipe, len(rows.lengths), placement.processes)
-    batch = batch_of(recipe, rows, placement.processes)
-    steps_an_epoch = recipe.trainer.steps_in_epoch(len(rows.lengths), placement.processes)
-    steps = recipe.trainer.total_steps(steps_an_epoch)
-    require_evaluations(recipe, checked, steps, steps_an_epoch)
+    require_batches(job, len(rows.lengths), placement.processes)
+    batch = batch_of(job, rows, placement.processes)
+    steps_an_epoch = trainer.steps_in_epoch(len(rows.lengths), placement.processes)
+    steps = trainer.total_steps(steps_an_epoch)
+    require_evaluations(trainer, checked, steps, steps_an_epoch)
     here = placement.local_processes or placement.processes
     free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
-    free = within_limit(free, recipe.engine.memory_limit)
-    options = decide(config, recipe.engine_options(), batch, free, steps)
+    free = within_limit(free, job.options.memory_limit)
+    options = decide(config, job.options, batch, free, steps)
     images = int(batch.images_per_row) * batch.rows
     arguments = training_arguments(
-        recipe,
+        job,
         options,
         steps,
         steps_an_epoch,
         on_cpu=placement.on_cpu,
         evaluates=checked.eval is not None,
         continues=checkpoint is not None,
-        loading=loader_options(recipe.trainer.others, here, images, config.vision.image_size),
+        loading=loader_options(trainer.others, here, images, config.vision.image_size),
     )
     require_schedule(arguments)
-    ends_early = recipe.data.ends_at_bad_row
-    checkpoints = checkpoints_at_once(recipe.trainer, ends_early, steps)
+    checkpoints = checkpoints_at_once(trainer, job.data.ends_at_bad_row, steps)
     plan = Plan(
         arguments=arguments,
-        loop=loop_options(recipe, options),
-        base=base,
-        files=identify(base),
+        loop=loop_options(job, options),
+        base=job.base,
+        files=identify(job.base),
         data=digest_of(checked),
         placement=placement,
         options=options,
-        stream_buffer=recipe.data.shuffle_buffer if recipe.data.is_streamed else None,
-        reuse_features=recipe.data.reuse_features,
-        answers=(recipe.data.eval_answers, recipe.data.eval_max_new_tokens),
-        settings=settings_of(recipe, placement.processes),
-        length=recipe.trainer.length,
-        shown=plain_values(recipe),
+        stream_buffer=job.data.shuffle_buffer if job.data.is_streamed else None,
+        reuse_features=job.data.reuse_features,
+        answers=(job.data.eval_answers, job.data.eval_max_new_tokens),
+        settings=job.settings(placement.processes),
+        length=trainer.length,
+        shown=job.shown,
         batch=batch,
         rows=len(rows.lengths),
         steps=steps,
         steps_an_epoch=steps_an_epoch,
         free=free,
         needed=estimate(config, options, batch),
-        space=needed_space(recipe.out, config, options, checkpoints),
+        space=needed_space(str(job.out), config, options, checkpoints),
         checkpoint=checkpoint,
     )
     if checkpoint is None:
@@ -280,7 +275,7 @@ def digest_of(checked: CheckedData) -> str:
     return hashlib.sha256("\n".join([*learned, *evaluated]).encode()).hexdigest()
 
 
-def starting_point(recipe: Recipe, processes: int, resume: bool | Path, base: Base) -> Path | None:
+def starting_point(job: Job, processes: int, resume: bool | Path) -> Path | None:
     """The checkpoint in ``out`` to continue from, or None to start from the beginning.
 
     Args:
@@ -290,7 +285,7 @@ def starting_point(recipe: Recipe, processes: int, resume: bool | Path, base: Ba
         ValueError: that cannot be continued from, or is of a run with other settings or another
             model.
     """
-    folder = Path(recipe.out)
+    folder = job.out
     if not resume:
         return None
     if resume is True:
@@ -305,66 +300,51 @@ def starting_point(recipe: Recipe, processes: int, resume: bool | Path, base: Ba
                 "be made longer; to train further, give a new run that folder as model"
             )
         return None
-    settings = settings_of(recipe, processes)
+    settings = job.settings(processes)
     there = read_manifest(checkpoint)["settings"]
-    length = {f"trainer.{name}": value for name, value in recipe.trainer.length.items()}
+    length = {f"trainer.{name}": value for name, value in job.trainer.length.items()}
     if is_longer({name: there[name] for name in length if name in there}, length):
         settings |= {name: there[name] for name in length}
-    require_same_settings(checkpoint, settings, identify(base))
+    require_same_settings(checkpoint, settings, identify(job.base))
     return checkpoint
 
 
-def settings_of(recipe: Recipe, processes: int) -> dict:
-    """What decides the course of training, and the same for a run and its continuation."""
-    free = may_change()
-    decisive = {k: v for k, v in recipe.flat().items() if k not in free}
-    if recipe.trainer.max_steps is not None:
-        del decisive["trainer.num_train_epochs"]  # which it overrides
-    if recipe.data.is_streamed:  # else those of the rows that are compared
-        decisive["data.train"] = {"weights": [source.weight for source in recipe.data.sources()]}
-    return json.loads(json.dumps(decisive | {"processes": processes}))  # as a manifest has them
+def check_data(job: Job) -> CheckedData:
+    """Check the rows that are asked for, for the model; :func:`check_sets` has more.
 
-
-def check_data(recipe: Recipe, base: Base | None = None) -> CheckedData:
-    """Check a recipe's data for its model; :func:`check_sets` has more.
-
-    What is returned belongs into ``CHECKED_DATA`` in ``recipe.out``, where every process reads it.
-
-    Args:
-        base: Of :func:`base_of`, which is asked by default.
+    What is returned belongs into ``CHECKED_DATA`` in ``out``, where every process reads it.
 
     Raises:
         ValueError: rows cannot be used, or their pictures would have another size than the model's.
     """
-    base = base or base_of(recipe)
-    processor, config = load_processor(base), config_of(base)
+    processor, config = load_processor(job.base), config_of(job.base)
     places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
     if places != wanted:
         raise ValueError(
-            f"{base.model}: its pictures take {places:,} positions, and the model's {wanted:,}: "
-            "image_size was lost when the tokenizer was saved; expected "
+            f"{job.base.model}: its pictures take {places:,} positions, and the model's "
+            f"{wanted:,}: image_size was lost when the tokenizer was saved; expected "
             f'"image_size": {config.vision.image_size} in tokenizer_config.json'
         )
     return check_sets(
-        recipe.data.sources(),
+        job.data.sources(),
         processor,
         config.seq_length,
-        evaluate=recipe.data.evaluated(),
-        pack_to=recipe.data.pack_to,
-        on_bad=recipe.data.on_bad,
-        first=recipe.data.first,
+        evaluate=job.data.evaluated(),
+        pack_to=job.data.pack_to,
+        on_bad=job.data.on_bad,
+        first=job.data.first,
     )
 
 
-def batch_of(recipe: Recipe, rows: BatchRows, processes: int) -> Batch:
+def batch_of(job: Job, rows: BatchRows, processes: int) -> Batch:
     """The largest batch of one of so many processes."""
     longest = int(rows.lengths.max())
     return Batch(
-        rows=recipe.trainer.per_device_train_batch_size,
-        row_length=int(longest * LONGER) if recipe.data.is_streamed else longest,
+        rows=job.trainer.per_device_train_batch_size,
+        row_length=int(longest * LONGER) if job.data.is_streamed else longest,
         images_per_row=int(rows.images.max()),
         processes=processes,
-        accumulates=recipe.trainer.gradient_accumulation_steps > 1,
+        accumulates=job.trainer.gradient_accumulation_steps > 1,
     )
 
 

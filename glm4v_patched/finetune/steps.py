@@ -4,18 +4,18 @@ import math
 from collections.abc import Iterator
 
 from ..data.checked_data import CheckedData
-from .recipe.sections import Recipe
+from .job import Job
 from .recipe.trainer import BY_METRIC, TrainerFields
 
 
-def require_batches(recipe: Recipe, rows: int, processes: int) -> None:
+def require_batches(job: Job, rows: int, processes: int) -> None:
     """Raise ``ValueError`` if so many rows, packed ones if they are packed, are no whole batch for
     each process, and those that are not whole are dropped."""
-    asked = recipe.trainer
+    asked = job.trainer
     needed = asked.per_device_train_batch_size * processes
-    if recipe.data.is_streamed or asked.steps_in_epoch(rows, processes):
+    if job.data.is_streamed or asked.steps_in_epoch(rows, processes):
         return  # a stream begins anew at its end
-    kind = "rows" if recipe.data.pack_to is None else "packed rows (data.pack_to)"
+    kind = "rows" if job.data.pack_to is None else "packed rows (data.pack_to)"
     raise ValueError(
         f"trainer.dataloader_drop_last is true and there are {rows:,} {kind}: a batch of "
         f"{asked.per_device_train_batch_size:,} (trainer.per_device_train_batch_size) for each of "
@@ -25,11 +25,10 @@ def require_batches(recipe: Recipe, rows: int, processes: int) -> None:
 
 
 def require_evaluations(
-    recipe: Recipe, checked: CheckedData, steps: int, steps_an_epoch: int
+    asked: TrainerFields, checked: CheckedData, steps: int, steps_an_epoch: int
 ) -> None:
     """Raise ``ValueError`` if there are no rows to evaluate on, or what needs an evaluation in the
     course of the run would wait for one beyond its end."""
-    asked = recipe.trainer
     if checked.eval is None:
         return
     if not len(checked.eval.rows):

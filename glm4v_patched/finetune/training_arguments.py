@@ -8,7 +8,7 @@ from typing import Any
 from ..data.workers import worker_start
 from ..engine.deepspeed.config import deepspeed_config
 from ..engine.options import EngineOptions
-from .recipe.sections import Recipe
+from .job import Job
 
 # The Trainer's names.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
@@ -39,12 +39,12 @@ class LoopOptions:
     worker_start: str | None = None
 
 
-def loop_options(recipe: Recipe, options: EngineOptions) -> LoopOptions:
-    asked, rates = recipe.trainer, recipe.trainer.learning_rate
+def loop_options(job: Job, options: EngineOptions) -> LoopOptions:
+    asked, rates = job.trainer, job.trainer.learning_rate
     return LoopOptions(
         rates={str(k): v for k, v in rates.items()} if isinstance(rates, dict) else None,
-        max_nonfinite_steps=recipe.max_nonfinite_steps,
-        fail_on_bad_rows=recipe.data.on_bad == "fail",
+        max_nonfinite_steps=job.max_nonfinite_steps,
+        fail_on_bad_rows=job.data.on_bad == "fail",
         keep_checkpoints=asked.save_total_limit,
         patience=asked.early_stopping_patience,
         threshold=asked.early_stopping_threshold,
@@ -53,7 +53,7 @@ def loop_options(recipe: Recipe, options: EngineOptions) -> LoopOptions:
 
 
 def training_arguments(
-    recipe: Recipe,
+    job: Job,
     options: EngineOptions,
     steps: int,
     steps_an_epoch: int,
@@ -71,11 +71,11 @@ def training_arguments(
         continues: Whether the run begins at a checkpoint.
         loading: Of :func:`loader_options`.
     """
-    asked = recipe.trainer
+    asked = job.trainer
     eval_every = asked.eval_every(steps_an_epoch)
     given = asked.model_dump(exclude_none=True, exclude=NOT_HANDED_ON)
     decided: dict[str, Any] = {
-        "output_dir": recipe.out,
+        "output_dir": str(job.out),
         # Of epochs, too: schedule, log and estimates agree on them before the first step.
         "max_steps": steps,
         "per_device_eval_batch_size": asked.eval_batch_size,
@@ -94,7 +94,7 @@ def training_arguments(
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
         "logging_strategy": "no" if asked.others.get("logging_strategy") == "no" else "steps",
         "logging_steps": asked.log_every(steps, steps_an_epoch),
-        "ignore_data_skip": recipe.data.is_streamed,  # which begins where it is to go on
+        "ignore_data_skip": job.data.is_streamed,  # which begins where it is to go on
     }
     return {**given, **engine_arguments(options, on_cpu), **decided, **loading}
 

@@ -15,6 +15,7 @@ from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
 from glm4v_patched.finetune import launch as launching
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
 from glm4v_patched.finetune.worker import train
 from glm4v_patched.models.placement import Placement
@@ -278,9 +279,9 @@ def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_f
     assert not run.called and not checked.exists()
     skipping = recipe.override({"data.on_bad": "skip"})
     launching.launch(skipping, place)
-    assert run.called and found(CheckedData.read(checked)) == found(check_data(skipping))
+    assert run.called and found(CheckedData.read(checked)) == found(check_data(resolve(skipping)))
     plan = Plan.read(Path(recipe.out, "plan.json"))
-    check_data(skipping.override({"data.pack_to": 99})).write(checked)
+    check_data(resolve(skipping.override({"data.pack_to": 99}))).write(checked)
     with pytest.raises(ValueError, match=r"data\.json has rows with digest .* planned with"):
         train(plan)
     checked.unlink()

@@ -14,7 +14,7 @@ from safetensors.torch import load, save_file
 
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
 from glm4v_patched.finetune.assembly import features_of
-from glm4v_patched.finetune.plan import settings_of
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.remote.visual import EVA2CLIPModel
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
 from tests.helpers.tiny import (
@@ -293,7 +293,7 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
         weights = Path(made.out, "model.safetensors").read_bytes()
         losses = [entry["eval_loss"] for entry in report["evaluations"]]
         results.append((report["history"], losses, weights))
-        assert len(losses) == 3 and settings_of(made, 1) == settings_of(asked, 1)
+        assert len(losses) == 3 and resolve(made).settings(1) == resolve(asked).settings(1)
         assert sum(runs) == 20 if reuse else sum(runs) >= 60
         runs.clear()
     assert results[0] == results[1] == results[2]

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults, set_incomplete_aside
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.plan import starting_point
-from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
@@ -181,7 +181,7 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
 ):
     folder = Path(cut.out)
     assert find_faults(folder / "checkpoint-6")
-    assert starting_point(cut, 2, True, base_of(cut)) == folder / "checkpoint-3"
+    assert starting_point(resolve(cut), 2, True) == folder / "checkpoint-3"
     assert str(folder / "checkpoint-6") in caplog.text
     whole = request.getfixturevalue("whole")
     assert len(losses_of(cut)) == 8

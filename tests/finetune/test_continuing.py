@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.finetune import launch as launching
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import Plan, settings_of, starting_point
-from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.plan import Plan, starting_point
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import begin, close_record
 from glm4v_patched.models.placement import Placement
@@ -85,7 +85,7 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, n
     assert [entry["step"] for entry in report["history"]] == [*range(1, 7)]
     assert report["history"][:2] == history(trained.out)[:2]
     with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 there, 2\.0 now"):
-        starting_point(same, 1, True, base_of(same))
+        starting_point(resolve(same), 1, True)
     shutil.rmtree(out)
     shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
     with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
@@ -98,7 +98,7 @@ def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
     launch(changed, HERE, resume=True, dry_run=True)
     told = f"training continues from {Path(stopped.out, 'checkpoint-2')}, after step 2"
     assert told in capsys.readouterr().out
-    report = train_here(changed, starting_point(changed, 1, True, base_of(changed)))
+    report = train_here(changed, starting_point(resolve(changed), 1, True))
     found = {path.name for path in Path(stopped.out).glob("checkpoint-*")}
     assert found == {"checkpoint-2", "checkpoint-3"}
     # Each checkpoint is logged, for what is logged after it begins there.
@@ -106,17 +106,17 @@ def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
 
 
 def test_folders_may_move_between_start_and_continuation_and_what_is_learned_may_not():
-    settings = settings_of(recipe({"trainer.save_steps": 4}), 2)
+    settings = resolve(recipe({"trainer.save_steps": 4})).settings(2)
     free = {"data.train": "e", "model": "n", "out": "p", "trainer.save_steps": 5}
     free |= {"max_nonfinite_steps": 9, "trainer.dataloader_num_workers": 2, "engine.tower": "none"}
     # Epochs decide nothing where there is a number of steps.
-    assert settings_of(recipe(free | {"trainer.num_train_epochs": 7.0}), 2) == settings
+    assert resolve(recipe(free | {"trainer.num_train_epochs": 7.0})).settings(2) == settings
     fixed = {"trainer.learning_rate": 2.0, "trainer.seed": 1, "data.pack_to": 100, "lora.rank": 4}
     fixed |= {"trainer.per_device_train_batch_size": 2, "trained": "lm"}
     fixed |= {"engine.zero_stage": 2, "engine.precision": "fp32"}
     for name, value in fixed.items():
-        assert len(settings_of(recipe({name: value}), 2).items() ^ settings.items()) == 2, name
-    assert len(settings_of(recipe(), 1).items() ^ settings.items()) == 2
+        assert len(resolve(recipe({name: value})).settings(2).items() ^ settings.items()) == 2, name
+    assert len(resolve(recipe()).settings(1).items() ^ settings.items()) == 2
 
 
 def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp
     train_here(first)
     more = stopped.override({"model": first.out, "out": str(tmp_path / "more")})
     launch(more, HERE)
-    assert starting_point(stopped, 1, True, base_of(stopped)).name == "checkpoint-2"
+    assert starting_point(resolve(stopped), 1, True).name == "checkpoint-2"
     path = Path(stopped.model, "model.safetensors")
     weights = load_file(path)
     weights["transformer.embedding.word_embeddings.weight"] *= 1.5
@@ -153,7 +153,7 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp
     with pytest.raises(ValueError, match=r"(?s)trained on another model than .*safetensors: \w+"):
         launch(more.override({"out": str(tmp_path / "other")}), HERE)
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
-        starting_point(stopped, 1, True, base_of(stopped))
+        starting_point(resolve(stopped), 1, True)
 
 
 def test_changed_rows_and_pictures_are_said_and_can_be_accepted(stopped, capfd, not_run):

@@ -15,6 +15,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation
 from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
 from glm4v_patched.finetune.ending import describe_end
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.plan import check_data, rows_of
 from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.recipe.sections import Recipe
@@ -68,7 +69,7 @@ def adapters(folder: str | Path) -> dict[str, torch.Tensor]:
 def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
     steps = [entry["step"] for entry in report["evaluations"]]
     assert len(steps) == 3 and steps[-1] == report["history"][-1]["step"]
-    rows = list(check_data(drawn).eval.conversations())
+    rows = list(check_data(resolve(drawn)).eval.conversations())
     batch = ConversationCollator(ChatGLMProcessor.from_pretrained(drawn.model))(rows)
     tokens = (batch["labels"][:, 1:] != -100).sum().item()
     assert {entry["eval_tokens"] for entry in report["evaluations"]} == {tokens}
@@ -83,11 +84,13 @@ def sample(drawn):
     """The rows that are answered, of a model with so many positions."""
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
     sheet = Path(drawn.out, "answers.png")
-    return partial(evaluation.Sample, check_data(drawn).eval, processor, sheet, 8, TOKENS, 2)
+    return partial(
+        evaluation.Sample, check_data(resolve(drawn)).eval, processor, sheet, 8, TOKENS, 2
+    )
 
 
 def test_rows_whose_answer_just_fits_are_asked_and_those_without_room_passed_over(drawn, sample):
-    lengths = sorted(map(int, check_data(drawn).eval.column("in_table")))
+    lengths = sorted(map(int, check_data(resolve(drawn)).eval.column("in_table")))
     for room in (lengths[-1], lengths[0], 0):
         fitting = sum(length <= room for length in lengths)
         assert len(sample(room + TOKENS).questions) == min(fitting, 8)
@@ -209,8 +212,10 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
 
 
 def test_rows_that_decide_what_is_best_belong_to_a_run(drawn, tmp_path):
-    checked = check_data(drawn)
-    others = replace(checked, eval=check_data(drawn.override({"data.eval": drawn.data.train})).eval)
+    checked = check_data(resolve(drawn))
+    others = replace(
+        checked, eval=check_data(resolve(drawn.override({"data.eval": drawn.data.train}))).eval
+    )
     for decides in (False, True):
         (tmp_path / ROWS).write_text(json.dumps(asdict(rows_of(checked, decides))))
         now = rows_of(others, decides)

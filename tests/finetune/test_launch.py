@@ -15,6 +15,7 @@ import pytest
 
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import launch as launching
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.launch import launch, prepared
 from glm4v_patched.finetune.run_folder import RECORD
 from glm4v_patched.models.base import Base
@@ -185,5 +186,5 @@ def test_a_model_of_the_hub_is_written_down_with_its_commit(mine, monkeypatch):
     plan = SimpleNamespace(base=Base("org/name", "c0ffee"), options=EngineOptions(), write=Mock())
     checked = SimpleNamespace(write=Mock())
     monkeypatch.setattr(launching, "_decide", lambda *_: (plan, checked, []))
-    with prepared(mine.override({"model": "org/name"}), Placement(1, on_cpu=True)):
+    with prepared(resolve(mine.override({"model": "org/name"})), Placement(1, on_cpu=True)):
         assert json.loads(Path(mine.out, "recipe.json").read_text())["revision"] == "c0ffee"

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from glm4v_patched.engine.options import PARTS, part_of
-from glm4v_patched.finetune.adapter_card import CARD, plain_values, write_card
+from glm4v_patched.finetune.adapter_card import CARD, write_card
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.training_arguments import LoopOptions
@@ -95,7 +96,7 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
     for nothing in ("More Information Needed", str(Path(trained.model).parent), str(tmp_path)):
         assert nothing not in card.content
     # Where the best weights were saved, their scores.
-    folder, shown = Path(trained.out), plain_values(trained)
+    folder, shown = Path(trained.out), resolve(trained).shown
     write_card(folder, Base(trained.model), shown, report | {"best_step": first["step"]}, 16)
     assert f"loss {first['eval_loss']:.4g}, " in ModelCard.load(Path(trained.out, CARD)).text
     assert first["eval_loss"] != last["eval_loss"]

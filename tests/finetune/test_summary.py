@@ -15,8 +15,8 @@ from glm4v_patched.engine.memory_plan import GIB, OUTSIDE_TORCH, Batch
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import summary, worker
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.plan import Plan, check_data, digest_of, make_plan
-from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import LOCK, begin, locked
 from glm4v_patched.finetune.summary import (
@@ -34,7 +34,7 @@ from tests.helpers.recipes import arguments_of, planned, recipe
 def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
     recipe = mine.override({"out": str(tmp_path), "lora.targets": ["dense"]})
     for placement in (Placement(1, on_cpu=True), Placement(4, local_processes=2, on_cpu=True)):
-        plan = make_plan(recipe, placement, check_data(recipe), base_of(recipe))
+        plan = make_plan(resolve(recipe), placement, check_data(resolve(recipe)))
         plan = replace(plan, checkpoint=tmp_path / "checkpoint-4", changes=("rows: others",))
         plan.write()
         assert Plan.read(plan.path) == plan
@@ -42,8 +42,8 @@ def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
 
 
 def test_a_plan_is_for_its_rows_as_they_are_packed_and_for_those_of_evaluation(drawn):
-    every = check_data(drawn)
-    checked = check_data(drawn.override({"data.eval": 0.2}))
+    every = check_data(resolve(drawn))
+    checked = check_data(resolve(drawn.override({"data.eval": 0.2})))
     others = [replace(checked, **change) for change in ({"pack_to": 100}, {"eval": None})]
     others += [every, replace(checked, eval=every)]
     assert len({digest_of(each) for each in (checked, *others)}) == 5
@@ -52,7 +52,7 @@ def test_a_plan_is_for_its_rows_as_they_are_packed_and_for_those_of_evaluation(d
 def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monkeypatch):
     """Of the real size, on GPUs of which others use some."""
     recipe = mine.override({"engine.language": "auto"})
-    checked = check_data(recipe)
+    checked = check_data(resolve(recipe))
     real = ChatGLMConfig()
     monkeypatch.setattr(planning, "config_of", lambda base: real)
     batch = Batch(rows=4, row_length=2114, processes=1)
@@ -60,16 +60,16 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
     found = []
     for free in (140 * GIB, 75 * GIB):
         monkeypatch.setattr(planning, "free_on_gpus", lambda number, free=free: [free] * number)
-        plan = make_plan(recipe, Placement(1), checked, base_of(recipe))
+        plan = make_plan(resolve(recipe), Placement(1), checked)
         assert plan.free == free >= plan.needed
         found.append(plan.options.language)
     assert found[0] != found[1]
     monkeypatch.setattr(planning, "free_on_gpus", lambda number: [140 * GIB, 75 * GIB][:number])
     for local, least in ((2, 75), (1, 140)):  # on two machines, the second GPU is of no process
         placement = Placement(2, local_processes=local)
-        assert make_plan(recipe, placement, checked, base_of(recipe)).free == least * GIB
+        assert make_plan(resolve(recipe), placement, checked).free == least * GIB
     limited = recipe.override({"engine.memory_limit": 75.0})
-    assert make_plan(limited, Placement(1), checked, base_of(recipe)).free < 80 * GIB
+    assert make_plan(resolve(limited), Placement(1), checked).free < 80 * GIB
     # What is outside of torch is not free.
     assert "may not suffice" not in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH))
     assert "may not suffice" in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH + GIB))
@@ -163,7 +163,7 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
     before = sorted(Path(saving.model).parent.rglob("*"))
     assert train(saving, "--dry-run", "trainer.learning_rate=10") == 0
     told = capsys.readouterr().out
-    counts = check_data(saving).counts
+    counts = check_data(resolve(saving)).counts
     assert counts.rows == counts.pictures == 14
     for line in [
         f"data        14 rows, 14 pictures; {counts.positions} positions, of which "

@@ -12,6 +12,7 @@ from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.training_arguments import training_arguments
@@ -64,10 +65,12 @@ def planned(
 
     out = Path(recipe.out)
     out.mkdir(exist_ok=True)
-    checked = check_data(recipe)
+    job = resolve(recipe)
+    job = job.with_base(pin(job.base))
+    checked = check_data(job)
     checked.write(out / CHECKED_DATA)
     placement = Placement(processes, on_cpu=not torch.cuda.is_available())
-    plan = make_plan(recipe, placement, checked, pin(base_of(recipe)), checkpoint, accept)
+    plan = make_plan(job, placement, checked, checkpoint, accept)
     plan.write()
     return plan.path
 
@@ -98,7 +101,7 @@ def train_in_processes(
 def arguments_of(asked: Recipe, steps: int = 10) -> dict[str, Any]:
     """What the Trainer is given for a recipe, on a CPU, of so many steps an epoch."""
     return training_arguments(
-        asked,
+        resolve(asked),
         decide(ChatGLMConfig(), asked.engine_options(), BATCH, 0),
         steps,
         steps,

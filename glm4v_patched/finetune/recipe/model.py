@@ -46,12 +46,6 @@ def base_of(recipe: Recipe) -> Base:
     return base
 
 
-def inputs_of(recipe: Recipe, base: Base) -> list[Path]:
-    """The files that a run reads; of a model's folder, which may be links to elsewhere, each."""
-    models = [Path(name) for name in {recipe.model, base.model} if Path(name).is_dir()]
-    return [*recipe.data.files(), *(file for model in models for file in model.iterdir())]
-
-
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
     """What the recipe says of adapters is what those in a folder have, as far as it says it."""
     config, lora = read_object(folder / ADAPTER_CONFIG), recipe.lora
