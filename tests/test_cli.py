@@ -17,9 +17,9 @@ from glm4v_patched.cli import main
 from glm4v_patched.engine.deepspeed import config
 from glm4v_patched.engine.deepspeed.config import require_deepspeed
 from glm4v_patched.finetune import ending, launch, preflight
-from glm4v_patched.finetune.checkpoints import Origin, Rows, write_manifest
+from glm4v_patched.finetune.checkpoints import Origin, write_manifest
 from glm4v_patched.finetune.job import resolve
-from glm4v_patched.finetune.plan import Plan, check_data
+from glm4v_patched.finetune.plan import Plan, check_data, rows_of
 from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.models.base import identify
@@ -131,8 +131,7 @@ def checkpoint(tmp_path, recipe) -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "latest").write_text("x")
     mine = Recipe.read(tmp_path / "recipe.json")
-    checked = check_data(resolve(mine))
-    rows = Rows(checked.row_digests, checked.row_lines)
+    rows = rows_of(check_data(resolve(mine)), with_evaluated=False)
     write_manifest(checkpoint, Origin(resolve(mine).settings(2), identify(base_of(mine)), rows))
     return checkpoint
 

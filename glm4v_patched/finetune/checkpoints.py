@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import shutil
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ from ..patch.config_json import read_object
 from ..terminal_text import listed, shorten
 
 MANIFEST = "complete.json"
-ROWS = "rows.json"
 NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
-FAULTS_TOLD, LINES_TOLD = 8, 5
+FAULTS_TOLD = 8
 
 logger = logging.getLogger(__name__)
 
@@ -41,37 +39,14 @@ class Rows:
     """The rows that are learned, in their order.
 
     Args:
-        digests: Of each row with the bytes of its pictures.
-        lines: Where it stands in the file; of several files, with the file's name.
+        digest: Of all rows, with the bytes of their pictures.
         evaluated: Digest of the rows for evaluation, where they decide what is saved or when the
             run ends.
     """
 
-    digests: tuple[str, ...]
-    lines: tuple[int | str, ...]
+    number: int
+    digest: str
     evaluated: str | None = None
-
-    def changes_to(self, new: "Rows") -> list[str]:
-        """What is different in ``new``, a line for each kind; nothing if they are the same."""
-        changes = []
-        if self.digests != new.digests:
-            there, now = Counter(self.digests), Counter(new.digests)
-            gone, come = self._places(there - now), new._places(now - there)
-            numbers = f"{len(self.digests)} there, {len(new.digests)} now"
-            told = f"{gone} gone, {come} new" if there != now else "in another order"
-            changes.append(f"rows: {numbers}; {told}")
-        if self.evaluated and new.evaluated and self.evaluated != new.evaluated:
-            changes.append("rows for evaluation: others; the best so far is of those there")
-        return changes
-
-    def _places(self, wanted: Counter) -> str:
-        """How many rows of these digests, and where they stand; of equal ones, the last."""
-        lines: list[int | str] = []
-        for row, line in zip(reversed(self.digests), reversed(self.lines), strict=True):
-            if wanted[row] > 0:
-                wanted[row] -= 1
-                lines.append(line)
-        return f"{len(lines)} (line {listed(lines[::-1], LINES_TOLD)})" if lines else "0"
 
 
 @dataclass(frozen=True)
@@ -85,13 +60,12 @@ class Origin:
 
 def write_manifest(checkpoint: Path, origin: Origin) -> None:
     """Declare everything in a checkpoint folder to be complete, once it is on the disk."""
-    (checkpoint / ROWS).write_text(json.dumps(asdict(origin.rows)))
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != MANIFEST]
     # Else a power cut could leave the manifest and not the files.
     for path in [*files, *{path.parent for path in files}]:
         _flush(path)
-    manifest: dict[str, Any] = {"settings": origin.settings, "base": origin.base}
+    manifest: dict[str, Any] = asdict(origin)
     manifest["files"] = {
         path.relative_to(checkpoint).as_posix(): {
             "bytes": path.stat().st_size,
@@ -252,9 +226,12 @@ def changes_of_data(checkpoint: Path, rows: Rows, accept: bool) -> list[str]:
     Raises:
         ValueError: something is, and it is not to be accepted.
     """
-    written = json.loads((checkpoint / ROWS).read_text())
-    there = Rows(tuple(written["digests"]), tuple(written["lines"]), written.get("evaluated"))
-    changes = there.changes_to(rows)
+    there, changes = read_manifest(checkpoint).get("rows", {}), []
+    if there.get("digest") != rows.digest:
+        told = f"rows: {there.get('number', '?')} there, {rows.number} now; "
+        changes.append(told + "others, or in another order")
+    if there.get("evaluated") and rows.evaluated and there["evaluated"] != rows.evaluated:
+        changes.append("rows for evaluation: others; the best so far is of those there")
     if changes and not accept:
         raise ValueError(
             f"{checkpoint} is of a run on other data:\n  - {_in_lines(changes)}\n"

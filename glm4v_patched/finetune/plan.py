@@ -7,6 +7,7 @@ what runs.
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,7 @@ def digest_of(checked: CheckedData) -> str:
     learned = [repr(checked.sources), repr(checked.asked), repr(checked.pack_to)]
     learned += checked.row_digests
     evaluated = [] if checked.eval is None else ["evaluated", *checked.eval.row_digests]
-    return hashlib.sha256("\n".join([*learned, *evaluated]).encode()).hexdigest()
+    return _sha256([*learned, *evaluated])
 
 
 def starting_point(job: Job, processes: int, resume: bool | Path) -> Path | None:
@@ -356,6 +357,9 @@ def rows_of(checked: CheckedData, with_evaluated: bool) -> Rows:
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:
-        digests = "\n".join(checked.eval.row_digests)
-        evaluated = hashlib.sha256(digests.encode()).hexdigest()
-    return Rows(checked.row_digests, checked.row_lines, evaluated)
+        evaluated = _sha256(checked.eval.row_digests)
+    return Rows(len(checked.row_digests), _sha256(checked.row_digests), evaluated)
+
+
+def _sha256(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

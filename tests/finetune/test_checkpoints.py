@@ -14,9 +14,9 @@ from transformers import TrainerControl, TrainerState
 
 from glm4v_patched.finetune.checkpoints import (
     MANIFEST,
-    ROWS,
     Origin,
     Rows,
+    changes_of_data,
     find_faults,
     last_complete_checkpoint,
     require_checkpoint,
@@ -34,7 +34,7 @@ FILES = {
 }
 SETTINGS = {"trainer.seed": 0, "processes": 2}
 BASE = {"config.json": "a", "model.safetensors": "b"}
-ORIGIN = Origin(SETTINGS, BASE, Rows(("one", "two", "three"), (1, 2, 4)))
+ORIGIN = Origin(SETTINGS, BASE, Rows(3, "a"))
 
 
 def add_checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
@@ -48,7 +48,7 @@ def add_checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("name", ["latest", "global_step/rank_1_optim_states.pt", ROWS, MANIFEST])
+@pytest.mark.parametrize("name", ["latest", "global_step/rank_1_optim_states.pt", MANIFEST])
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_taken(
     tmp_path, name, damage, caplog
@@ -211,22 +211,11 @@ def test_the_newest_complete_checkpoints_are_kept_and_incomplete_ones_and_links_
     assert find_faults(elsewhere) == []
 
 
-def rows(digests: str) -> Rows:
-    return Rows(tuple(digests), tuple(range(10, 10 + len(digests))))
-
-
-def test_what_changes_in_rows_is_said_with_their_lines():
-    for there, now, told in (
-        ("abc", "acb", "rows: 3 there, 3 now; in another order"),
-        ("abc", "abcde", "rows: 3 there, 5 now; 0 gone, 2 (line 13, 14) new"),
-        ("aabc", "abc", "rows: 4 there, 3 now; 1 (line 11) gone, 0 new"),
-        ("abcdef", "Abcdef", "rows: 6 there, 6 now; 1 (line 10) gone, 1 (line 10) new"),
-    ):
-        assert rows(there).changes_to(rows(now)) == [told]
-
-
-@settings(derandomize=True, deadline=None, max_examples=200, database=None)
-@given(st.text("abc", max_size=6), st.text("abc", max_size=6), st.integers(0, 9))
-def test_rows_change_exactly_when_their_digests_do(there, now, moved):
-    elsewhere = Rows(tuple(now), tuple(range(moved, moved + len(now))))
-    assert (rows(there).changes_to(elsewhere) == []) == (there == now)
+def test_other_rows_are_refused_unless_they_are_accepted(tmp_path):
+    checkpoint = add_checkpoint(tmp_path, 4)
+    assert changes_of_data(checkpoint, Rows(3, "a"), accept=False) == []
+    for number in (3, 5):
+        now, told = Rows(number, "b"), f"rows: 3 there, {number} now; others, or in another order"
+        assert changes_of_data(checkpoint, now, accept=True) == [told]
+        with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{told}.*--accept-changed"):
+            changes_of_data(checkpoint, now, accept=False)

@@ -1,7 +1,7 @@
 """Rows for evaluation: their loss in training.json, the best weights, an early end."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation
-from glm4v_patched.finetune.checkpoints import ROWS, changes_of_data
+from glm4v_patched.finetune.checkpoints import Origin, changes_of_data, write_manifest
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.plan import check_data, rows_of
@@ -217,7 +217,7 @@ def test_rows_that_decide_what_is_best_belong_to_a_run(drawn, tmp_path):
         checked, eval=check_data(resolve(drawn.override({"data.eval": drawn.data.train}))).eval
     )
     for decides in (False, True):
-        (tmp_path / ROWS).write_text(json.dumps(asdict(rows_of(checked, decides))))
+        write_manifest(tmp_path, Origin({}, {}, rows_of(checked, decides)))
         now = rows_of(others, decides)
         assert len(changes_of_data(tmp_path, now, accept=True)) == decides
 
