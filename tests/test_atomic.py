@@ -12,7 +12,7 @@ from glm4v_patched.data.pictures import PictureFiles
 from glm4v_patched.data.source import Source
 from glm4v_patched.data.stored_rows import SCHEMA, store_rows, write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin, locked
-from glm4v_patched.inference.answers_file import AnswersFile
+from glm4v_patched.inference.answers_file import open_answers
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe
@@ -94,6 +94,6 @@ def test_a_file_system_without_locks_is_told_as_that(code, tmp_path, monkeypatch
 
     monkeypatch.setattr(fcntl, "flock", flock)
     answers = tmp_path / "a.jsonl", [], {}, Source(str(tmp_path / "rows.jsonl"))
-    for take in (lambda: locked(tmp_path / "run").__enter__(), lambda: AnswersFile(*answers)):
+    for take in (locked(tmp_path / "run"), open_answers(*answers)):
         with pytest.raises(ValueError, match="without locks, .*; give a path on a local disk"):
-            take()
+            take.__enter__()

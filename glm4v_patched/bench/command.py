@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..engine.options import EngineSection
-from ..inference.command import add_weights
-from ..option_fields import add_option
+from ..inference.questions import ModelOptions
+from ..option_fields import add_option, add_options
 from ..paths import require_apart, to_path
 from . import answers, generation, training
 from .settings import Processes, Settings, Speed, picture_size
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in fields(Speed):
         if each.metadata:
             add_option(group, each)
-    add_weights(parser)
+    add_options(parser, ModelOptions, ["weights"])
     add = parser.add_argument_group("--answers").add_argument
     told = "measure answer, with JPEG files of this size; --batch, --new-tokens, --weights, --model"
     add("--answers", metavar="WxH", type=picture_size, help=told)

@@ -8,7 +8,7 @@ from dataclasses import Field, asdict, dataclass, fields
 from typing import Any
 
 from ..engine.options import TRAINED, EngineOptions, EngineSection
-from ..inference.command import CACHES
+from ..inference.questions import CACHES
 from ..models.quantised_weights import check_weights, kept_cache
 from ..option_fields import option
 from ..paths import expand

@@ -2,10 +2,11 @@
 
 import os
 import pickle
+import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.environment import python_module, training_environment
 from ..models.base import Base, identify
-from .answers_file import AnswersFile, Line
+from .answers_file import AnswersFile, Line, open_answers
 from .questions import Question, Request, digest_pictures, digest_questions, read_questions
 
 if TYPE_CHECKING:
@@ -42,19 +43,22 @@ def answer_questions(
     base: Base,
     questions: Sequence[Question],
     settings: Mapping[str, Any],
-    out: Path,
+    out: Path | None,
     overwrite: bool,
 ) -> list[Line]:
-    """:func:`answer_file` of questions that were read, and their :func:`settings_of`."""
-    with closing(AnswersFile(out, questions, settings, request.data, overwrite)) as file:
+    """:func:`answer_file` of questions that were read, and their :func:`settings_of`; without
+    ``out`` nothing is written."""
+    from ..data.check import require_pictures
+    from .answer_worker import require_room
+
+    require_pictures(request.data)
+    require_room(base, questions, request.generation.max_new_tokens)
+    if out is None:
+        return [*_answer(request, base, questions, len(questions))]
+    with open_answers(out, questions, settings, request.data, overwrite) as file:
         if file.lines:
             print(f"{len(file.lines):,} of {len(questions):,} answers are there", flush=True)
         if missing := file.missing:
-            from ..data.check import require_pictures
-            from .answer_worker import require_room
-
-            require_pictures(request.data)
-            require_room(base, missing, request.generation.max_new_tokens)
             _answer_missing(request, base, file, missing)
         return file.all_lines()
 
@@ -62,25 +66,29 @@ def answer_questions(
 def _answer_missing(
     request: Request, base: Base, file: AnswersFile, missing: Sequence[Question]
 ) -> None:
+    try:
+        for line in _answer(request, base, missing, len(file.questions)):
+            file.add(line)
+    except (KeyboardInterrupt, RuntimeError):
+        if file.lines:
+            kept = f"{len(file.lines):,} of {len(file.questions):,} answers are in {file.path}, and"
+            kept += f" the same command continues{', without --overwrite' * file.overwrite}"
+            print(kept, file=sys.stderr)
+        raise
+
+
+def _answer(request: Request, base: Base, questions: Sequence[Question], of: int) -> Iterator[Line]:
+    """Answer questions, and show how far it is with all ``of`` them."""
     from tqdm import tqdm
 
-    start, first, number = time.monotonic(), 0.0, len(file.questions)
-    bar: dict[str, Any] = {"total": number, "initial": number - len(missing), "disable": None}
-    try:
-        with tqdm(**bar, unit="row", desc="answering") as progress:
-            for question, answer in answers(request, base, missing):
-                file.add(Line(question, *answer))
-                progress.update()
-                first = first or time.monotonic() - start
-    except (KeyboardInterrupt, RuntimeError) as error:
-        if not (file.lines or file.overwrite):
-            raise  # there is nothing to continue
-        kept = f"{len(file.lines):,} of {number:,} answers are in {file.path}, and the same "
-        kept += f"command continues{', without --overwrite' * file.overwrite}"
-        if file.overwrite and not file.has_begun:
-            kept = f"nothing was answered, and {file.path} is as it was"
-        raise type(error)(f"{str(error) or 'stopped'}\n{kept}") from error
-    print(describe_speed(len(missing), time.monotonic() - start, first), flush=True)
+    start, first = time.monotonic(), 0.0
+    bar: dict[str, Any] = {"total": of, "initial": of - len(questions), "disable": None}
+    with tqdm(**bar, unit="row", desc="answering") as progress:
+        for question, answer in answers(request, base, questions):
+            yield Line(question, *answer)
+            progress.update()
+            first = first or time.monotonic() - start
+    print(describe_speed(len(questions), time.monotonic() - start, first), flush=True)
 
 
 def describe_speed(rows: int, seconds: float, first: float) -> str:
@@ -106,13 +114,10 @@ def answers(
 ) -> Iterator[tuple[Question, "Answer"]]:
     """Each question with its answer, in order; several processes are started for several."""
     from .answer_worker import Answer, answer_parts, batches
-    from .decoding.static_cache import chosen
 
     placement = request.place()
     parts = list(batches(questions, request.batch_size))
     number = min(placement.processes, len(parts))
-    cache = chosen(request.cache, request.device, base, request.weights)
-    request = replace(request, cache=cache)
     if number == 1:
         told: Generator[list[Any], None, None] = answer_parts(request, base, parts)
     else:

@@ -21,9 +21,9 @@ from ..engine.environment import end_with_stdin
 from ..models import loading
 from ..models.base import Base
 from ..models.loading import Loaded, load_processor
-from .decoding.static_cache import StaticCaches
+from .decoding.static_cache import StaticCaches, chosen
 from .nonfinite import NonFiniteLogits, RequireFinite, describe_cause
-from .questions import Generation, Question, Request
+from .questions import Generation, ModelOptions, Question, Request
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024
@@ -161,6 +161,15 @@ class Answerer:
         return batch
 
 
+def load_answerer(
+    options: ModelOptions, base: Base, generation: Generation, tells: bool = True
+) -> Answerer:
+    """Load what ``options`` have found."""
+    loaded = loading.load(base, options.device, options.weights, tells)
+    cache = chosen(options.cache, options.device, base, options.weights)
+    return Answerer(loaded, generation, cache)
+
+
 def encode(processor, prompts: Sequence[Any]) -> Any:
     """Model inputs, padded on the left, of messages, or of texts that are to be continued."""
     options = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
@@ -203,8 +212,7 @@ def answer_parts(
 
     try:
         read(islice(left, number + 1))
-        loaded = loading.load(base, request.device, request.weights, tells)
-        answerer = Answerer(loaded, request.generation, request.cache)
+        answerer = load_answerer(request, base, request.generation, tells)
 
         def take() -> tuple[list[int], Future] | None:
             """The rows of the next batch, which is being placed."""

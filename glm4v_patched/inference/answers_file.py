@@ -7,9 +7,10 @@ torch.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ..atomic import explain_failed_writes, open_atomically, require_file, take_lock
 from ..data.messages import pictures_of, text_of
@@ -42,8 +43,15 @@ class Line(NamedTuple):
         return json.dumps(told, ensure_ascii=False)
 
 
-class AnswersFile:
-    """Opened to be continued.
+@contextmanager
+def open_answers(
+    path: Path,
+    questions: Sequence[Question],
+    settings: Mapping[str, Any],
+    data: Source,
+    overwrite: bool = False,
+) -> Iterator["AnswersFile"]:
+    """Open a file of answers to be continued, for this process alone.
 
     Args:
         path: Its folder is made if it is missing.
@@ -52,74 +60,74 @@ class AnswersFile:
         data: What the questions are of; it and its pictures are not written to.
         overwrite: Whether a file that is there may be replaced, at the first answer.
     """
+    for each in (path, settings_path(path)):
+        require_file(each, alone=True)
+    for other in (data.path, *(p for q in questions for p in pictures_of(q.prompt))):
+        if path.exists() and Path(other).exists() and path.samefile(other):
+            raise ValueError(f"--out {path} is what is read; expected another file")
+    if not overwrite:
+        require_same_settings(path, settings)  # before a file is made
+    with explain_failed_writes(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+    with file:
+        try:
+            take_lock(file.fileno(), path)
+        except BlockingIOError:
+            told = f"another process writes to {path}; wait for it, or give --out another file"
+            raise ValueError(told) from None
+        answers = AnswersFile(path, file, questions, settings, overwrite)
+        if not overwrite:
+            require_same_settings(path, settings)  # which another process may have written
+            answers.read()
+        yield answers
+
+
+def require_same_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if the answers that are there belong to something else."""
+    beside, has_answers = settings_path(path), path.exists() and path.stat().st_size > 0
+    if not has_answers and not beside.exists():
+        return
+    try:
+        there = json.loads(beside.read_text(encoding="utf-8"))
+        if there.keys() != settings.keys():
+            raise ValueError("of something else")
+        flat, now = dict(_flat(there)), dict(_flat(settings))
+    except (OSError, *DAMAGED):
+        raise ValueError(
+            f"{beside} does not say what the answers beside it belong to, and nothing of others "
+            f"is replaced; {CURE}"
+        ) from None
+    names = [n for n in {**flat, **now} if flat.get(n) != now.get(n)]
+    if has_answers and names:
+        told = [f"{n}: {_told(flat.get(n))} there, {_told(now.get(n))} now" for n in names]
+        raise ValueError(
+            f"the answers in {path} belong to something else; {CURE}\n  " + "\n  ".join(told)
+        )
+
+
+def settings_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.settings.json")
+
+
+class AnswersFile:
+    """A file of answers that :func:`open_answers` has opened and locked."""
 
     def __init__(
         self,
         path: Path,
+        file: BinaryIO,
         questions: Sequence[Question],
         settings: Mapping[str, Any],
-        data: Source,
-        overwrite: bool = False,
+        overwrite: bool,
     ):
-        self.path, self.overwrite = path, overwrite
-        self.settings_path = path.with_name(f"{path.name}.settings.json")
+        self.path, self.file, self.overwrite = path, file, overwrite
         self.questions, self.settings = questions, settings
         self.has_begun = False
         self.lines: dict[tuple[int, bool], Line] = {}
-        for each in (path, self.settings_path):
-            require_file(each, alone=True)
-        for other in (data.path, *(p for q in questions for p in pictures_of(q.prompt))):
-            if path.exists() and Path(other).exists() and path.samefile(other):
-                raise ValueError(f"--out {path} is what is read; expected another file")
-        with explain_failed_writes(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = path.open("a+b")
-        try:
-            take_lock(self.file.fileno(), path)
-            # Else another process has removed it, empty, since it was opened.
-            is_there = os.path.samestat(os.fstat(self.file.fileno()), os.stat(path))
-        except (BlockingIOError, FileNotFoundError):
-            is_there = False
-        except ValueError:
-            self.close()
-            raise
-        if not is_there:
-            self.file.close()
-            told = f"another process writes to {path}; wait for it, or give --out another file"
-            raise ValueError(told)
-        try:
-            if not overwrite:
-                self._continue()
-        except BaseException:
-            self.close()
-            raise
 
-    def _continue(self) -> None:
-        is_there = self.path.stat().st_size > 0
-        if not is_there and not self.settings_path.exists():
-            return
-        try:
-            there = json.loads(self.settings_path.read_text(encoding="utf-8"))
-            flat = dict(_flat(there))
-            if there.keys() != self.settings.keys():
-                raise ValueError("of something else")
-        except (OSError, *DAMAGED):
-            raise ValueError(
-                f"{self.settings_path} does not say what the answers beside it belong to, and "
-                f"nothing of others is replaced; {CURE}"
-            ) from None
-        now = dict(_flat(self.settings))
-        names = [n for n in {**flat, **now} if flat.get(n) != now.get(n)]
-        if is_there and names:
-            told = [f"{n}: {_told(flat.get(n))} there, {_told(now.get(n))} now" for n in names]
-            raise ValueError(
-                f"the answers in {self.path} belong to something else; {CURE}\n  "
-                + "\n  ".join(told)
-            )
-        self.has_begun = is_there
-        self._read()
-
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take over the lines that are there."""
         known = {(question.row, question.swapped): question for question in self.questions}
         self.file.seek(0)
         start = 0
@@ -127,7 +135,7 @@ class AnswersFile:
             if not text.endswith(b"\n"):
                 print(f"line {number} of {self.path} was cut off, and is answered again")
                 self.file.truncate(start)
-                return
+                break
             start += len(text)
             try:
                 told = json.loads(text)
@@ -139,6 +147,7 @@ class AnswersFile:
                     f"it; take the line out, {CURE}"
                 ) from None
             self.lines[key] = line
+        self.has_begun = start > 0
 
     @property
     def missing(self) -> list[Question]:
@@ -148,32 +157,21 @@ class AnswersFile:
     def add(self, line: Line) -> None:
         """Write an answer; a process that is killed loses none that was added before."""
         if not self.has_begun:  # now there is something to put in place of what is there
-            name = self.settings_path
+            name = settings_path(self.path)
             with explain_failed_writes(name), open_atomically(name) as settings:
                 settings.write(json.dumps(self.settings, indent=2).encode() + b"\n")
                 settings.flush()  # of a full disk, before what is there is lost
                 self.file.truncate(0)
             self.has_begun = True
-        content, descriptor = line.to_json().encode() + b"\n", self.file.fileno()
-        before = os.fstat(descriptor).st_size
+        content = line.to_json().encode() + b"\n"
         with explain_failed_writes(self.path):
-            try:
-                while content:  # without a buffer, of which the rest would be written at the end
-                    content = content[os.write(descriptor, content) :]
-            except OSError:
-                self.file.truncate(before)
-                raise
+            while content:  # without a buffer, of which the rest would be written at the end
+                content = content[os.write(self.file.fileno(), content) :]
         self.lines[line.question.row, line.question.swapped] = line
 
     def all_lines(self) -> list[Line]:
         """In the order of the questions, all of which are answered."""
         return [self.lines[question.row, question.swapped] for question in self.questions]
-
-    def close(self) -> None:
-        """Also removes a file without a line, which says nothing."""
-        if os.fstat(self.file.fileno()).st_size == 0:
-            self.path.unlink(missing_ok=True)  # while it is locked
-        self.file.close()
 
 
 def _flat(values: Mapping[str, Any], before: str = ""):

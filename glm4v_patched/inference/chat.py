@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from ..data.decoding import read_facts
-from ..models.find import find_source
-from ..models.placement import place
-from ..models.quantised_weights import check_weights
+from ..option_fields import of_options
 from ..paths import expand
 from ..terminal_text import printable
-from .questions import Generation
+from .questions import Generation, ModelOptions
 
 if TYPE_CHECKING:
     from .answer_worker import Answerer
@@ -30,20 +28,16 @@ def chat(options: Namespace) -> None:
     for given, name in ((options.other, "a second model"), (options.port, "--port")):
         if given is not None:
             raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
-    generation = Generation.of(options)
+    generation = of_options(Generation, options)
     for image in options.image:
         check_picture(image)
-    check_weights(options.weights, options.device, options.cache)
-    place(1, options.device)
-    base = find_source(options.model, options.revision, options.weights)
+    asked = of_options(ModelOptions, options)
+    base = asked.find()
 
-    from ..models.loading import config_of, load
-    from .answer_worker import Answerer
-    from .decoding.static_cache import chosen
+    from ..models.loading import config_of
+    from .answer_worker import load_answerer
 
-    loaded = load(base, options.device, options.weights)
-    cache = chosen(options.cache, options.device, base, options.weights)
-    answerer = Answerer(loaded, generation, cache)
+    answerer = load_answerer(asked, base, generation)
     Chat(answerer, config_of(base).seq_length, options.system, options.image).run(sys.stdin)
 
 

@@ -4,18 +4,14 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from ..models.quantised_weights import WEIGHTS
-from ..option_fields import add_option
+from ..option_fields import add_options, of_options
 from ..paths import expand, to_path
 from ..terminal_text import doing
-from .questions import Generation
+from .questions import Generation, ModelOptions, Request
+from .serving.limits import Limits
 
-# static: one size for all steps, which are recorded on a GPU and replayed; auto: so on a GPU, if
-# they can be recorded.
-CACHES = ("auto", "static", "dynamic")
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
-ALL = [each.name for each in fields(Generation)]
-AS_THEY_COME = [name for name in ALL if name != "num_beams"]
+AS_THEY_COME = [each.name for each in fields(Generation) if each.name != "num_beams"]
 """Of what is shown while it is generated."""
 
 
@@ -43,7 +39,7 @@ def add_commands(commands) -> None:
     told = "write the model in 8 or 4 bits, for other programs"
     export = commands.add_parser("export", help=told)
     export.set_defaults(run=_export, format="auto")  # of the rows
-    _add_model(export)
+    _add_model(export, ["revision", "device"])
     bits = "of the layers' weights: floating point or integers of 8 bits, or integers of 4"
     formats = ("fp8", "int8", "int4")
     export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits)
@@ -54,13 +50,12 @@ def add_commands(commands) -> None:
     asked = "rows that are asked before and after, as evaluate does"
     export.add_argument("--evaluate", type=expand, metavar="FILE", help=asked)
     export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
-    _add_generation(export, ALL[:1])
+    _add_generation(export, ["max_new_tokens"])
     _add_fields(export)
 
     chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
     chat.set_defaults(run=_chat)
     _add_model(chat)
-    _add_how(chat)
     second = "a second model for --web, shown beside the first"
     chat.add_argument("other", type=expand, nargs="?", metavar="MODEL2", help=second)
     page = "show a page in the browser, which only this machine reaches"
@@ -75,28 +70,14 @@ def add_commands(commands) -> None:
 
     serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
     serve.set_defaults(run=_serve)
-    _add_model(serve)
-    add_weights(serve)
+    _add_model(serve, ["revision", "device", "weights"])
     _add_server(serve)
     _add_generation(serve, AS_THEY_COME)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, names: list[str] | None = None) -> None:
     parser.add_argument("model", type=expand, metavar="MODEL_OR_ADAPTER", help=WHAT)
-    parser.add_argument("--revision", help="branch, tag or commit of an id of the Hub")
-    device = "cpu: without GPUs (slow: for trials of small models)"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=device)
-
-
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    told = "hold the layers' in fewer bytes: fp8 is faster, too; the others are bitsandbytes's"
-    parser.add_argument("--weights", choices=[*WEIGHTS], help=told)
-
-
-def _add_how(parser: argparse.ArgumentParser) -> None:
-    add_weights(parser)
-    told = "of keys and values (default: auto)"
-    parser.add_argument("--cache", choices=CACHES, default="auto", help=told)
+    add_options(parser, ModelOptions, names)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -110,32 +91,23 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     beside = "LoRA adapters on the same model, which clients ask for by NAME; several are allowed"
     pair = _name_and_folder
     add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=beside)
-    key = "what clients have to send; GLM4V_PATCHED_API_KEY in the environment is the same"
-    add("--api-key", metavar="KEY", help=key)
-    fetched = "fetch pictures that clients name by http(s), from the public internet"
-    add("--allow-urls", action="store_true", help=fetched)
+    add_options(parser, Limits)
     body = "millions of bytes that a request may have (default: 32)"
     add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
     pixels = "millions of pixels that a picture may have, a request 4 times (default: 50)"
     add("--max-picture-megapixels", type=_at_least_one, default=50, metavar="N", help=pixels)
-    pictures = "pictures that a request may have (default: 16)"
-    add("--max-pictures", type=_at_least_one, default=16, metavar="N", help=pictures)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
-    _add_how(parser)
+    parser.add_argument("model", type=expand, metavar="MODEL_OR_ADAPTER", help=WHAT)
+    add_options(parser, Request)
     what = "rows to answer: a file, a folder of tables or an id of the Hub, as in a recipe"
     parser.add_argument("--data", type=expand, required=True, metavar="FILE", help=what)
     add_field = _add_fields(parser)
     add_field("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
-    every = "processes, each on a GPU of its own; default: all GPUs"
-    parser.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
-    rows = "rows that a process answers at once (default: 8)"
-    parser.add_argument("--batch-size", type=_at_least_one, default=8, metavar="N", help=rows)
     replaced = "replace what --out has, instead of continuing it"
     parser.add_argument("--overwrite", action="store_true", help=replaced)
-    _add_generation(parser, ALL)
+    _add_generation(parser)
 
 
 def _add_fields(parser: argparse.ArgumentParser):
@@ -154,11 +126,8 @@ def _add_fields(parser: argparse.ArgumentParser):
     return add
 
 
-def _add_generation(parser: argparse.ArgumentParser, names: list[str]) -> None:
-    group = parser.add_argument_group("generation; greedy by default")
-    for each in fields(Generation):
-        if each.name in names:
-            add_option(group, each)
+def _add_generation(parser: argparse.ArgumentParser, names: list[str] | None = None) -> None:
+    add_options(parser.add_argument_group("generation; greedy by default"), Generation, names)
 
 
 def _at_least_one(text: str) -> int:
@@ -178,12 +147,9 @@ def _name_and_folder(text: str) -> tuple[str, str]:
 # The imports are late: --help is answered at once.
 
 
-def _request(options: argparse.Namespace, path: str):
-    from .questions import Request
-
-    names = {each.name for each in fields(Request)} & vars(options).keys() - {"data"}
-    given = {name: getattr(options, name) for name in names}
-    return Request(data=_source(options, path), generation=Generation.of(options), **given)
+def _request(options: argparse.Namespace, path: str) -> Request:
+    generation = of_options(Generation, options)
+    return of_options(Request, options, data=_source(options, path), generation=generation)
 
 
 def _source(options: argparse.Namespace, path: str):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -41,26 +40,19 @@ def evaluate(
         As :func:`answer.answer_file`; ValueError also where a row has no reference, or the metric
         cannot be used.
     """
-    if out is None:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                return evaluate(request, Path(folder), metric)
-            except (KeyboardInterrupt, RuntimeError) as error:
-                told, _, kept = str(error).partition("\n")
-                if folder not in kept:  # nothing was asked yet
-                    raise
-                raise type(error)(f"{told}\nno answer is kept, as there is no --out") from error
     metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
     base = request.find()
-    request.require_apart(base, out)
+    if out is not None:
+        request.require_apart(base, out)
+        _require_ours(out, overwrite)
     questions = read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
     pictures = digest_pictures(questions)
     asked = [*questions, *swap_pictures(questions, pictures)]
     settings = settings_of(request, base, asked, pictures)
-    _require_ours(out, overwrite)
-    lines = answer_questions(request, base, asked, settings, out / ANSWERS, overwrite)
+    answers = None if out is None else out / ANSWERS
+    lines = answer_questions(request, base, asked, settings, answers, overwrite)
     report = {
         "model": request.model,
         "data": request.data.path,
@@ -68,7 +60,9 @@ def evaluate(
         "settings": settings,
         "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
     }
-    kept = f"; all answers are in {out / ANSWERS}"
+    if out is None:
+        return report
+    kept = f"; all answers are in {answers}"
     with explain_failed_writes(out / REPORT, kept):
         write_atomically(out / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     right = [line.answer for line in lines if not line.question.swapped]

@@ -7,6 +7,7 @@ once (100 GB at the real size). Here each layer is called by itself, on what wen
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,10 @@ def _inputs_of(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tu
         inputs.append(given)
         raise _Reached
 
-    hook = layer.register_forward_pre_hook(keep)
-    try:
-        with HooksMixin.disable_hooks():
-            for batch in batches:
-                try:
-                    model(**batch, use_cache=False)
-                except _Reached:
-                    continue
-    finally:
-        hook.remove()
+    with layer.register_forward_pre_hook(keep), HooksMixin.disable_hooks():
+        for batch in batches:
+            with suppress(_Reached):
+                model(**batch, use_cache=False)
     return inputs
 
 
@@ -111,7 +106,8 @@ def quantise(
     rows: Any = conversations
     logger.remove()
     logger.add(sys.stderr, format="{message}", filter=_is_doubt)
-    try:
+    with ExitStack() as ending:
+        ending.callback(reset_session)  # it keeps the model
         with applied():  # it asks AutoConfig about the model's folder, whose own code is not run
             oneshot(
                 model=model,
@@ -122,8 +118,6 @@ def quantise(
             )
         model.save_pretrained(out, max_shard_size=SHARD)
         processor.save_pretrained(out)
-    finally:
-        reset_session()  # it keeps the model
 
 
 def _is_doubt(record: Any) -> bool:

@@ -4,7 +4,7 @@ The search for it costs nothing until it is needed: no weight is read, and no ho
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -100,14 +100,12 @@ def _first_layer(model: Any, batch: Any) -> str:
 
         return look
 
-    hooks = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(hook(name)))
         # With gradients, which frozen weights have none of, no recorded or fused call is made.
         with torch.enable_grad(), suppress(ValueError, RuntimeError):  # which NaN may raise, too
             model(**batch, use_cache=False)
-    finally:
-        for each in hooks:
-            each.remove()
     return found[0] if found else ""
 
 

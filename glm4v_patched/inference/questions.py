@@ -1,12 +1,11 @@
 """The questions of a data file, and how they are to be answered; needs no torch."""
 
-import argparse
 import hashlib
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +16,16 @@ from ..data.source import folders_of_set
 from ..models.base import Base, folders_of
 from ..models.find import find_source
 from ..models.placement import Placement, place
-from ..models.quantised_weights import check_weights
+from ..models.quantised_weights import WEIGHTS, check_weights
 from ..option_fields import faults_of_fields, option
 from ..paths import require_apart
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
 LEAST_TEMPERATURE = 1e-3
 LEAST_PENALTY, MOST_PENALTY = 1e-2, 1e2
+# static: one size for all steps, which are recorded on a GPU and replayed; auto: so on a GPU, if
+# they can be recorded.
+CACHES = ("auto", "static", "dynamic")
 
 
 class Question(NamedTuple):
@@ -42,12 +44,9 @@ class Question(NamedTuple):
     swapped: bool = False
 
 
-def _within(least: float, most: float, expected: str) -> Callable[[str, float], None]:
-    def check(flag: str, value: float) -> None:
-        if not least <= value <= most:  # a NaN is in no range
-            raise ValueError(f"{flag} is {value}; expected {expected}")
-
-    return check
+def _within(least: float, most: float, expected: str) -> Callable[[float], str | None]:
+    # A NaN is in no range.
+    return lambda value: None if least <= value <= most else expected
 
 
 OF_TEMPERATURE = _within(
@@ -80,12 +79,6 @@ class Generation:
         if wrong := "; ".join(faults_of_fields(self)):
             raise ValueError(wrong)
 
-    @staticmethod
-    def of(options: argparse.Namespace) -> "Generation":
-        """That of a command, which may not have all of the options."""
-        given = vars(options)
-        return Generation(**{f.name: given[f.name] for f in fields(Generation) if f.name in given})
-
     @property
     def do_sample(self) -> bool:
         return not self.temperature is self.top_p is self.top_k is None
@@ -98,35 +91,52 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the command line asks for.
+class ModelOptions:
+    """Which model answers, and how it is held.
 
     Args:
         model: Folder of a model or of adapters, or an id of the Hub.
-        data: Of the rows.
-        processes: None for one on each GPU; on a CPU, for a single one.
-        cache: One of :data:`command.CACHES`.
     """
 
     model: str
-    data: Source
-    revision: str | None = None
-    device: Any = "cuda"
-    processes: int | None = None
-    batch_size: int = 8
-    weights: str | None = None
-    generation: Generation = Generation()
-    cache: str = "auto"
+    processes: int | None = 1
+    revision: str | None = option(None, "branch, tag or commit of an id of the Hub")
+    device: str = option(
+        "cuda", "cpu: without GPUs (slow: for trials of small models)", choices=("cuda", "cpu")
+    )
+    weights: str | None = option(
+        None,
+        "hold the layers' in fewer bytes: fp8 is faster, too; the others are bitsandbytes's",
+        choices=WEIGHTS,
+    )
+    cache: str = option("auto", "of keys and values", choices=CACHES)
 
     def place(self) -> Placement:
         """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
         check_weights(self.weights, self.device, self.cache)
-        return place(self.processes, self.device)
+        return place(self.processes, self.device)  # type: ignore[arg-type]
 
     def find(self) -> Base:
         """Raises as :meth:`place` and :func:`find_source`."""
         self.place()
         return find_source(self.model, self.revision, self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(ModelOptions):
+    """What the command line asks for.
+
+    Args:
+        data: Of the rows.
+        processes: None for one on each GPU; on a CPU, for a single one.
+    """
+
+    data: Source
+    processes: int | None = option(
+        None, "processes, each on a GPU of its own; default: all GPUs", metavar="N", ge=1
+    )
+    batch_size: int = option(8, "rows that a process answers at once", metavar="N", ge=1)
+    generation: Generation = Generation()
 
     def require_apart(self, base: Base, out: Path) -> None:
         """Raise ``ValueError`` unless ``out`` lies apart from the folders that are read."""

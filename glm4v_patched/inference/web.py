@@ -2,13 +2,12 @@
 
 import secrets
 from argparse import Namespace
+from dataclasses import replace
 from urllib.parse import urlencode
 
 from ..engine.options import require_packages
-from ..models.find import find_source
-from ..models.placement import place
-from ..models.quantised_weights import check_weights
-from .questions import Generation
+from ..option_fields import of_options
+from .questions import Generation, ModelOptions
 from .serving.limits import Limits
 from .serving.serve import hosts_of, listen
 
@@ -25,27 +24,19 @@ def chat_in_browser(options: Namespace) -> None:
         raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
     if options.other == options.model:
         raise ValueError(f"the second model ({options.other}) is the first one: give another")
-    generation = Generation.of(options)
+    asked, generation = of_options(ModelOptions, options), of_options(Generation, options)
     require_packages("serve", "chat --web")
-    check_weights(options.weights, options.device, options.cache)
-    place(1, options.device)
+    asked.place()
     listener = listen(HOST, PORT if options.port is None else options.port)
     names = [options.model] if options.other is None else [options.model, options.other]
-    bases = {name: find_source(name, options.revision, options.weights) for name in names}
+    bases = {name: replace(asked, model=name).find() for name in names}
 
-    from ..models.loading import load
-    from .answer_worker import Answerer
-    from .decoding.static_cache import chosen
+    from .answer_worker import load_answerer
     from .serving.answer_queue import AnswerQueue
     from .serving.app import make_app
     from .serving.connections import run_server
 
-    answerers = {}
-    for name, base in bases.items():
-        loaded = load(base, options.device, options.weights)
-        cache = chosen(options.cache, options.device, base, options.weights)
-        answerers[name] = Answerer(loaded, generation, cache)
-    queue = AnswerQueue(answerers)
+    queue = AnswerQueue({n: load_answerer(asked, base, generation) for n, base in bases.items()})
     limits = Limits(
         api_key=secrets.token_urlsafe(32),
         hosts=hosts_of(HOST, None),

@@ -67,7 +67,7 @@ def test_each_command_ends_with_one_line_that_names_the_weight(
         told = said.err.partition("glm4v-patched: ")[2].strip()
         assert CAUSE in told and len(told.splitlines()) == 1, told
         assert "!" not in said.out
-    assert not list(tmp_path.rglob("*.jsonl"))
+    assert not any(path.stat().st_size for path in tmp_path.rglob("*.jsonl"))
 
 
 def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):

@@ -21,7 +21,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference import vllm_plugin
+from glm4v_patched.inference import questions, vllm_plugin
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import serve, vllm
 from glm4v_patched.inference.serving.guard import Guard
@@ -44,7 +44,7 @@ def executed(monkeypatch, tmp_path) -> list:
     plugin = EntryPoint("glm4v", "glm4v_patched.inference.vllm_plugin:register", vllm.GROUP)
     monkeypatch.setattr(vllm, "entry_points", lambda group: [plugin] if group == vllm.GROUP else [])
     monkeypatch.setattr(serve, "find_vllm", lambda: str(program))
-    monkeypatch.setattr(serve, "place", lambda processes, device: None)
+    monkeypatch.setattr(questions, "place", lambda processes, device: None)
     monkeypatch.setattr(serve, "listen", lambda host, port: open(os.devnull))  # noqa: SIM115
 
     def execve(*given):

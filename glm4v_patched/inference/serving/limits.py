@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...option_fields import option
 from ...terminal_text import printable, shorten
 
 VARIABLE = "GLM4V_PATCHED_LIMITS"
@@ -42,12 +43,18 @@ class Limits:
         largest_at_once: Bodies of the most bytes that are held, or more that are smaller.
     """
 
-    api_key: str | None = None
+    api_key: str | None = option(
+        None,
+        "what clients have to send; GLM4V_PATCHED_API_KEY in the environment is the same",
+        metavar="KEY",
+    )
     hosts: Sequence[str] | None = None
     max_body_bytes: int = 32 * 10**6
     max_pixels: int = 50 * 10**6
-    max_pictures: int = 16
-    allow_urls: bool = False
+    max_pictures: int = option(16, "pictures that a request may have", metavar="N", ge=1)
+    allow_urls: bool = option(
+        False, "fetch pictures that clients name by http(s), from the public internet"
+    )
     most_at_once: int = 64
     largest_at_once: int = LARGEST_AT_ONCE
 

@@ -9,15 +9,15 @@ import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from ...engine.options import require_packages
 from ...models.base import Base
 from ...models.find import find_source
-from ...models.placement import place
-from ...models.quantised_weights import check_weights
+from ...option_fields import of_options
 from ...terminal_text import pip_install
-from ..questions import Generation
+from ..questions import Generation, ModelOptions
 from .guard import address_of
 from .limits import MOST_MEGAPIXELS, Limits
 from .vllm import environment_of, find_vllm, vllm_command
@@ -27,7 +27,8 @@ LOCAL_NAME = "localhost"
 
 def serve(options: Namespace) -> None:
     """Serve until the process is told to end."""
-    limits, generation = _limits(options), Generation.of(options)
+    limits, generation = _limits(options), of_options(Generation, options)
+    asked = of_options(ModelOptions, options)
     name = options.served_model_name or options.model
     names = [name, *(each for each, _ in options.adapter)]
     if twice := [each for each in {*names} if names.count(each) > 1]:
@@ -35,10 +36,9 @@ def serve(options: Namespace) -> None:
     program = choose_vllm(options)
     if not program:
         require_packages("serve")
-        check_weights(options.weights, options.device)
-    place(1, options.device)
+    asked.place()
     listener = listen(options.host, options.port)
-    base = find_source(options.model, options.revision, options.weights)
+    base = asked.find()
     others = find_adapters(base, dict(options.adapter), options.weights)
     if program:
         address = options.host, options.port
@@ -47,18 +47,17 @@ def serve(options: Namespace) -> None:
         listener.close()
         os.execve(program, command, environment_of(limits))
 
-    from ...models.loading import load
-    from ..answer_worker import Answerer
+    from ..answer_worker import load_answerer
     from .answer_queue import AnswerQueue
     from .app import make_app
     from .connections import run_server
 
     if limits.api_key is None and not is_local(options.host):
         print(f"whoever reaches {options.host} may use this server: there is no --api-key")
-    loaded = load(base, options.device, options.weights)
-    model, using = with_adapters(loaded.model, base, others)
-    cache = _cache(options, base, others)
-    answerer = Answerer(loaded._replace(model=model), generation, cache)
+    if others:  # a recorded step has the adapters that it was recorded with
+        asked = replace(asked, cache="dynamic")
+    answerer = load_answerer(asked, base, generation)
+    answerer.model, using = with_adapters(answerer.model, base, others)
     queue = AnswerQueue(dict.fromkeys(names, answerer), using)
 
     def tell() -> None:
@@ -68,13 +67,6 @@ def serve(options: Namespace) -> None:
 
     app = make_app(queue, generation, limits, tell)
     run_server(app, listener, on_exit=queue.stop)  # else it would be waited for, and cut off
-
-
-def _cache(options: Namespace, base: Base, others: Mapping[str, Base]) -> str:
-    from ..decoding.static_cache import chosen
-
-    # A recorded step has the adapters that it was recorded with.
-    return chosen("dynamic" if others else "auto", options.device, base, options.weights)
 
 
 def _limits(options: Namespace) -> Limits:
@@ -88,14 +80,9 @@ def _limits(options: Namespace) -> Limits:
     if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
         where = variable if options.api_key is None else "--api-key"
         raise ValueError(f"{where} is empty, or has spaces or letters beyond ASCII: give another")
-    return Limits(
-        api_key=key,
-        hosts=hosts_of(options.host, key),
-        max_body_bytes=options.max_body_mb * 10**6,
-        max_pixels=options.max_picture_megapixels * 10**6,
-        max_pictures=options.max_pictures,
-        allow_urls=options.allow_urls,
-    )
+    limits = of_options(Limits, options, api_key=key, hosts=hosts_of(options.host, key))
+    pixels = options.max_picture_megapixels * 10**6
+    return replace(limits, max_body_bytes=options.max_body_mb * 10**6, max_pixels=pixels)
 
 
 def choose_vllm(options: Namespace) -> str | None:
