@@ -1,11 +1,12 @@
 """Where pictures stand in a message: ``<image>``, as ms-swift and LLaMA-Factory write it."""
 
-from collections.abc import Callable
+import re
 
 PLACE = "<image>"
 BEGIN, END = "<|begin_of_image|>", "<|end_of_image|>"
 # In the published form, which a model or vLLM grows itself.
 UNGROWN = f"{BEGIN}<|endoftext|>{END}"
+FIRST = re.compile(rf"(?:\s*{PLACE})*")
 
 
 def images_first(content: str) -> tuple[int, str]:
@@ -14,13 +15,9 @@ def images_first(content: str) -> tuple[int, str]:
     between words stay, and with them those at the end, so that pictures keep their order."""
     if PLACE not in content:
         return 0, content
-    words, before = _without(content.strip(), str.startswith, str.removeprefix)
-    others, behind = _without(words, str.endswith, str.removesuffix)
-    return (before, words) if PLACE in others else (before + behind, others)
-
-
-def _without(words: str, has: Callable, remove: Callable) -> tuple[str, int]:
-    number = 0
-    while has(words, PLACE):
-        words, number = remove(words, PLACE).strip(), number + 1
-    return words, number
+    before = FIRST.match(content)[0]  # type: ignore[index]  # which may be empty
+    words, place, behind = content[len(before) :].partition(PLACE)
+    behind = place + behind
+    if behind.replace(PLACE, "").strip():  # there are words behind a place
+        words, behind = words + behind, ""
+    return (before + behind).count(PLACE), words.strip()
