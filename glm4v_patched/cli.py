@@ -148,6 +148,7 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
 
 def _train(options: argparse.Namespace) -> int:
     from .finetune.ending import describe_end
+    from .finetune.job import resolve
     from .finetune.preflight import check
     from .finetune.recipe.file import RecipeError
 
@@ -155,13 +156,14 @@ def _train(options: argparse.Namespace) -> int:
     try:
         with doing("reading the recipe"):
             recipe, placement = check(options.recipe, overrides, options.processes, options.device)
+            job = resolve(recipe)
     except RecipeError as error:
         print(error, file=sys.stderr)  # each line begins with where it is
         return 1
     from .finetune.launch import launch
 
     launch(
-        recipe,
+        job,
         placement,
         resume=options.resume_from or options.resume,
         overwrite=options.overwrite,
@@ -170,7 +172,7 @@ def _train(options: argparse.Namespace) -> int:
     )
     if options.dry_run:
         return 0
-    print(describe_end(recipe, placement.on_cpu))
+    print(describe_end(job, placement.on_cpu))
     return 0
 
 

@@ -22,6 +22,7 @@ from ..data.rows import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection
+from ..finetune.job import resolve
 from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
 from ..finetune.recipe.sections import Data, Recipe, TrainerFields
@@ -115,7 +116,7 @@ def _run(out: Path, placement: Placement, steps: int) -> dict:
         "activation checkpointing",
         flush=True,
     )
-    launch(recipe, placement, overwrite=True)
+    launch(resolve(recipe), placement, overwrite=True)
     report = json.loads((out / "trained" / "training.json").read_text())
 
     questions = [question_of(row, messages) for row, messages in enumerate(held_out)]

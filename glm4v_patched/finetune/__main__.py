@@ -99,11 +99,12 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
     try:
         here = placement.local_processes, options.device
         recipe, _ = check(options.recipe, options.overrides, *here, placement.processes)
+        job = resolve(recipe)
         # Of all processes: there may be more than this machine has GPUs, but not without ZeRO.
-        place(placement.processes, "cpu", recipe.engine.zero_stage)
+        place(placement.processes, "cpu", job.options.zero_stage)
         start = options.resume_from or options.resume, options.overwrite
         accept = options.accept_changed_data
-        with prepared(resolve(recipe), placement, *start, accept) as plan:
+        with prepared(job, placement, *start, accept) as plan:
             store.set("plan", json.dumps([str(plan.path), _text(plan.path)]))
             seen = [store.get(f"seen/{rank}").decode() for rank in range(1, placement.processes)]
             if blind := sorted({*seen} - {""}):
@@ -115,7 +116,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
             store.set("go", "go")
             status = run(plan.path)
             if not status:
-                print(describe_end(recipe, placement.on_cpu), flush=True)
+                print(describe_end(job, placement.on_cpu), flush=True)
             elif fault := read_report(plan.path.parent).get("error"):
                 print(f"glm4v_patched.finetune: {fault}", file=sys.stderr)
     except BaseException:

@@ -5,25 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..engine.options import is_lora
 from ..models.base import REPORT, read_report
 from ..terminal_text import own_command
-from .recipe.sections import Recipe
+from .job import Job
 from .run_folder import PLOT, SHEET
 
 
-def describe_end(recipe: Recipe, on_cpu: bool) -> str:
+def describe_end(job: Job, on_cpu: bool) -> str:
     """Why it ended, whose weights were saved, how fast it was, the files, and what to type next; of
-    the report in ``recipe.out``."""
-    report, out = read_report(Path(recipe.out)), recipe.out
-    what = "adapters" if is_lora(recipe.trained) else "model"
+    the report in ``job.out``."""
+    report, out = read_report(job.out), str(job.out)
+    what = "adapters" if job.has_adapters else "model"
     beside = [str(path) for name in (PLOT, SHEET, REPORT) if (path := Path(out, name)).is_file()]
     command = ["chat", out]
-    if isinstance(recipe.data.eval, str) and os.path.isfile(recipe.data.eval):
-        command = ["evaluate", out, "--data", recipe.data.eval, "--out", "evaluation"]
+    if isinstance(job.data.eval, str) and os.path.isfile(job.data.eval):
+        command = ["evaluate", out, "--data", job.data.eval, "--out", "evaluation"]
     told = {
-        "ended": _describe_reason(recipe, report),
-        "saved": f"the {what} of step {_describe_saved(recipe, report)}",
+        "ended": _describe_reason(job, report),
+        "saved": f"the {what} of step {_describe_saved(job, report)}",
         "measured": _describe_measured(report["measured"]),
         "files": ", ".join([f"{out} ({what})", *beside]),
         "next": own_command(*command, *["--device", "cpu"] * on_cpu),
@@ -31,12 +30,12 @@ def describe_end(recipe: Recipe, on_cpu: bool) -> str:
     return "\n".join(f"{name:<12}{text}" for name, text in told.items())
 
 
-def _describe_reason(recipe: Recipe, report: Mapping[str, Any]) -> str:
+def _describe_reason(job: Job, report: Mapping[str, Any]) -> str:
     done, asked = report["steps"]["done"], report["steps"]["asked"]
     told = f"after all {done:,} steps"
     if done < asked:
-        told = f"early, after step {done:,} of {asked:,}: {recipe.trainer.early_stopping_patience} "
-        told += f"evaluations without a better {recipe.trainer.metric_for_best_model}"
+        told = f"early, after step {done:,} of {asked:,}: {job.trainer.early_stopping_patience} "
+        told += f"evaluations without a better {job.trainer.metric_for_best_model}"
     left_out = report.get("left_out", 0)
     return told + (f"; {left_out:,} rows could not be used" if left_out else "")
 
@@ -52,11 +51,11 @@ def saved(report: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     return step, {name: float(found[-1][name]) for name in names}
 
 
-def _describe_saved(recipe: Recipe, report: Mapping[str, Any]) -> str:
+def _describe_saved(job: Job, report: Mapping[str, Any]) -> str:
     step, scores = saved(report)
     told = f"{step:,}"
     if report.get("best_step") is not None:
-        told += f", the best by {recipe.trainer.metric_for_best_model}"
+        told += f", the best by {job.trainer.metric_for_best_model}"
         told += ", which is what training started from" * (step == 0)
     if scores:
         return f"{told}: {', '.join(f'{name} {value:.4g}' for name, value in scores.items())}"

@@ -21,8 +21,7 @@ from ..models.check_weights import require_whole
 from ..models.placement import Placement
 from ..terminal_text import doing, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside
-from .job import Job, resolve
-from .recipe.sections import Recipe
+from .job import Job
 from .run_folder import (
     CHECKED_DATA,
     RECIPE,
@@ -47,7 +46,7 @@ class TrainingStopped(KeyboardInterrupt):
 
 
 def launch(
-    recipe: Recipe,
+    job: Job,
     placement: Placement,
     resume: bool | Path = False,
     overwrite: bool = False,
@@ -58,14 +57,15 @@ def launch(
     process trains without either, and without DeepSpeed.
 
     No training process outlives this call, nor this process, however it ends. Meanwhile no other
-    run can write to ``recipe.out``.
+    run can write to ``job.out``.
 
     Args:
-        recipe, placement: Of :func:`preflight.check`.
-        resume: True, to continue from the last complete checkpoint in ``recipe.out``, or from the
+        job: Of :func:`job.resolve`.
+        placement: Of :func:`preflight.check`.
+        resume: True, to continue from the last complete checkpoint in ``job.out``, or from the
             beginning if there is none; or the checkpoint there to continue from. Incomplete
             checkpoints in the way are renamed.
-        overwrite: Whether to remove what earlier runs wrote to ``recipe.out``, once the data has
+        overwrite: Whether to remove what earlier runs wrote to ``job.out``, once the data has
             been checked; :mod:`run_folder` has more.
         accept_changed_data: Whether the checkpoint's rows may have been others.
         dry_run: Check all that is checked before the first step, say what would be done
@@ -74,11 +74,10 @@ def launch(
     Raises:
         RuntimeError: the training failed or diverged.
         ValueError: the data cannot be used, the disk or the memory does not suffice,
-            ``recipe.out`` holds what may not be replaced or another run writes to it, the
+            ``job.out`` holds what may not be replaced or another run writes to it, the
             checkpoint is incomplete, or of a run with other settings, another model or other data.
         TrainingStopped: Ctrl-C, SIGTERM or SIGHUP.
     """
-    job = resolve(recipe)
     start = resume, overwrite, accept_changed_data
     with prepared(job, placement, *start, writes=not dry_run) as plan:
         if dry_run:

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from ..patch.config_json import read_bytes, read_object
-from ..remote.configuration_chatglm import require_kinds
+from ..remote.configuration_chatglm import Kind, require_kinds
 from ..remote.tokenization_chatglm import CHAT_TEMPLATE, SPLIT_PATTERN, render_jinja_template
 from ..terminal_text import shorten
 from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
@@ -39,8 +39,44 @@ NORMALIZERS = {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "
 SPLITS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "WhitespaceSplit"}
 
 
-# Of the tokenizer, what transformers takes for true whatever it is.
-TOKENIZER = {"clean_up_tokenization_spaces": "option", "split_special_tokens": "flag"}
+def _is_token(value: Any) -> bool:
+    content = value.get("content") if isinstance(value, dict) else value
+    return isinstance(content, str)
+
+
+def _are_tokens(values: Any) -> bool:
+    named = values.values() if isinstance(values, dict) else values
+    return values is None or (isinstance(values, (dict, list)) and all(map(_is_token, named)))
+
+
+def _are_tokens_by_id(values: Any) -> bool:
+    return isinstance(values, dict) and _are_tokens(values) and all(map(str.isdecimal, values))
+
+
+TOKEN = (lambda value: value is None or _is_token(value), "a token as text or as an object")
+SIDE = (lambda value: value in ("left", "right"), "left or right")
+# What settings of the tokenizer may be; transformers raises errors of any kind for others, some of
+# them when the first text is encoded.
+TOKENIZER: dict[str, str | int | Kind] = {
+    "added_tokens_decoder": (_are_tokens_by_id, "an object of tokens by their ids"),
+    "clean_up_tokenization_spaces": "option",
+    "image_size": (lambda value: value is None or type(value) is int, "pixels of a side, or null"),
+    "init_inputs": (lambda value: value == [], "an empty list"),
+    "model_input_names": (
+        lambda value: isinstance(value, list) and value[:1] == ["input_ids"] and _are_tokens(value),
+        "a list of names, of which the first is input_ids",
+    ),
+    "padding_side": SIDE,
+    "split_special_tokens": "flag",
+    "truncation_side": SIDE,
+}
+TOKENIZER |= dict.fromkeys(
+    ("additional_special_tokens", "extra_special_tokens"),
+    (_are_tokens, "a list of tokens, or an object of tokens by their names"),
+)
+NAMED_TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "unk")
+TOKENIZER |= {f"{name}_token": TOKEN for name in NAMED_TOKENS}
+ID = (lambda value: type(value) is int and value >= 0, "the id of a token")
 # By which function peft compares each key's patterns with the name of a module, and what it puts
 # around them; lists of the first two are names.
 PATTERNS = {
@@ -122,8 +158,10 @@ def _require_setting(path: Path, changed: int) -> None:
         if isinstance(tokens, (dict, list)) and len(tokens) > MOST_TOKENS and key != "model":
             problem = f"{path}: {key} has {len(tokens):,} entries"
             raise ValueError(f"{problem}; expected at most {MOST_TOKENS:,}")
-    if path.name == "tokenizer_config.json":
+    if path.name in ("tokenizer_config.json", "special_tokens_map.json"):
         require_kinds(values, TOKENIZER, str(path))
+    if path.name == "added_tokens.json":
+        require_kinds(values, dict.fromkeys(values, ID), str(path))
     if path.name == "tokenizer.json":
         _require_plain_parts(f"{path}: normalizer", values.get("normalizer"), NORMALIZERS)
         _require_plain_parts(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), SPLITS)

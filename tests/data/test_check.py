@@ -275,10 +275,10 @@ def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_f
     rows.write_text('{"messages": []}\n' + rows.read_text())
     place = Placement(processes=1, on_cpu=True)
     with pytest.raises(ValueError, match=r"1 of 21 rows .*\n.*train\.jsonl:1: messages is an"):
-        launching.launch(recipe, place)
+        launching.launch(resolve(recipe), place)
     assert not run.called and not checked.exists()
     skipping = recipe.override({"data.on_bad": "skip"})
-    launching.launch(skipping, place)
+    launching.launch(resolve(skipping), place)
     assert run.called and found(CheckedData.read(checked)) == found(check_data(resolve(skipping)))
     plan = Plan.read(Path(recipe.out, "plan.json"))
     check_data(resolve(skipping.override({"data.pack_to": 99}))).write(checked)

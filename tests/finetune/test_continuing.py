@@ -78,8 +78,8 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, n
     longer = same.override({"trainer.num_train_epochs": 3.0})
     shutil.copytree(trained.out, out)
     with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
-        launch(same, HERE, resume=True)
-    launch(longer, HERE, resume=True)
+        launch(resolve(same), HERE, resume=True)
+    launch(resolve(longer), HERE, resume=True)
     assert Plan.read(out / "plan.json").checkpoint == out / "checkpoint-2"
     report = train_here(longer, out / "checkpoint-2")
     assert [entry["step"] for entry in report["history"]] == [*range(1, 7)]
@@ -89,13 +89,13 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, n
     shutil.rmtree(out)
     shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
     with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
-        launch(longer, HERE, resume=True)
+        launch(resolve(longer), HERE, resume=True)
 
 
 def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
     asked = {"save_strategy": None, "save_steps": 1, "logging_steps": 2}
     changed = stopped.override({f"trainer.{name}": value for name, value in asked.items()})
-    launch(changed, HERE, resume=True, dry_run=True)
+    launch(resolve(changed), HERE, resume=True, dry_run=True)
     told = f"training continues from {Path(stopped.out, 'checkpoint-2')}, after step 2"
     assert told in capsys.readouterr().out
     report = train_here(changed, starting_point(resolve(changed), 1, True))
@@ -144,14 +144,14 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp
     first = stopped.override({"out": str(tmp_path / "first")})
     train_here(first)
     more = stopped.override({"model": first.out, "out": str(tmp_path / "more")})
-    launch(more, HERE)
+    launch(resolve(more), HERE)
     assert starting_point(resolve(stopped), 1, True).name == "checkpoint-2"
     path = Path(stopped.model, "model.safetensors")
     weights = load_file(path)
     weights["transformer.embedding.word_embeddings.weight"] *= 1.5
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)trained on another model than .*safetensors: \w+"):
-        launch(more.override({"out": str(tmp_path / "other")}), HERE)
+        launch(resolve(more.override({"out": str(tmp_path / "other")})), HERE)
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
         starting_point(resolve(stopped), 1, True)
 
@@ -161,12 +161,12 @@ def test_changed_rows_and_pictures_are_said_and_can_be_accepted(stopped, capfd, 
     one, other, *_ = sorted(data.parent.glob("pictures/*"))
     other.write_bytes(one.read_bytes())
     with pytest.raises(ValueError, match=r"(?s)20 there, 20 now; .*--accept-changed-data"):
-        launch(stopped, HERE, resume=True)
-    launch(stopped, HERE, resume=True, accept_changed_data=True)
+        launch(resolve(stopped), HERE, resume=True)
+    launch(resolve(stopped), HERE, resume=True, accept_changed_data=True)
     said = capfd.readouterr().out
     assert "rows: 20 there, 20 now; others" in said
     data.write_text(data.read_text() + data.read_text().splitlines()[0])
-    launch(stopped, HERE, resume=True, accept_changed_data=True)
+    launch(resolve(stopped), HERE, resume=True, accept_changed_data=True)
     said = capfd.readouterr().out
     assert "20 there, 21 now; others" in said
     assert "may come a second time and others not at all" in said

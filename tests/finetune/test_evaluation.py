@@ -150,7 +150,9 @@ def test_the_best_weights_are_saved_patience_ends_the_run_and_both_are_said(stop
     # None of the last step: a run that continues from it would make one step more.
     assert kept == {f"checkpoint-{best}", f"checkpoint-{third}"}
     assert_equal(adapters(out), adapters(out / f"checkpoint-{best}"))
-    ended, saved, measured, files, following = describe_end(stopped_early, True).splitlines()
+    ended, saved, measured, files, following = describe_end(
+        resolve(stopped_early), True
+    ).splitlines()
     assert f"early, after step {last} of {5 * first}: 2 evaluations without a better" in ended
     assert f"the adapters of step {best}, the best by eval_loss: eval_loss 2, eval_e" in saved
     for name in ("", "loss.png", "answers.png", "training.json"):
@@ -171,7 +173,7 @@ def test_a_loss_that_is_nan_is_never_the_best_and_no_answer_is_right_then(
     matches = [entry["eval_exact_match"] for entry in found["evaluations"]]
     assert matches == [0, 1, 0, 1, 0, 0]
     assert found["best_step"] == found["evaluations"][3]["step"]
-    assert "2 evaluations without a better" in describe_end(stopped_early, True)
+    assert "2 evaluations without a better" in describe_end(resolve(stopped_early), True)
 
 
 def test_a_loss_that_is_nan_is_not_the_best_by_another_metric(stopped_early, monkeypatch):

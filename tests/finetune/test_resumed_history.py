@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from glm4v_patched.finetune import worker
 from glm4v_patched.finetune.divergence import DivergenceWatch
 from glm4v_patched.finetune.ending import describe_end
+from glm4v_patched.finetune.job import resolve
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.schedule import learning_rates
 from glm4v_patched.finetune.trainer import CheckpointSchedule, RecipeTrainer
@@ -159,7 +160,7 @@ def test_the_start_may_stay_the_best_and_is_what_is_saved_then(asked, record, lo
     start = load_file(Path(mine.out, "checkpoint-0", "adapter_model.safetensors"))
     assert all(torch.equal(start[name], weight) for name, weight in recorded["weights"].items())
     told = "the adapters of step 0, the best by eval_loss, which is what training started from"
-    assert told in describe_end(mine, on_cpu=True)
+    assert told in describe_end(resolve(mine), on_cpu=True)
 
 
 @pytest.mark.parametrize(

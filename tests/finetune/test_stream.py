@@ -114,7 +114,7 @@ def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked, 
     assert checked.counts.rows == 4 and checked.skipped == 0 and checked.files == ()
     plan = make_plan(resolve(asked), Placement(1, on_cpu=True), checked)
     assert plan.steps == 6 and plan.batch.row_length == max(checked.column("positions")) * 5 // 4
-    launch(asked, Placement(1, on_cpu=True), dry_run=True)
+    launch(resolve(asked), Placement(1, on_cpu=True), dry_run=True)
     told = capsys.readouterr().out
     assert "a stream, of which were looked at 4 rows" in told and "epoch" not in told
 
