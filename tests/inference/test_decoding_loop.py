@@ -193,6 +193,12 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode):
         torch.cuda.set_sync_debug_mode("error" if self.is_suppressed is not None else "default")
         return call(self, *given)
 
+    require_finite = loop.require_finite
+
+    def require_finite_and_wait(finite_B):  # once, after the last step
+        torch.cuda.set_sync_debug_mode("default")
+        require_finite(finite_B)
+
     # Few ids end a row: torch.isin sorts many, and waits.
     length = batch["input_ids"].shape[1]
     rows = drawn(**NEVER)[:, length:].tolist()
@@ -202,6 +208,7 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode):
         assert torch.equal(drawn(eos_token_id=ends, **caches.options(3, 60)), wanted)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop._Suppressed, "__call__", call_and_forbid)
+            patch.setattr(loop, "require_finite", require_finite_and_wait)
             try:
                 got = drawn(eos_token_id=ends, **caches.options(3, 60))
             finally:
