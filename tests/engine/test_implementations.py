@@ -24,11 +24,20 @@ from glm4v_patched.engine.implementations import (
     use_implementations,
     why_not,
 )
+from glm4v_patched.engine.kernels.flash_attention_3 import fault
 from glm4v_patched.engine.kernels.recorded_calls import RecordedTower
 from glm4v_patched.engine.trainable import select_weights
 from tests.helpers.fp8 import PLAIN, build
 
 PACKAGE = Path(glm4v_patched.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def looks_for_packages_anew():
+    """What was found of fa3-fwd is kept for a process, also where a test has it found."""
+    fault.cache_clear()
+    yield
+    fault.cache_clear()
 
 
 def test_one_place_changes_classes_and_looks_for_hooks():
