@@ -244,6 +244,13 @@ def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(pi
         )  # without frames
 
 
+def test_a_white_image_is_seen_by_its_frame(picture, tmp_path):
+    draw_sheet([question(1, "a", picture("white", (300, 100)))], ["a"], tmp_path / "sheet.png")
+    is_dark = np.asarray(Image.open(tmp_path / "sheet.png").convert("L")) < 128
+    # Of letters, no line is nearly as long.
+    assert (is_dark.sum(1) > 200).sum() >= 2 and (is_dark.sum(0) > 60).sum() >= 2
+
+
 def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, monkeypatch):
     written = []
 
