@@ -21,7 +21,6 @@ Precision = Literal["bf16", "fp32"]
 
 Optimizer = Literal["adamw", "adamw_8bit"]
 """adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight."""
-OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
 Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
 TARGETS: tuple[str, ...] = get_args(Target)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic import write_atomically
 from ..engine.options import EngineOptions, is_lora
 from ..models.base import Base
 from .recipe.data import Data
-from .recipe.file import as_yaml
+from .recipe.file import write_values
 from .recipe.model import base_of
 from .recipe.sections import Recipe, may_change
 from .recipe.trainer import TrainerFields
@@ -69,8 +68,7 @@ class Job:
         values = self.values
         if not Path(self.base.model).is_dir():
             values = values | {"revision": self.base.revision}
-        text = json.dumps(values, indent=2, ensure_ascii=False)
-        write_atomically(path, as_yaml(text) + "\n")
+        write_values(path, values)
 
 
 def resolve(recipe: Recipe) -> Job:

@@ -15,7 +15,7 @@ import pytest
 from glm4v_patched.finetune.checkpoints import last_complete_checkpoint, step_of
 from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import cpu_environment, heed_signals
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, write_recipe
 
 SECONDS_TO_RUN = 300
 SECONDS_TO_END = 45  # torch's launcher kills after 30
@@ -85,7 +85,7 @@ def start(tmp_path) -> Iterator[Callable[..., CommandLine]]:
     recipe = drawn_recipe(tmp_path, {f"trainer.{name}": value for name, value in steps.items()})
     folder, started = Path(recipe.out), []
     folder.mkdir()
-    recipe.write(folder / "mine.json")
+    write_recipe(recipe, folder / "mine.json")
     # Under nohup, programs inherit that it is ignored.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

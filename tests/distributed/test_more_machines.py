@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults
 from glm4v_patched.finetune.run_folder import LOCK
 from tests.helpers.processes import cpu_environment, run_processes
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, write_recipe
 from tests.remote.rows import assert_close
 
 
@@ -32,7 +32,7 @@ def on_two_machines(*arguments: str) -> str:
 @pytest.mark.slow
 def test_both_machines_train_one_model_and_resume_it_to_the_same_bits(tmp_path):
     recipe = drawn_recipe(tmp_path, {"trainer.max_steps": 4, "trainer.save_steps": 2})
-    recipe.write(tmp_path / "recipe.json")
+    write_recipe(recipe, tmp_path / "recipe.json")
     on_two_machines(str(tmp_path / "recipe.json"), "--device", "cpu")
     trained, out = tmp_path / "out", tmp_path / "again"
     report = json.loads((trained / "training.json").read_text())

@@ -27,7 +27,7 @@ from glm4v_patched.remote.configuration_chatglm import (
     FIRST_UNTESTED_TRANSFORMERS,
     TESTED_TRANSFORMERS,
 )
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, write_recipe
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -195,7 +195,7 @@ def asked(drawn, tmp_path) -> Path:
     folder = tmp_path / "model"
     shutil.copytree(drawn.model, folder)
     changes = {"model": str(folder), "out": str(tmp_path / "out")}
-    drawn.override(changes).write(tmp_path / "recipe.json")
+    write_recipe(drawn.override(changes), tmp_path / "recipe.json")
     return tmp_path / "recipe.json"
 
 

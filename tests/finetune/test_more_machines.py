@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from glm4v_patched.finetune import __main__ as machines
 from glm4v_patched.finetune.__main__ import VARIABLES, main
 from glm4v_patched.models.placement import Placement
-from tests.helpers.recipes import recipe
+from tests.helpers.recipes import recipe, write_recipe
 
 OPTIONS = {
     "recipe": Path("r.json"),
@@ -50,7 +50,7 @@ def world(tmp_path, monkeypatch):
             if fault is not None:
                 raise fault
             out.mkdir()
-            asked.write(out / "recipe.json")
+            write_recipe(asked, out / "recipe.json")
             (out / "plan.json").write_text("{}")
             # Not by run, which is called by three threads here: one would read what another writes.
             (out / "training.json").write_text('{"error": "training diverged: in step 7"}')

@@ -22,7 +22,7 @@ from glm4v_patched.finetune.recipe.sections import (
     fields,
 )
 from glm4v_patched.finetune.recipe.trainer import installed_fields
-from tests.helpers.recipes import LEAST, recipe
+from tests.helpers.recipes import LEAST, recipe, write_recipe
 
 RIGHT = """\
 model: org/name
@@ -201,7 +201,7 @@ documents = st.recursive(
 def test_any_file_is_a_recipe_or_an_error_that_names_it(profile, tmp_path):
     """Of any document, and of a recipe of which bytes are cut out, put in or changed."""
     written = tmp_path / "source.json"
-    recipe({"model": "ä/\U0001f600", "trained": "lora_all"}).write(written)
+    write_recipe(recipe({"model": "ä/\U0001f600", "trained": "lora_all"}), written)
     json_, yaml_ = written.read_bytes(), RIGHT.encode()
     marks = b"{ } [ \" ' : & *a ! | > - ? % # \\ ---".split()
 
@@ -258,7 +258,7 @@ def test_an_override_is_what_the_file_could_have_said(profile, tmp_path):
             told = str(given_value.error(on_line.faults)).split("\n")
             assert all(line.startswith(("command line: ", f"{path}:")) for line in told)
         for copy in names_of_copies if in_file.recipe else ():
-            in_file.recipe.write(tmp_path / copy)
+            write_recipe(in_file.recipe, tmp_path / copy)
             assert Recipe.read(tmp_path / copy) == in_file.recipe
 
     check()

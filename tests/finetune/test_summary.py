@@ -28,7 +28,7 @@ from glm4v_patched.finetune.summary import (
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
-from tests.helpers.recipes import arguments_of, planned, recipe
+from tests.helpers.recipes import arguments_of, planned, recipe, write_recipe
 
 
 def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
@@ -77,7 +77,7 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
 
 def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):
     """The summary, --dry-run and doctor, and the engine of the process that trains."""
-    mine.write(tmp_path / "recipe.json")
+    write_recipe(mine, tmp_path / "recipe.json")
     command = [str(tmp_path / "recipe.json"), "--device", "cpu"]
     monkeypatch.setattr(launching, "_run", lambda command, _: "")
     monkeypatch.setattr("glm4v_patched.finetune.ending.describe_end", lambda *_: "")
@@ -120,7 +120,7 @@ def saving(mine) -> Recipe:
 
 def train(asked: Recipe, *options: str) -> int:
     file = Path(asked.out).parent / "recipe.json"
-    asked.write(file)
+    write_recipe(asked, file)
     return main(["train", str(file), "--device", "cpu", *options])
 
 
@@ -143,7 +143,7 @@ def test_a_dry_run_leaves_the_disk_as_it_was(saving, tmp_path, monkeypatch, caps
     stopped.mkdir()
     begin(stopped, [])
     (stopped / LOCK).write_text("process 1 on a machine that lost its power")
-    saving.write(tmp_path / "here" / "recipe.json")
+    write_recipe(saving, tmp_path / "here" / "recipe.json")
     command = ["train", "recipe.json", "--device", "cpu", "--dry-run"]
     data = Path(saving.model).parent
     before = tree(tmp_path / "here"), tree(data)

@@ -13,6 +13,7 @@ from glm4v_patched.demo.pictures import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
 from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.recipe.file import write_values
 from glm4v_patched.finetune.recipe.model import base_of
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.training_arguments import training_arguments
@@ -34,6 +35,10 @@ LEAST = {
 def recipe(changes: Mapping = {}) -> Recipe:  # noqa: B006 (only read)
     """A recipe whose files need not be there; changes are by dotted names."""
     return Recipe.of(LEAST).override(changes)
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    write_values(path, recipe.model_dump())
 
 
 def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (only read)

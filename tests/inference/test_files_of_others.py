@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
 from hub_upload.build import build, read_source
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, write_recipe
 
 SECRET = "a key of somebody"
 
@@ -61,7 +61,7 @@ def refused(command: list[str], place: Path, secret: Path, capfd) -> None:
 @pytest.mark.parametrize("thing", THINGS)
 def test_what_is_not_its_own_is_left_by_each_command(drawn, tmp_path, secret, capfd, thing):
     out, recipe = tmp_path / "out", tmp_path / "recipe.json"
-    drawn.override({"out": str(out)}).write(recipe)
+    write_recipe(drawn.override({"out": str(out)}), recipe)
     train = ["train", str(recipe), "--device", "cpu", "--processes", "1"]
     asked = [drawn.model, "--data", drawn.data.train, "--device", "cpu", "--out"]
     answer, evaluate = ["answer", *asked, str(out / "a.jsonl")], ["evaluate", *asked, str(out)]
@@ -130,7 +130,7 @@ def test_whatever_lies_there_stays_as_it_is(drawn, tmp_path_factory, command, pr
             thing(out / name, secret)
         before, kept = seen(out), seen(secret.parent)
         if command == "train":
-            drawn.override({"out": str(out)}).write(root / "recipe.json")
+            write_recipe(drawn.override({"out": str(out)}), root / "recipe.json")
             main(["train", str(root / "recipe.json"), "--device", "cpu", "--dry-run"])
             assert seen(out) == before
         else:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ...atomic import write_atomically
 from ...terminal_text import listed, printable
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
@@ -115,6 +116,12 @@ def as_yaml(text: str) -> str:
     """JSON without signs that YAML refuses or takes for ends of lines: all but tabs, which are
     never part of a text there, are in texts alone."""
     return NOT_IN_YAML.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text.replace("\t", " "))
+
+
+def write_values(path: Path, values: Mapping[str, Any]) -> None:
+    """Write the values of a recipe as JSON, which is YAML, too."""
+    text = json.dumps(values, indent=2, ensure_ascii=False)
+    write_atomically(path, as_yaml(text) + "\n")
 
 
 def place_all(values: dict, given: Mapping[str, Any]) -> dict:

@@ -7,7 +7,6 @@ such a field that is not declared here.
 
 import difflib
 import functools
-import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
@@ -18,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from ...atomic import write_atomically
 from ...engine.options import (
     PARTS,
     TRAINED,
@@ -33,7 +31,6 @@ from .file import (
     MOST_FAULTS,
     Fault,
     RecipeError,
-    as_yaml,
     place_all,
     read_document,
     shown,
@@ -123,11 +120,6 @@ class Recipe(Section):
     def flat(self) -> dict[str, Any]:
         """Values by dotted names."""
         return {".".join(path): value for path, value in _by_path(self.model_dump())}
-
-    def write(self, path: Path) -> None:
-        """As JSON, which is YAML, too."""
-        text = json.dumps(self.model_dump(), indent=2, ensure_ascii=False)
-        write_atomically(path, as_yaml(text) + "\n")
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
