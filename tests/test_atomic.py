@@ -15,7 +15,7 @@ from glm4v_patched.finetune.run_folder import RECORD, begin, locked
 from glm4v_patched.inference.answers_file import open_answers
 from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
-from tests.helpers.recipes import recipe
+from tests.helpers.recipes import recipe, write_recipe
 
 ROW = {name: 0 for name in SCHEMA.names} | {"pictures": [], "digest": bytes(32), "fault": None}
 ROW["messages"] = "[]" * 5000
@@ -24,7 +24,7 @@ WRITERS = {
     "content": lambda out: write_atomically(out / "a", b"x" * 9000),
     "rows": lambda out: write_stored(store_rows([[ROW]], None), out / "data.arrow"),
     "picture": lambda out: PictureFiles("", store=out).path_of(b"x" * 9000),
-    "recipe": lambda out: recipe({"model": "m" * 9000}).write(out / "recipe.json"),
+    "recipe": lambda out: write_recipe(recipe({"model": "m" * 9000}), out / "recipe.json"),
 }
 
 

@@ -17,7 +17,7 @@ from glm4v_patched.models.find import fault_of_model, find_source
 from glm4v_patched.models.weight_files import INDEX, WHOLE, shards_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
-from tests.helpers.recipes import drawn_recipe
+from tests.helpers.recipes import drawn_recipe, write_recipe
 
 TOWER = "transformer.vision."
 LAYER = "transformer.encoder.layers.1."
@@ -225,7 +225,7 @@ COMMANDS = [
 def test_every_command_refuses_a_model_that_is_not_whole(drawn, model, tmp_path, capfd, command):
     change(model, without(TOWER))
     recipe, out = tmp_path / "recipe.json", tmp_path / "out"
-    drawn.override({"model": str(model), "out": str(out)}).write(recipe)
+    write_recipe(drawn.override({"model": str(model), "out": str(out)}), recipe)
     places = {"recipe": recipe, "model": model, "rows": drawn.data.train, "out": out}
     assert main([part.format(**places) for part in command]) == 1
     assert "38 of 55 weights are missing" in "".join(capfd.readouterr()) and not out.exists()
