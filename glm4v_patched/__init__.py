@@ -1,4 +1,4 @@
-"""Fine-tuning glm-4v-9b: modelling code that people can train. Importing this changes nothing."""
+"""Fine-tuning glm-4v-9b: modeling code that people can train. Importing this changes nothing."""
 
 import importlib
 

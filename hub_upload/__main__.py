@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
     where = f"copied by the Hub from {origin}, when published" if origin else "in the folder"
     print(f"version {manifest.version}: {told}, {where}")
     if not manifest.is_of_adapters and build.WEIGHTS_LICENSE not in manifest.files:
-        print("the source has no licence file; the card links to the original's: read it")
+        print("the source has no license file; the card links to the original's: read it")
     return 0
 
 

@@ -195,7 +195,7 @@ def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: 
 
 
 def contents(source: Source, name: str, licensed_at: str | None = None) -> dict[str, bytes]:
-    """Return every file but the weights, by its name; ``licensed_at`` names the file of the licence
+    """Return every file but the weights, by its name; ``licensed_at`` names the file of the license
     where the weights are from, if it has another name in ``source``.
 
     ``ValueError``, with file and key, for settings that the published code would not take.

@@ -45,8 +45,8 @@ OF_MODEL, OF_ADAPTERS = ["files", "rebuilt", "weights", *STEPS], ["files", "adap
 def check_rebuilt(target: Build) -> str:
     """Build the folder from its own files, and compare every byte but the weights'.
 
-    So code, card, requirements.txt, licence and settings are what this clone writes, whatever the
-    manifest says of them. The id in the card, and where the original has its licence, are as found.
+    So code, card, requirements.txt, license and settings are what this clone writes, whatever the
+    manifest says of them. The id in the card, and where the original has its license, are as found.
     """
     version = target.manifest.version
     require(
@@ -59,7 +59,7 @@ def check_rebuilt(target: Build) -> str:
     licensed = re.search(r"(?m)^license_link: \S+/(MODEL_LICENSE|LICENSE|LICENSE\.md)$", card)
     if name is None or licensed is None:
         raise ValueError(
-            "README.md names no id of a repository, or no licence; expected the card that build "
+            "README.md names no id of a repository, or no license; expected the card that build "
             "writes: build again"
         )
     expected = contents(target, name[1], licensed[1])

@@ -426,7 +426,7 @@ def fill_table(session: nox.Session, systems: str) -> None:
 
 @nox.session
 def llm_compressor(session: nox.Session) -> None:
-    """Its quantisers, and ``export``."""
+    """Its quantizers, and ``export``."""
     session.chdir(ROOT)
     # It requires one version of torch, and of transformers one of a few.
     session.install("llmcompressor==0.14.0.1", *TO_TEST)

@@ -16,7 +16,7 @@ README = BENCHMARKS / "README.md"
 SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
 
 
-QUANTISES = pytest.mark.skipif(
+QUANTIZES = pytest.mark.skipif(
     find_spec("llmcompressor") is None,
     reason="not installed: llmcompressor; nox -f tests/noxfile.py -s llm_compressor",
 )
@@ -53,7 +53,7 @@ SMOKES = [
     ),
     smoke(pytest.mark.slow, "time_stream 30 --steps 2", r"30 rows: first step after [\d.]+ s"),
     smoke(
-        [pytest.mark.slow, QUANTISES],
+        [pytest.mark.slow, QUANTIZES],
         "export_formats --size tiny --device cpu --out .",
         r"int4: right [\d.]+ before, [\d.]+ after",
         "export_formats.json",

@@ -164,18 +164,18 @@ def test_nothing_of_others_is_saved_and_it_is_logged(model, adapters, tmp_path, 
 
 
 def test_what_belongs_to_a_model_is_saved_and_a_note_is_not(tmp_path, warned):
-    """Labels, ids, options of generation and of quantised weights stay."""
-    quantised = {"quant_method": "quanto", "weights": "int8"}  # whose class needs no package
+    """Labels, ids, options of generation and of quantized weights stay."""
+    quantized = {"quant_method": "quanto", "weights": "int8"}  # whose class needs no package
     labels = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
     given = {"pad_token_id": 7, "eos_token_id": [1, 2], "rope_ratio": 2, "skip_logits": True}
-    given |= labels | {"quantization_config": quantised | {WORD: WORD}, "problem_type": None}
+    given |= labels | {"quantization_config": quantized | {WORD: WORD}, "problem_type": None}
     config = tiny_config(**given)
     config.my_note = 1
     config.save_pretrained(tmp_path)
     assert [line for line in warned.messages if "my_note" in line and "quantization_config" in line]
     again = ChatGLMConfig.from_pretrained(tmp_path)
     assert {name: getattr(again, name) for name in given} == given | {
-        "quantization_config": quantised
+        "quantization_config": quantized
     }
     assert not hasattr(again, "my_note") and config.my_note == 1
     warned.clear()

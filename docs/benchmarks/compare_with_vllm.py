@@ -39,7 +39,7 @@ SIDE = 20 * PATCH_SIDE
 NEW_TOKENS = 24
 # vLLM 0.26 tokenizes a chat with a second [gMASK]<sop> otherwise.
 CHAT = {"use_tqdm": False, "tokenization_kwargs": {"add_special_tokens": False}}
-QUESTION = {"type": "text", "text": "Which colour is it?"}
+QUESTION = {"type": "text", "text": "Which color is it?"}
 
 
 def conversations(pictures: list[Image.Image], kind: str) -> dict[str, list[dict]]:

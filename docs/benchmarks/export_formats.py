@@ -1,6 +1,6 @@
 """What is lost in fp8, int8 and int4: right answers of one trained model, exported in each.
 
-``PYTHONPATH=. python docs/benchmarks/export_formats.py --out FOLDER`` draws coloured shapes, has a
+``PYTHONPATH=. python docs/benchmarks/export_formats.py --out FOLDER`` draws colored shapes, has a
 glm-4v of 300 million random weights learn to name them, and exports it in each format by
 :func:`export.export`, as ``glm4v-patched export --evaluate`` does. ``FOLDER/export_formats.json``
 gets right answers before and after, those with swapped pictures, bytes and seconds. What was drawn

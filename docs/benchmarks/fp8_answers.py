@@ -57,7 +57,7 @@ def held(model: str, device: str) -> Iterator[tuple[str, Loaded]]:
             if kind_of(name) == kind:
                 linear = loaded.model.get_submodule(name)
                 become(linear, HeldLinear)
-                linear.quantise_weight(keeps_transposed=False)
+                linear.quantize_weight(keeps_transposed=False)
         yield kind, loaded
     yield "all", load(base, device, "fp8")
 

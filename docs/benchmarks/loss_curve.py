@@ -274,7 +274,7 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
     """All curves; below, how far each is from the reference's of its seed, in the seeds' band."""
     from matplotlib.figure import Figure
 
-    colours = {
+    colors = {
         "plain": ("0.35", "0.65"),
         "fast": ("tab:blue", "tab:orange"),
         "blank": ("tab:red",),
@@ -288,20 +288,20 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
     band = f"{reference} seed 0 - {reference} seed 1, ±"
     below.fill_between(steps, [-d for d in apart], apart, color="0.85", label=band)
     for name, of_path in curves.items():
-        for (seed, curve), colour in zip(of_path.items(), colours[name], strict=False):
+        for (seed, curve), color in zip(of_path.items(), colors[name], strict=False):
             label = f"{name}, seed {seed}"
             wide = name == reference  # the others lie on top of it
             above.plot(
                 range(1, len(curve) + 1),
                 curve,
-                color=colour,
+                color=color,
                 linewidth=3 if wide else 1,
                 label=label,
             )
             if not wide and name != "blank":  # the control is far outside
                 difference = smoothed_difference(curve, curves[reference][seed])
                 label = f"{label} - {reference}"
-                below.plot(steps, difference, color=colour, linewidth=1, label=label)
+                below.plot(steps, difference, color=color, linewidth=1, label=label)
     above.set(yscale="log", ylabel="loss (nats per supervised token)")
     below.set(xlabel="step", ylabel=f"difference, mean of {WINDOW} steps")
     for axes in (above, below):

@@ -103,7 +103,7 @@ def font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 def draw_line(text: str, side: int, rng: random.Random, plain: bool = False) -> Image.Image:
-    """A grey square of ``side`` pixels with the line in it: from the left, halfway down, but never
+    """A gray square of ``side`` pixels with the line in it: from the left, halfway down, but never
     in quite the same place, and in one of several sizes.
 
     Args:

@@ -397,12 +397,12 @@ def _draw_courses(courses: dict[str, dict], path: Path) -> None:
 
 
 def _copy_small(picture: Path, copy: Path) -> None:
-    """With as many colours as fit into :data:`LARGEST_PICTURE`."""
+    """With as many colors as fit into :data:`LARGEST_PICTURE`."""
     from PIL import Image
 
     with Image.open(picture) as image:
-        for colours in (256, 128, 64, 32, 16, 8):
-            image.convert("RGB").quantize(colours).save(copy, optimize=True)
+        for colors in (256, 128, 64, 32, 16, 8):
+            image.convert("RGB").quantize(colors).save(copy, optimize=True)
             if copy.stat().st_size < LARGEST_PICTURE:
                 return
 

@@ -1,4 +1,4 @@
-"""A subclass of Linear that was left out of quantisation is quantised when the model is loaded."""
+"""A subclass of Linear that was left out of quantization is quantized when the model is loaded."""
 
 import compressed_tensors
 from compressed_tensors.quantization import (
@@ -17,7 +17,7 @@ def build() -> nn.ModuleDict:
     return nn.ModuleDict({"layer": nn.Linear(128, 128), "output": OutputLayer(128, 128)})
 
 
-def quantised(model: nn.ModuleDict) -> list[str]:
+def quantized(model: nn.ModuleDict) -> list[str]:
     return [name for name, module in model.items() if hasattr(module, "quantization_scheme")]
 
 
@@ -26,9 +26,9 @@ scheme = preset_name_to_scheme("W4A16", ["Linear"])
 model = build()
 config = QuantizationConfig(config_groups={"all": scheme}, ignore=["output"])
 apply_quantization_config(model, config)
-print("quantised:", quantised(model))
+print("quantized:", quantized(model))
 saved = QuantizationConfig.from_pretrained(model)
 print("ignore, as it is saved:", saved.ignore)
 again = build()
 apply_quantization_config(again, saved)
-print("quantised, when it is loaded:", quantised(again))
+print("quantized, when it is loaded:", quantized(again))

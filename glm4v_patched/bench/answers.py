@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..engine.environment import python_module, training_environment
 from ..installed_versions import versions
-from ..models.quantised_weights import check_weights
+from ..models.quantized_weights import check_weights
 from .settings import Settings
 from .training import device_name, run
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..engine.options import TRAINED, EngineOptions, EngineSection
 from ..inference.questions import CACHES
-from ..models.quantised_weights import check_weights, kept_cache
+from ..models.quantized_weights import check_weights, kept_cache
 from ..option_fields import option
 from ..paths import expand
 

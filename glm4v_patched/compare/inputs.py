@@ -16,7 +16,7 @@ from ..remote.loss import IGNORE_INDEX
 WORDS = (
     ("Hello.", "Hello to you."),
     ("What do you see?", "A shape on a dark ground."),
-    ("Which shape is it, and which colour does it have?", "A circle, I think."),
+    ("Which shape is it, and which color does it have?", "A circle, I think."),
 )
 
 

@@ -469,7 +469,7 @@ def _name_of_class(place: str, value: Any, names: list[str]) -> Any:
 
 
 def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
-    """Rows of an archive of WebDataset: neighbours with one name, by what follows its first dot.
+    """Rows of an archive of WebDataset: neighbors with one name, by what follows its first dot.
 
     Raises:
         ValueError: a file in it would be unpacked to a size that nothing bounds.

@@ -1,11 +1,11 @@
-"""Draws the demo's data set: one coloured shape a picture, and a question about it."""
+"""Draws the demo's data set: one colored shape a picture, and a question about it."""
 
 import random
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-COLOURS = {
+COLORS = {
     "red": (214, 39, 40),
     "green": (44, 160, 44),
     "blue": (31, 88, 200),
@@ -15,9 +15,9 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 QUESTIONS = {
-    "Which colour is it?": "{colour}",
+    "Which color is it?": "{color}",
     "Which shape is it?": "{shape}",
-    "What do you see?": "a {colour} {shape}",
+    "What do you see?": "a {color} {shape}",
 }
 
 
@@ -27,11 +27,11 @@ def draw_data_set(folder: Path, number: int, seed: int, side: int) -> list[list[
     rng = random.Random(seed)
     conversations = []
     for index in range(number):
-        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+        color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
         question = rng.choice(list(QUESTIONS))
         path = folder / f"{index:05}.png"
-        draw_shape(colour, shape, side, rng).save(path)
-        answer = QUESTIONS[question].format(colour=colour, shape=shape)
+        draw_shape(color, shape, side, rng).save(path)
+        answer = QUESTIONS[question].format(color=color, shape=shape)
         conversations.append(
             [
                 {"role": "user", "image": str(path), "content": question},
@@ -41,7 +41,7 @@ def draw_data_set(folder: Path, number: int, seed: int, side: int) -> list[list[
     return conversations
 
 
-def draw_shape(colour: str, shape: str, side: int, rng: random.Random) -> Image.Image:
+def draw_shape(color: str, shape: str, side: int, rng: random.Random) -> Image.Image:
     """A shape of random size and place on a dark ground."""
     ground = tuple(rng.randint(0, 40) for _ in range(3))
     image = Image.new("RGB", (side, side), ground)
@@ -49,7 +49,7 @@ def draw_shape(colour: str, shape: str, side: int, rng: random.Random) -> Image.
     size = rng.uniform(0.82, 0.92) * side
     left, top = (rng.uniform(0.05, 0.95) * (side - size) for _ in range(2))
     right, bottom = left + size, top + size
-    fill = COLOURS[colour]
+    fill = COLORS[color]
     if shape == "circle":
         draw.ellipse((left, top, right, bottom), fill=fill)
     elif shape == "square":

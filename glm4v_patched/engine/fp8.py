@@ -25,19 +25,19 @@ def is_target(part: str, layer: str) -> bool:
 def why_bf16(part: str, layer: str, is_fused: bool) -> str | None:
     """Return why a linear layer stays in bf16 where fp8 is asked for, or None.
 
-    On one H200, of 25,604 rows, in ms: bf16; fp8, and quantising the input by itself:
+    On one H200, of 25,604 rows, in ms: bf16; fp8, and quantizing the input by itself:
     ``dense`` (1,792 -> 1,792) 0.215; 0.119 + 0.128. ``fc2`` (15,360 -> 1,792) 1.996; 0.998 + 0.785.
-    The others gain 1.45 to 1.83 times, quantised by kernels of their own.
+    The others gain 1.45 to 1.83 times, quantized by kernels of their own.
 
     Args:
         part: One of :data:`options.PARTS`.
-        is_fused: A kernel that makes the activations of ``fc2`` quantises them: layers are
+        is_fused: A kernel that makes the activations of ``fc2`` quantizes them: layers are
             compiled, or the model is for inference.
     """
     if not is_target(part, layer):
         return "it is outside of the towers' layers, or an adapter's"
     if (part, layer) == ("tower", "dense"):
-        return "no kernel that makes its input quantises it, so that fp8 gains nothing"
+        return "no kernel that makes its input quantizes it, so that fp8 gains nothing"
     if (part, layer) == ("tower", "fc2") and not is_fused:
         return "fp8 gains nothing here where layers are not compiled"
     return None

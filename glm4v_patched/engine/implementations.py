@@ -155,7 +155,7 @@ def _holding_is_out(place: Place, use: Use) -> str | None:
 
 def _hold(linear: HeldLinear, place: Place, use: Use) -> None:
     has_gradient = place.part == "language_model" or use.trains_tower
-    linear.quantise_weight(keeps_transposed=use.keeps_transposed and has_gradient)
+    linear.quantize_weight(keeps_transposed=use.keeps_transposed and has_gradient)
 
 
 def _fused_gelu_is_out(place: Place, use: Use) -> str | None:

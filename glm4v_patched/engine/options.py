@@ -41,8 +41,8 @@ PACKAGES = {
     "8bit": ["bitsandbytes"],
     "serve": ["starlette", "uvicorn"],
 }
-# What transformers needs to load weights that were saved quantised, by the method in their config.
-OF_QUANTISERS = {
+# What transformers needs to load weights that were saved quantized, by the method in their config.
+OF_QUANTIZERS = {
     "aqlm": ["aqlm"],
     "auto-round": ["auto_round"],
     "awq": ["gptqmodel"],
@@ -55,7 +55,7 @@ OF_QUANTISERS = {
     "torchao": ["torchao"],
     "vptq": ["vptq"],
 }
-PACKAGES |= OF_QUANTISERS
+PACKAGES |= OF_QUANTIZERS
 
 _POLICY: dict[str, Any] = {
     "pattern": f"^(auto|{'|'.join(POLICIES)}|every [1-9][0-9]{{0,8}})$",
@@ -216,7 +216,7 @@ class EngineOptions(EngineSection):
         return self.keep_transposed and self.holds_fp8 and self.zero_stage < 3
 
     @property
-    def quantises_built(self) -> bool:
+    def quantizes_built(self) -> bool:
         """Whether frozen weights are on one GPU, smaller than they are built."""
         return self.trained == "qlora" or (self.holds_fp8 and self.zero_stage < 3)
 

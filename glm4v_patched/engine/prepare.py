@@ -45,7 +45,7 @@ def prepare_model(
         adapters: peft's adapters to go on with, instead of new ones.
     """
     assert options.is_decided, "memory_plan.decide() comes first"
-    if not options.quantises_built:
+    if not options.quantizes_built:
         _limit_memory(options)
     if options.zero_stage == 3:
         wait_for_every_gather()
@@ -66,7 +66,7 @@ def prepare_model(
     if options.zero_stage == 0:
         upcast_trained(model)
     use_implementations(model, Use.training(options))
-    # Of weights that were quantised, only now: bench's random ones were whole on the GPU before.
+    # Of weights that were quantized, only now: bench's random ones were whole on the GPU before.
     _limit_memory(options)
     in_compiled_fp8 = options.fp8 and options.compile is True
     checkpoint_layers(model.train(), options.tower, options.language, by_operation=in_compiled_fp8)

@@ -23,7 +23,7 @@ def select_weights(
     model: GLM4VForCausalLM, trained: str, lora: LoraOptions = PLAIN_LORA
 ) -> nn.Module:
     """Freeze what is not trained; for LoRA, return peft's model around this one. ``qlora`` takes a
-    model that was loaded in 4 bits, or went through :func:`quantise`."""
+    model that was loaded in 4 bits, or went through :func:`quantize`."""
     check_trained(trained)
     if not is_lora(trained):
         parts = parts_trained(trained)
@@ -96,7 +96,7 @@ def upcast_trained(model: nn.Module) -> None:
 
 
 def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: int = 4) -> dict:
-    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantise` does: in 4
+    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantize` does: in 4
     bits, or in 8 (LLM.int8), which is for inference."""
     config = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
@@ -117,13 +117,13 @@ def build_random(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
     placed = given.pop("device_map", None)
     model = GLM4VForCausalLM._from_config(config, **given)
     if quantization is not None:
-        quantise(model, placed[""], 4 if quantization.load_in_4bit else 8)
+        quantize(model, placed[""], 4 if quantization.load_in_4bit else 8)
     return model
 
 
-def quantise(model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4) -> None:
+def quantize(model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4) -> None:
     """Replace the linear layers of both towers' layers by bitsandbytes's: 4 bits (NF4, doubly
-    quantised) or 8 (LLM.int8). For a model that was not loaded.
+    quantized) or 8 (LLM.int8). For a model that was not loaded.
 
     Layers are moved to ``device`` one at a time, so that it never holds the model in full; on it
     already, each makes room for its own successor.
@@ -132,13 +132,13 @@ def quantise(model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4)
         # By name: a list of modules would keep all weights until its end.
         names = [name for name, each in layers.named_modules() if type(each) is nn.Linear]
         for name in names:
-            layers.set_submodule(name, _quantised(layers.get_submodule(name), bits).to(device))
+            layers.set_submodule(name, _quantized(layers.get_submodule(name), bits).to(device))
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # transformers wraps it, and its types are lost
 
 
-def _quantised(linear: Any, bits: int) -> nn.Module:
-    """Quantised once it is moved, to any device."""
+def _quantized(linear: Any, bits: int) -> nn.Module:
+    """Quantized once it is moved, to any device."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
     sides: Any = (linear.in_features, linear.out_features, linear.bias is not None)
@@ -149,7 +149,7 @@ def _quantised(linear: Any, bits: int) -> nn.Module:
         made.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
     else:
         made = Linear8bitLt(*sides, has_fp16_weights=False, threshold=INT8_THRESHOLD, device="meta")
-        # Only what comes from the CPU is quantised when it is moved.
+        # Only what comes from the CPU is quantized when it is moved.
         made.weight = Int8Params(weight.cpu(), requires_grad=False)
     made.bias = linear.bias
     return made

@@ -41,7 +41,7 @@ glm4v-patched merge ADAPTERS --out merged
 ```yaml
 {recipe}```
 
-With {packages}. What the licence of the base model says of models made from it holds here, too.
+With {packages}. What the license of the base model says of models made from it holds here, too.
 """
 
 

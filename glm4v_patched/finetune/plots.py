@@ -32,7 +32,7 @@ def plot_loss(
             axes.axvline(step, color="red", linestyle=":", gid="not finite")
             axes.set_title("dotted: the loss was NaN or infinite")
     if best:
-        axes.axvline(best, color="grey", linestyle="--", label=f"best evaluation: step {best}")
+        axes.axvline(best, color="gray", linestyle="--", label=f"best evaluation: step {best}")
     if saved:
         bottom = axes.get_xaxis_transform()
         axes.plot(

@@ -22,7 +22,7 @@ COLUMNS, MOST_CELLS = 4, 24
 CELL_WIDTH, IMAGES_HEIGHT, MARGIN, LINE_HEIGHT, DPI = 280, 150, 10, 18, 100
 FONT, FONT_POINTS, CHARACTERS = "DejaVu Sans Mono", 8, 38  # matplotlib's own
 MOST_LINES = 4  # of a question, or of an answer
-GREY, BLACK, RIGHT, WRONG = "#6e6e6e", "#000000", "#14823c", "#be1e1e"
+GRAY, BLACK, RIGHT, WRONG = "#6e6e6e", "#000000", "#14823c", "#be1e1e"
 MISSING = "\N{WHITE SQUARE}"
 Lines = list[tuple[str, str]]  # texts and their colors
 
@@ -91,7 +91,7 @@ def _draw(title: str, shown: Sequence[tuple[Question, str, int | str]], path: Pa
 def lines_of(question: Question, answer: str, row: int | str) -> Lines:
     """Return what a cell says, a text for each kind of line."""
     files = [Path(picture).name for picture in pictures_of(question.prompt)]
-    lines = [(", ".join([f"row {row}", *files]), GREY), (text_of(question.prompt[-1]), BLACK)]
+    lines = [(", ".join([f"row {row}", *files]), GRAY), (text_of(question.prompt[-1]), BLACK)]
     if _is_right(question, answer):
         return [*lines, (answer, RIGHT)]
     return [*lines, (answer, WRONG), (f"expected: {question.reference or ''}", BLACK)]

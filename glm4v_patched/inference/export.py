@@ -1,4 +1,4 @@
-"""Writes a quantised model, which other programs load: by llm-compressor, calibrated with rows.
+"""Writes a quantized model, which other programs load: by llm-compressor, calibrated with rows.
 
 What can be known is checked before a weight is read: packages, rows, disk, memory.
 """
@@ -20,7 +20,7 @@ from ..data.source import folders_of_set
 from ..engine.gpus import free_on_gpus
 from ..engine.ram import free_ram
 from ..models.base import Base
-from ..models.check_weights import quantised_by
+from ..models.check_weights import quantized_by
 from ..models.find import find_source
 from ..paths import require_apart
 from ..terminal_text import in_bytes, pip_install
@@ -73,7 +73,7 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         sizes = f"before {in_bytes(self.bytes_before)}, {self.format} {in_bytes(self.bytes_after)}"
-        lines = [f"{sizes}, quantised in {self.seconds:.0f} s"]
+        lines = [f"{sizes}, quantized in {self.seconds:.0f} s"]
         for name, scores in (("before", self.before), (self.format, self.after)):
             if scores is not None:
                 lines += [name, describe(scores)]
@@ -110,9 +110,9 @@ def export(
     require_new(out)
     require_compressor()
     base = find_source(model, revision)
-    if method := quantised_by(base.model, base.revision):
+    if method := quantized_by(base.model, base.revision):
         raise ValueError(
-            f"{model} was saved quantised already, by {method}; expected the weights that it was "
+            f"{model} was saved quantized already, by {method}; expected the weights that it was "
             "made of"
         )
     require_mergeable(base, out)
@@ -154,11 +154,11 @@ def export(
         if evaluation is not None:
             evaluation = replace(evaluation, model=base.model, revision=base.revision)
             before = evaluate(evaluation)
-        from .layer_by_layer import quantise
+        from .layer_by_layer import quantize
 
         start = time.monotonic()
         of = FORMATS[format]
-        quantise(base, partial, of.scheme, of.ignore, conversations, device)
+        quantize(base, partial, of.scheme, of.ignore, conversations, device)
         gc.collect()  # of the model, before it is loaded again
         seconds = time.monotonic() - start
         take_over(held, partial)
@@ -205,13 +205,13 @@ def needs_of(
     stacks = [transformer.encoder.layers, *[transformer.vision.transformer.layers] * format.tower]
     of_layer = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
     width = weights / sum(p.numel() for p in transformer.parameters())
-    quantised = sum(
+    quantized = sum(
         len(stack) * linear.weight.numel()
         for stack, linears in zip(stacks, of_layer, strict=True)
         for linear in linears
     )
     # Scales: one of 2 bytes for a group of 128 weights, or fewer.
-    saved = weights - quantised * (width - format.bits / 8 - 2 / 128)
+    saved = weights - quantized * (width - format.bits / 8 - 2 / 128)
     # In fp32, for each linear layer the products of its inputs; GPTQ inverts the largest ones.
     products = [[4 * linear.in_features**2 for linear in linears] for linears in of_layer]
     statistics = max(sum(some) + 3 * max(some) for some in products)

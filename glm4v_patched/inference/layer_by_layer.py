@@ -38,7 +38,7 @@ class _Reached(Exception):
 
 @CalibrationPipeline.register(NAME)
 class LayerByLayer(CalibrationPipeline):
-    """Calibrates and quantises each layer on what the quantised layers before it give."""
+    """Calibrates and quantizes each layer on what the quantized layers before it give."""
 
     @staticmethod
     def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
@@ -49,7 +49,7 @@ class LayerByLayer(CalibrationPipeline):
             if any(hasattr(module, "quantization_scheme") for module in layers.modules())
         ]
         LifecycleCallbacks.calibration_start()
-        progress = tqdm(total=sum(map(len, stacks)), unit="layer", desc="quantising", disable=None)
+        progress = tqdm(total=sum(map(len, stacks)), unit="layer", desc="quantizing", disable=None)
         with torch.no_grad(), DisableQuantization(model), progress:
             for layers in stacks:
                 inputs = _inputs_of(layers[0], model, dataloader)
@@ -79,7 +79,7 @@ def _inputs_of(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tu
     return inputs
 
 
-def quantise(
+def quantize(
     base: Base,
     out: Path,
     scheme: str,
@@ -87,7 +87,7 @@ def quantise(
     conversations: Sequence[list[dict]],
     device: str,
 ) -> None:
-    """Quantise the linear layers of a model by GPTQ, and save it.
+    """Quantize the linear layers of a model by GPTQ, and save it.
 
     Args:
         scheme: A preset of compressed-tensors.
@@ -121,7 +121,7 @@ def quantise(
 
 
 def _is_doubt(record: Any) -> bool:
-    """Of all that llm-compressor logs: such as layers that GPTQ could not quantise."""
+    """Of all that llm-compressor logs: such as layers that GPTQ could not quantize."""
     return record["level"].name == "WARNING" and record["name"].startswith(
         "llmcompressor.modifiers"
     )

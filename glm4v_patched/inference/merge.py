@@ -71,7 +71,7 @@ def require_new(out: Path) -> None:
 
 def require_mergeable(base: Base, out: Path) -> None:
     """Raise ``ValueError`` if ``out`` is not apart from what is read, or adapters have fields that
-    merging, which only adds to weights, would not honour; these are named."""
+    merging, which only adds to weights, would not honor; these are named."""
     require_apart(out, folders_of(base), "--out")
     if base.adapters is None:
         return
@@ -115,7 +115,7 @@ def taken_over(folder: Path) -> list[Path]:
 
 
 def take_over(folder: Path, out: Path) -> None:
-    """Copy licences and options of generation to ``out``, where it has none; but for options that
+    """Copy licenses and options of generation to ``out``, where it has none; but for options that
     transformers does not know, which are logged."""
     from transformers import GenerationConfig
 
@@ -162,7 +162,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _write(base: Base, folder: Path, out: Path) -> None:
-    """Config, code and processor, as ``save_pretrained`` writes them, the base's licence, and the
+    """Config, code and processor, as ``save_pretrained`` writes them, the base's license, and the
     merged weights, file by file."""
     import torch
     from safetensors import safe_open

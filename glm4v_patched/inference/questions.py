@@ -16,7 +16,7 @@ from ..data.source import folders_of_set
 from ..models.base import Base, folders_of
 from ..models.find import find_source
 from ..models.placement import Placement, place
-from ..models.quantised_weights import WEIGHTS, check_weights
+from ..models.quantized_weights import WEIGHTS, check_weights
 from ..option_fields import faults_of_fields, option
 from ..paths import require_apart
 

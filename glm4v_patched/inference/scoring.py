@@ -48,7 +48,7 @@ def load_metric(text: str) -> tuple[str, Metric]:
     if name in METRICS:
         raise ValueError(f"--metric {text}: {name} is computed anyway; give yours another name")
     folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)  # it may import its neighbours, as a script may
+    sys.path.insert(0, folder)  # it may import its neighbors, as a script may
     try:
         function: Any = runpy.run_path(str(path)).get(name)
     except Exception as error:

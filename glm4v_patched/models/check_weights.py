@@ -104,8 +104,8 @@ def require_weights(
     with torch.device("meta"):
         built = GLM4VForCausalLM(config)
     wanted = {name: tuple(weight.shape) for name, weight in built.named_parameters()}
-    quantised = getattr(config, "quantization_config", None) is not None
-    missing, left_over, unlike = _compare(wanted, there, quantised)
+    quantized = getattr(config, "quantization_config", None) is not None
+    missing, left_over, unlike = _compare(wanted, there, quantized)
     unused = [start for start in from_scratch if not any(n.startswith(start) for n in missing)]
     if unused:
         raise ValueError(
@@ -173,9 +173,9 @@ def _read_config(values: dict) -> None:
         if values.get(key):
             raise ValueError(f"{key} names files that are not checked")
     ChatGLMConfig.from_dict(deepcopy(values))
-    if (quantised := values.get("quantization_config")) is not None:
+    if (quantized := values.get("quantization_config")) is not None:
         with suppress(ImportError):  # a package that is missing is told by whoever loads
-            AutoQuantizationConfig.from_dict(quantised)
+            AutoQuantizationConfig.from_dict(quantized)
 
 
 def _read_generation_config(values: dict) -> None:
@@ -187,8 +187,8 @@ def _read_generation_config(values: dict) -> None:
     GenerationConfig.from_dict(values)
 
 
-def quantised_by(model: str, revision: str | None = None) -> str | None:
-    """The method that a model's weights were saved quantised by, as its config names it."""
+def quantized_by(model: str, revision: str | None = None) -> str | None:
+    """The method that a model's weights were saved quantized by, as its config names it."""
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
@@ -197,7 +197,7 @@ def quantised_by(model: str, revision: str | None = None) -> str | None:
 
 
 def _compare(
-    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape | None], quantised: bool
+    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape | None], quantized: bool
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of the model's weights that are not there, and of those there that are not the model's;
     and those of another size, with their sides."""
@@ -205,10 +205,10 @@ def _compare(
     if not wanted.keys() & there and any(PREFIX + name in wanted for name in there):
         there = {PREFIX + name: shape for name, shape in there.items()}
     there = {name: shape for name, shape in there.items() if not name.endswith(COMPUTED)}
-    # A quantised layer's weight is kept in pieces, as .weight.absmax, .weight_packed or .qweight.
+    # A quantized layer's weight is kept in pieces, as .weight.absmax, .weight_packed or .qweight.
     pieces = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in there}
     layers = tuple(name.removesuffix("weight") for name in wanted if name.endswith(".weight"))
-    if not quantised:
+    if not quantized:
         pieces, layers = set(), ()
     missing = [
         name
@@ -225,7 +225,7 @@ def _compare(
         f"{name}: {[*found.sides]}, not {[*sides]}"
         for name, sides in wanted.items()
         if (found := there.get(name)) and found.sides != sides
-        if not (quantised and found.dtype not in FLOATS)
+        if not (quantized and found.dtype not in FLOATS)
     ]
     return missing, left_over, unlike
 

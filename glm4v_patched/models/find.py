@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..engine.options import OF_QUANTISERS, require_packages
+from ..engine.options import OF_QUANTIZERS, require_packages
 from ..terminal_text import doing, printable
 from .base import (
     ADAPTER_CONFIG,
@@ -14,7 +14,7 @@ from .base import (
     pin,
     require_recorded_base,
 )
-from .check_weights import fault_of_model_folder, quantised_by, require_whole
+from .check_weights import fault_of_model_folder, quantized_by, require_whole
 
 # What is taken of adapters on the Hub; no code.
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
@@ -43,12 +43,12 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
     """The model in a folder or of an id of the Hub, and the adapters on it, if it is theirs.
 
     ``ValueError`` if it is not there, not whole or no glm-4v, if its adapters are of a model that
-    has changed since, if it was saved quantised and is to be held otherwise, or if the Hub does not
+    has changed since, if it was saved quantized and is to be held otherwise, or if the Hub does not
     answer; ``RuntimeError`` if a package is missing.
 
     Args:
         revision: Of an id of the Hub; of a folder of adapters, that of their model there.
-        weights: How they will be held: one of :data:`quantised_weights.WEIGHTS`, or as they are.
+        weights: How they will be held: one of :data:`quantized_weights.WEIGHTS`, or as they are.
     """
     if fault := fault_of_model(name):
         raise ValueError(f"{name}: {fault}")
@@ -63,17 +63,17 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
             from .limits import require_adapters  # late: peft is imported
 
             require_adapters(base)
-    if method := quantised_by(base.model, base.revision):
+    if method := quantized_by(base.model, base.revision):
         if weights is not None:
             raise ValueError(
-                f"--weights {weights}: {base.model} was saved quantised by {method}; leave it out"
+                f"--weights {weights}: {base.model} was saved quantized by {method}; leave it out"
             )
-        if method not in OF_QUANTISERS:
+        if method not in OF_QUANTIZERS:
             raise ValueError(
                 f"{base.model}: config.json: quantization_config has quant_method {method!r:.60}; "
-                f"expected one of {', '.join(OF_QUANTISERS)}, or no quantization_config"
+                f"expected one of {', '.join(OF_QUANTIZERS)}, or no quantization_config"
             )
-        require_packages(method, f"{base.model}, which was saved quantised by {method},")
+        require_packages(method, f"{base.model}, which was saved quantized by {method},")
     return base
 
 

@@ -34,7 +34,7 @@ def load(
 
     Args:
         device: As torch takes it. Weights go straight to a GPU.
-        weights: How those of the layers are held: one of :data:`quantised_weights.WEIGHTS`, or None
+        weights: How those of the layers are held: one of :data:`quantized_weights.WEIGHTS`, or None
             for as they were saved. Of vision adapter, embeddings and output layer they stay as they
             are. For fp8 the model is loaded into the machine's memory, and the GPU never holds it
             in full.

@@ -18,7 +18,7 @@ def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
     """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``.
 
     Args:
-        weights: How they are held, or the method that the model was saved quantised by. With fp8
+        weights: How they are held, or the method that the model was saved quantized by. With fp8
             alone a cache may be of fixed size: of bitsandbytes' layers those of 8 bits wait for the
             device, and those of compressed-tensors copy between the host and the GPU in every step.
 

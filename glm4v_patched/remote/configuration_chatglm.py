@@ -47,14 +47,14 @@ check_transformers(transformers.__version__)
 # Without the package of flash attention, transformers fetches it from the Hub: a folder names none.
 OWN_IMPLEMENTATIONS = {"eager", "sdpa", "flex_attention"}
 # Whose kernels some tested transformers fetches from the Hub.
-FETCHED_QUANTISERS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
+FETCHED_QUANTIZERS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
 
 
 def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
     """Raise ``ValueError`` for a name in a file by which transformers fetches code of others."""
     for key, value in values.items():
         fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
-        fetches |= key == "quant_method" and value in FETCHED_QUANTISERS
+        fetches |= key == "quant_method" and value in FETCHED_QUANTIZERS
         # compressed-tensors takes a name "file.py:class" for one that it has to import.
         fetches |= key in ("format", "type") and ":" in str(value)
         if str(key).endswith(("_implementation", "_implementation_internal")):
@@ -279,7 +279,7 @@ PLACES: dict[str, Any] = AUTO_MAP | {
 
 
 def _own_keys(quantization_config: dict) -> dict:
-    """Return what the class of that method writes, of a config of quantised weights; all of it
+    """Return what the class of that method writes, of a config of quantized weights; all of it
     where the method's package is not installed, without which nobody can say."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 

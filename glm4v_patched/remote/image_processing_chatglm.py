@@ -1,7 +1,7 @@
 """Image preprocessing of glm-4v-9b as a transformers image processor.
 
 The computation is upstream's: PIL bicubic resize to a square without keeping the aspect ratio,
-division by 255, normalisation with the CLIP constants, float32, channels first. A picture has the
+division by 255, normalization with the CLIP constants, float32, channels first. A picture has the
 same pixels whichever way it comes; what cannot be told is refused (:func:`as_picture`).
 """
 

@@ -151,7 +151,7 @@ def with_loss(layer: nn.Linear) -> nn.Linear:
     """Let an output projection compute the loss, too, without keeping its logits.
 
     In its own forward, because a sharded weight is gathered for that: once, whatever the number of
-    chunks. No subclass does it: quantisers and exporters know ``nn.Linear`` by its class.
+    chunks. No subclass does it: quantizers and exporters know ``nn.Linear`` by its class.
     """
     layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
     return layer

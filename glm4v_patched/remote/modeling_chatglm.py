@@ -106,9 +106,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x_BRHC: Tensor, cos_BR1C: Tensor, sin_BR1C: Tensor) -> Tensor:
-    """Rotate neighbouring channels ``(2i, 2i + 1)``."""
-    neighbours_BRHC = x_BRHC.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x_BRHC * cos_BR1C + neighbours_BRHC * sin_BR1C).to(x_BRHC.dtype)
+    """Rotate neighboring channels ``(2i, 2i + 1)``."""
+    neighbors_BRHC = x_BRHC.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x_BRHC * cos_BR1C + neighbors_BRHC * sin_BR1C).to(x_BRHC.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -203,7 +203,7 @@ class GLMTransformer(nn.Module):
     def forward(
         self, x_BRD: Tensor, *attention_inputs, keep_states: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The normalised output; if asked, what went into each layer and came out of the last."""
+        """The normalized output; if asked, what went into each layer and came out of the last."""
         states = [x_BRD]
         # Which may be less than there are: generate leaves out the last layers so.
         for layer in islice(self.layers, self.config.num_layers):
@@ -371,7 +371,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         self.embedding = Embedding(config)
         self.rotary_pos_emb = RotaryEmbedding(config)
         self.encoder = GLMTransformer(config)
-        # Typed as what it may become: wrapped by peft, or quantised.
+        # Typed as what it may become: wrapped by peft, or quantized.
         self.output_layer: nn.Module = with_loss(
             nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
@@ -783,7 +783,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         enter_class(cls, "CAUSAL_LM")
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
-        """``empty_init`` has no effect: only weights that no checkpoint gives are initialised."""
+        """``empty_init`` has no effect: only weights that no checkpoint gives are initialized."""
         super().__init__(config)
         # transformers takes it from the class name, which a derived class may lack.
         self.loss_type = "ForCausalLM"
@@ -941,7 +941,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             chunked = labels, num_items_in_batch, self.config.loss_chunk_size
             if computes_loss(output_layer):
                 return output_layer(hidden_BRD, *chunked), None
-            # wrapped by peft, or quantised
+            # wrapped by peft, or quantized
             return chunked_next_token_loss(output_layer, hidden_BRD, *chunked), None
         if are_cut:
             logits = output_layer(kept.take(hidden_BRD))

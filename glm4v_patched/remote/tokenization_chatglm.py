@@ -83,7 +83,7 @@ SPLIT_PATTERN = (
 )
 
 # `piece_break` is undefined, hence empty, wherever this is rendered by somebody else. Our
-# tokenizer puts a mark there, because upstream tokenises a content apart from the line above it.
+# tokenizer puts a mark there, because upstream tokenizes a content apart from the line above it.
 # The generation block holds all that follows <|assistant|>, which is where the prompt for
 # generation ends: the line of metadata (a tool's name, mostly empty) is the model's to write too.
 CHAT_TEMPLATE = r"""
@@ -631,7 +631,7 @@ def convert_ranks(
     def as_text(token: bytes) -> str:
         return "".join(printable[byte] for byte in token)
 
-    # tiktoken joins the neighbours whose union ranks lowest, whichever way the union is cut in two.
+    # tiktoken joins the neighbors whose union ranks lowest, whichever way the union is cut in two.
     # The ranks of this file are no order of learning (a token may rank below its own parts), so
     # one merge for each token would not do.
     merges = []

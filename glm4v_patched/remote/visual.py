@@ -1,6 +1,6 @@
 """The EVA2-CLIP vision tower of glm-4v and the adapter into the language model's width.
 
-What differs from a usual ViT: a layer normalises the *output* of its attention and of its MLP
+What differs from a usual ViT: a layer normalizes the *output* of its attention and of its MLP
 before adding it, there is no final norm, and the begin- and end-of-image vectors are learned here.
 """
 

@@ -13,7 +13,7 @@ from glm4v_patched.data.rows import as_source
 from glm4v_patched.data.source import Source
 from glm4v_patched.demo.tiny_model import build_processor
 
-WORDS = ["Which colour is it? What is 0123456789 in the picture? 007 NA blue, green"]
+WORDS = ["Which color is it? What is 0123456789 in the picture? 007 NA blue, green"]
 WORDS += ["a red circle", "a green square", "red it is", "white"]
 
 

@@ -25,8 +25,8 @@ from tests.helpers.recipes import drawn_recipe
 HOUR = 3600
 
 
-def colours(picture: str | None = None, answer: str = "red", rounds: int = 1) -> list[dict]:
-    asked, answered = said("user", "Which colour is it?"), said("assistant", answer)
+def colors(picture: str | None = None, answer: str = "red", rounds: int = 1) -> list[dict]:
+    asked, answered = said("user", "Which color is it?"), said("assistant", answer)
     first = asked | {"image": picture} if picture else asked
     return [first, answered, *[asked, answered] * (rounds - 1)]
 
@@ -38,8 +38,8 @@ def write(tmp_path):
 
 @pytest.fixture
 def draw(tmp_path):
-    def draw_it(name: str, colour="red") -> Path:
-        Image.new("RGB", (8, 8), colour).save(tmp_path / name)
+    def draw_it(name: str, color="red") -> Path:
+        Image.new("RGB", (8, 8), color).save(tmp_path / name)
         return tmp_path / name
 
     draw_it("a.png")
@@ -47,7 +47,7 @@ def draw(tmp_path):
 
 
 def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw):
-    checked = check(write(colours("a.png"), colours(), colours("a.png", "a red circle", rounds=3)))
+    checked = check(write(colors("a.png"), colors(), colors("a.png", "a red circle", rounds=3)))
     batches = [ConversationCollator(processor)([row]) for row in checked.conversations()]
     positions = [batch["input_ids"].shape[1] for batch in batches]
     learned = [int((batch["labels"] != -100).sum()) for batch in batches]
@@ -61,7 +61,7 @@ def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw)
 def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longer(
     check, write, draw
 ):
-    path = write(colours(), colours("a.png", rounds=4))
+    path = write(colors(), colors("a.png", rounds=4))
     checked = check(path)
     needed = checked.column("in_table")[1]
     assert found(check(path, max_positions=needed)) == found(checked)
@@ -83,12 +83,12 @@ def test_a_template_that_drops_pictures_or_words_is_noticed(
     ):
         monkeypatch.setattr(processor, "chat_template", template)
         with words.refused(ValueError, "data.jsonl:1: "):
-            check(write(colours("a.png" if "* 0" in template else None)))
+            check(write(colors("a.png" if "* 0" in template else None)))
 
 
 def test_a_row_with_words_for_a_minute_of_rendering_is_not_rendered(check, write, words):
     with words.refused(ValueError, "1 of 2", ":1: ", "1,048,576"):
-        check(write(colours(answer="red " * 2**22), colours()))
+        check(write(colors(answer="red " * 2**22), colors()))
 
 
 def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
@@ -97,21 +97,21 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     (tmp_path / "bad.png").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.png")
     pictures = ("bad.png", "pipe.png", "none.png", "x" * 300)
-    long = colours(rounds=30)
-    path = write(colours(answer=""), colours("a.png"), *map(colours, pictures), long, colours())
+    long = colors(rounds=30)
+    path = write(colors(answer=""), colors("a.png"), *map(colors, pictures), long, colors())
     options = {"max_positions": 200}
     with words.refused(ValueError, "6 of 8 rows", "data.jsonl:7: takes"):
         check(path, **options)
     checked = check(path, on_bad="skip", **options)
     assert checked.row_lines == (2, 8) and checked.skipped == 6
     assert checked.counts.rows == len(checked.row_digests) == 2
-    assert checked.conversations()[1] == colours()
+    assert checked.conversations()[1] == colors()
     words(capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["m.sqlite"]
     (tmp_path / "bad.png").unlink()  # the picture of a row that is left out may change
     checked.conversations()
     with words.refused(ValueError, "1 of 1 rows"):
-        check(write(colours(answer="")), on_bad="skip")
+        check(write(colors(answer="")), on_bad="skip")
 
 
 @pytest.fixture
@@ -138,10 +138,10 @@ def test_a_second_check_decodes_only_new_pictures(
 ):
     monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
     draw("b.png")
-    first = check(write(colours("a.png"), colours("b.png"), colours("a.png", "a red circle")))
+    first = check(write(colors("a.png"), colors("b.png"), colors("a.png", "a red circle")))
     assert decoded == ["a.png", "b.png"]
     assert found(check(Path(first.path))) == found(first)
-    mended = check(write(colours("a.png"), colours("b.png", "green"), colours("a.png", "red")))
+    mended = check(write(colors("a.png"), colors("b.png", "green"), colors("a.png", "red")))
     assert len(decoded) == 2
     same = [old == new for old, new in zip(first.row_digests, mended.row_digests, strict=True)]
     assert same == [True, False, False]
@@ -149,7 +149,7 @@ def test_a_second_check_decodes_only_new_pictures(
 
 def test_a_picture_that_changed_is_decoded_again(check, write, draw, decoded, any_age):
     picture = draw("a.bmp")
-    path = write(colours("a.bmp"))
+    path = write(colors("a.bmp"))
     first, before = check(path).row_digests, picture.stat()
     for change in ("time", "bytes", "renamed"):
         time.sleep(0.02)  # a tick of the file system's clock
@@ -167,7 +167,7 @@ def test_a_picture_that_changed_is_decoded_again(check, write, draw, decoded, an
 
 
 def test_a_picture_that_may_change_within_a_tick_is_not_remembered(check, write, draw, decoded):
-    picture, path = draw("a.png"), write(colours("a.png"))
+    picture, path = draw("a.png"), write(colors("a.png"))
     check(path)
     os.utime(picture, (time.time() - HOUR,) * 2)  # when its entry changed cannot be set
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_a_picture_that_may_change_within_a_tick_is_not_remembered(check, write,
 def test_of_a_damaged_memory_what_is_whole_is_used(
     tmp_path, check, write, draw, decoded, any_age, monkeypatch
 ):
-    path = write(colours("a.png"))
+    path = write(colors("a.png"))
     first = found(check(path))
     memory = tmp_path / "memory" / "m.sqlite"
     content = memory.read_bytes()
@@ -195,7 +195,7 @@ def test_of_a_damaged_memory_what_is_whole_is_used(
 
 
 def test_where_no_memory_can_be_kept_all_is_checked(tmp_path, processor, write, caplog):
-    path = write(colours())
+    path = write(colors())
     link = tmp_path / "link"
     link.symlink_to("other")
     for memory in (tmp_path, path / "below", link):
@@ -218,7 +218,7 @@ def test_a_cache_folder_is_ignored_unless_its_path_is_whole(monkeypatch, tmp_pat
 
 
 def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, draw):
-    checked = check(write(colours("a.png"), colours(), {"messages": []}), on_bad="skip")
+    checked = check(write(colors("a.png"), colors(), {"messages": []}), on_bad="skip")
     checked.write(tmp_path / "data.json")
     read = CheckedData.read(tmp_path / "data.json")
     assert found(read) == found(checked) and (read.counts, read.skipped) == (checked.counts, 1)
@@ -229,7 +229,7 @@ def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, 
 
 
 def test_rows_and_pictures_that_changed_since_the_check_are_refused(check, write, draw, words):
-    picture, path = draw("a.png"), write(colours("a.png"))
+    picture, path = draw("a.png"), write(colors("a.png"))
     checked = check(path)
     content, before = path.read_bytes(), path.stat()
     path.write_bytes(content.replace(b"red", b"led"))
@@ -253,11 +253,11 @@ def test_rows_and_pictures_that_changed_since_the_check_are_refused(check, write
 def test_digests_are_of_words_and_pixels_in_their_order_and_not_of_places(tmp_path, check):
     def digests(folder: str, first: str, second: str) -> tuple[str, ...]:
         (tmp_path / folder).mkdir()
-        for name, colour in (("a.png", first), ("b.png", second)):
-            (tmp_path / folder / name).write_bytes(png(colour))
+        for name, color in (("a.png", first), ("b.png", second)):
+            (tmp_path / folder / name).write_bytes(png(color))
         shown = [{"type": "image", "image": name} for name in ("a.png", "b.png")]
         row = [said("user", [*shown, {"type": "text", "text": "red"}]), said("assistant", "red")]
-        return check(write_rows(tmp_path / folder / "data.jsonl", row, colours())).row_digests
+        return check(write_rows(tmp_path / folder / "data.jsonl", row, colors())).row_digests
 
     one, same = digests("one", "red", "blue"), digests("two", "red", "blue")
     assert one == same and len({*one}) == 2

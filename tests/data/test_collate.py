@@ -61,7 +61,7 @@ def test_turns_of_the_assistant_are_learned_to_the_token_that_ends_them(processo
 
 
 def test_several_pictures_of_a_message_come_in_their_order_and_rows_are_padded(processor):
-    pictures = [Image.new("RGB", (20, 20), colour) for colour in ("red", "green", "blue")]
+    pictures = [Image.new("RGB", (20, 20), color) for color in ("red", "green", "blue")]
     parts = [{"type": "image", "image": picture} for picture in pictures[:2]]
     conversation = turns([*parts, {"type": "text", "text": "a"}], "red")
     conversation += turns("b", "red", image=pictures[2])
@@ -123,7 +123,7 @@ def conversation(words: int, pictures: int = 0) -> list[dict]:
     shown = []
     for number in range(pictures):
         image = Image.new("RGB", (20, 20), (words, 50 * number, 99))
-        shown += turns("Which colour is it", "red", image=image)
+        shown += turns("Which color is it", "red", image=image)
     return [*shown, *turns("ag"[words % 2] + " red" * words, "red")]
 
 

@@ -23,7 +23,7 @@ from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import Source
 from tests.helpers.data_forms import found, said
 
-COLOURS = ("red", "green", "blue", "white")
+COLORS = ("red", "green", "blue", "white")
 SUFFIXES = (".png", ".jpg", ".bmp", ".gif")
 
 
@@ -45,9 +45,9 @@ CONVERSATIONS = [
 def sound(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     (folder / "p").mkdir()
-    for number, (colour, suffix) in enumerate(zip(COLOURS, SUFFIXES, strict=True)):
+    for number, (color, suffix) in enumerate(zip(COLORS, SUFFIXES, strict=True)):
         image = Image.effect_noise((24, 16), 50).convert("RGB")
-        image = Image.blend(image, Image.new("RGB", image.size, colour), 0.7)
+        image = Image.blend(image, Image.new("RGB", image.size, color), 0.7)
         image.save(folder / "p" / f"{number}{suffix}")
     lines = [
         json.dumps({"messages": c}, ensure_ascii=n % 2 == 0) for n, c in enumerate(CONVERSATIONS)

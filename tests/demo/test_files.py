@@ -6,7 +6,7 @@ import pytest
 
 from glm4v_patched.demo import command as demo
 from glm4v_patched.demo.command import run_demo
-from glm4v_patched.demo.pictures import COLOURS, QUESTIONS, SHAPES, draw_data_set
+from glm4v_patched.demo.pictures import COLORS, QUESTIONS, SHAPES, draw_data_set
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import placement
 from glm4v_patched.models.placement import Placement
@@ -73,8 +73,8 @@ def test_a_held_folder_and_a_lost_one_are_refused(ran, tmp_path, monkeypatch):
 
 
 def test_each_answer_says_what_its_question_asks_for(tmp_path):
-    pairs = {f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES}
-    right = dict(zip(QUESTIONS, ({*COLOURS}, {*SHAPES}, pairs), strict=True))
+    pairs = {f"a {color} {shape}" for color in COLORS for shape in SHAPES}
+    right = dict(zip(QUESTIONS, ({*COLORS}, {*SHAPES}, pairs), strict=True))
     for question, answer in draw_data_set(tmp_path, 30, seed=0, side=56):
         assert answer["content"] in right[question["content"]]
 

@@ -13,7 +13,7 @@ from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.implementations import Use, use_implementations
 from glm4v_patched.engine.kernels import flash_attention_3, skinny_gemm
 from glm4v_patched.engine.kernels.fp8_linear import FrozenTowerMLP, HeldLinear, Linear
-from glm4v_patched.engine.kernels.fp8_matmul import product, quantise_rows, quantise_rows_of_gelu
+from glm4v_patched.engine.kernels.fp8_matmul import product, quantize_rows, quantize_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
@@ -65,7 +65,7 @@ def test_a_layer_and_its_gradients_are_those_of_the_emulation(held, bias):
     exact = torch.nn.functional.linear(x.double(), reference.weight.detach().double())
     row = x.shape[0] // 2
     if not bias:
-        assert 0.01 < apart(found[0][row], exact[row]) < 0.06  # it is quantised
+        assert 0.01 < apart(found[0][row], exact[row]) < 0.06  # it is quantized
 
 
 def test_what_is_not_finite_stays_so_in_its_row_alone():
@@ -93,7 +93,7 @@ def test_an_empty_batch_any_strides_and_more_dimensions(held):
         assert torch.equal(one.reshape(other.shape), other)
 
 
-def test_a_held_layer_keeps_no_input_and_a_trained_one_keeps_it_unquantised():
+def test_a_held_layer_keeps_no_input_and_a_trained_one_keeps_it_unquantized():
     kept = []
     x = torch.randn(4, 96, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -109,7 +109,7 @@ def test_a_held_layer_keeps_no_input_and_a_trained_one_keeps_it_unquantised():
 
 @each_kind
 @torch._functorch.config.patch(treat_parameters_as_free_to_save=False)
-def test_a_compiler_keeps_no_quantised_weight_from_forward_to_backward(held):
+def test_a_compiler_keeps_no_quantized_weight_from_forward_to_backward(held):
     """Which is smaller than the weight; torch takes weights that it knows for parameters as kept in
     any case, and so would keep no other of these."""
     torch._dynamo.reset()
@@ -288,12 +288,12 @@ def test_what_fp8_needs_is_told_before_a_model_is_built(monkeypatch, words):
         fp8.require_fp8(PLAIN, config)
 
 
-def test_rows_are_those_of_gelu_quantised():
+def test_rows_are_those_of_gelu_quantized():
     torch.manual_seed(0)
     x = (torch.randn(6, 96) * torch.logspace(-4, 2, 6)[:, None]).bfloat16()
     bias = torch.randn(96).bfloat16()
     x[2, 7] = float("nan")
-    numbers, scale = quantise_rows_of_gelu(x, bias)
+    numbers, scale = quantize_rows_of_gelu(x, bias)
     found, wide = numbers.double() * scale.double(), gelu(x.double() + bias.double())
     assert not found[2].isfinite().any()
     found, wide = found[[0, 1, 3, 4, 5]], wide[[0, 1, 3, 4, 5]]
@@ -321,7 +321,7 @@ def test_a_frozen_tower_uses_it_and_computes_the_same(monkeypatch):
             outputs.append(mlps[0](x.bfloat16()).float())
             compiled = torch.compile(mlps[0].forward, backend="aot_eager", fullgraph=True)
             assert torch.equal(compiled(x.bfloat16()).float(), outputs[-1])
-    # fc2's input is not rounded to bf16 before it is quantised.
+    # fc2's input is not rounded to bf16 before it is quantized.
     assert outputs[1].norm() > 0 and (outputs[0] - outputs[1]).norm() / outputs[1].norm() < 0.03
 
 
@@ -338,7 +338,7 @@ def test_rows_are_added_where_cublas_has_no_kernel_for_so_few(monkeypatch, rows,
         return multiply(left, *given, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", noted)
-    left, right = quantise_rows(torch.randn(rows, width)), quantise_rows(torch.randn(16, width))
+    left, right = quantize_rows(torch.randn(rows, width)), quantize_rows(torch.randn(16, width))
     found = product(*left, *right, bias=torch.arange(16.0))
     exact = (left[0].float() * left[1]) @ (right[0].float() * right[1]).t() + torch.arange(16.0)
     assert seen == [computed] and found.shape == (rows, 16)

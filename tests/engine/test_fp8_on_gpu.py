@@ -7,7 +7,7 @@ from torch.nn.functional import gelu
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
 from glm4v_patched.engine.implementations import Use, use_implementations
-from glm4v_patched.engine.kernels.fp8_matmul import quantise_rows, quantise_rows_of_gelu
+from glm4v_patched.engine.kernels.fp8_matmul import quantize_rows, quantize_rows_of_gelu
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock, RotaryEmbedding
@@ -28,7 +28,7 @@ KINDS = {
 }
 # Each operand is rounded to 3 bits behind the leading one, a relative error of about 0.026 on
 # random data; of a product of two, 0.037 (measured on an H200). bf16's is 0.003.
-QUANTISED = 0.05
+QUANTIZED = 0.05
 BF16 = 0.01
 
 
@@ -50,7 +50,7 @@ def test_products_and_gradients_are_near_those_of_fp64(kind, rows, held):
     exact += [back.flatten(0, 1).t() @ wide.flatten(0, 1), back.sum((0, 1))]
     of = [apart(one, other) for one, other in zip(found, exact, strict=False)]
     print(kind, *(f"{one:.4f}" for one in of))
-    assert 0.01 < of[0] < QUANTISED and 0.01 < of[1] < QUANTISED
+    assert 0.01 < of[0] < QUANTIZED and 0.01 < of[1] < QUANTIZED
     assert all(one < BF16 for one in of[2:])
 
 
@@ -63,7 +63,7 @@ def test_products_that_are_only_read_are_near_those_of_fp64(kind, rows):
     x = torch.randn(rows, into, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         found = linear(x)
-    assert 0.01 < apart(found, x.double() @ weight.t() + linear.bias.double()) < QUANTISED
+    assert 0.01 < apart(found, x.double() @ weight.t() + linear.bias.double()) < QUANTIZED
 
 
 @each_kind
@@ -104,8 +104,8 @@ def test_the_kernel_of_gelu_does_what_plain_torch_does(rows, channels):
     x, bias = torch.randn(rows, channels, device="cuda"), torch.randn(channels, device="cuda")
     x, bias = (x * torch.logspace(-4, 2, rows, device="cuda")[:, None]).bfloat16(), bias.bfloat16()
     x[1:2, 3] = float("nan")
-    numbers, scale = quantise_rows_of_gelu(x, bias)
-    expected, scales = quantise_rows(gelu(x.float() + bias.float()))
+    numbers, scale = quantize_rows_of_gelu(x, bias)
+    expected, scales = quantize_rows(gelu(x.float() + bias.float()))
     assert torch.allclose(scale, scales, rtol=1e-5, equal_nan=True)
     assert numbers.shape == expected.shape
     if rows:

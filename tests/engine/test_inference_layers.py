@@ -21,7 +21,7 @@ from glm4v_patched.engine.implementations import (
 )
 from glm4v_patched.engine.kernels import inference_layers, skinny_gemm
 from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
-from glm4v_patched.engine.kernels.fp8_matmul import Quantised, quantise_rows
+from glm4v_patched.engine.kernels.fp8_matmul import Quantized, quantize_rows
 from glm4v_patched.engine.kernels.inference_layers import (
     ReadPatchEmbedding,
     ReadSelfAttention,
@@ -117,7 +117,7 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
     assert calls.count("parts_of_product") == has_products * layers * a_layer
     assert calls.count("attend_to_kept") == inference_layers.HAS_COUNTERS * layers
     assert calls.count("add_norm") == 2 * model.config.vision.num_hidden_layers
-    # A block's input is normalised where it is made, but for the first block's.
+    # A block's input is normalized where it is made, but for the first block's.
     assert calls.count("add_rms_norm") == 3 * 2 * layers
     for one, other in zip(found, wanted, strict=True):
         # Sums in another order round differently, to 3 bits in fp8.
@@ -361,21 +361,21 @@ def test_one_id_of_each_row_is_kept_and_attends_where_its_mask_lets_it(
     keys[:, :, filled : filled + 1] = turned[:, queries:]
     values[:, :, filled : filled + 1] = heads[:, :, queries + groups :].transpose(1, 2)
     for given in (mask, mask[:1]):
-        for quantises in (False, True):
+        for quantizes in (False, True):
             kept.cumulative_length.fill_(filled)
             query = rotate_and_keep(heads.flatten(2), sizes, *angles, kept)
             assert torch.equal(query, turned[:, :queries, 0])
             assert torch.equal(kept.keys, keys) and torch.equal(kept.values, values)
-            found: Any = attend_to_kept(query, kept, given, quantises)
+            found: Any = attend_to_kept(query, kept, given, quantizes)
             assert kept.cumulative_length.item() == filled + 1
             exact = scaled_dot_product_attention(
                 query[:, :, None].float(), keys.float(), values.float(), given, enable_gqa=True
             )
             exact = exact.transpose(1, 2).flatten(2)
-            if quantises:
+            if quantizes:
                 numbers = found.numbers.unflatten(2, (queries, channels)).float()
                 found = (numbers * found.scale[..., None]).flatten(2)
-            assert apart(found, exact) < (0.04 if quantises else 0.005)
+            assert apart(found, exact) < (0.04 if quantizes else 0.005)
     kept.cumulative_length.fill_(room)  # no room is left: nothing is written beyond
     rotate_and_keep(heads.flatten(2), sizes, *angles, kept)
     assert torch.equal(kept.keys, keys) and torch.equal(kept.values, values)
@@ -383,7 +383,7 @@ def test_one_id_of_each_row_is_kept_and_attends_where_its_mask_lets_it(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 300])
-def test_sums_and_their_norms_are_torchs_and_quantised_alike(rows):
+def test_sums_and_their_norms_are_torchs_and_quantized_alike(rows):
     torch.manual_seed(0)
     made: dict = {"device": "cuda", "dtype": torch.bfloat16}
     x, y = torch.randn(2, rows, 4096, **made), torch.randn(2, rows, 4096, **made)
@@ -394,9 +394,9 @@ def test_sums_and_their_norms_are_torchs_and_quantised_alike(rows):
             added, normed = add_rms_norm(x, norm, other, False)
             assert torch.equal(added, wanted)
             assert (normed != norm(wanted)).float().mean() < 0.01
-            again, quantised = add_rms_norm(x, norm, other, True)
+            again, quantized = add_rms_norm(x, norm, other, True)
             assert torch.equal(again, added)
-            assert_quantised(quantised, normed)
+            assert_quantized(quantized, normed)
 
 
 @pytest.mark.gpu
@@ -412,7 +412,7 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         exact = x.double() @ linear.weight.double().T + linear.bias.double()
         if is_held:
             become(linear, HeldLinear)
-            linear.quantise_weight(keeps_transposed=False)
+            linear.quantize_weight(keeps_transposed=False)
         parts = in_parts(linear, x)
         assert isinstance(parts, Parts) and apart(reduced(parts), exact) < (
             0.05 if is_held else 0.01
@@ -433,7 +433,7 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         added, normed = add_rms_norm(x, norm, parts, False)
         assert_near(added, wanted + x)
         assert_near(normed, norm(added))
-        assert_quantised(add_rms_norm(x, norm, parts, True)[1], normed)
+        assert_quantized(add_rms_norm(x, norm, parts, True)[1], normed)
         parts, wanted = product(4608)
         kept = [StaticLayer(max_cache_len=9) for _ in range(2)]
         for each in kept:
@@ -453,13 +453,13 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         assert_near(activate(parts, "swiglu"), silu(gate) * up)
         exact = silu(gate.float()) * up.float()
         for group in (None, 3456):
-            numbers, scale = fp8_triton.quantise_rows(parts, None, "swiglu", group)
+            numbers, scale = fp8_triton.quantize_rows(parts, None, "swiglu", group)
             assert scale.shape == (rows, 1 if group is None else 4)
             for i, some in enumerate(exact.flatten(0, 1).split(group or 13696, dim=1)):
-                quantised = Quantised(
+                quantized = Quantized(
                     numbers[:, i * 3456 :][:, : some.shape[1]], scale[:, i : i + 1]
                 )
-                assert_quantised(quantised, some)
+                assert_quantized(quantized, some)
 
 
 @pytest.mark.gpu
@@ -512,7 +512,7 @@ def test_gelu_and_swiglu_are_torchs():
 
 
 @pytest.mark.gpu
-def test_a_layer_of_the_tower_normalises_and_adds_as_torch_does():
+def test_a_layer_of_the_tower_normalizes_and_adds_as_torch_does():
     torch.manual_seed(0)
     config = ChatGLMConfig(num_layers=1)
     config._attn_implementation = "sdpa"
@@ -526,12 +526,12 @@ def test_a_layer_of_the_tower_normalises_and_adds_as_torch_does():
         wanted = layer(x)
         become(layer, ReadTowerLayer)
         found = layer(x)
-        added, quantised = add_norm(x, layer.input_layernorm, found, True)
+        added, quantized = add_norm(x, layer.input_layernorm, found, True)
     # Sums in another order change what is rounded, in few places.
     assert (found != wanted).float().mean() < 0.01
     assert torch.allclose(found, wanted, rtol=2**-7, atol=2**-6)
     assert torch.equal(add_norm(x, layer.input_layernorm, found, False)[1], added)
-    assert_quantised(quantised, added)
+    assert_quantized(quantized, added)
 
 
 @pytest.mark.gpu
@@ -547,10 +547,10 @@ def test_patches_are_multiplied_as_they_are_convolved():
         assert apart(embedding(pixels), wanted) < 0.005
 
 
-def assert_quantised(found: Quantised, of: torch.Tensor) -> None:
-    """Nearly as :func:`quantise_rows` does it: at most the last bit differs, in few places."""
+def assert_quantized(found: Quantized, of: torch.Tensor) -> None:
+    """Nearly as :func:`quantize_rows` does it: at most the last bit differs, in few places."""
     rows = of.flatten(0, -2).double()
-    numbers, scale = quantise_rows(of.flatten(0, -2))
+    numbers, scale = quantize_rows(of.flatten(0, -2))
     assert torch.allclose(found.scale.view_as(scale), scale, rtol=0.02)
     given = found.numbers.float().view_as(rows) * found.scale.view_as(scale)
     assert apart(given, rows) < 1.01 * apart(numbers.float() * scale, rows)

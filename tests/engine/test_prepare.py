@@ -54,7 +54,7 @@ def test_what_is_asked_reaches_the_model():
         assert model.config.loss_chunk_size == 7 and model.training
 
 
-def test_the_limit_of_memory_holds_while_the_model_is_built_unless_it_is_quantised(monkeypatch):
+def test_the_limit_of_memory_holds_while_the_model_is_built_unless_it_is_quantized(monkeypatch):
     done, total = [], 100 * GIB
     for name in ("set_device", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)

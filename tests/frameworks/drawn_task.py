@@ -17,7 +17,7 @@ import datasets
 import pytest
 import torch
 
-from glm4v_patched.demo.pictures import COLOURS, SHAPES, draw_data_set
+from glm4v_patched.demo.pictures import COLORS, SHAPES, draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.frameworks.any_trainer_script import Collator
@@ -175,7 +175,7 @@ def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
 
     triples = [(row["question"], row["image"], row["answer"]) for row in rows]
     # Texts, as TRL's RewardTrainer knows no pictures and asks tokenizers for conversations one by
-    # one, of which this one makes batches. A good answer names colour and shape.
+    # one, of which this one makes batches. A good answer names color and shape.
     question = "<|user|>\nWhat do you see?<|assistant|>\n"
     sets = {
         "sft": [asked(q, p, completion=ended(a)) for q, p, a in triples],
@@ -192,9 +192,9 @@ def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
             for answer in (right, wrong)
         ],
         "reward": [
-            {"chosen": f"{question}a {colour} {shape}{END}", "rejected": f"{question}{part}{END}"}
-            for colour, shape in product(COLOURS, SHAPES)
-            for part in (colour, shape)
+            {"chosen": f"{question}a {color} {shape}{END}", "rejected": f"{question}{part}{END}"}
+            for color, shape in product(COLORS, SHAPES)
+            for part in (color, shape)
         ],
     }
     kinds = {"images": datasets.List(datasets.Image()), "image": datasets.Image()}

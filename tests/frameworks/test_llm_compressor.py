@@ -1,4 +1,4 @@
-"""llm-compressor quantises the model with pictures, and what it saves answers after loading."""
+"""llm-compressor quantizes the model with pictures, and what it saves answers after loading."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ LEFT_ALONE = ["re:.*vision.*", "re:.*output_layer"]
 @pytest.mark.parametrize(
     ("modifier", "scheme"), [("RTN", "W4A16"), ("GPTQ", "W4A16"), ("RTN", "W8A8")]
 )
-def test_a_quantised_model_answers_after_loading_as_before(tmp_path, modifier, scheme):
+def test_a_quantized_model_answers_after_loading_as_before(tmp_path, modifier, scheme):
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -53,10 +53,10 @@ def test_a_quantised_model_answers_after_loading_as_before(tmp_path, modifier, s
         )
     finally:
         glm4v_patched.revert()
-    quantised = logits(model)
-    assert not torch.equal(quantised, plain)
-    model.save_pretrained(tmp_path / "quantised", save_compressed=True)
-    config = json.loads((tmp_path / "quantised" / "config.json").read_text())
+    quantized = logits(model)
+    assert not torch.equal(quantized, plain)
+    model.save_pretrained(tmp_path / "quantized", save_compressed=True)
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
     assert "transformer.output_layer" in config["quantization_config"]["ignore"]
-    loaded = GLM4VForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
-    assert torch.equal(logits(loaded), quantised)
+    loaded = GLM4VForCausalLM.from_pretrained(tmp_path / "quantized", dtype=torch.float32)
+    assert torch.equal(logits(loaded), quantized)

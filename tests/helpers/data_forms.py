@@ -48,9 +48,9 @@ def found(checked: CheckedData) -> tuple:
     return *plain, files, sizes, rows, checked.eval and found(checked.eval)
 
 
-def png(colour: Any = "red", side: int = 8) -> bytes:
+def png(color: Any = "red", side: int = 8) -> bytes:
     content = io.BytesIO()
-    Image.new("RGB", (side, side), colour).save(content, "PNG")
+    Image.new("RGB", (side, side), color).save(content, "PNG")
     return content.getvalue()
 
 
@@ -62,7 +62,7 @@ class Example(NamedTuple):
 
 
 def draw(folder: Path, number: int) -> list[Example]:
-    """So many pictures in ``folder/pictures``, no two of one colour."""
+    """So many pictures in ``folder/pictures``, no two of one color."""
     (folder / "pictures").mkdir()
     answers = ("red", "007", "NA", "blue, green")
     examples = [Example(f"{at:012}.png", answers[at % 4]) for at in range(number)]

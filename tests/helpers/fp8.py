@@ -31,13 +31,13 @@ def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
 
 
 def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where) -> nn.Linear:
-    """One that quantises its bf16 weight where it is used, or holds it quantised; the same weight
+    """One that quantizes its bf16 weight where it is used, or holds it quantized; the same weight
     for the same sizes."""
     torch.manual_seed(0)
     linear: Any = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16, **where)
     become(linear, HeldLinear if held else Linear)
     if held:
-        linear.requires_grad_(False).quantise_weight(keeps_transposed=bias)
+        linear.requires_grad_(False).quantize_weight(keeps_transposed=bias)
     return linear
 
 
@@ -65,13 +65,13 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def emulated(linear: nn.Linear, x: Tensor, towards: Tensor, held: bool) -> list[Tensor]:
-    """Output and gradients of input, weight and bias, in fp64 from quantised operands.
+    """Output and gradients of input, weight and bias, in fp64 from quantized operands.
 
     Args:
         linear: bf16.
         x, towards: ``(T, I)`` and ``(T, O)``.
         held: The gradient of the input is made with the weight of forward, whose scales are
-            multiplied into ``towards``; otherwise the weight is quantised by its input channels.
+            multiplied into ``towards``; otherwise the weight is quantized by its input channels.
     """
     weight, wide = linear.weight.detach(), towards.double()
     out = rounded(x) @ rounded(weight).t()

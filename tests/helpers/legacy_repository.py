@@ -9,7 +9,7 @@ its defects, which a test can show on it and show cured:
 - checkpointing: torch's own, non-reentrant whatever is asked for, never the tower's layers, and
   switched on through a method of a form that transformers gave up
 - loss: of an fp32 copy of all logits, rounded to the model's dtype; labels stay on their device
-- a model made from a config holds uninitialised memory
+- a model made from a config holds uninitialized memory
 
 It has no cache and no generation, and its tokenizer, whose ids nothing here reads, no chats.
 """
@@ -131,7 +131,7 @@ def legacy_model(folder: Path, **arguments) -> Iterator[PreTrainedModel]:
 
 
 def image_row(seed: int) -> dict[str, torch.Tensor]:
-    """A labelled row with one image in the three-id form: what the published code trains on."""
+    """A labeled row with one image in the three-id form: what the published code trains on."""
     row = [*text(5, seed=seed), BOI, PAD, EOI, *text(9, seed=seed + 1)]
     labels = [-100] * (len(row) - 6) + row[-6:]
     return {

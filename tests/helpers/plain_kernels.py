@@ -10,7 +10,7 @@ from glm4v_patched.engine.kernels import inference_layers, reference, skinny_gem
 
 KERNELS = {
     "inference_triton": ("add_norm", "add_rms_norm", "rotate", "rotate_and_keep", "attend_to_kept"),
-    "fp8_triton": ("activate", "quantise_rows"),
+    "fp8_triton": ("activate", "quantize_rows"),
     "skinny_gemm_triton": ("sum_of_parts", "parts_of_product"),
 }
 

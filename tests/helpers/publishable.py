@@ -18,13 +18,13 @@ from tests.helpers.local_hub import File, LocalHub
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "our-org/glm-4v-9b-trainable"
 TAG = f"v{glm4v_patched.__version__}"
-LICENSE_TEXT = "The licence of the weights, as the original has it.\n"
+LICENSE_TEXT = "The license of the weights, as the original has it.\n"
 GENERATION = {"eos_token_id": [500], "pad_token_id": 500, "do_sample": True, "temperature": 0.8}
 CODE = our_code()
 
 
 def write_original(folder: Path) -> Path:
-    """The stand-in of the original, in two shards, with its licence and generation config."""
+    """The stand-in of the original, in two shards, with its license and generation config."""
     write_legacy_repository(folder)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

@@ -19,9 +19,9 @@ QUESTION = "What is it?"
 CHAT = "/v1/chat/completions"
 
 
-def png(size=(80, 60), colour="orange", mode="RGB") -> bytes:
+def png(size=(80, 60), color="orange", mode="RGB") -> bytes:
     file = io.BytesIO()
-    Image.new(mode, size, colour).save(file, "PNG")
+    Image.new(mode, size, color).save(file, "PNG")
     return file.getvalue()
 
 

@@ -80,7 +80,7 @@ def test_what_the_original_lacks_is_made_up_for(changed, make, run, tmp_path):
     (changed / "config.json").symlink_to("config of the original")
     out = tmp_path / "out"
     status, output = run("build", "--weights", changed, "--out", out)
-    assert status == 0 and "the source has no licence file" in output
+    assert status == 0 and "the source has no license file" in output
     config = json.loads((out / "config.json").read_text())
     assert [config[f"{name}_token_id"] for name in ("boi", "eoi", "pad")] == [510, 511, 500]
     given = golden_json("config.json")

@@ -285,8 +285,8 @@ def test_answers_of_something_else_are_not_continued(files, referenced, begun, o
 
 
 def test_pictures_count_by_what_is_in_them(tmp_path, words):
-    def digest(name: str, colour: str = "blue") -> str:
-        Image.new("RGB", (8, 8), colour).save(tmp_path / name)
+    def digest(name: str, color: str = "blue") -> str:
+        Image.new("RGB", (8, 8), color).save(tmp_path / name)
         asked = {"role": "user", "image": str(tmp_path / name), "content": "a"}
         rows = [Question(1, [asked], "b")]
         return questions.digest_questions(rows, questions.digest_pictures(rows))

@@ -78,7 +78,7 @@ def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(
     streaming = Answerer(loaded, answerer.generation, cache)
     conversation = Chat(streaming, 1024, images=[cat, str(tmp_path / "blue.png")])
     monkeypatch.setattr(conversation, "_say", said.append)
-    conversation.ask("Which colours?")
+    conversation.ask("Which colors?")
     prompt = conversation.messages[:-1]
     [answer] = answerer.answer([prompt])
     assert conversation.messages[-1] == {"role": "assistant", "content": answer.text}

@@ -162,10 +162,10 @@ def question(row: int, reference: str, *shown: object, text: str = "q") -> Quest
 
 @pytest.fixture
 def picture(tmp_path):
-    def paint(colour: str, size: tuple[int, int] = (8, 8), turned: int = 1) -> Path:
-        path, exif = tmp_path / f"{colour}.png", Image.Exif()
+    def paint(color: str, size: tuple[int, int] = (8, 8), turned: int = 1) -> Path:
+        path, exif = tmp_path / f"{color}.png", Image.Exif()
         exif[ExifTags.Base.Orientation] = turned
-        Image.new("RGB", size, colour).save(path, exif=exif)
+        Image.new("RGB", size, color).save(path, exif=exif)
         return path
 
     return paint
@@ -233,12 +233,12 @@ def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(pi
     rows.append(question(2, "一\n二"))
     draw_sheet(rows, ["HIL", "HI\nL"], tmp_path / "sheet.png")
     sheet = Image.open(tmp_path / "sheet.png").convert("RGB")
-    colours = {colour for _, colour in sheet.getcolors(1 << 20)}
+    colors = {color for _, color in sheet.getcolors(1 << 20)}
     # Letters have soft edges.
-    assert any(green > red + 80 and blue > 20 for red, green, blue in colours)
-    assert any(red > green + 80 and blue > 20 for red, green, blue in colours)
-    for colour, ratio in (((255, 165, 0), 3), ((0, 0, 255), 1 / 3)):
-        box = Image.fromarray((np.asarray(sheet) == colour).all(-1)).getbbox()
+    assert any(green > red + 80 and blue > 20 for red, green, blue in colors)
+    assert any(red > green + 80 and blue > 20 for red, green, blue in colors)
+    for color, ratio in (((255, 165, 0), 3), ((0, 0, 255), 1 / 3)):
+        box = Image.fromarray((np.asarray(sheet) == color).all(-1)).getbbox()
         assert (box[2] - box[0]) / (box[3] - box[1]) == pytest.approx(
             ratio, rel=0.1
         )  # without frames

@@ -129,11 +129,11 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello!"}]
     write_conversations(tmp_path / "blind.jsonl", [talk] * 3)
     words(told(files.model, tmp_path / "blind.jsonl"))
-    shutil.copytree(files.model, tmp_path / "quantised")
-    config = tmp_path / "quantised" / "config.json"
+    shutil.copytree(files.model, tmp_path / "quantized")
+    config = tmp_path / "quantized" / "config.json"
     method = {"quantization_config": {"quant_method": "awq", "bits": 4}}
     config.write_text(json.dumps(json.loads(config.read_text()) | method))
-    assert "was saved quantised already, by awq" in told(tmp_path / "quantised", learned)
+    assert "was saved quantized already, by awq" in told(tmp_path / "quantized", learned)
     needed: list[float] = []
     monkeypatch.setattr(module, "require_space", lambda size, out: needed.append(size))
     monkeypatch.setattr(module, "free_ram", lambda: 1e6)

@@ -120,7 +120,7 @@ def test_the_folder_is_one_that_save_pretrained_writes_answers_so_and_can_be_pub
     prompts = [question.prompt for question in read_questions(files.data)]
     answers = [of.answer(prompts) for of in (answerer, adapted, load_answerer(merged))]
     assert answers[0] != answers[1] == answers[2]
-    (merged / "MODEL_LICENSE").write_text("The weights are under this licence.\n")
+    (merged / "MODEL_LICENSE").write_text("The weights are under this license.\n")
     monkeypatch.setattr(building, "load", lambda target: [])  # tests/hub_upload does
     source = read_source(str(merged), "zai-org/glm-4v-9b", "LoRA on shapes")
     build(source, tmp_path / "published", "our-org/glm-4v-9b-shapes")

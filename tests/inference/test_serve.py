@@ -113,7 +113,7 @@ def test_a_mistake_is_told(files, endless, adapters, refused):
 
 
 def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answerer):
-    contents = [png(), png(colour="blue")]
+    contents = [png(), png(color="blue")]
     first = about(*map(data_url, contents))
     reply = server.ask(first)
     shown = [{"type": "image", "image": content} for content in contents]

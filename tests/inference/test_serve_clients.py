@@ -117,7 +117,7 @@ def test_messages_are_joined_and_left_out_as_the_template_needs(messages, expect
 
 
 def test_images_of_messages_that_are_joined_keep_their_order(ask, queue):
-    images = [png(colour=colour) for colour in ("red", "blue", "green")]
+    images = [png(color=color) for color in ("red", "blue", "green")]
     one, two = about(*map(data_url, images[:2]), text="a"), about(data_url(images[2]), text="b")
     assert ask({"messages": [*one, *two]})[0] == 200
     shown = [{"type": "image", "image": image} for image in images]

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swift")
     write_legacy_repository(folder / "published")
-    for name, colour in (("red", "red"), ("turned", "blue")):
-        picture, exif = Image.new("RGB", (40, 60), colour), Image.Exif()
+    for name, color in (("red", "red"), ("turned", "blue")):
+        picture, exif = Image.new("RGB", (40, 60), color), Image.Exif()
         picture.putpixel((0, 0), (255, 255, 255))
         exif[0x0112] = 6 if name == "turned" else 1
         picture.save(folder / f"{name}.png", exif=exif)

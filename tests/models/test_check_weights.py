@@ -125,10 +125,10 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
             require_whole(str(model))
     (model / INDEX).unlink()
     configured(model, quantization_config={"quant_method": "gptq", "bits": 4})
-    missing = "saved quantised by gptq, needs gptqmodel: .*install gptqmodel"
+    missing = "saved quantized by gptq, needs gptqmodel: .*install gptqmodel"
     with pytest.raises(RuntimeError, match=missing):
         find_source(str(model))
-    with pytest.raises(ValueError, match="--weights fp8: .* was saved quantised by gptq; leave it"):
+    with pytest.raises(ValueError, match="--weights fp8: .* was saved quantized by gptq; leave it"):
         find_source(str(model), weights="fp8")
 
 
@@ -151,7 +151,7 @@ def test_pickled_weights_are_refused_with_the_cure(model):
     assert "Pickled weights (*.bin) are not read: save" in str(fault_of_model(str(model)))
 
 
-def test_weights_in_pieces_of_a_quantiser_are_whole(model):
+def test_weights_in_pieces_of_a_quantizer_are_whole(model):
     """As compressed-tensors, GPTQ and bitsandbytes name them."""
     configured(model, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
 

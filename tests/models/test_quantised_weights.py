@@ -18,7 +18,7 @@ from glm4v_patched.inference.questions import Generation, read_questions
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
-from glm4v_patched.models.quantised_weights import WEIGHTS, kept_cache
+from glm4v_patched.models.quantized_weights import WEIGHTS, kept_cache
 from tests.helpers.tiny import grown_image, pictures, text, tiny_model
 
 
@@ -80,7 +80,7 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
     monkeypatch.setattr(fp8, "_on_cpu", True)
-    model, left, hold = tiny_model(), [], HeldLinear.quantise_weight
+    model, left, hold = tiny_model(), [], HeldLinear.quantize_weight
     layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
     alive = [weakref.ref(layer.weight) for layer in layers]
     del layers
@@ -94,12 +94,12 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
         replaced(linear, None)
         hold(linear, keeps_transposed)
 
-    monkeypatch.setattr(trainable, "_quantised", replaced)
-    monkeypatch.setattr(HeldLinear, "quantise_weight", held)
+    monkeypatch.setattr(trainable, "_quantized", replaced)
+    monkeypatch.setattr(HeldLinear, "quantize_weight", held)
     if way == "fp8":
         loading.hold(lambda: model, "cpu", "fp8")
     else:
-        trainable.quantise(model, "cpu", way)
+        trainable.quantize(model, "cpu", way)
         assert len(left) == len(alive)
     assert len(left) > 8
     # The one before may still be there.
@@ -107,7 +107,7 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
 
 
 def test_of_a_model_that_is_loaded_layers_outside_of_both_towers_stay_as_they_are(monkeypatch):
-    """As those of one that is quantised when it is built."""
+    """As those of one that is quantized when it is built."""
     # Which transformers 4.57 asks for, of bitsandbytes.
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.0")
     given = trainable.quantization_options(torch.bfloat16, "cpu")["quantization_config"]

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from glm4v_patched.engine.options import OF_QUANTISERS
+from glm4v_patched.engine.options import OF_QUANTIZERS
 from glm4v_patched.models.base import KINDS, NOT_LOADED, Base, base_of_adapters
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limits import TOKENIZER
@@ -128,15 +128,15 @@ def test_a_config_that_names_another_one_is_refused(files, tmp_path, keys):
         find_source(str(model))
 
 
-METHODS = [*OF_QUANTISERS, "higgs", "evil", None, 1, "", [], {}]
+METHODS = [*OF_QUANTIZERS, "higgs", "evil", None, 1, "", [], {}]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_method_whose_package_is_absent_or_unknown_is_said(files, tmp_path, method, monkeypatch):
     model = shutil.copytree(files.model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    quantised = {"quantization_config": {"quant_method": method, "bits": 4}}
-    (model / "config.json").write_text(json.dumps(config | quantised))
+    quantized = {"quantization_config": {"quant_method": method, "bits": 4}}
+    (model / "config.json").write_text(json.dumps(config | quantized))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises((ValueError, RuntimeError), match=r"config.json|needs .*: .*install"):
         find_source(str(model))

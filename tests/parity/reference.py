@@ -55,7 +55,7 @@ def decoder_layer(weights, prefix, config, x, positions) -> torch.Tensor:
 
 
 def rotate(x, positions, base) -> torch.Tensor:
-    """Rotate pairs of neighbouring channels in the first half of ``(length, channels)``."""
+    """Rotate pairs of neighboring channels in the first half of ``(length, channels)``."""
     rotated, columns = x.shape[1] // 2, list(x.unbind(dim=1))
     for i in range(0, rotated, 2):
         angles = [position * base ** (-i / rotated) for position in positions]

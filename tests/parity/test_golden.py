@@ -24,7 +24,7 @@ from tests.remote.rows import GREEDY
 
 CASES = [name.rsplit(".", 2)[0] for name in golden_json("index.json")["cases"] if ".fp32." in name]
 FORWARD = [name for name in CASES if name.startswith(("text", "image"))]
-LABELLED = [name for name in FORWARD if name.endswith("labels")]
+LABELED = [name for name in FORWARD if name.endswith("labels")]
 GENERATE = [name for name in CASES if name.startswith("generate")]
 
 # fp32. The golden data is itself up to 2.8e-5 from our model in fp64, so less than that would only
@@ -118,14 +118,14 @@ def test_bf16_logits_hidden_states_cache_and_loss(case, form):
     output = forward(model_for(torch.bfloat16), inputs, form)
     found = compare_outputs(output, inputs, want, bf16_units)
     assert max(found.values()) <= BF16_UNITS.get(case, 1), found
-    if case in LABELLED:  # in fp32: upstream rounds the result to bf16, ours keeps it
+    if case in LABELED:  # in fp32: upstream rounds the result to bf16, ours keeps it
         assert output.loss.dtype == torch.float32
         assert output.loss.item() == pytest.approx(want["loss_fp32"].item(), abs=BF16_LOSS_ATOL)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("case, form", forms_of(LABELLED))
+@pytest.mark.parametrize("case, form", forms_of(LABELED))
 def test_fp32_loss_and_gradients(case, form, implementation, training):
     inputs, want, gradients = golden_case(f"{case}.fp32")
     norms = golden_json(f"{case}.fp32.json")["grad_l2_norms"]

@@ -161,7 +161,7 @@ def test_a_frozen_tower_keeps_nothing_but_for_what_learns(use_reentrant):
 @pytest.mark.skipif(
     "every_n_layers" not in TAKEN, reason="transformers is too old: pip install -U transformers"
 )
-def test_layer_options_are_honoured_and_refused_where_they_have_no_effect():
+def test_layer_options_are_honored_and_refused_where_they_have_no_effect():
     model = tiny_model().train()
     want = gradients(model, **two_rows())
     getattr(model, NAME)(every_n_layers=2)

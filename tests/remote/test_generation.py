@@ -242,8 +242,8 @@ MODES = {
 def wants_image_ids():
     """A model that wants nothing but image ids."""
     model = tiny_model(image_token_id=FILL)
-    favoured = torch.zeros(512).index_fill(0, torch.tensor([*IMAGE_IDS]), 100)
-    model.transformer.output_layer.register_forward_hook(lambda *call: call[2] + favoured)
+    favored = torch.zeros(512).index_fill(0, torch.tensor([*IMAGE_IDS]), 100)
+    model.transformer.output_layer.register_forward_hook(lambda *call: call[2] + favored)
     return model
 
 

@@ -1,4 +1,4 @@
-"""The model as a module: one path for training and evaluation, tables, dtypes, initialisation."""
+"""The model as a module: one path for training and evaluation, tables, dtypes, initialization."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ import glm4v_patched
 from glm4v_patched.models.base import Base, base_of_adapters
 from glm4v_patched.models.check_weights import require_whole
 from glm4v_patched.models.loading import load_processor
-from glm4v_patched.remote.configuration_chatglm import FETCHED_QUANTISERS
+from glm4v_patched.remote.configuration_chatglm import FETCHED_QUANTIZERS
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -31,7 +31,7 @@ NAMED_CODE = {"AutoConfig": "someone/repo--planted.Evil", "AutoModelForCausalLM"
 AUDIO = {"audio_tokenizer_class": "AutoTokenizer", "audio_tokenizer_name_or_path": "someone/repo"}
 
 
-def quantised(**values) -> dict:
+def quantized(**values) -> dict:
     return {"quantization_config": {"quant_method": "compressed-tensors"} | values}
 
 
@@ -50,13 +50,13 @@ ROWS = [
     ("config.json", {"custom_generate": "someone/repo"}, "custom_generate"),
     *[
         ("config.json", {"quantization_config": {"quant_method": method}}, "quant_method")
-        for method in FETCHED_QUANTISERS
+        for method in FETCHED_QUANTIZERS
     ],
-    ("config.json", quantised(format=PLANTED), "format"),
-    ("config.json", quantised(sparsity_config={"format": PLANTED}), "format"),
+    ("config.json", quantized(format=PLANTED), "format"),
+    ("config.json", quantized(sparsity_config={"format": PLANTED}), "format"),
     (
         "config.json",
-        quantised(transform_config={"config_groups": {"u": {"type": PLANTED, "apply": []}}}),
+        quantized(transform_config={"config_groups": {"u": {"type": PLANTED, "apply": []}}}),
         "type",
     ),
     ("config.json", {"auto_map": NAMED_CODE}, None),

@@ -120,7 +120,7 @@ def test_checkpoints_load_in_silence_with_and_without_the_rotary_buffer(
     transformers.__version__.startswith("5.2."),
     reason="transformers 5.2 leaves a bias as memory was where the weight beside it is there",
 )
-def test_weights_that_a_checkpoint_lacks_are_initialised_and_only_those(tmp_path):
+def test_weights_that_a_checkpoint_lacks_are_initialized_and_only_those(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "published")
     ends = ("boi", "cls_embedding", "conv.bias", "position_embedding.weight")
     weights = golden_weights()

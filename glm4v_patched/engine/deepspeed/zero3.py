@@ -164,7 +164,7 @@ def _gather_bytes(pairs: list[tuple[Tensor, Tensor]], group: Any) -> list[Any]:
 def _are_plain(parameters: list[Any]) -> bool:
     """Whether all are sharded over one group of processes, on their device, in one type or in fp8.
 
-    Others are DeepSpeed's: offloaded or quantised weights, second shards (hpZ), shards within a
+    Others are DeepSpeed's: offloaded or quantized weights, second shards (hpZ), shards within a
     part of the processes (MiCS, ``comm``), gathers in another type (autocast, ``comm_dtype``).
     """
     if not parameters:

@@ -13,7 +13,7 @@ from .e4m3 import E4M3, LARGEST, SMALLEST
 FEWEST_WIDE_ROWS, WIDEST_OF_FEW = 272, 3072  # rows: 257, up to the next multiple of 16
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """What a layer of a model that is only read is given in the place of ``(..., channels)`` in
     bf16: numbers in e4m3, and the scales in fp32 that give it back, ``(..., 1)``, or of groups of
     channels ``(..., groups)``."""
@@ -29,38 +29,38 @@ class Quantised(NamedTuple):
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
-    def reshape(self, *shape: int) -> "Quantised":
+    def reshape(self, *shape: int) -> "Quantized":
         groups = self.scale.shape[-1]
-        return Quantised(self.numbers.reshape(*shape), self.scale.reshape(*shape[:-1], groups))
+        return Quantized(self.numbers.reshape(*shape), self.scale.reshape(*shape[:-1], groups))
 
 
-def quantise_rows(x: Tensor | Quantised) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
     """Return ``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in
     fp32 that give it back. NaN and infinity make their row NaN."""
-    if isinstance(x, Quantised):
+    if isinstance(x, Quantized):
         return x
     if x.is_cuda and not torch.compiler.is_compiling():
         from . import fp8_triton  # takes Triton
 
-        return fp8_triton.quantise_rows(x)
+        return fp8_triton.quantize_rows(x)
     largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
     # By a product: its rounding is far below that of e4m3, so nothing rounds beyond the largest.
-    quantised = (x.float() * (LARGEST / largest)).to(E4M3)
-    return quantised.contiguous(), largest / LARGEST
+    quantized = (x.float() * (LARGEST / largest)).to(E4M3)
+    return quantized.contiguous(), largest / LARGEST
 
 
-def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """GELU of ``x + bias``, in e4m3 with a scale for each row. It has no gradient.
 
     Of rows as wide as the tower's (15,360) torch.compile computes GELU twice, once for a row's
-    scale and once to quantise it. The kernel has a whole row at hand, and reads and writes it once.
+    scale and once to quantize it. The kernel has a whole row at hand, and reads and writes it once.
 
     Args:
         x: ``(T, C)``, of a product.
         bias: ``(C,)``.
 
     Returns:
-        As :func:`quantise_rows`: ``(T, C)`` and ``(T, 1)``.
+        As :func:`quantize_rows`: ``(T, C)`` and ``(T, 1)``.
     """
     # Outside of compilers the operator's dispatch would take longer than the kernel.
     is_kernel = x.is_cuda and not torch.compiler.is_compiling()
@@ -68,9 +68,9 @@ def quantise_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # So that compilers call it as it is.
-@torch.library.custom_op("glm4v_patched::quantise_rows_of_gelu", mutates_args=())
+@torch.library.custom_op("glm4v_patched::quantize_rows_of_gelu", mutates_args=())
 def _gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return quantise_rows(gelu(x.float() + bias.float()))
+    return quantize_rows(gelu(x.float() + bias.float()))
 
 
 @_gelu.register_fake
@@ -81,7 +81,7 @@ def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def _gelu_by_kernel(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     from . import fp8_triton  # takes Triton
 
-    return fp8_triton.quantise_rows(x, bias, "gelu")
+    return fp8_triton.quantize_rows(x, bias, "gelu")
 
 
 @_gelu.register_kernel("cuda")
@@ -96,7 +96,7 @@ def product(
     right_scale: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """bf16 ``(T, N)`` of two quantised tensors ``(T, K)`` and ``(N, K)``, with scales ``(T, 1)``
+    """bf16 ``(T, N)`` of two quantized tensors ``(T, K)`` and ``(N, K)``, with scales ``(T, 1)``
     and ``(N, 1)``, and a bias ``(N,)``."""
     rows, width = left.shape
     if not rows:

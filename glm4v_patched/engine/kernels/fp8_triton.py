@@ -1,5 +1,5 @@
-"""The kernels that quantise rows, as they are or of GELU or SwiGLU, and that compute these without
-quantising; importing it takes Triton, which torch for GPUs brings."""
+"""The kernels that quantize rows, as they are or of GELU or SwiGLU, and that compute these without
+quantizing; importing it takes Triton, which torch for GPUs brings."""
 
 import math
 from typing import Any
@@ -52,14 +52,14 @@ def _silu(x):
 
 
 @triton.jit
-def quantise(value, numbers, scale, inside, largest_number: tl.constexpr, smallest: tl.constexpr):
+def quantize(value, numbers, scale, inside, largest_number: tl.constexpr, smallest: tl.constexpr):
     """Store values in e4m3, and the scale of all; they are 0 where they are not ``inside``."""
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), smallest)
     # The maximum passes over NaN, which is to make all NaN.
     broken = tl.max((value != value).to(tl.int32), axis=0)
     largest = tl.where(broken > 0, float("nan"), largest)
-    quantised = (value * (largest_number / largest)).to(numbers.dtype.element_ty)
-    tl.store(numbers, quantised, mask=inside)
+    quantized = (value * (largest_number / largest)).to(numbers.dtype.element_ty)
+    tl.store(numbers, quantized, mask=inside)
     tl.store(scale, largest / largest_number)
 
 
@@ -84,7 +84,7 @@ def triton_activate(  # profiles know kernels by their names
     group,
     block: tl.constexpr,
     function: tl.constexpr,
-    quantises: tl.constexpr,
+    quantizes: tl.constexpr,
     is_early: tl.constexpr,
 ):
     """One group of a row's channels."""
@@ -107,13 +107,13 @@ def triton_activate(  # profiles know kernels by their names
             is_scaled, has_bias,
         )  # fmt: skip
         value = _silu(value)
-        if not quantises:  # rounded between, as torch does it in two steps
+        if not quantizes:  # rounded between, as torch does it in two steps
             value = value.to(kind).to(tl.float32)
         value = tl.where(inside, value * up, 0.0)
     out += row * channels + at
-    if quantises:
+    if quantizes:
         scales += row * tl.num_programs(1) + tl.program_id(1)
-        quantise(value, out, scales, inside, largest_number, smallest)
+        quantize(value, out, scales, inside, largest_number, smallest)
     else:
         tl.store(out, value.to(kind), mask=inside)
 
@@ -131,13 +131,13 @@ def activate(x: Tensor | Parts, function: str) -> Tensor:
     return out
 
 
-def quantise_rows(
+def quantize_rows(
     x: Tensor | Parts,
     bias: Tensor | None = None,
     function: str = "none",
     group: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`fp8_matmul.quantise_rows`, of what ``gelu`` makes of ``x`` and a bias, or
+    """As :func:`fp8_matmul.quantize_rows`, of what ``gelu`` makes of ``x`` and a bias, or
     ``swiglu``."""
     *leading, width = x.shape
     channels, rows = width // 2 if function == "swiglu" else width, math.prod(leading)
@@ -151,14 +151,14 @@ def quantise_rows(
 def _activate(
     x: Any, bias: Tensor | None, function: str, out: Tensor, scales: Tensor | None, group: int
 ) -> None:
-    """Into ``out``, quantised if there are scales, of so many channels each."""
+    """Into ``out``, quantized if there are scales, of so many channels each."""
     x = x if isinstance(x, Parts) else x.contiguous()
     width, channels = x.shape[-1], out.shape[-1]
     if not (rows := out.numel() // channels):
         return
     given, flags = operands(x)
     is_early, block = overlaps(out.device), triton.next_power_of_2(group)
-    # 8 are the fastest of 4, 8 and 16 for quantising GELU of 15,360 channels on an H200.
+    # 8 are the fastest of 4, 8 and 16 for quantizing GELU of 15,360 channels on an H200.
     a_warp = 1024 if scales is not None and rows > MOST_ROWS else 256
     warps = min(max(block // a_warp, 1), 8)
     with torch.cuda.device_of(out):

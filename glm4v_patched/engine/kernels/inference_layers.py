@@ -24,7 +24,7 @@ from ...remote.visual import MLP as TowerMLP
 from ...remote.visual import PatchEmbedding, TransformerLayer
 from . import skinny_gemm
 from .fp8_linear import HeldLinear
-from .fp8_matmul import Quantised
+from .fp8_matmul import Quantized
 from .skinny_gemm import Parts, multiprocessors
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ class ReadPatchEmbedding(PatchEmbedding):
 
 
 class ReadTowerLayer(TransformerLayer):
-    """Normalises, adds and quantises in one step."""
+    """Normalizes, adds and quantizes in one step."""
 
     fuses: Callable[[str], bool]
 
@@ -58,9 +58,9 @@ class ReadTowerLayer(TransformerLayer):
             return super().layer_forward(x_NTV, *kept_weights)
         from .inference_triton import add_norm  # takes Triton
 
-        quantises = x_NTV.dtype == torch.bfloat16 and self.fuses("mlp.fc1")
+        quantizes = x_NTV.dtype == torch.bfloat16 and self.fuses("mlp.fc1")
         attended = self.attention(x_NTV, *kept_weights)
-        x_NTV, given = add_norm(x_NTV, self.input_layernorm, attended, quantises)
+        x_NTV, given = add_norm(x_NTV, self.input_layernorm, attended, quantizes)
         return add_norm(x_NTV, self.post_attention_layernorm, self.mlp(given), False)[0]
 
 
@@ -77,35 +77,35 @@ class ReadTowerMLP(TowerMLP):
 
 
 class ReadMLP(MLP):
-    """SwiGLU in one step, which quantises if the second product is in fp8."""
+    """SwiGLU in one step, which quantizes if the second product is in fp8."""
 
     fuses: Callable[[str], bool]
 
     def forward(self, x: Any) -> Any:
-        if not (isinstance(x, Quantised) or _takes(x)):
+        if not (isinstance(x, Quantized) or _takes(x)):
             return super().forward(x)
-        from .fp8_triton import activate, quantise_rows  # takes Triton
+        from .fp8_triton import activate, quantize_rows  # takes Triton
 
         last: Any = self.dense_4h_to_h
         wide = _product(self, "dense_h_to_4h", x)
-        if self.fuses("dense_4h_to_h") and _is_quantised(last, wide):
+        if self.fuses("dense_4h_to_h") and _is_quantized(last, wide):
             *leading, width = wide.shape
             rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
             is_few = skinny_gemm.takes(math.prod(leading), last.weight)
             group = skinny_gemm.channels_of_a_part(last.weight) if is_few else None
-            quantised = quantise_rows(rows, None, "swiglu", group)
-            given: Any = Quantised(*quantised).reshape(*leading, width // 2)
+            quantized = quantize_rows(rows, None, "swiglu", group)
+            given: Any = Quantized(*quantized).reshape(*leading, width // 2)
         else:
             given = activate(wide, "swiglu")
         return _last_product(self, "dense_4h_to_h", given)
 
 
 class ReadBlock(GLMBlock):
-    """Adds, normalises and quantises in one step, for the block behind it, too."""
+    """Adds, normalizes and quantizes in one step, for the block behind it, too."""
 
     fuses: Callable[[str], bool]
     behind: "ReadBlock | None" = None  # which torch does not see
-    # What will be its input, and that normalised; kept until its next pass, if a pass ends early.
+    # What will be its input, and that normalized; kept until its next pass, if a pass ends early.
     handed: tuple[Any, Any] | None = None
 
     def layer_forward(self, x_BRD: Tensor, *attention_inputs) -> Tensor:
@@ -113,31 +113,31 @@ class ReadBlock(GLMBlock):
         if not _takes(x_BRD):
             return super().layer_forward(x_BRD, *attention_inputs)
         if handed is None or handed[0] is not x_BRD:
-            handed = self._normalise("input_layernorm", x_BRD, None, self._quantises(x_BRD))
+            handed = self._normalize("input_layernorm", x_BRD, None, self._quantizes(x_BRD))
         attended = self.self_attention(handed[1], *attention_inputs)
         del handed
         mlp: Any = self.mlp
-        quantises = self.fuses("mlp.dense_h_to_4h") and _is_quantised(mlp.dense_h_to_4h, x_BRD)
-        x_BRD, given = self._normalise("post_attention_layernorm", x_BRD, attended, quantises)
+        quantizes = self.fuses("mlp.dense_h_to_4h") and _is_quantized(mlp.dense_h_to_4h, x_BRD)
+        x_BRD, given = self._normalize("post_attention_layernorm", x_BRD, attended, quantizes)
         out = mlp(given)
         block = self.behind
         if block is None or not (self.fuses("") and self.fuses("behind")):
             return _add(x_BRD, out)
-        block.handed = block._normalise("input_layernorm", x_BRD, out, block._quantises(x_BRD))
+        block.handed = block._normalize("input_layernorm", x_BRD, out, block._quantizes(x_BRD))
         return block.handed[0]
 
-    def _quantises(self, x_BRD: Tensor) -> bool:
+    def _quantizes(self, x_BRD: Tensor) -> bool:
         attention: Any = self.self_attention
         is_fused = self.fuses("self_attention.query_key_value")
-        return is_fused and _is_quantised(attention.query_key_value, x_BRD)
+        return is_fused and _is_quantized(attention.query_key_value, x_BRD)
 
-    def _normalise(self, name: str, x: Tensor, y: Any, quantises: bool) -> tuple[Tensor, Any]:
-        """By the kernel, if the norm is ours; what another one makes is not quantised here."""
+    def _normalize(self, name: str, x: Tensor, y: Any, quantizes: bool) -> tuple[Tensor, Any]:
+        """By the kernel, if the norm is ours; what another one makes is not quantized here."""
         from .inference_triton import add_rms_norm  # takes Triton
 
         norm = getattr(self, name)
         if self.fuses(name):
-            return add_rms_norm(x, norm, y, quantises)
+            return add_rms_norm(x, norm, y, quantizes)
         added = x if y is None else _add(x, y)
         return added, norm(added)
 
@@ -160,13 +160,13 @@ class ReadSelfAttention(SelfAttention):
 
         heads = _product(self, "query_key_value", x_BRD)
         query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
-        quantises = (
+        quantizes = (
             self.fuses("dense")
-            and _is_quantised(self.dense, heads)
+            and _is_quantized(self.dense, heads)
             and skinny_gemm.takes(len(query_BHC), self.dense.weight)
             and self.head_dim == skinny_gemm.WIDTH
         )
-        attended = attend_to_kept(query_BHC, kept, attention_mask, quantises)
+        attended = attend_to_kept(query_BHC, kept, attention_mask, quantizes)
         return _last_product(self, "dense", attended)
 
     def _kept(self, x: Any, mask: Any, cache: Any, fills: Any) -> Any:
@@ -210,8 +210,8 @@ def _add(x: Tensor, y: Tensor | Parts) -> Tensor:
     return sum_of_parts(y, x) if isinstance(y, Parts) else x + y
 
 
-def _is_quantised(linear: nn.Module, x: Any) -> bool:
-    """Whether a linear layer that is fused takes :class:`fp8_matmul.Quantised` in the place of
+def _is_quantized(linear: nn.Module, x: Any) -> bool:
+    """Whether a linear layer that is fused takes :class:`fp8_matmul.Quantized` in the place of
     ``x``: with a scale for each row, or, of a few rows, for groups of channels."""
     return isinstance(linear, HeldLinear) and x.dtype == torch.bfloat16
 
@@ -221,7 +221,7 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
     takes them next."""
     linear: Any = layer
     *leading, width = x.shape
-    is_taken = isinstance(x, Quantised) or _takes(x)
+    is_taken = isinstance(x, Quantized) or _takes(x)
     if not (is_taken and skinny_gemm.takes(math.prod(leading), linear.weight)):
         return layer(x)
     if isinstance(layer, HeldLinear):

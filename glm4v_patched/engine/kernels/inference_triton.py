@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...remote.modeling_chatglm import RMSNorm
 from .e4m3 import E4M3, LARGEST, SMALLEST
-from .fp8_matmul import Quantised
-from .fp8_triton import quantise
+from .fp8_matmul import Quantized
+from .fp8_triton import quantize
 from .skinny_gemm import BLOCKS_A_PROCESSOR, Parts, multiprocessors, overlaps
 from .skinny_gemm_triton import KINDS, load_row, operands, take_turn
 
@@ -34,7 +34,7 @@ def triton_add_norm(  # profiles know kernels by their names
     width,
     eps,
     block: tl.constexpr,
-    quantises: tl.constexpr,
+    quantizes: tl.constexpr,
     largest_number: tl.constexpr,
     smallest: tl.constexpr,
 ):
@@ -43,20 +43,20 @@ def triton_add_norm(  # profiles know kernels by their names
     inside = at < width
     value = tl.load(y + row * width + at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(value, axis=0) / width
-    centred = tl.where(inside, value - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
+    centered = tl.where(inside, value - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(centered * centered, axis=0) / width + eps)
     factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     # Rounded before it is added, as the norm's own output is.
     kind: tl.constexpr = out.dtype.element_ty
-    normed = (centred * scale * factor + shift).to(kind).to(tl.float32)
+    normed = (centered * scale * factor + shift).to(kind).to(tl.float32)
     added = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32) + normed
     added = added.to(kind)
     tl.store(out + row * width + at, added, mask=inside)
-    if quantises:
+    if quantizes:
         value = added.to(tl.float32)
         numbers += row * width + at
-        quantise(value, numbers, scales + row, inside, largest_number, smallest)
+        quantize(value, numbers, scales + row, inside, largest_number, smallest)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def triton_add_rms_norm(
     has_bias: tl.constexpr,
     block: tl.constexpr,
     adds: tl.constexpr,
-    quantises: tl.constexpr,
+    quantizes: tl.constexpr,
     largest_number: tl.constexpr,
     smallest: tl.constexpr,
     is_early: tl.constexpr,
@@ -98,9 +98,9 @@ def triton_add_rms_norm(
         tl.store(added + row * width + at, value.to(kind), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     value = (value * scale * factor).to(kind)
-    if quantises:
+    if quantizes:
         value = value.to(tl.float32)
-        quantise(value, out + row * width + at, scales + row, inside, largest_number, smallest)
+        quantize(value, out + row * width + at, scales + row, inside, largest_number, smallest)
     else:
         tl.store(out + row * width + at, value, mask=inside)
 
@@ -140,13 +140,13 @@ def triton_rotate_and_keep(
         has_bias,
     )  # fmt: skip
     if head < query_heads + groups:
-        neighbour = load_row(
+        neighbor = load_row(
             heads, scale, bias, number, rows, width, row, place ^ 1, inside, kind, is_parts,
             is_scaled, has_bias,
         )  # fmt: skip
         # Each product is rounded to the type of the angles, as the products of tensors are.
         left = value * tl.load(cos + row * channels + at).to(tl.float32)
-        right = neighbour * tl.load(sin + row * channels + at).to(tl.float32)
+        right = neighbor * tl.load(sin + row * channels + at).to(tl.float32)
         value = left.to(angle_kind).to(tl.float32) + right.to(angle_kind).to(tl.float32)
         value = value.to(angle_kind).to(tl.float32)
     if head < query_heads:
@@ -176,13 +176,13 @@ def triton_rotate(
     place = heads + row * row_width + head * channels + at[None, :]
     value = tl.load(place, mask=head < rotated_heads, other=0.0)
     even, odd = tl.split(tl.reshape(value, (block_heads, pairs, 2)))
-    neighbour = tl.reshape(tl.join(odd, even), (block_heads, 2 * pairs))
+    neighbor = tl.reshape(tl.join(odd, even), (block_heads, 2 * pairs))
     # Each product is rounded to the type of the angles, as the products of tensors are.
     kind: tl.constexpr = cos.dtype.element_ty
     cosine = tl.load(cos + row * angle_width + at).to(tl.float32)
     sine = tl.load(sin + row * angle_width + at).to(tl.float32)
     left = (value.to(tl.float32) * cosine[None, :]).to(kind).to(tl.float32)
-    right = (neighbour.to(tl.float32) * sine[None, :]).to(kind).to(tl.float32)
+    right = (neighbor.to(tl.float32) * sine[None, :]).to(kind).to(tl.float32)
     turned = (left + right).to(kind).to(heads.dtype.element_ty)
     tl.store(place, turned, mask=head < rotated_heads)
 
@@ -257,7 +257,7 @@ def triton_join_parts(
     kind: tl.constexpr,
     channels: tl.constexpr,
     block: tl.constexpr,
-    quantises: tl.constexpr,
+    quantizes: tl.constexpr,
     largest_number: tl.constexpr,
     smallest: tl.constexpr,
     is_early: tl.constexpr,
@@ -274,9 +274,9 @@ def triton_join_parts(
     weighed = tl.load(parts_at, mask=is_part[:, None], other=0.0)
     joined = (tl.sum(weighed * factor[:, None], axis=0) / total).to(kind)
     out += head * channels + at
-    if quantises:
+    if quantizes:
         value = joined.to(tl.float32)
-        quantise(value, out, scales + head, at < channels, largest_number, smallest)
+        quantize(value, out, scales + head, at < channels, largest_number, smallest)
     else:
         tl.store(out, joined)
 
@@ -309,10 +309,10 @@ def rotate_and_keep(
     return query
 
 
-def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantises: bool) -> Tensor | Quantised:
+def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantizes: bool) -> Tensor | Quantized:
     """``(B, 1, H * C)`` of attention to what ``kept``, a ``StaticLayer``, holds and
     :func:`rotate_and_keep` has added, under a mask ``(B or 1, 1, 1, room)`` that is true where it
-    looks. Quantised, a head's channels have a scale."""
+    looks. Quantized, a head's channels have a scale."""
     (batch, heads, channels), (_, groups, room, _) = query_BHC.shape, kept.keys.shape
     is_early, blocks = overlaps(query_BHC.device), triton.cdiv(room, BLOCK)
     # As many parts as fill the GPU once.
@@ -320,8 +320,8 @@ def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantises: bool) -> Te
     blocks_a_part = triton.cdiv(blocks, min(max(wanted, 1), MOST_PARTS))
     parts = triton.cdiv(blocks, blocks_a_part)
     found = query_BHC.new_empty(batch * heads, parts, channels + 2, dtype=torch.float32)
-    out = _room_for(query_BHC.view(batch, 1, heads * channels), channels if quantises else 0)
-    numbers, scales = out if isinstance(out, Quantised) else (out, out)
+    out = _room_for(query_BHC.view(batch, 1, heads * channels), channels if quantizes else 0)
+    numbers, scales = out if isinstance(out, Quantized) else (out, out)
     # Three tensors in one: their elements are counted, not their rows.
     largest, sums, weighed = found.view(-1).split(
         [batch * heads * parts, batch * heads * parts, batch * heads * parts * channels]
@@ -336,37 +336,37 @@ def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantises: bool) -> Te
         triton_join_parts[batch * heads,](
             largest, sums, weighed, kept.cumulative_length, numbers, scales, parts,
             KINDS[query_BHC.dtype], channels, triton.next_power_of_2(parts),
-            quantises, LARGEST, SMALLEST, is_early, launch_pdl=is_early, num_warps=4,
+            quantizes, LARGEST, SMALLEST, is_early, launch_pdl=is_early, num_warps=4,
         )  # fmt: skip
     return out
 
 
 def add_norm(
-    x: Tensor, norm: nn.LayerNorm, y: Tensor, quantises: bool
-) -> tuple[Tensor, Tensor | Quantised]:
-    """``x + norm(y)``, of ``(..., width)`` in bf16 or fp16 each, and the same again, quantised if
+    x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
+) -> tuple[Tensor, Tensor | Quantized]:
+    """``x + norm(y)``, of ``(..., width)`` in bf16 or fp16 each, and the same again, quantized if
     so."""
     x, y = x.contiguous(), y.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    quantised: Any = _room_for(x, width) if quantises else None
-    numbers, scales = quantised or (out, out)
+    quantized: Any = _room_for(x, width) if quantizes else None
+    numbers, scales = quantized or (out, out)
     if rows := x.numel() // width:
         with torch.cuda.device_of(x):
             triton_add_norm[(rows,)](
                 x, y, norm.weight, norm.bias, out, numbers, scales, width, norm.eps,
-                triton.next_power_of_2(width), quantises, LARGEST, SMALLEST, num_warps=4, **EXACT,
+                triton.next_power_of_2(width), quantizes, LARGEST, SMALLEST, num_warps=4, **EXACT,
             )  # fmt: skip
-    return out, quantised or out
+    return out, quantized or out
 
 
 def add_rms_norm(
-    x: Tensor, norm: RMSNorm, y: Tensor | Parts | None, quantises: bool
-) -> tuple[Tensor, Tensor | Quantised]:
-    """``x + y``, of ``(..., width)`` in bf16 or fp16 each, and ``norm`` of it, quantised if so."""
+    x: Tensor, norm: RMSNorm, y: Tensor | Parts | None, quantizes: bool
+) -> tuple[Tensor, Tensor | Quantized]:
+    """``x + y``, of ``(..., width)`` in bf16 or fp16 each, and ``norm`` of it, quantized if so."""
     x, width, is_early = x.contiguous(), x.shape[-1], overlaps(x.device)
     added = x if y is None else torch.empty_like(x)
-    normed = _room_for(x, width if quantises else 0)
-    out, scales = normed if isinstance(normed, Quantised) else (normed, x)
+    normed = _room_for(x, width if quantizes else 0)
+    out, scales = normed if isinstance(normed, Quantized) else (normed, x)
     block = triton.next_power_of_2(width)
     if rows := x.numel() // width:
         y = x if y is None else y
@@ -374,18 +374,18 @@ def add_rms_norm(
         with torch.cuda.device_of(x):
             triton_add_rms_norm[(rows,)](
                 x, *given, norm.weight, added, out, scales, width, norm.eps, *flags, block,
-                added is not x, quantises, LARGEST, SMALLEST, is_early, launch_pdl=is_early,
+                added is not x, quantizes, LARGEST, SMALLEST, is_early, launch_pdl=is_early,
                 num_warps=8, **EXACT,
             )  # fmt: skip
     return added, normed
 
 
-def _room_for(x: Tensor, group: int) -> Tensor | Quantised:
+def _room_for(x: Tensor, group: int) -> Tensor | Quantized:
     *leading, width = x.shape
     if not group:
         return torch.empty_like(x)
     scales = x.new_empty(*leading, width // group, dtype=torch.float32)
-    return Quantised(torch.empty_like(x, dtype=E4M3), scales)
+    return Quantized(torch.empty_like(x, dtype=E4M3), scales)
 
 
 def rotate(heads_BRHC: Tensor, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor) -> None:

@@ -13,25 +13,25 @@ from transformers.cache_utils import StaticLayer
 
 from ...remote.modeling_chatglm import RMSNorm, apply_rotary
 from . import fp8_matmul
-from .fp8_matmul import Quantised
+from .fp8_matmul import Quantized
 from .skinny_gemm import Parts
 
 # Of inference_triton.py.
 
 
 def add_norm(
-    x: Tensor, norm: nn.LayerNorm, y: Tensor, quantises: bool
-) -> tuple[Tensor, Tensor | Quantised]:
+    x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
+) -> tuple[Tensor, Tensor | Quantized]:
     added = x + layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    return added, quantised(added) if quantises else added
+    return added, quantized(added) if quantizes else added
 
 
 def add_rms_norm(
-    x: Tensor, norm: RMSNorm, y: Tensor | Parts | None, quantises: bool
-) -> tuple[Tensor, Tensor | Quantised]:
+    x: Tensor, norm: RMSNorm, y: Tensor | Parts | None, quantizes: bool
+) -> tuple[Tensor, Tensor | Quantized]:
     added = x if y is None else x + reduced(y)
     normed = rms_norm(added, norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
-    return added, quantised(normed) if quantises else normed
+    return added, quantized(normed) if quantizes else normed
 
 
 def rotate(heads_BRHC: Tensor, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor) -> None:
@@ -50,14 +50,14 @@ def rotate_and_keep(
 
 
 def attend_to_kept(
-    query_BHC: Tensor, kept: Any, mask: Tensor, quantises: bool
-) -> Tensor | Quantised:
+    query_BHC: Tensor, kept: Any, mask: Tensor, quantizes: bool
+) -> Tensor | Quantized:
     query_BHRC = query_BHC[:, :, None]
     out = scaled_dot_product_attention(
         query_BHRC, kept.keys, kept.values, attn_mask=mask, enable_gqa=True
     )
     out = out.transpose(1, 2).flatten(2)
-    return quantised(out) if quantises else out
+    return quantized(out) if quantizes else out
 
 
 # Of fp8_triton.py.
@@ -71,12 +71,12 @@ def activate(x: Tensor | Parts, function: str) -> Tensor:
     return silu(gate) * up
 
 
-def quantise_rows(
+def quantize_rows(
     x: Tensor | Parts, bias: Tensor | None, function: str, group: int | None
 ) -> tuple[Tensor, Tensor]:
     """Quantize with one scale for a whole row, where the kernel has one for each ``group``."""
     assert (bias, function) == (None, "swiglu"), "as inference_layers.py calls it"
-    return fp8_matmul.quantise_rows(activate(x, function).flatten(0, -2))
+    return fp8_matmul.quantize_rows(activate(x, function).flatten(0, -2))
 
 
 # Of skinny_gemm_triton.py.
@@ -107,5 +107,5 @@ def reduced(x: Tensor | Parts) -> Tensor:
     return total.to(x.dtype).view(x.shape)
 
 
-def quantised(x: Tensor) -> Quantised:
-    return Quantised(*fp8_matmul.quantise_rows(x.flatten(0, -2))).reshape(*x.shape)
+def quantized(x: Tensor) -> Quantized:
+    return Quantized(*fp8_matmul.quantize_rows(x.flatten(0, -2))).reshape(*x.shape)

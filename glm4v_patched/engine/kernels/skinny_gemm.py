@@ -2,7 +2,7 @@
 
 The kernel (:mod:`skinny_gemm_triton`) reads them at more of the memory's bandwidth than cuBLAS's
 for so few rows do: docs/benchmarks has the figures. In fp8, groups of a row's channels have scales,
-so that several blocks of a kernel's grid quantise one row.
+so that several blocks of a kernel's grid quantize one row.
 """
 
 from typing import NamedTuple

@@ -70,7 +70,7 @@ def _of_engine(known: Mapping[str, Any]) -> Iterator[Fault]:
         (is_qlora, f"trained qlora, of weights of 4 bits; expected {another}"),
         (
             of("engine.zero_quantized_weights"),
-            "engine.zero_quantized_weights, which quantises in another way what is gathered; "
+            "engine.zero_quantized_weights, which quantizes in another way what is gathered; "
             f"expected {one_of_them}",
         ),
         (

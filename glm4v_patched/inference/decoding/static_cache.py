@@ -11,8 +11,8 @@ from transformers import StaticCache
 from ...engine.implementations import CUDA_GRAPHS, Use, use_implementations
 from ...engine.kernels.recorded_calls import RecordedCalls
 from ...models.base import Base
-from ...models.check_weights import quantised_by
-from ...models.quantised_weights import kept_cache
+from ...models.check_weights import quantized_by
+from ...models.quantized_weights import kept_cache
 from ...remote.keywords import named_cache
 from .loop import draw_ahead
 
@@ -57,5 +57,5 @@ class StaticCaches:
 def chosen(cache: str, device: str, base: Base, weights: str | None = None) -> str:
     """``static`` or ``dynamic``; ``auto`` is ``static`` on a GPU, if the steps of such weights can
     be recorded."""
-    weights = weights or quantised_by(base.model, base.revision)
+    weights = weights or quantized_by(base.model, base.revision)
     return kept_cache(cache, weights, "dynamic" if device == "cpu" else "static")
