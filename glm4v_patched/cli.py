@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, help=told)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn pictures and test it")
+    demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn images and test it")
     demo.set_defaults(run=_demo)
     demo.add_argument("--out", type=to_path, default=Path("demo_output"), help="folder to write to")
     most = "training processes; default: two, or one where there is only one GPU"
@@ -135,10 +135,10 @@ def _demo(options: argparse.Namespace) -> None:
     metrics = run_demo(options.out, placement, options.steps)
     print(
         f"""
-exact match on pictures it has not seen, answered by a fresh process without this package:
+exact match on images it has not seen, answered by a fresh process without this package:
   before training       {metrics["accuracy_before"]:.3f}
   after training        {metrics["accuracy_after"]:.3f}
-  with pictures swapped {metrics["accuracy_swapped"]:.3f}
+  with images swapped {metrics["accuracy_swapped"]:.3f}
 loss curve     {options.out / "loss.png"}
 contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}

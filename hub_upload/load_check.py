@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-QUESTION = "What is in this picture? 你好，世界！\n\tdef f(x):  return x"
+QUESTION = "What is in this image? 你好，世界！\n\tdef f(x):  return x"
 # Without weights, the model is one of these widths, with the same vocabulary and images.
 SHRUNK = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16}
 SHRUNK |= {"num_attention_heads": 4, "multi_query_group_num": 2, "skip_logits": True}
@@ -55,11 +55,11 @@ def check(source: str) -> Iterator[str]:
     with torch.no_grad():
         logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
     change = (logits[0] - logits[1]).abs().max().item()
-    assert 0 < change < math.inf, f"another picture changes logits by {change}"
+    assert 0 < change < math.inf, f"another image changes logits by {change}"
     with torch.no_grad():  # by the settings of its generation_config.json
         drawn = model.generate(**inputs, max_new_tokens=4)
     number = drawn.shape[1] - inputs["input_ids"].shape[1]
-    yield f"{number} tokens; another picture changes logits by {change:.1e}"
+    yield f"{number} tokens; another image changes logits by {change:.1e}"
 
     model.train()
     # Renamed in transformers 5.23; the old name goes at 6.0.
@@ -74,7 +74,7 @@ def check(source: str) -> Iterator[str]:
 
 
 def inputs_of(processor: Any, seed: int, dtype: Any) -> dict[str, Any]:
-    """A question about a drawn picture."""
+    """A question about a drawn image."""
     import numpy as np
     from PIL import Image
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "golden"
 
 SENTENCES = [
-    "What is in this picture?",
+    "What is in this image?",
     "A cat sits on the mat and looks at the dog.",
     "Describe the image, then say hello to the user.",
     "你好，世界！这是一张图片。",

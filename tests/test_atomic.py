@@ -8,7 +8,7 @@ import os
 import pytest
 
 from glm4v_patched.atomic import require_file, require_inside, write_atomically
-from glm4v_patched.data.pictures import PictureFiles
+from glm4v_patched.data.image_files import ImageFiles
 from glm4v_patched.data.source import Source
 from glm4v_patched.data.stored_rows import SCHEMA, store_rows, write_stored
 from glm4v_patched.finetune.run_folder import RECORD, begin, locked
@@ -17,13 +17,13 @@ from glm4v_patched.models.base import REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe, write_recipe
 
-ROW = {name: 0 for name in SCHEMA.names} | {"pictures": [], "digest": bytes(32), "fault": None}
+ROW = {name: 0 for name in SCHEMA.names} | {"images": [], "digest": bytes(32), "fault": None}
 ROW["messages"] = "[]" * 5000
 
 WRITERS = {
     "content": lambda out: write_atomically(out / "a", b"x" * 9000),
     "rows": lambda out: write_stored(store_rows([[ROW]], None), out / "data.arrow"),
-    "picture": lambda out: PictureFiles("", store=out).path_of(b"x" * 9000),
+    "image": lambda out: ImageFiles("", store=out).path_of(b"x" * 9000),
     "recipe": lambda out: write_recipe(recipe({"model": "m" * 9000}), out / "recipe.json"),
 }
 

@@ -184,7 +184,7 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory) -> Reader:
-    """With README's line of data, its picture, its recipe, and a tiny model in the real one's
+    """With README's line of data, its image, its recipe, and a tiny model in the real one's
     place."""
     folder = tmp_path_factory.mktemp("reader") / "clone"
     reader = Reader(folder)

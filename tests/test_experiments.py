@@ -23,18 +23,18 @@ QUANTIZES = pytest.mark.skipif(
 
 
 def smoke(marks, command: str, prints: str, *writes: str):
-    """A run of a script in an empty folder: what it prints, and the files of JSON and pictures that
+    """A run of a script in an empty folder: what it prints, and the files of JSON and images that
     it leaves there."""
     return pytest.param(command, prints, writes, id=command.split()[0], marks=marks)
 
 
-# The exit status is the experiment's own verdict: here blank pictures must be outside the noise of
+# The exit status is the experiment's own verdict: here blank images must be outside the noise of
 # two seeds, and a stopped training goes on.
 SMOKES = [
     smoke(
         pytest.mark.slow,
         "loss_curve --size tiny --steps 48 --no-compile --processes 1 --reference fast "
-        "--also blank --at-once 2 --timeout 500 --out rows.json --picture curves.png",
+        "--also blank --at-once 2 --timeout 500 --out rows.json --image curves.png",
         "blank, seed 0: .* OUTSIDE of the noise",
         *("rows.json", "curves.png"),
     ),

@@ -109,7 +109,7 @@ def test_outputs_lie_apart_from_folders_that_are_read(tmp_path):
         require_apart(out, read, "--out")
 
 
-PATHS = {"FILE", "FOLDER", "DIR", "PATH", "PICTURE", "CHECKPOINT", "RECIPE", "ORIGINAL", "ADAPTER"}
+PATHS = {"FILE", "FOLDER", "DIR", "PATH", "IMAGE", "CHECKPOINT", "RECIPE", "ORIGINAL", "ADAPTER"}
 PATHS |= {"MODEL_OR_ADAPTER", "MODEL2", "SOURCE", "DIR_OR_ID", "NAME=DIR", "FILE.py:FUNCTION"}
 PATHS |= {"demo_output"}  # a default, of an option that has no such word
 

@@ -1,7 +1,7 @@
 """Times attention's backends by shape on one GPU.
 
 ``python docs/benchmarks/attention_speed.py --out FILE``. Shapes are the real model's with
-1120 x 1120 pictures, bf16. A row a shape, backend, width of a head and way of sharing keys:
+1120 x 1120 images, bf16. A row a shape, backend, width of a head and way of sharing keys:
 ``forward_ms``, ``both_ms`` (forward and backward) and ``tflops_both``, of the work that the shape's
 own width needs.
 """

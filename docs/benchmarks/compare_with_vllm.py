@@ -1,8 +1,8 @@
 """vLLM's answers beside those of this package's model: ids, positions, logits, greedy tokens.
 
 ``python docs/benchmarks/compare_with_vllm.py`` makes a small model with random weights
-(100 ids inside each picture), loads it in a vLLM of this process and asks it and our model about
-text, a picture, two pictures in one question, and three in three turns. The plug-in takes part as
+(100 ids inside each image), loads it in a vLLM of this process and asks it and our model about
+text, an image, two images in one question, and three in three turns. The plug-in takes part as
 it does in ``vllm serve``; with ``VLLM_PLUGINS=`` before the command it does not. A line for each
 conversation; ``--out`` has all of it as JSON.
 
@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, tiny_config
 from glm4v_patched.inference.vllm_plugin import never_drawn
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -42,9 +42,9 @@ CHAT = {"use_tqdm": False, "tokenization_kwargs": {"add_special_tokens": False}}
 QUESTION = {"type": "text", "text": "Which color is it?"}
 
 
-def conversations(pictures: list[Image.Image], kind: str) -> dict[str, list[dict]]:
-    """Conversations, by name, with their pictures in parts of this ``kind``."""
-    parts = [{"type": kind, kind: picture} for picture in pictures]
+def conversations(images: list[Image.Image], kind: str) -> dict[str, list[dict]]:
+    """Conversations, by name, with their images in parts of this ``kind``."""
+    parts = [{"type": kind, kind: image} for image in images]
 
     def turns(*contents) -> list[dict]:
         roles = ("user", "assistant")
@@ -52,17 +52,17 @@ def conversations(pictures: list[Image.Image], kind: str) -> dict[str, list[dict
 
     return {
         "text": turns("Hello"),
-        "one picture": turns([parts[0], QUESTION]),
-        "one picture, two turns": turns([parts[0], QUESTION], "red", "And which shape?"),
-        "two pictures": turns([parts[0], parts[1], QUESTION]),
-        "three pictures, three turns": turns(
+        "one image": turns([parts[0], QUESTION]),
+        "one image, two turns": turns([parts[0], QUESTION], "red", "And which shape?"),
+        "two images": turns([parts[0], parts[1], QUESTION]),
+        "three images, three turns": turns(
             [parts[0], QUESTION], "red", [parts[1], QUESTION], "blue", [parts[2], QUESTION]
         ),
     }
 
 
 def build(folder: Path) -> None:
-    """A model whose answers follow from its pictures, in fp32, and its processor."""
+    """A model whose answers follow from its images, in fp32, and its processor."""
     texts = [QUESTION["text"], "And which shape?", "Hello", "red", "blue"]
     processor = build_processor(texts, image_side=SIDE)
     config = tiny_config(processor.tokenizer)
@@ -93,16 +93,16 @@ def build_adapters(folder: Path, model: Path, targets: str) -> None:
     adapted.save_pretrained(folder)
 
 
-def load_vllm(model: Path, dtype: str, num_pictures: int, **options):
+def load_vllm(model: Path, dtype: str, num_images: int, **options):
     from vllm import LLM
 
-    # Few tokens a step: pictures are computed in several.
+    # Few tokens a step: images are computed in several.
     return LLM(
         str(model),
         **{
             "trust_remote_code": True,
             "dtype": dtype,
-            "limit_mm_per_prompt": {"image": num_pictures},
+            "limit_mm_per_prompt": {"image": num_images},
             "max_num_batched_tokens": 128,
             "max_num_seqs": 8,
             "num_gpu_blocks_override": 64,
@@ -231,22 +231,22 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict:
     model_folder = arguments.model or folder / "model"
     if arguments.model is None:
         build(model_folder)
-    draw_data_set(folder / "pictures", 3, seed=0, side=SIDE)
-    files = sorted((folder / "pictures").glob("*.png"))
-    pictures = [Image.open(file).convert("RGB") for file in files]
+    draw_data_set(folder / "images", 3, seed=0, side=SIDE)
+    files = sorted((folder / "images").glob("*.png"))
+    images = [Image.open(file).convert("RGB") for file in files]
     is_plugged_in = os.environ.get("VLLM_PLUGINS") != ""
 
-    num_pictures = 3 if is_plugged_in else 1
+    num_images = 3 if is_plugged_in else 1
     options = dict(arguments.engine)
     if arguments.adapters:
         options |= {"enable_lora": True, "max_lora_rank": 8}
-    llm = load_vllm(model_folder, arguments.dtype, num_pictures, **options)
+    llm = load_vllm(model_folder, arguments.dtype, num_images, **options)
     ours = GLM4VForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, arguments.dtype))
     ours = ours.to(arguments.device).eval()
     processor = ChatGLMProcessor.from_pretrained(model_folder)
     image_id = ours.config.pad_token_id
-    as_ours = conversations(pictures, "image")
-    as_theirs = conversations(pictures, "image_pil")
+    as_ours = conversations(images, "image")
+    as_theirs = conversations(images, "image_pil")
     if not is_plugged_in:
         as_theirs = {name: as_theirs[name] for name in list(as_theirs)[:3]}
 

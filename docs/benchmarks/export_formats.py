@@ -3,7 +3,7 @@
 ``PYTHONPATH=. python docs/benchmarks/export_formats.py --out FOLDER`` draws colored shapes, has a
 glm-4v of 300 million random weights learn to name them, and exports it in each format by
 :func:`export.export`, as ``glm4v-patched export --evaluate`` does. ``FOLDER/export_formats.json``
-gets right answers before and after, those with swapped pictures, bytes and seconds. What was drawn
+gets right answers before and after, those with swapped images, bytes and seconds. What was drawn
 and trained is kept: a run that was stopped goes on. ``--by-vllm``, in an environment that has vLLM
 and this package, asks all of FOLDER's models once more by it, and adds what it says to the file.
 
@@ -58,7 +58,7 @@ TASKS = {
 def train(folder: Path, task: Task, device: str) -> None:
     """The model in ``trained``; rows in ``train.jsonl`` and ``held_out.jsonl``."""
     from glm4v_patched.data.rows import write_conversations
-    from glm4v_patched.demo.pictures import draw_data_set
+    from glm4v_patched.demo.images import draw_data_set
     from glm4v_patched.demo.tiny_model import build_processor, save, tiny_config
 
     for seed, (name, number) in enumerate({"train": task.rows, "held_out": task.held_out}.items()):
@@ -143,19 +143,19 @@ def ask_by_vllm(folder: Path) -> dict:
     from PIL import Image
     from vllm import LLM, SamplingParams
 
-    from glm4v_patched.data.messages import pictures_of, text_of
+    from glm4v_patched.data.messages import images_of, text_of
     from glm4v_patched.data.rows import Source
     from glm4v_patched.inference.answers_file import Line
     from glm4v_patched.inference.evaluate import scores_of
-    from glm4v_patched.inference.questions import digest_pictures, read_questions
-    from glm4v_patched.inference.scoring import METRICS, swap_pictures
+    from glm4v_patched.inference.questions import digest_images, read_questions
+    from glm4v_patched.inference.scoring import METRICS, swap_images
 
     questions = read_questions(Source(str(folder / "held_out.jsonl")), with_reference=True)
-    questions += swap_pictures(questions, digest_pictures(questions))
+    questions += swap_images(questions, digest_images(questions))
     chats = []
     for question in questions:
-        [picture] = pictures_of(question.prompt)
-        shown = {"type": "image_pil", "image_pil": Image.open(picture).convert("RGB")}
+        [image] = images_of(question.prompt)
+        shown = {"type": "image_pil", "image_pil": Image.open(image).convert("RGB")}
         asked = {"type": "text", "text": text_of(question.prompt[-1])}
         chats.append([{"role": "user", "content": [shown, asked]}])
     greedy = SamplingParams(temperature=0, max_tokens=8)

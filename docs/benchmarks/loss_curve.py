@@ -1,7 +1,7 @@
 """Loss curves of fast settings beside those of plain ones: do they differ by more than seeds do?
 
-``PYTHONPATH=. python docs/benchmarks/loss_curve.py --out FILE --picture FILE`` has ``train`` run
-recipes on drawn pictures, for all weights of a model of 300 million random ones: two seeds with
+``PYTHONPATH=. python docs/benchmarks/loss_curve.py --out FILE --image FILE`` has ``train`` run
+recipes on drawn images, for all weights of a model of 300 million random ones: two seeds with
 each kind of settings (:data:`PATHS`). A seed decides the initial weights and the order of the data.
 All curves, settings, versions and the verdict go to ``--out``; the exit status is 1 if the verdict
 is not what it should be, 2 if a training failed.
@@ -10,14 +10,14 @@ The verdict (:func:`judge`): the distance of two curves is the root mean square 
 both smoothed by a running mean of 10 steps, over all steps and again over the last quarter. The
 noise is the distance of the two plain seeds. For each seed, both distances of the fast curve from
 the plain one of that seed must be below the noise. ``--also blank`` adds a control that must not:
-the fast path with every picture blank. ``--also fp8`` trains the fast path in fp8, with both seeds,
+the fast path with every image blank. ``--also fp8`` trains the fast path in fp8, with both seeds,
 which must lie within the noise as the fast path does. With ``--reference fast`` the plain path is
 not trained, and all others are compared with the fast one. ``--lora-after N`` compares adapters of
 the language model instead: all weights are trained for N steps on other wordings first, once, and
 every path then trains adapters on those, of which a seed decides the initial weights.
 
 No answer's wording can be learned by heart: it is drawn anew each time that a sample is seen. At
-its end each training answers questions about pictures that it has not seen: ``right`` is the share
+its end each training answers questions about images that it has not seen: ``right`` is the share
 of exact answers. Only the control's may be lower than the reference's lower seed by more than
 :data:`ROUGHLY`.
 """
@@ -43,7 +43,7 @@ from PIL import Image
 
 from glm4v_patched import __version__
 from glm4v_patched.data.rows import write_conversations
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, save, tiny_config
 from glm4v_patched.engine.environment import python_module
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -52,7 +52,7 @@ SEEDS = (0, 1)
 WARM_UP = 20
 WINDOW = 10
 VERSIONS = ("torch", "transformers", "deepspeed")
-# The answer's wording, here with its share, does not follow from the picture. So the loss ends
+# The answer's wording, here with its share, does not follow from the image. So the loss ends
 # above zero, and curves can be compared to their end. The held-out rows have the commonest one.
 WORDINGS = {"{answer}": 6, "It is {answer}.": 3, "One sees {answer}.": 1}
 ROUGHLY = 0.01
@@ -72,7 +72,7 @@ PATHS |= {"blank": PATHS["fast"], "fp8": PATHS["fast"] | {"fp8": True}}
 @dataclass(frozen=True)
 class Size:
     """A model, as changes to :func:`tiny_model.tiny_config`, and how it is trained: ``samples`` is
-    how many pictures are drawn to train on, and ``held_out`` how many beside them."""
+    how many images are drawn to train on, and ``held_out`` how many beside them."""
 
     language: dict
     tower: dict
@@ -112,9 +112,9 @@ SIZES = {
 
 def prepare(folder: Path, size: Size, rows: int, first_rows: int) -> None:
     """Write what all trainings read: for every seed its model (``seed N``) and rows (``N.jsonl``,
-    and ``blank N.jsonl`` of blank pictures), ``held_out.jsonl``, and ``first.jsonl`` with
+    and ``blank N.jsonl`` of blank images), ``held_out.jsonl``, and ``first.jsonl`` with
     :data:`FIRST_WORDINGS`."""
-    drawn = draw_data_set(folder / "pictures", size.samples, 0, size.image_side)
+    drawn = draw_data_set(folder / "images", size.samples, 0, size.image_side)
     unseen = draw_data_set(folder / "unseen", size.held_out, 1, size.image_side)
     sets = {"held_out": unseen, FIRST: seen(drawn, FIRST_WORDINGS, first_rows, 0)}
     blank = folder / "blank.png"
@@ -347,7 +347,7 @@ def curves_of(report: dict) -> dict[str, dict[int, list[float]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file for all that was seen")
-    parser.add_argument("--picture", type=Path, required=True, help="PNG file of the curves")
+    parser.add_argument("--image", type=Path, required=True, help="PNG file of the curves")
     parser.add_argument("--size", choices=SIZES, default="mid")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
@@ -394,7 +394,7 @@ def main() -> int:
     verdict["as_it_should"] &= verdict["answers"]["as_it_should"]
     write(report, options.out)
     print(describe(verdict), flush=True)
-    draw(curves_of(report), options.picture)
+    draw(curves_of(report), options.image)
     return 0 if verdict["as_it_should"] else 1
 
 

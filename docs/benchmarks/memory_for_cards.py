@@ -1,7 +1,7 @@
 """Prints what the planner says fits: the largest micro-batch for each number and size of cards.
 
 ``python docs/benchmarks/memory_for_cards.py`` needs no GPU: it asks ``engine/memory_plan.py``, as
-``train`` does, for rows of one picture and 512 ids of text. The table of docs/questions.md is its
+``train`` does, for rows of one image and 512 ids of text. The table of docs/questions.md is its
 output. Estimates err by up to 15 % (tests/engine/test_memory_plan.py has measured peaks).
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cards", type=int, nargs="+", default=[1, 2, 4, 8], help="how many")
     parser.add_argument("--gigabytes", type=int, nargs="+", default=[*FREE], choices=[*FREE])
-    parser.add_argument("--text-tokens", type=int, default=512, help="ids beside the picture")
+    parser.add_argument("--text-tokens", type=int, default=512, help="ids beside the image")
     options = parser.parse_args()
     config = ChatGLMConfig()
     length = config.vision.num_image_tokens + 2 + options.text_tokens

@@ -1,4 +1,4 @@
-"""Draws lines of made-up text as small pictures, for :mod:`reading_task`. Needs no torch.
+"""Draws lines of made-up text as small images, for :mod:`reading_task`. Needs no torch.
 
 A line is a word of random letters, consonants and vowels in turn, or ends in a number: what is not
 seen cannot be guessed. The fonts are the twelve text faces of DejaVu, which matplotlib brings.
@@ -147,7 +147,7 @@ def draw_rows(share: Share, seed: int, folder: Path, side: int) -> list[dict]:
 
 
 def draw_set(file: Path, shares: Sequence[Share], seed: int, side: int, processes: int) -> int:
-    """Draw a set of rows, the shares mixed: JSONL, and a folder of pictures beside it.
+    """Draw a set of rows, the shares mixed: JSONL, and a folder of images beside it.
 
     Returns:
         The number of rows.
@@ -178,5 +178,5 @@ def draw_set(file: Path, shares: Sequence[Share], seed: int, side: int, processe
             rows = [row for part in pool.map(draw_rows, parts, seeds, *rest) for row in part]
     random.Random(seed).shuffle(rows)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    file.write_text(text, encoding="utf-8")  # last: who finds it finds all of its pictures
+    file.write_text(text, encoding="utf-8")  # last: who finds it finds all of its images
     return len(rows)

@@ -1,4 +1,4 @@
-"""A real small task from its pictures to a merged model, through the commands that users run.
+"""A real small task from its images to a merged model, through the commands that users run.
 
 ``PYTHONPATH=. python docs/benchmarks/reading_task.py --out FOLDER`` draws lines of made-up text
 (:mod:`reading_lines`), has a glm-4v of 300 million random weights learn to read them, and LoRA on
@@ -9,12 +9,12 @@ in a process of its own. Its phases (:data:`PHASES`):
 2. ``build``: the model folder, with random weights.
 3. ``train``: Latin lines; stopped by Ctrl-C after the checkpoint at half of the steps, and resumed.
 4. ``lora``: Greek lines, as adapters. Meanwhile the model is evaluated, with right and with swapped
-   pictures, on held-out lines: Latin ones, and Greek ones, of which it has seen single letters
+   images, on held-out lines: Latin ones, and Greek ones, of which it has seen single letters
    alone.
 5. ``merge``: the adapters into the model, while they are evaluated on Greek; both answer it.
 6. ``fp32``: merged and answered once more in fp32, where merging hardly rounds.
 
-All figures are in ``FOLDER/reading_task.json``, written again after each phase, with pictures
+All figures are in ``FOLDER/reading_task.json``, written again after each phase, with images
 beside it. What is there is not done again: a run that was killed goes on when it is called again.
 The exit status is 1 if it has not learned to read, 2 if a phase failed.
 """
@@ -47,7 +47,7 @@ MAX_NEW_TOKENS = 16
 MOST_PROCESSES = 48
 FEW_ROWS = 100  # are drawn before another process has started
 WARM_UP = 0.15  # of all steps
-LARGEST_PICTURE = 200_000  # bytes
+LARGEST_IMAGE = 200_000  # bytes
 
 
 # Phases; each returns its figures.
@@ -123,7 +123,7 @@ def recipe(task: Task, name: str, changes: dict) -> str:
     trainer = {
         "per_device_train_batch_size": size.batch,
         # New weights learn a letter's frequency first. Where the rate is high by then, they also
-        # learn to ignore the pictures, and are long in learning to look.
+        # learn to ignore the images, and are long in learning to look.
         "warmup_steps": WARM_UP,
         "adam_beta2": 0.98,
         "dataloader_drop_last": True,  # batches of another size would be compiled anew
@@ -352,14 +352,14 @@ def run_phases(task: Task, wanted: Sequence[str]) -> None:
         phases[name] = {"seconds": round(time.monotonic() - started, 1), **figures}
         task.report["seconds"] = round(sum(phase["seconds"] for phase in phases.values()), 1)
         task.write()
-        draw_pictures(task)
+        draw_images(task)
         shown = {key: value for key, value in figures.items() if not isinstance(value, list)}
         task.say(f"{name}: done in {phases[name]['seconds']} s: {shown}")
         if name in ("lora", "merge"):
             task.say(f"accuracy: {task.report['accuracy']}")
 
 
-def draw_pictures(task: Task) -> None:
+def draw_images(task: Task) -> None:
     """``reading_loss.png`` and ``reading_sheet.png``, as far as there is something to show."""
     phases = task.report["phases"]
     courses = {name: phases[name] for name in ("train", "lora") if name in phases}
@@ -396,14 +396,14 @@ def _draw_courses(courses: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _copy_small(picture: Path, copy: Path) -> None:
-    """With as many colors as fit into :data:`LARGEST_PICTURE`."""
+def _copy_small(image: Path, copy: Path) -> None:
+    """With as many colors as fit into :data:`LARGEST_IMAGE`."""
     from PIL import Image
 
-    with Image.open(picture) as image:
+    with Image.open(image) as image:
         for colors in (256, 128, 64, 32, 16, 8):
             image.convert("RGB").quantize(colors).save(copy, optimize=True)
-            if copy.stat().st_size < LARGEST_PICTURE:
+            if copy.stat().st_size < LARGEST_IMAGE:
                 return
 
 
@@ -416,7 +416,7 @@ def verdict(report: dict) -> list[str]:
         if scores["exact_match"] <= ACCURATE:
             found.append(f"{name}: {scores['exact_match']:.3f} of lines are read, not {ACCURATE}")
         if scores["exact_match_swapped"] >= GUESSED:
-            found.append(f"{name}: {scores['exact_match_swapped']:.3f} with swapped pictures")
+            found.append(f"{name}: {scores['exact_match_swapped']:.3f} with swapped images")
     for phase, least in (("merge", EQUAL_IN_BF16), ("fp32", 1)):
         share = report["phases"].get(phase, {}).get("equal_answers", 1)
         if share < least:

@@ -1,4 +1,4 @@
-"""What ``glm4v-patched serve`` gives to many clients at once, each with a picture.
+"""What ``glm4v-patched serve`` gives to many clients at once, each with an image.
 
 ``python docs/benchmarks/serve_clients.py MODEL --out rows.json`` starts the server (``--engine``,
 ``--weights``), asks it one after the other, then by 64 clients at once, then 500 times more while
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 
 SIDE = 1120
@@ -42,11 +42,11 @@ AT_ONCE = 6
 
 
 def question(seed: int) -> dict:
-    """A picture that no other question has, and words: OpenAI's messages."""
+    """An image that no other question has, and words: OpenAI's messages."""
     noise = random.Random(seed).randbytes(40 * 40 * 3)
-    picture = Image.frombytes("RGB", (40, 40), noise).resize((SIDE, SIDE))
+    image = Image.frombytes("RGB", (40, 40), noise).resize((SIDE, SIDE))
     file = io.BytesIO()
-    picture.save(file, "JPEG")
+    image.save(file, "JPEG")
     url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
     shown = {"type": "image_url", "image_url": {"url": url}}
     return {"role": "user", "content": [shown, {"type": "text", "text": "What is it?"}]}
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def tiny_model(folder: Path) -> str:
-    rows = draw_data_set(folder / "pictures", 8, seed=0, side=IMAGE_SIDE)
+    rows = draw_data_set(folder / "images", 8, seed=0, side=IMAGE_SIDE)
     build_from_scratch(folder / "model", rows, seed=0)
     return str(folder / "model")
 

@@ -73,8 +73,8 @@ def main(number: int, size: list[int]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("number", type=int, help="rows")
-    parser.add_argument("size", type=int, nargs="*", help="width and height of each one's picture")
+    parser.add_argument("size", type=int, nargs="*", help="width and height of each one's image")
     given = parser.parse_args()
     if len(given.size) not in (0, 2):
-        parser.error("a picture has a width and a height")
+        parser.error("an image has a width and a height")
     main(given.number, given.size)

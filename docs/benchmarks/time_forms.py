@@ -1,9 +1,9 @@
-"""Times how long rows of pictures with questions take to read, in every form of files.
+"""Times how long rows of images with questions take to read, in every form of files.
 
 ``PYTHONPATH=. python docs/benchmarks/time_forms.py NUMBER`` makes so many rows in each form, in a
 temporary folder, by the tools that people make them with, and prints for each what a
 recipe needs beside ``train`` and the seconds until all of its rows are read (with the import of
-``datasets``, where it is needed first; pictures are not decoded).
+``datasets``, where it is needed first; images are not decoded).
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Times the first step of a training whose rows are streamed, on one process of the CPU.
 
-``python docs/benchmarks/time_stream.py NUMBER`` writes so many rows that show one small picture,
+``python docs/benchmarks/time_stream.py NUMBER`` writes so many rows that show one small image,
 and trains with ``data.check: first 1000``. It prints the seconds from the command to the first
 step, and how much more memory the training's process takes at most than with 20 rows.
 """
@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 ROW = [
-    {"role": "user", "content": "What is it?", "image": "pictures/0000.png"},
+    {"role": "user", "content": "What is it?", "image": "images/0000.png"},
     {"role": "assistant", "content": "A shape."},
 ]
 
@@ -68,15 +68,15 @@ def train(folder: Path, number: int, steps: int) -> tuple[float, float]:
 
 
 def main(number: int, steps: int) -> None:
-    from glm4v_patched.demo.pictures import draw_data_set
+    from glm4v_patched.demo.images import draw_data_set
     from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 
     with TemporaryDirectory() as name:
         folder = Path(name)
-        conversations = draw_data_set(folder / "pictures", 1, seed=0, side=IMAGE_SIDE)
+        conversations = draw_data_set(folder / "images", 1, seed=0, side=IMAGE_SIDE)
         build_from_scratch(folder / "model", conversations, seed=0)
-        [picture] = (folder / "pictures").iterdir()
-        picture.rename(folder / "pictures" / "0000.png")
+        [image] = (folder / "images").iterdir()
+        image.rename(folder / "images" / "0000.png")
         _, few = train(folder, 20, steps)
         seconds, most = train(folder, number, steps)
         print(f"{number:,} rows: first step after {seconds:.1f} s, {most - few:.0f} MiB more")
@@ -84,6 +84,6 @@ def main(number: int, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("number", type=int, help="rows with a picture")
+    parser.add_argument("number", type=int, help="rows with an image")
     parser.add_argument("--steps", type=int, default=1200, help="of the training")
     main(**vars(parser.parse_args()))

@@ -64,7 +64,7 @@ def _measure(options: argparse.Namespace, folder: Path, batch: int) -> dict:
     row = {
         "workload": "answers",
         "weights": options.weights or "bf16",
-        "picture": options.answers,
+        "image": options.answers,
         "batch": batch,
         "rows": options.answer_rows,
         "new_tokens": options.new_tokens,

@@ -10,7 +10,7 @@ from ..inference.questions import ModelOptions
 from ..option_fields import add_option, add_options
 from ..paths import require_apart, to_path
 from . import answers, generation, training
-from .settings import Processes, Settings, Speed, picture_size
+from .settings import Processes, Settings, Speed, image_size
 from .table import add_rows, cells_of, insert, markdown_table, read_rows, require_addable
 
 # By option, what measures, and the options that are not heeded by it; nothing else is refused.
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ModelOptions, ["weights"])
     add = parser.add_argument_group("--answers").add_argument
     told = "measure answer, with JPEG files of this size; --batch, --new-tokens, --weights, --model"
-    add("--answers", metavar="WxH", type=picture_size, help=told)
+    add("--answers", metavar="WxH", type=image_size, help=told)
     add("--answer-rows", type=int, default=64, metavar="N", help="rows of the file (default: 64)")
 
 

@@ -107,7 +107,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
 
 
 def prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor]:
-    """Rows of text around a picture each, whose place is one id between begin and end."""
+    """Rows of text around an image each, whose place is one id between begin and end."""
     generator = torch.Generator().manual_seed(0)
     begin, end = config.boi_token_id, config.eoi_token_id
     image = torch.tensor([[begin, config.pad_token_id, end]]).repeat(batch, 1)

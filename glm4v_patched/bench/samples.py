@@ -28,7 +28,7 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
 from .roofline import config_of, supervised
-from .settings import Settings, picture_size
+from .settings import Settings, image_size
 
 IMAGES = 16
 JPEG_QUALITY = 90
@@ -95,7 +95,7 @@ def conversations(
 
 def _write_images(folder: Path, settings: Settings, samples: int) -> list[str]:
     """Of soft colors with noise on them, so that one is decoded as slowly as a photograph."""
-    width, height = map(int, picture_size(settings.from_files or "").split("x"))
+    width, height = map(int, image_size(settings.from_files or "").split("x"))
     generator, images = random.Random(0), []
     for number in range(min(IMAGES, samples)):
         soft = Image.frombytes("RGB", (40, 30), generator.randbytes(40 * 30 * 3))

@@ -18,7 +18,7 @@ OWN_WORDS = {"engine.": "", "data.": "", "--processes": "--gpus"}
 OWN_WORDS |= {"--device cpu": "--device cpu --config FILE"}
 
 
-def picture_size(text: str) -> str:
+def image_size(text: str) -> str:
     sides = text.split("x")
     if len(sides) != 2 or not all(side.isdecimal() and 0 < int(side) <= 65500 for side in sides):
         raise argparse.ArgumentTypeError(f"{text!r}; expected pixels as 4000x3000")
@@ -43,7 +43,7 @@ class Settings:
     packed: bool = option(False, "all samples in one row, instead of padded rows")
     reuse_features: bool = option(False, "image features are there, as from the second epoch on")
     from_files: str | None = option(
-        None, "read samples from JPEG files of this size", metavar="WxH", type=picture_size
+        None, "read samples from JPEG files of this size", metavar="WxH", type=image_size
     )
     model: str | None = option(
         None, "these weights, not random ones", metavar="FOLDER", type=expand
@@ -116,7 +116,7 @@ class Speed:
 
     batch: tuple[int, ...] = option((1, 8, 32), "rows at once, each number measured", ge=1)
     new_tokens: int = option(128, "of each answer", ge=2)
-    prompt_tokens: int = option(40, "ids of text beside a prompt's picture", ge=1)
+    prompt_tokens: int = option(40, "ids of text beside a prompt's image", ge=1)
     cache: str = option("auto", "auto: static, if steps can be recorded", choices=CACHES)
     repeats: int = option(3, "timed answers of each batch; their median counts", ge=1)
     config: str | None = None

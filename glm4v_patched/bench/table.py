@@ -20,7 +20,7 @@ Column = Callable[[dict], str]
 # What rows must have to be shown, by their workload.
 OF_TRAINING = {"gpus", "micro_batch", "text_tokens", "settings"}
 FIELDS = {"generate": {"batch"}}
-FIELDS |= {"answers": {"batch", "picture", "rows", "new_tokens"}}
+FIELDS |= {"answers": {"batch", "image", "rows", "new_tokens"}}
 
 
 def read_rows(path: Path, may_be_new: bool = False) -> list[dict]:
@@ -143,7 +143,7 @@ GENERATION: dict[str, Column] = {
 ANSWERS: dict[str, Column] = {
     "device": _figure("device", "{}"),
     "weights": _figure("weights", "{}"),
-    "picture": _figure("picture", "{}"),
+    "image": _figure("image", "{}"),
     "batch": lambda row: str(row["batch"]),
     "rows of tokens": lambda row: f"{row['rows']} of {row['new_tokens']}",
     "answers/s": _figure("answers_per_s", "{:.3g}"),

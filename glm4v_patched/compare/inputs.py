@@ -1,4 +1,4 @@
-"""The rows that both models are given, in the published form: three ids where a picture stands."""
+"""The rows that both models are given, in the published form: three ids where an image stands."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data.collate import ConversationCollator
-from ..demo.pictures import draw_data_set
+from ..demo.images import draw_data_set
 from ..models.base import Base
 from ..models.loading import load_processor
 from ..remote.loss import IGNORE_INDEX
@@ -27,7 +27,7 @@ def write_rows(folder: Path, model: Path) -> int:
         model: Folder of the published model, whose tokenizer and image size are used.
 
     Returns:
-        Positions of the longest row, with all that a picture takes.
+        Positions of the longest row, with all that an image takes.
 
     Raises:
         ValueError, OSError: its tokenizer cannot be loaded.
@@ -35,26 +35,26 @@ def write_rows(folder: Path, model: Path) -> int:
     processor = load_processor(Base(str(model)))
     collator = ConversationCollator(processor)
     side = processor.tokenizer.image_size
-    drawn = draw_data_set(folder / "pictures", 2, seed=0, side=side)
-    pictures = [conversation[0]["image"] for conversation in drawn]
+    drawn = draw_data_set(folder / "images", 2, seed=0, side=side)
+    images = [conversation[0]["image"] for conversation in drawn]
     text, first, second = (
         [
-            {"role": "user", "content": question} | ({"image": picture} if picture else {}),
+            {"role": "user", "content": question} | ({"image": image} if image else {}),
             {"role": "assistant", "content": answer},
         ]
-        for (question, answer), picture in zip(WORDS, [None, *pictures], strict=True)
+        for (question, answer), image in zip(WORDS, [None, *images], strict=True)
     )
-    grown, images = collator.encode([text, first, second])
+    grown, pixel_inputs = collator.encode([text, first, second])
     rows = [_three_ids(ids, collator, processor) for ids in grown]
-    pixels: Tensor = images["pixel_values"]
+    pixels: Tensor = pixel_inputs["pixel_values"]
     cases = {
         "text": _batch([rows[0]], collator),
-        "picture": _batch([rows[1]], collator) | {"images": pixels[:1]},
-        "other picture": _batch([rows[2]], collator) | {"images": pixels[1:]},
+        "image": _batch([rows[1]], collator) | {"images": pixels[:1]},
+        "other image": _batch([rows[2]], collator) | {"images": pixels[1:]},
         "batch": _batch(rows[1:], collator) | {"images": pixels},
         "swapped": _batch(rows[1:], collator) | {"images": pixels.flip(0)},
         "prompt text": {"input_ids": _prompt(rows[0], collator)},
-        "prompt picture": {"input_ids": _prompt(rows[1], collator), "images": pixels[:1]},
+        "prompt image": {"input_ids": _prompt(rows[1], collator), "images": pixels[:1]},
     }
     tensors = {f"{case}/{name}": t for case, inputs in cases.items() for name, t in inputs.items()}
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
@@ -76,7 +76,7 @@ def learned(folder: Path) -> dict[str, int]:
 
 
 def _three_ids(ids: list[int], collator: ConversationCollator, processor) -> list[int]:
-    """A grown row with one id in the place of all that stand for its picture."""
+    """A grown row with one id in the place of all that stand for its image."""
     fill = processor.image_token_id
     row: list[int] = []
     for token in ids:

@@ -14,7 +14,7 @@ ORIGINAL_WRONG: Final = "the original is wrong"
 DIFFERENT: Final = "DIFFERENT"
 OURS_WRONG: Final = "OURS IS WRONG"
 PADDED, SWAPPED = "batch", "swapped"
-ALONE = ("picture", "other picture")
+ALONE = ("image", "other image")
 # Of logits (largest difference), of losses, of gradients (norm of the difference against the norm).
 # In fp32 the two add in another order: 3e-5 were measured (docs/numerics.md). In bf16 the published
 # code's own logits are off by up to 0.25, and its loss is rounded to bf16.
@@ -61,10 +61,10 @@ def judge(
     """
     both = _Both(original, ours, learned, *TOLERANCES[precision])
     lines = []
-    for case, row in (("text", "text"), ("picture", "picture")):
+    for case, row in (("text", "text"), ("image", "image")):
         lines += [both.logits(case, row), both.loss(case, row), both.gradients(case, row)]
     lines += both.padded()
-    lines += [both.answer("prompt text", "text"), both.answer("prompt picture", "picture")]
+    lines += [both.answer("prompt text", "text"), both.answer("prompt image", "image")]
     return lines
 
 
@@ -112,14 +112,14 @@ class _Both:
         yield self._each(row, "loss, to rows alone", "loss", self._loss_off, note)
         if self.original.error(PADDED, "loss") or self.ours.error(PADDED, "loss"):
             return
-        changes = [self._change_by_pictures(each) for each in (self.original, self.ours)]
+        changes = [self._change_by_images(each) for each in (self.original, self.ours)]
         seen = [0 < change < math.inf for change in changes]  # of NaN nothing can be said
         verdict: Verdict = SAME if all(seen) else (ORIGINAL_WRONG if seen[1] else OURS_WRONG)
-        note = "" if seen[0] else "it loses the pictures of padded rows, without an error"
+        note = "" if seen[0] else "it loses the images of padded rows, without an error"
         if not all(map(math.isfinite, changes)):
             note = "a loss is NaN or infinite"
         words = [f"{change:.5f}" for change in changes]
-        yield Line(row, "loss, other pictures", words[0], words[1], verdict, note)
+        yield Line(row, "loss, other images", words[0], words[1], verdict, note)
         counts = [
             sum(
                 ".vision." in name and bool(gradient.any() and gradient.isfinite().all())
@@ -164,7 +164,7 @@ class _Both:
         pairs = zip(losses, counts, strict=True)
         return abs(batch - sum((loss or 0.0) * count for loss, count in pairs) / sum(counts))
 
-    def _change_by_pictures(self, each: Computed) -> float:
+    def _change_by_images(self, each: Computed) -> float:
         there, other = each.loss(PADDED), each.loss(SWAPPED)
         return abs(there - other) if there is not None and other is not None else 0.0
 

@@ -1,1 +1,1 @@
-"""From files of conversations about pictures to batches."""
+"""From files of conversations about images to batches."""

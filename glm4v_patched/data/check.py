@@ -1,11 +1,11 @@
 """Checks sets of conversations before anything is trained on them, and says what was found.
 
-Every row is read, rendered and counted, every picture decoded to its end (:func:`check_sets`). The
+Every row is read, rendered and counted, every image decoded to its end (:func:`check_sets`). The
 rows go to a file (:mod:`stored_rows`), from which training processes read them, and what was found
-beside it (:class:`checked_data.CheckedData`). Pictures that were good once are remembered
+beside it (:class:`checked_data.CheckedData`). Images that were good once are remembered
 (:mod:`check_cache`) and not decoded again until they change.
 
-No more rows are held in memory than are worked on at once; of all, the paths of their pictures are.
+No more rows are held in memory than are worked on at once; of all, the paths of their images are.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from .check_cache import Memory, default_path
 from .checked_data import RULES, CheckedData, row_digests
 from .collate import ConversationCollator, Size
 from .decoding import Facts, read_facts_of_all
-from .messages import pictures_of, replace_pictures
-from .pictures import Stamp, times_of
+from .image_files import Stamp, times_of
+from .messages import images_of, replace_images
 from .rows import CURE, Fault, Row, describe_faults, read_rows
 from .source import Source
 from .stored_rows import ROWS_AT_ONCE, StoredRows, column, store_rows, values
@@ -69,7 +69,7 @@ def check_sets(
     memory: Path | None = None,
     first: int | None = None,
 ) -> CheckedData:
-    """Read, render and count every row of some sets, and decode every picture once.
+    """Read, render and count every row of some sets, and decode every image once.
 
     Rows that are left out are printed, up to 20 of a set.
 
@@ -80,7 +80,7 @@ def check_sets(
             digests are the lowest, wherever they stand, so that equal rows are on one side.
         pack_to: Length of a packed row, which no conversation may exceed.
         on_bad: Raise for rows that cannot be used, or leave them out.
-        memory: Where what was found of pictures is kept; default :func:`check_cache.default_path`.
+        memory: Where what was found of images is kept; default :func:`check_cache.default_path`.
         first: Of each set to train on, only so many rows are looked at; all others are read as they
             are learned (:mod:`stream`).
 
@@ -97,9 +97,9 @@ def check_sets(
     stored = [(sources, *_read(sources, collator, memory, first))]
     if others:
         stored.append((others, *_read(others, collator, memory)))
-    _require_some_of_each(sources, stored[0][-1])  # before pictures are decoded
-    shown = [path for *_, rows in stored for path in _pictures_of(rows)]
-    facts = _check_pictures(shown, memory)
+    _require_some_of_each(sources, stored[0][-1])  # before images are decoded
+    shown = [path for *_, rows in stored for path in _images_of(rows)]
+    facts = _check_images(shown, memory)
     given = [
         _Read(*of, *_find_faults(of[0], of[2], facts, max_positions, pack_to)) for of in stored
     ]
@@ -116,17 +116,15 @@ def check_sets(
     return replace(checked, eval=evaluated, asked=asked)
 
 
-def require_pictures(path: str | Path | Source, memory: Path | None = None) -> None:
-    """Decode every picture of a file's rows, as :func:`check_sets` does, of rows to be answered.
+def require_images(path: str | Path | Source, memory: Path | None = None) -> None:
+    """Decode every image of a file's rows, as :func:`check_sets` does, of rows to be answered.
 
     Raises:
         ValueError: some cannot be used: lists up to 20 rows.
     """
     rows = [row for row in read_rows(path, to_learn=False) if isinstance(row, Row)]
-    pictures = _check_pictures(
-        [of for row in rows for of in row.pictures], memory or default_path()
-    )
-    found = [(row.line, _fault_of_pictures(row.pictures, pictures)) for row in rows]
+    images = _check_images([of for row in rows for of in row.images], memory or default_path())
+    found = [(row.line, _fault_of_images(row.images, images)) for row in rows]
     if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
         text = describe_faults(path, faults, len(rows))
         raise ValueError(f"{text}\n{CURE}")
@@ -175,7 +173,7 @@ def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
         text, fault = "", fault.encode("utf-8", "backslashreplace").decode()
     return {
         "messages": text,
-        "pictures": pictures_of(messages),
+        "images": images_of(messages),
         "source": source,
         "line": row.line,
         "digest": _digest_messages(messages),
@@ -185,13 +183,13 @@ def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
 
 
 def _digest_messages(messages: list[dict]) -> bytes:
-    """sha256 of a row's JSON, without its pictures.
+    """sha256 of a row's JSON, without its images.
 
     The keys of a message are sorted; those in tools are not, for the template writes them as they
     stand.
     """
-    if pictures_of(messages):
-        messages = replace_pictures(messages, lambda path: "")
+    if images_of(messages):
+        messages = replace_images(messages, lambda path: "")
     messages = [dict(sorted(message.items())) for message in messages]
     return hashlib.sha256(ENCODER.encode(messages).encode()).digest()
 
@@ -216,8 +214,8 @@ def measure(conversations: list[list[dict]], collator: ConversationCollator) -> 
         return [measure([conversation], collator)[0] for conversation in conversations]
 
 
-def _pictures_of(rows: StoredRows) -> Iterator[str]:
-    return (path for (pictures,) in values(rows, "pictures") for path in pictures)
+def _images_of(rows: StoredRows) -> Iterator[str]:
+    return (path for (images,) in values(rows, "images") for path in images)
 
 
 def _counts(sources: Sources, rows: StoredRows) -> list[int]:
@@ -246,10 +244,10 @@ def _find_faults(
     """What is wrong with rows of each set, and which rows are good."""
     faults: list[list[Fault]] = [[] for _ in sources]
     good = []
-    found = values(rows, "source", "line", "fault", "pictures", *Size._fields)
-    for row, (source, line, fault, pictures, *size) in enumerate(found):
-        fault = fault or _fault_of_pictures(pictures, facts)
-        fault = fault or fault_of_size(len(pictures), Size(*size), max_positions, pack_to)
+    found = values(rows, "source", "line", "fault", "images", *Size._fields)
+    for row, (source, line, fault, images, *size) in enumerate(found):
+        fault = fault or _fault_of_images(images, facts)
+        fault = fault or fault_of_size(len(images), Size(*size), max_positions, pack_to)
         if fault is None:
             good.append(row)
         else:
@@ -288,13 +286,13 @@ def _keep(
     skipped = sum(map(len, read.faults))
     for side in (False, True)[: 1 if share is None else 2]:
         mine = rows.select(np.flatnonzero(held_out == side))
-        shown = dict.fromkeys(_pictures_of(mine))
+        shown = dict.fromkeys(_images_of(mine))
         yield CheckedData(
             sources=tuple(read.sources),
             files=tuple(read.files),
             pack_to=pack_to,
             rows=mine,
-            pictures=tuple(Stamp(path, *facts[path][:4]) for path in shown),
+            images=tuple(Stamp(path, *facts[path][:4]) for path in shown),
             skipped=0 if side else skipped,
         )
 
@@ -318,12 +316,12 @@ def _require_both(checked: CheckedData, evaluated: CheckedData, share: float | N
         )
 
 
-# Pictures
+# Images
 
 
-def _check_pictures(paths: Iterable[str], memory: Path | None) -> dict[str, Facts]:
-    """What is found of each picture, by its path."""
-    keys = {path: _picture_key(path) for path in paths}
+def _check_images(paths: Iterable[str], memory: Path | None) -> dict[str, Facts]:
+    """What is found of each image, by its path."""
+    keys = {path: _image_key(path) for path in paths}
     found: dict[str, Facts] = {}
     learned: dict[str, Any] = {}
     sure_before = time.time_ns() - NANOSECONDS_UNTIL_SURE
@@ -335,7 +333,7 @@ def _check_pictures(paths: Iterable[str], memory: Path | None) -> dict[str, Fact
                 found[path] = Facts(*times, sha256, None)
         new = [path for path in keys if path not in found]
         answers = read_facts_of_all(new)
-        bar = tqdm(answers, "decoding pictures", len(new), disable=None, delay=1)
+        bar = tqdm(answers, "decoding images", len(new), disable=None, delay=1)
         # Said, for Python holds what a generator holds until nobody holds the generator.
         with closing(answers):
             for path, facts in zip(new, bar, strict=True):
@@ -349,36 +347,36 @@ def _check_pictures(paths: Iterable[str], memory: Path | None) -> dict[str, Fact
     return found
 
 
-def _picture_key(path: str) -> str:
+def _image_key(path: str) -> str:
     name = hashlib.sha256(os.fsencode(path)).hexdigest()
-    return f"picture {RULES} {PIL.__version__} {name}"
+    return f"image {RULES} {PIL.__version__} {name}"
 
 
-def _fault_of_pictures(shown: list[str], pictures: dict[str, Facts]) -> str | None:
-    return next(
-        (fault for path in shown if (fault := fault_of_picture(path, pictures[path]))), None
-    )
+def _fault_of_images(shown: list[str], images: dict[str, Facts]) -> str | None:
+    return next((fault for path in shown if (fault := fault_of_image(path, images[path]))), None)
 
 
-def fault_of_picture(path: str, facts: Facts) -> str | None:
+def fault_of_image(path: str, facts: Facts) -> str | None:
     return None if facts.fault is None else f"the image {shorten(path)} {facts.fault}"
 
 
-def fault_of_size(pictures: int, size: Size, max_positions: int, pack_to: int | None) -> str | None:
-    """What is wrong with what a conversation takes, with so many pictures."""
-    if size.images != pictures:
+def fault_of_size(
+    num_images: int, size: Size, max_positions: int, pack_to: int | None
+) -> str | None:
+    """What is wrong with what a conversation takes, with so many images."""
+    if size.num_images != num_images:
         return (
-            f"has {pictures} pictures, and the model's chat template makes places for "
-            f"{size.images}: use the template of this package's tokenizer"
+            f"has {num_images} images, and the model's chat template makes places for "
+            f"{size.num_images}: use the template of this package's tokenizer"
         )
     if size.in_table > max_positions:
         return (
-            f"takes {size.in_table:,} entries of the position table (a picture takes 3), which has "
+            f"takes {size.in_table:,} entries of the position table (an image takes 3), which has "
             f"{max_positions:,} (seq_length): shorten the conversation"
         )
     if pack_to is not None and size.positions > pack_to:
         return (
-            f"takes {size.positions:,} positions of a row, with all of its pictures, and a row has "
+            f"takes {size.positions:,} positions of a row, with all of its images, and a row has "
             f"{pack_to:,} (pack_to): make rows longer, or shorten the conversation"
         )
     if not size.learned:

@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 
 from ..atomic import write_atomically
 from ..terminal_text import listed, own_command
-from .columns import PICTURE_FILES
+from .columns import IMAGE_FILES
+from .image_files import IMAGE_NAMES, Stamp
 from .left_out import ANY_WORD
 from .packing import share_out
-from .pictures import IMAGE_NAMES, Stamp
 from .rows import folder_of_images, place
 from .source import Source
 from .stored_rows import Conversations, StoredRows, column, read_stored, values, write_stored
@@ -33,10 +33,10 @@ class Counts(NamedTuple):
     """Of all rows that are learned, as often as they come."""
 
     rows: int
-    pictures: int
+    images: int
     """As often as they are shown."""
     positions: int
-    """With all that the pictures take."""
+    """With all that the images take."""
     learned: int
     """Positions that are labels."""
 
@@ -66,7 +66,7 @@ class CheckedData:
         files: Those sets that are files.
         pack_to: The length of a packed row that the rows were checked against.
         rows: Those that are kept, once each; :attr:`order` has how often they come.
-        pictures: Each file that is shown.
+        images: Each file that is shown.
         skipped: How many rows cannot be used.
         eval: The rows for evaluation, if there are to be any.
         asked: What ``data.eval`` was: null, a share, or the paths of its sets.
@@ -76,7 +76,7 @@ class CheckedData:
     files: tuple[Stamp, ...]
     pack_to: int | None
     rows: StoredRows
-    pictures: tuple[Stamp, ...]
+    images: tuple[Stamp, ...]
     skipped: int
     eval: "CheckedData | None" = None
     asked: Any = None
@@ -88,8 +88,8 @@ class CheckedData:
 
     @property
     def stamps(self) -> dict[str, Stamp]:
-        """What each picture was, by its path."""
-        return {picture.path: picture for picture in self.pictures}
+        """What each image was, by its path."""
+        return {image.path: image for image in self.images}
 
     @cached_property
     def _digests(self) -> list[str]:
@@ -116,7 +116,7 @@ class CheckedData:
         return np.concatenate(chosen_rows)
 
     def column(self, name: str) -> np.ndarray:
-        """Of each conversation, in order: "positions", "in_table", "images" or "learned" of its
+        """Of each conversation, in order: "positions", "in_table", "num_images" or "learned" of its
         :class:`Size`."""
         return column(self.rows, name)[self.order]
 
@@ -137,13 +137,13 @@ class CheckedData:
 
     @cached_property
     def counts(self) -> Counts:
-        sums = [int(self.column(name).sum()) for name in ("images", "positions", "learned")]
+        sums = [int(self.column(name).sum()) for name in ("num_images", "positions", "learned")]
         return Counts(len(self.order), *sums)
 
     def find_doubts(self) -> Iterator[str]:
         """Yield what is most likely a mistake in sets: samples without an image where others have
         one, images beside a set that shows none, and words that stand for what is not there."""
-        of_set, images = column(self.rows, "source"), column(self.rows, "images")
+        of_set, images = column(self.rows, "source"), column(self.rows, "num_images")
         worded = _rows_with_words(self.rows)
         for number, source in enumerate(self.sources):
             rows = np.flatnonzero(of_set == number)
@@ -166,7 +166,7 @@ class CheckedData:
 
     def batch_rows(self) -> BatchRows:
         """The rows that batches are made of, for ``pack_to``."""
-        lengths, images = self.column("positions"), self.column("images")
+        lengths, images = self.column("positions"), self.column("num_images")
         if self.pack_to is None:
             return BatchRows(lengths, images, None)
         shares = share_out(lengths.tolist(), self.pack_to)
@@ -184,9 +184,9 @@ class CheckedData:
         """The conversations of an epoch, which are read from the disk.
 
         Raises:
-            ValueError: a file or a picture is not what was checked.
+            ValueError: a file or an image is not what was checked.
         """
-        for file in (*self.files, *self.pictures):
+        for file in (*self.files, *self.images):
             if file.has_changed():
                 raise ValueError(
                     f"{file.path} has changed since it was checked: start the training again, so "
@@ -201,7 +201,7 @@ class CheckedData:
         return moved
 
     def _written(self, path: Path, rows: Path) -> tuple["CheckedData", dict[str, Any]]:
-        names = ("files", "pack_to", "pictures", "skipped", "asked")
+        names = ("files", "pack_to", "images", "skipped", "asked")
         found = {name: getattr(self, name) for name in names}
         found["sources"] = [asdict(source) for source in self.sources]
         found["rows"] = [rows.name, len(self.rows)]
@@ -234,7 +234,7 @@ class CheckedData:
     def _of(cls, found: dict, folder: Path) -> "CheckedData":
         name, number = found["rows"]
         sources = [Source(**of | {"ignore": tuple(of["ignore"])}) for of in found["sources"]]
-        stamps = {of: tuple(Stamp(*item) for item in found[of]) for of in ("files", "pictures")}
+        stamps = {of: tuple(Stamp(*item) for item in found[of]) for of in ("files", "images")}
         evaluated = found["eval"] and cls._of(found["eval"], folder)
         rows = read_stored(folder / name, number)
         made = {"sources": tuple(sources), "rows": rows, "eval": evaluated} | stamps
@@ -252,7 +252,7 @@ def _doubt_of_images(source: Source, without: int, number: int) -> str | None:
     if without < number:
         return told
     folder = folder_of_images(source)
-    names = next((of for of in _names_beside(folder) if of.lower().endswith(PICTURE_FILES)), None)
+    names = next((of for of in _names_beside(folder) if of.lower().endswith(IMAGE_FILES)), None)
     return names and f"{told}, and {os.path.join(folder, names)} is an image beside them"
 
 
@@ -275,12 +275,12 @@ def _rows_with_words(rows: StoredRows) -> np.ndarray:
     return np.concatenate([np.zeros(0, bool), *parts])
 
 
-def row_digests(rows: StoredRows, pictures: Mapping[str, Any]) -> Iterator[str]:
-    """sha256 of each row's words and of the bytes of its pictures, wherever they lie.
+def row_digests(rows: StoredRows, images: Mapping[str, Any]) -> Iterator[str]:
+    """sha256 of each row's words and of the bytes of its images, wherever they lie.
 
     Args:
-        pictures: What has the ``sha256`` of each, by its path.
+        images: What has the ``sha256`` of each, by its path.
     """
-    for words, shown in values(rows, "digest", "pictures"):
-        of_pictures = "".join(pictures[path].sha256 for path in shown).encode()
-        yield hashlib.sha256(words + of_pictures).hexdigest()
+    for words, shown in values(rows, "digest", "images"):
+        of_images = "".join(images[path].sha256 for path in shown).encode()
+        yield hashlib.sha256(words + of_images).hexdigest()

@@ -1,4 +1,4 @@
-"""Makes training batches of conversations about pictures."""
+"""Makes training batches of conversations about images."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..remote.loss import IGNORE_INDEX
-from .messages import learned_turns, pictures_of, without_marks
-from .pictures import Stamp
+from .image_files import Stamp
+from .messages import images_of, learned_turns, without_marks
 
 
 class Size(NamedTuple):
@@ -19,7 +19,7 @@ class Size(NamedTuple):
     """Of a row, with all that its images take."""
     in_table: int
     """Entries of the position table: an image takes three."""
-    images: int
+    num_images: int
     learned: int
     """Positions that are labels."""
 
@@ -35,7 +35,7 @@ class ConversationCollator:
     def __init__(self, processor, stamps: Mapping[str, Stamp] = MappingProxyType({})):
         """
         Args:
-            stamps: What pictures were that must not change.
+            stamps: What images were that must not change.
         """
         self.processor = processor
         self.stamps = stamps
@@ -65,7 +65,7 @@ class ConversationCollator:
         """Grown ids of each conversation with the token that ends it, and ``pixel_values`` of all,
         if there is an image."""
         for conversation in conversations:
-            for path in pictures_of(conversation):
+            for path in images_of(conversation):
                 # Of a conversation that was not read from a file they may be images.
                 if (
                     isinstance(path, str)
@@ -73,7 +73,7 @@ class ConversationCollator:
                     and self.stamps[path].has_changed()
                 ):
                     raise ValueError(
-                        f"{path} has changed since the training began: put the picture back, or "
+                        f"{path} has changed since the training began: put the image back, or "
                         "start again"
                     )
         encoded = self.processor.apply_chat_template(

@@ -1,9 +1,9 @@
-"""Which columns of a row are its question, answer and pictures (``data.columns``). Needs no torch.
+"""Which columns of a row are its question, answer and images (``data.columns``). Needs no torch.
 
 A value names a column (``answer``; ``json.answer`` and ``captions.0`` are inside of one), or it is
 words with columns among them (``"Question: {question}"``, ``"{image_id:012}.jpg"``). Words without
 a column hold a blank or another character that no plain name has. A list is of several: parts of a
-question, one below the other, of which a row may lack some; or pictures.
+question, one below the other, of which a row may lack some; or images.
 """
 
 import re
@@ -22,7 +22,7 @@ SPEC = re.compile(r"\d{0,3}")  # a width, as 012
 MOST_OF_A_LOOK = 40
 OF_TOOLS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add."""
-PICTURE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 NO_CELL = object()
 """An empty cell: a table has each column in each row, and a row that lacks one has no such key."""
 
@@ -164,14 +164,14 @@ def _as_text(value: Any, name: str) -> str:
     raise ValueError(f"{name} is {as_words(value)}; expected text{cure}")
 
 
-def pictures_of_columns(row: dict, names: str | list[str] | None) -> list:
-    """The pictures of a row, in the order of the names; a row may have none."""
-    pictures: list[Any] = []
+def images_of_columns(row: dict, names: str | list[str] | None) -> list:
+    """The images of a row, in the order of the names; a row may have none."""
+    images: list[Any] = []
     for name in [names] if isinstance(names, str) else names or []:
         column = _column_of(name)
         found = text_of_column(row, name) if column is None else value_of(row, column)
-        pictures += found if isinstance(found, list) else [found]
-    return [picture for picture in pictures if not is_empty(picture)]
+        images += found if isinstance(found, list) else [found]
+    return [image for image in images if not is_empty(image)]
 
 
 def is_empty(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Decodes pictures completely, as training will, to find those that cannot be read before it."""
+"""Decodes images completely, as training will, to find those that cannot be read before it."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ ASKED_AT_ONCE = 1000
 
 
 class Facts(NamedTuple):
-    """A picture's file, and why it cannot be learned from, if so."""
+    """An image's file, and why it cannot be learned from, if so."""
 
     size: int
     mtime_ns: int
@@ -34,7 +34,7 @@ NOT_READ = Facts(-1, -1, -1, "", None)
 
 
 def read_facts(path: str) -> Facts:
-    """Read a picture and decode all of it."""
+    """Read an image and decode all of it."""
     try:
         # Before it is opened: a pipe would be waited for.
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -71,8 +71,8 @@ def may_be_decoded(path: str) -> bool:
 
 
 def find_fault(content: bytes) -> str | None:
-    """Why a picture of these bytes cannot be learned from; None if it can."""
-    from ..remote.image_processing_chatglm import as_picture  # late: it imports torch
+    """Why an image of these bytes cannot be learned from; None if it can."""
+    from ..remote.image_processing_chatglm import as_image  # late: it imports torch
 
     if not content:
         return "is empty: it has 0 bytes; copy it again"
@@ -82,21 +82,21 @@ def find_fault(content: bytes) -> str | None:
         with open_image(content) as image:
             measure(image, content, MOST_PIXELS)
             # As the image processor will; where nothing changes it copies nothing.
-            picture = as_picture(image)
-            if picture.mode != "RGB":
-                picture.convert("RGB")
+            image = as_image(image)
+            if image.mode != "RGB":
+                image.convert("RGB")
     except TooLargeError as error:
         return f"{error}: {SMALLER}"
     except Image.DecompressionBombError as error:  # Pillow raises it for still larger ones
         told = str(error).partition(" exceeds")[0]
         return f"is too large ({told}); expected {MOST_PIXELS:,} pixels at most: {SMALLER}"
     except UnidentifiedImageError:
-        return "cannot be read as a picture: it is of no kind that Pillow knows"
+        return "cannot be read as an image: it is of no kind that Pillow knows"
     except Exception as error:  # Pillow raises whatever a broken file makes its readers raise
         told = str(error) or type(error).__name__
         # The image processor's own words are of "it".
         is_ours = told.startswith("it ")
-        return told.removeprefix("it ") if is_ours else f"cannot be read as a picture: {told}"
+        return told.removeprefix("it ") if is_ours else f"cannot be read as an image: {told}"
     return None
 
 

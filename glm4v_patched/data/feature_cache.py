@@ -1,11 +1,11 @@
-"""What a frozen vision tower makes of a picture, computed once and used again in later epochs.
+"""What a frozen vision tower makes of an image, computed once and used again in later epochs.
 
-A picture's features are used again only for the same pixels (their bytes, dtype and shape), in a
+An image's features are used again only for the same pixels (their bytes, dtype and shape), in a
 folder also only for the same tower: its weights, its config and what else decides how it rounds
 (:meth:`TowerFeatures.fingerprint`). What is used is what the tower gave, byte for byte, when it met
-the picture first. In a batch of another size it may round differently, as it always does.
+the image first. In a batch of another size it may round differently, as it always does.
 
-Every step of a training goes ``batch = features.replace_pictures(batch)``, ``outputs =
+Every step of a training goes ``batch = features.replace_images(batch)``, ``outputs =
 model(**batch)``, ``features.keep(outputs)``, on batches of ``features.collator(collator)``.
 """
 
@@ -29,16 +29,16 @@ from ..engine.deepspeed.internals import gathered
 from ..remote.modeling_chatglm import ChatGLMModel
 from ..remote.sharding import must_run_on_every_process
 
-# Shapes: N pictures of a batch, K = num_image_tokens + 2 vectors of one, D their width.
+# Shapes: N images of a batch, K = num_image_tokens + 2 vectors of one, D their width.
 
-DIGESTS = "picture_digests"
+DIGESTS = "image_digests"
 DEFAULT_LIMIT_BYTES = 16 * 2**30
 
 logger = logging.getLogger(__name__)
 
 
-def digest_pictures(pixel_values: Tensor) -> Tensor:
-    """sha256 of each picture's bytes, dtype and shape: ``(N, 32)`` uint8, on the CPU."""
+def digest_images(pixel_values: Tensor) -> Tensor:
+    """sha256 of each image's bytes, dtype and shape: ``(N, 32)`` uint8, on the CPU."""
     digests = [_sha256(pixels).digest() for pixels in pixel_values]
     return torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
 
@@ -50,7 +50,7 @@ def _sha256(values: Tensor):
 
 
 class DigestingCollator:
-    """Adds ``picture_digests`` to a collator's batches, which are still on the CPU."""
+    """Adds ``image_digests`` to a collator's batches, which are still on the CPU."""
 
     def __init__(self, collator: Callable):
         self.collator = collator
@@ -58,23 +58,23 @@ class DigestingCollator:
     def __call__(self, samples):
         batch = self.collator(samples)
         if batch.get("pixel_values") is not None:
-            batch[DIGESTS] = digest_pictures(batch["pixel_values"])
+            batch[DIGESTS] = digest_images(batch["pixel_values"])
         return batch
 
 
 class TowerFeatures:
-    """Gives a model the features of pictures that it has met before, in place of the pictures.
+    """Gives a model the features of images that it has met before, in place of the images.
 
     Where processes gather the tower together (ZeRO-3, FSDP) it runs on all of them or on none: a
-    step reuses features only if every process has those of all its pictures. Elsewhere each
-    process sees to itself. All must call :meth:`replace_pictures` in every step.
+    step reuses features only if every process has those of all its images. Elsewhere each
+    process sees to itself. All must call :meth:`replace_images` in every step.
 
     Args:
         model: Holds a glm-4v; may be wrapped, by peft for one.
-        folder: Where features are kept, one file a picture, for all processes that see the folder
+        folder: Where features are kept, one file an image, for all processes that see the folder
             and for later runs; nothing is ever deleted. In each run and process the tower runs on
             the first batch even so, which shows how it computes. ``None`` keeps them in the memory
-            of this process, which knows only the pictures that it met itself, and does not notice
+            of this process, which knows only the images that it met itself, and does not notice
             if the tower's weights are changed meanwhile.
         limit_bytes: Of memory. What comes when it is full is not kept.
     """
@@ -105,10 +105,10 @@ class TowerFeatures:
             self._hook = self.tower.register_forward_pre_hook(self._note_computation)
 
     def collator(self, collator: Callable) -> DigestingCollator:
-        """Hashes pictures where they are made: on the CPU, before they go to a GPU."""
+        """Hashes images where they are made: on the CPU, before they go to a GPU."""
         return DigestingCollator(collator)
 
-    def replace_pictures(self, batch: dict) -> dict:
+    def replace_images(self, batch: dict) -> dict:
         """The model's inputs: ``image_features`` in place of ``pixel_values`` if all are known.
 
         Raises:
@@ -118,10 +118,10 @@ class TowerFeatures:
         if not self._has_begun:
             self._begin()
         batch = dict(batch)
-        pictures, digests = batch.get("pixel_values"), batch.pop(DIGESTS, None)
-        if pictures is not None and digests is None:
-            digests = digest_pictures(pictures)
-        names = [] if pictures is None else [bytes(row).hex() for row in digests.tolist()]
+        images, digests = batch.get("pixel_values"), batch.pop(DIGESTS, None)
+        if images is not None and digests is None:
+            digests = digest_images(images)
+        names = [] if images is None else [bytes(row).hex() for row in digests.tolist()]
         found = [None if self._store is None else self._store.get(name) for name in names]
         self._awaited = {row: name for row, name in enumerate(names) if found[row] is None}
         device = batch["input_ids"].device
@@ -132,7 +132,7 @@ class TowerFeatures:
         return batch
 
     def keep(self, outputs) -> None:
-        """Keep the new pictures' features of a forward: its ``image_hidden_states``."""
+        """Keep the new images' features of a forward: its ``image_hidden_states``."""
         if self._store is None and self.folder is not None and self._computation is not None:
             self._store = _Folder(self.folder / self.fingerprint(), self._feature_shape)
         for row, name in self._awaited.items():
@@ -170,7 +170,7 @@ class TowerFeatures:
         elif _processes() > 1:
             logger.warning(
                 "features are kept in the memory of %d processes, each of which reuses only those "
-                "of pictures that it met itself; if pictures change processes between epochs, as "
+                "of images that it met itself; if images change processes between epochs, as "
                 "with the Trainer, give a folder (one in /dev/shm is memory)",
                 _processes(),
             )
@@ -243,8 +243,8 @@ class _Memory:
     def _say_full(self, size: int) -> None:
         if not self.is_full:
             logger.warning(
-                "the features of %d pictures take %d of at most %d bytes, and the next %d: no more "
-                "are kept, and every batch with another picture runs the tower; raise limit_bytes, "
+                "the features of %d images take %d of at most %d bytes, and the next %d: no more "
+                "are kept, and every batch with another image runs the tower; raise limit_bytes, "
                 "or give a folder",
                 len(self.features),
                 self.used_bytes,
@@ -255,9 +255,9 @@ class _Memory:
 
 
 class _Folder:
-    """One safetensors file a picture, under a name only once it is written to its end.
+    """One safetensors file an image, under a name only once it is written to its end.
 
-    A file that is cut short, or that is not of this picture and tower, is named and never used.
+    A file that is cut short, or that is not of this image and tower, is named and never used.
     Bytes that change while the size stays are not noticed.
     """
 
@@ -270,7 +270,7 @@ class _Folder:
         return self.folder / f"{name}.safetensors"
 
     def _title(self, name: str) -> str:
-        return f"picture {name} by tower {self.folder.name}"
+        return f"image {name} by tower {self.folder.name}"
 
     def get(self, name: str) -> Tensor | None:
         path, title = self._path(name), self._title(name)
@@ -302,7 +302,7 @@ class _Folder:
         except OSError as error:
             if not self.cannot_write:
                 logger.warning(
-                    "features of %d bytes could not be written, and such pictures run the tower "
+                    "features of %d bytes could not be written, and such images run the tower "
                     "again: %s",
                     len(content),
                     error,

@@ -1,4 +1,4 @@
-"""The formats of rows: how the messages of a row, and its pictures, are found. Needs no torch.
+"""The formats of rows: how the messages of a row, and its images, are found. Needs no torch.
 
 Which format a file has is found from the keys of its first row (:func:`find_format`), or named
 (``data.format``); keys that it does not know are refused. Rows of all other forms are read by the
@@ -13,19 +13,19 @@ from .columns import (
     OF_TOOLS,
     Columns,
     describe_columns,
+    images_of_columns,
     named_columns,
-    pictures_of_columns,
     required,
     text_of_column,
     unnamed_columns,
     value_of,
 )
+from .image_files import IMAGE_NAMES
 from .messages import MARKS, as_words, quoted, read_each, refuse_keys
-from .pictures import IMAGE_NAMES
 
 Found = tuple[Any, list | None]
-"""The messages of a row, and its pictures; None if it names none."""
-ROW_PICTURES = ("images", "image")
+"""The messages of a row, and its images; None if it names none."""
+ROW_IMAGES = ("images", "image")
 ROLES_OF_SHAREGPT = {
     "system": "system",
     "human": "user",
@@ -66,7 +66,7 @@ IGNORE_CURE = "; to leave it out of all rows, name it in data.ignore"
 
 
 class Format(NamedTuple):
-    """Keys that tell it, others that its rows may have beside pictures, and which are what."""
+    """Keys that tell it, others that its rows may have beside images, and which are what."""
 
     needs: tuple[str, ...]
     others: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Format(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return (*self.needs, *ROW_PICTURES, *self.others)
+        return (*self.needs, *ROW_IMAGES, *self.others)
 
 
 ASIDE = {"system": "system", "history": "history"}
@@ -138,26 +138,26 @@ def read_as(name: str, row: dict) -> Found:
     others = {key for other in FORMATS.values() for key in other.needs}
     cure = f'the first row of this file has "{of.needs[0]}"; write a file for each format'
     cures = ROW_CURES | dict.fromkeys(others, cure)
-    if all(row.get(key) is None for key in ROW_PICTURES):
+    if all(row.get(key) is None for key in ROW_IMAGES):
         cures = dict.fromkeys(filter(IMAGE_NAMES.fullmatch, row), OF_IMAGE) | cures
     refuse_keys((k for k in row if k not in OF_TOOLS), of.keys, "a row", cures, IGNORE_CURE)
     if of.needs[0] not in row:
         raise ValueError(f'the key "{of.needs[0]}" is missing')
-    given = [key for key in ROW_PICTURES if row.get(key) is not None]
+    given = [key for key in ROW_IMAGES if row.get(key) is not None]
     if len(given) > 1:
-        raise ValueError('has its pictures under "images" and "image": give one of them')
-    pictures = row[given[0]] if given else None
-    if isinstance(pictures, dict) and not pictures.keys() <= {"bytes", "path"}:
+        raise ValueError('has its images under "images" and "image": give one of them')
+    images = row[given[0]] if given else None
+    if isinstance(images, dict) and not images.keys() <= {"bytes", "path"}:
         raise ValueError(
-            f"{given[0]} is an object with the keys {listed([*map(quoted, pictures)])}: write "
+            f"{given[0]} is an object with the keys {listed([*map(quoted, images)])}: write "
             '"images": ["a.png", "b.png"], and <image> once for each in the words'
         )
-    if given and not isinstance(pictures, list):
-        pictures = [pictures]
+    if given and not isinstance(images, list):
+        images = [images]
     if name == "messages":
-        return row["messages"], pictures
+        return row["messages"], images
     if name == "prompt_completion":
-        return _prompt_and_completion(row), pictures
+        return _prompt_and_completion(row), images
     there = {
         part: column
         for part, column in of.columns.items()
@@ -204,11 +204,11 @@ def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> Fo
         if before is not None:
             messages += _turns_of(before, columns["history"])
         messages += _asked(row, columns)
-    return messages, pictures_of_columns(row, columns.get("image"))
+    return messages, images_of_columns(row, columns.get("image"))
 
 
 def _asked(row: dict, columns: Columns) -> list[dict]:
-    """The question, which may be a picture alone, and the answer, if one is asked for."""
+    """The question, which may be an image alone, and the answer, if one is asked for."""
     parts = columns.get("question", [])
     if isinstance(parts, list):
         texts = [text_of_column(row, part) for part in parts]

@@ -7,9 +7,9 @@ import re
 from itertools import islice
 from typing import NamedTuple
 
-from .columns import PICTURE_FILES, is_empty
-from .messages import pictures_of, quoted, text_of
-from .pictures import PictureFiles
+from .columns import IMAGE_FILES, is_empty
+from .image_files import ImageFiles
+from .messages import images_of, quoted, text_of
 from .source import Source
 
 MEDIA = ("video", "videos", "audio", "audios")
@@ -93,7 +93,7 @@ _SURE = {of: _sure(of) for of in PLACEHOLDERS}
 
 
 def require_nothing_left_out(
-    row: dict, messages: list[dict], source: Source, files: PictureFiles
+    row: dict, messages: list[dict], source: Source, files: ImageFiles
 ) -> None:
     """Raise ``ValueError`` if a row has what the sample made of it lacks.
 
@@ -102,7 +102,7 @@ def require_nothing_left_out(
         messages: Of :func:`messages.check_messages`.
         files: Those that rows of the set may name.
     """
-    shown = {os.path.normpath(path) for path in pictures_of(messages)}
+    shown = {os.path.normpath(path) for path in images_of(messages)}
     for number, message in enumerate(messages, start=1):
         text = text_of(message)
         fault = _fault_of_words(text, row)
@@ -142,12 +142,10 @@ def _fault_of_words(text: str, row: dict) -> str | None:
     return None
 
 
-def _fault_of_files(text: str, files: PictureFiles, shown: set[str]) -> str | None:
+def _fault_of_files(text: str, files: ImageFiles, shown: set[str]) -> str | None:
     """Say which word of a question is the file of an image that is not shown."""
     names = (name for line in text.splitlines() for name in _names_of(line))
-    for name in islice(
-        (name for name in names if name.lower().endswith(PICTURE_FILES)), MOST_NAMES
-    ):
+    for name in islice((name for name in names if name.lower().endswith(IMAGE_FILES)), MOST_NAMES):
         path = os.path.normpath(os.path.join(files.folder, name))
         is_known = path in shown or len(name) > LONGEST_NAME or not files.may_name(path)
         if not is_known and os.path.isfile(path):

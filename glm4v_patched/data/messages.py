@@ -4,7 +4,7 @@ A message has
 
 - ``role``: system (the first message only), user, assistant or observation (a tool's answer);
 - ``content``: its words;
-- ``image``, from the user only: the absolute path of one picture, which the model has before the
+- ``image``, from the user only: the absolute path of one image, which the model has before the
   words. Several are parts of ``content``, before one part with the words:
   ``[{"type": "image", "image": PATH}, ..., {"type": "text", "text": WORDS}]``;
 - ``metadata``, of the assistant only: the name of the tool that it calls, one line. GLM-4's format
@@ -32,26 +32,24 @@ MARKS = ("train", "loss", "weight")
 """Names for "this turn is learned": ours, ms-swift's, OpenAI's."""
 IMAGE_SOURCES = ("image", "url", "path", "base64", "image_url")
 AT_PLACE = object()
-"""A picture of which only the place is known: it is the next one of the row."""
+"""An image of which only the place is known: it is the next one of the row."""
 Draft = tuple[dict, list]
-"""A message without its pictures, and these."""
+"""A message without its images, and these."""
 
-ONE_PICTURE = (
+ONE_IMAGE = (
     'write "image": "a.png", one path; several are parts of "content": '
     '{"type": "image", "image": "a.png"}'
 )
 OF_SHAREGPT = 'write "role" and "content", or name the row\'s list "conversations"'
 A_CALL = 'write the tool\'s name as "metadata" and the arguments as "content"'
 CURES = {
-    **dict.fromkeys(
-        ("images", "img", "image_url", "image_path", "picture", "pictures"), ONE_PICTURE
-    ),
+    **dict.fromkeys(("images", "img", "image_url", "image_path", "picture", "pictures"), ONE_IMAGE),
     **dict.fromkeys(("from", "value"), OF_SHAREGPT),
     **dict.fromkeys(("tool_calls", "function_call"), A_CALL),
     "tool_call_id": "take it out: a message of observation answers the call before it",
 }
 
-# How other trainers' files write the place of a picture in a text: <image>, <image 1>, [IMG],
+# How other trainers' files write the place of an image in a text: <image>, <image 1>, [IMG],
 # <|image_pad|>, <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. Not
 # HTML's <img src=...> and Markdown's ![...](...), which are words. What was matched is not tried in
 # another way (++): words of 60,000 blanks would take a minute, "<image" with 40 digits for ever.
@@ -79,17 +77,15 @@ MAY_FOLLOW = {
 }
 
 
-def check_messages(
-    messages: Any, to_learn: bool = True, pictures: list | None = None
-) -> list[dict]:
-    """The messages in the form that is described above, but for their pictures, which are still as
+def check_messages(messages: Any, to_learn: bool = True, images: list | None = None) -> list[dict]:
+    """The messages in the form that is described above, but for their images, which are still as
     they stand in the file.
 
     Args:
         messages: Of a file: ours, or as in OpenAI's API, TRL, ms-swift and LLaMA-Factory.
         to_learn: Whether they have to end with the assistant. Without, they may also end with a
             question, to be answered.
-        pictures: Of the row, for the places ``<image>`` in the messages.
+        images: Of the row, for the places ``<image>`` in the messages.
 
     Raises:
         ValueError: says which message is wrong, and what to write.
@@ -98,7 +94,7 @@ def check_messages(
         least = 2 if to_learn else 1
         raise ValueError(f"messages is {as_words(messages)}; expected a list of at least {least}")
     drafts = read_each(messages, "message", _draft)
-    _fill_places(drafts, pictures)
+    _fill_places(drafts, images)
     checked = read_each(drafts, "message", _finished)
     _check_turns(checked, to_learn)
     return checked
@@ -115,8 +111,8 @@ def read_each(values: Sequence[Any], name: str, read: Callable[[Any], Any], of: 
     return made
 
 
-def pictures_of(messages: Sequence[dict]) -> list[str]:
-    """The paths of a conversation's pictures, in their order."""
+def images_of(messages: Sequence[dict]) -> list[str]:
+    """The paths of a conversation's images, in their order."""
     found = []
     for message in messages:
         if "image" in message:
@@ -126,8 +122,8 @@ def pictures_of(messages: Sequence[dict]) -> list[str]:
     return found
 
 
-def replace_pictures(messages: Sequence[dict], new: Callable[[str], Any]) -> list[dict]:
-    """A copy of a conversation with others in place of its pictures."""
+def replace_images(messages: Sequence[dict], new: Callable[[str], Any]) -> list[dict]:
+    """A copy of a conversation with others in place of its images."""
     replaced = []
     for message in messages:
         if "image" in message:
@@ -190,19 +186,19 @@ def _draft(message: Any) -> Draft:
         if key not in message:
             raise ValueError(f'the key "{key}" is missing')
     made = {key: message[key] for key in ("role", "content", "metadata", "tools") if key in message}
-    role, pictures = message["role"], [message["image"]] if "image" in message else []
+    role, images = message["role"], [message["image"]] if "image" in message else []
     if role not in ROLES:
         raise ValueError(f"the role {as_words(role)} is not one of {', '.join(ROLES)}")
     if isinstance(made["content"], list):
         made["content"], shown = _read_parts(made["content"])
-        pictures += shown
+        images += shown
     if not isinstance(made["content"], str):
         raise ValueError(f"content is {as_words(made['content'])}; expected text")
     if "tools" in message:
         _check_tools(message["tools"], role)
     if "metadata" in message:
         _check_metadata(message["metadata"], role)
-    return made | _mark(message), pictures
+    return made | _mark(message), images
 
 
 def _mark(message: dict) -> dict:
@@ -251,7 +247,7 @@ def _check_metadata(metadata: Any, role: str) -> None:
 
 
 def _read_parts(parts: list) -> tuple[str, list]:
-    """The words and the pictures of parts, as OpenAI's API has them."""
+    """The words and the images of parts, as OpenAI's API has them."""
     read = read_each(parts, "part", _read_part)
     words = [part for part in read if isinstance(part, str)]
     order = "".join(
@@ -261,14 +257,14 @@ def _read_parts(parts: list) -> tuple[str, list]:
     )
     if re.search("wp+w", order):
         raise ValueError(
-            "a picture stands between words: the model has all pictures of a message before its "
+            "an image stands between words: the model has all images of a message before its "
             "words; write them first"
         )
     return "".join(words), [part[0] for part in read if not isinstance(part, str)]
 
 
 def _read_part(part: Any) -> str | list:
-    """Words, or a list of one picture."""
+    """Words, or a list of one image."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         refuse_keys(part, ("type", "text"), "a part")
@@ -280,28 +276,28 @@ def _read_part(part: Any) -> str | list:
     refuse_keys(part, ("type", *IMAGE_SOURCES), "a part")
     given = [key for key in IMAGE_SOURCES if part.get(key) is not None]
     if len(given) > 1:
-        raise ValueError(f"has its picture under {' and '.join(given)}: give one of them")
-    picture = part[given[0]] if given else AT_PLACE
-    if isinstance(picture, dict) and "url" in picture:
+        raise ValueError(f"has its image under {' and '.join(given)}: give one of them")
+    image = part[given[0]] if given else AT_PLACE
+    if isinstance(image, dict) and "url" in image:
         # OpenAI's "detail" asks for a resolution; the model has but one.
-        refuse_keys(picture, ("url", "detail"), "an image_url")
-        picture = picture["url"]
-    elif given == ["base64"] and isinstance(picture, str) and not picture.startswith("data:"):
-        picture = f"data:image;base64,{picture}"
-    return [picture]
+        refuse_keys(image, ("url", "detail"), "an image_url")
+        image = image["url"]
+    elif given == ["base64"] and isinstance(image, str) and not image.startswith("data:"):
+        image = f"data:image;base64,{image}"
+    return [image]
 
 
-def _fill_places(drafts: list[Draft], pictures: list | None) -> None:
-    """Give the pictures of a row to the messages that have places for them, in their order."""
+def _fill_places(drafts: list[Draft], images: list | None) -> None:
+    """Give the images of a row to the messages that have places for them, in their order."""
     asked = [draft for draft in drafts if draft[0]["role"] == "user"]
-    for message, shown in asked if pictures is not None else ():
+    for message, shown in asked if images is not None else ():
         if not shown:
             shown += [AT_PLACE] * len(PLACE.findall(message["content"]))
-    there = pictures or []
+    there = images or []
     if asked and not any(shown for _, shown in drafts):
-        asked[0][1].extend(there)  # the model has all pictures of a message before its words
+        asked[0][1].extend(there)  # the model has all images of a message before its words
         return
-    places = sum(picture is AT_PLACE for _, shown in drafts for picture in shown)
+    places = sum(image is AT_PLACE for _, shown in drafts for image in shown)
     named = next(filter(None, (A_PATH.search(draft["content"]) for draft, _ in asked)), None)
     if named is not None:
         raise ValueError(
@@ -310,26 +306,26 @@ def _fill_places(drafts: list[Draft], pictures: list | None) -> None:
         )
     if places != len(there):
         raise ValueError(
-            f"pictures of the row: {len(there)}, places for them (<image>) in its messages: "
-            f"{places}; write one <image> for each picture, at the beginning of the user's message "
+            f"images of the row: {len(there)}, places for them (<image>) in its messages: "
+            f"{places}; write one <image> for each image, at the beginning of the user's message "
             'that shows it, or give it to that message: "image": "a.png"'
         )
     left = iter(there)
     for _, shown in drafts:
-        shown[:] = [next(left) if picture is AT_PLACE else picture for picture in shown]
+        shown[:] = [next(left) if image is AT_PLACE else image for image in shown]
 
 
 def _finished(draft: Draft) -> dict:
-    """A message with its pictures, and words without the places for them."""
-    message, pictures = draft
+    """A message with its images, and words without the places for them."""
+    message, images = draft
     role = message["role"]
-    if pictures and role != "user":
+    if images and role != "user":
         raise ValueError(
-            f"has an image and the role {role}: only the user shows pictures; give it to the "
+            f"has an image and the role {role}: only the user shows images; give it to the "
             "user's message before"
         )
-    words = _without_places(message["content"], role, len(pictures))
-    if not words.strip() and not (pictures or "tools" in message):
+    words = _without_places(message["content"], role, len(images))
+    if not words.strip() and not (images or "tools" in message):
         raise ValueError(
             f"the content of {role} is {as_words(words)}, which is empty: write what is said, or "
             "leave the row out"
@@ -341,29 +337,29 @@ def _finished(draft: Draft) -> dict:
             f"holds {ascii(half[0])}, half of a surrogate pair and no character: write the other "
             "half too, or take it out"
         )
-    if len(pictures) > 1:
-        parts: list[dict] = [{"type": "image", "image": picture} for picture in pictures]
+    if len(images) > 1:
+        parts: list[dict] = [{"type": "image", "image": image} for image in images]
         message["content"] = [*parts, {"type": "text", "text": words}]
-    elif pictures:
-        message["image"] = pictures[0]
+    elif images:
+        message["image"] = images[0]
     return message
 
 
-def _without_places(content: str, role: str, pictures: int) -> str:
-    """The words without the places of pictures at their beginning or end."""
+def _without_places(content: str, role: str, images: int) -> str:
+    """The words without the places of images at their beginning or end."""
     places = PLACE.findall(content)
     if not places:
         return content
-    counted = f"places for pictures: {len(places)} ({places[0]}), pictures: {pictures}"
+    counted = f"places for images: {len(places)} ({places[0]}), images: {images}"
     if role != "user":
-        raise ValueError(f"{counted}: only the user shows pictures; take {places[0]} out")
-    if len(places) != pictures:
-        raise ValueError(f'{counted}: give the message as many pictures ("image": "a.png")')
+        raise ValueError(f"{counted}: only the user shows images; take {places[0]} out")
+    if len(places) != images:
+        raise ValueError(f'{counted}: give the message as many images ("image": "a.png")')
     words = PLACES_AT_THE_ENDS.sub("", content)
     left = PLACE.search(words)
     if left is not None:
         raise ValueError(
-            f"{left[0]} cannot be the picture's place: the model has a picture before the words; "
+            f"{left[0]} cannot be the image's place: the model has an image before the words; "
             "write <image> at their beginning, or leave it out"
         )
     return words

@@ -21,7 +21,7 @@ def share_out(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     The longest first, each goes to the fullest row that has room for it: the same rows every time.
 
     Args:
-        lengths: Positions of each conversation, with all that its pictures take
+        lengths: Positions of each conversation, with all that its images take
             (:class:`collate.Size`).
 
     Returns:

@@ -16,9 +16,9 @@ from ..terminal_text import listed, shorten
 from .columns import NO_CELL, describe_unnamed, named_columns, unnamed_columns
 from .folders import hub_cache_of
 from .formats import Found, describe_unknown, find_format, read_as, read_columns
+from .image_files import ImageFiles
 from .left_out import require_nothing_left_out
-from .messages import as_words, check_messages, pictures_of, replace_pictures
-from .pictures import PictureFiles
+from .messages import as_words, check_messages, images_of, replace_images
 from .source import Source, fault_of_set
 from .text_rows import OF_LINES, TOO_DEEP, Fault, Numbered, kind_of_file, read_text
 
@@ -31,22 +31,22 @@ MOST_LINES_LISTED = 8  # of the rows that have one fault
 
 
 class Row(NamedTuple):
-    """A conversation that can be rendered; its pictures have not been looked for."""
+    """A conversation that can be rendered; its images have not been looked for."""
 
     line: int
     """Of the file; of what has no lines, the number of the row, from 1."""
     messages: list[dict]
 
     @property
-    def pictures(self) -> list[str]:
+    def images(self) -> list[str]:
         """Their absolute paths."""
-        return pictures_of(self.messages)
+        return images_of(self.messages)
 
 
 def read_conversations(path: str | Path | Source) -> list[list[dict]]:
     """Read a set of conversations, of which every row must be usable; image paths become absolute.
 
-    Pictures must be there and are not opened: :mod:`check` decodes them.
+    Images must be there and are not opened: :mod:`check` decodes them.
 
     Raises:
         ValueError: lists up to 20 unusable lines; or there is none at all.
@@ -76,13 +76,13 @@ def require_first_rows(sources: Sequence[Source]) -> None:
 
 
 def split_rows(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
-    """Rows of which all pictures are there, and the faults of others."""
+    """Rows of which all images are there, and the faults of others."""
     rows: list[Row] = []
     faults: list[Fault] = []
     for row in read:
         if isinstance(row, Fault):
             faults.append(row)
-        elif lost := next((of for of in row.pictures if not os.path.isfile(of)), None):
+        elif lost := next((of for of in row.images if not os.path.isfile(of)), None):
             fault = "is no file" if os.path.exists(lost) else "does not exist"
             faults.append(Fault(row.line, f"the image {shorten(lost)} {fault}"))
         else:
@@ -168,7 +168,7 @@ class _RowReader:
         folder = folder_of_images(source)
         # What comes from the Hub may name no file of this machine.
         within = None if source.is_local else folder
-        self.files = PictureFiles(folder, source.allow_urls, within=within)
+        self.files = ImageFiles(folder, source.allow_urls, within=within)
         columns = source.columns or {}
         of_turns = ("question", "answer") if "turns" in columns else ()  # keys of these
         named = [named_columns(words) for part, words in columns.items() if part not in of_turns]
@@ -196,7 +196,7 @@ class _RowReader:
             raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
         messages, shown = self._find(row)
         checked = check_messages(messages, self.to_learn, shown)
-        checked = replace_pictures(checked, self.files.path_of)
+        checked = replace_images(checked, self.files.path_of)
         require_nothing_left_out(row, checked, self.source, self.files)
         return checked
 
@@ -239,7 +239,7 @@ def write_conversations(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w" if overwrite else "x", encoding="utf-8") as file:
         for messages in conversations:
-            relative = replace_pictures(
-                messages, lambda picture: str(Path(picture).relative_to(path.parent))
+            relative = replace_images(
+                messages, lambda image: str(Path(image).relative_to(path.parent))
             )
             file.write(json.dumps({"messages": relative}, ensure_ascii=False) + "\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..paths import expand, is_within
-from .columns import PICTURE_FILES, fault_of_columns, named_columns
+from .columns import IMAGE_FILES, fault_of_columns, named_columns
 from .folders import matches
 from .formats import FORMATS
 from .messages import as_words, quoted, read_each
@@ -26,7 +26,7 @@ SAVED = ("state.json", "dataset_dict.json")
 """What ``save_to_disk`` of ``datasets`` writes: of a single set, or of several splits."""
 CURE_OF_FOLDER = (
     "expected a file, or a folder that datasets has saved (save_to_disk) or with files of rows or "
-    "pictures below it"
+    "images below it"
 )
 
 
@@ -41,10 +41,10 @@ class Source:
         weight: How often each of its rows comes in an epoch.
         split, subset, revision: Of what has them, by :func:`fault_of_set`; of one that has splits,
             "train" by default.
-        image_folder: What paths of pictures are relative to; default the folder of the file.
+        image_folder: What paths of images are relative to; default the folder of the file.
         ignore: Keys of a row that are left out.
-        allow_urls: Whether pictures may be fetched by http(s).
-        columns: Which columns of a row are its question, answer and pictures (:mod:`columns`).
+        allow_urls: Whether images may be fetched by http(s).
+        columns: Which columns of a row are its question, answer and images (:mod:`columns`).
         max_samples: Only so many rows are read, the first ones.
     """
 
@@ -100,9 +100,7 @@ def fault_of_path(path: str) -> str | None:
             return next((f"{file}: {fault}" for file, fault in faults if fault), None)
         return "there is no such file" if Source(path).is_local else None
     if os.path.isdir(path):
-        files = [
-            str(of) for of in Path(path).rglob("*") if suffix_of(of) in OF_FILES + PICTURE_FILES
-        ]
+        files = [str(of) for of in Path(path).rglob("*") if suffix_of(of) in OF_FILES + IMAGE_FILES]
         if not files:
             return f"a folder without a data set; {CURE_OF_FOLDER}"
         others = [file for file in files if not (os.path.isfile(file) or os.path.isdir(file))]

@@ -26,13 +26,13 @@ ROWS_AT_ONCE = 1000
 SCHEMA = pa.schema(
     {
         "messages": pa.string(),  # JSON, for keys differ from row to row
-        "pictures": pa.list_(pa.string()),  # paths, in their order
+        "images": pa.list_(pa.string()),  # paths, in their order
         "source": pa.int32(),
         "line": pa.int64(),
-        "digest": pa.binary(),  # sha256 of the messages without their pictures
+        "digest": pa.binary(),  # sha256 of the messages without their images
         "positions": pa.int32(),
         "in_table": pa.int32(),
-        "images": pa.int32(),
+        "num_images": pa.int32(),
         "learned": pa.int32(),
         "fault": pa.string(),
     }
@@ -161,7 +161,7 @@ class Conversations(Sequence):
     @property
     def most_images(self) -> int:
         """Of one conversation."""
-        return int(column(self.rows, "images")[self.order].max(initial=0))
+        return int(column(self.rows, "num_images")[self.order].max(initial=0))
 
     def __getitem__(self, index):
         if isinstance(index, slice):

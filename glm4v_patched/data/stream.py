@@ -1,9 +1,9 @@
 """Rows that are read while they are learned: sets of any size, with nothing held but a buffer.
 
 The order of rows is a matter of the seed, the buffer and the number of training processes alone, so
-that a run which continues finds its place by counting; how many processes read pictures changes
+that a run which continues finds its place by counting; how many processes read images changes
 nothing. Not by the ``IterableDataset`` of ``datasets``: that shares out files among the processes
-which read pictures, so that those of one file are all decoded by one, and forgets its buffer when
+which read images, so that those of one file are all decoded by one, and forgets its buffer when
 it continues.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .check import ENCODER, fault_of_picture, fault_of_size, fault_of_text, measure
+from .check import ENCODER, fault_of_image, fault_of_size, fault_of_text, measure
 from .collate import ConversationCollator
 from .decoding import may_be_decoded, read_facts
-from .messages import pictures_of
+from .messages import images_of
 from .rows import Row, before_number, read_rows
 from .source import Source
 
@@ -46,7 +46,7 @@ class Stream(IterableDataset):
 
     Args:
         sources: The sets. Where there are several, the next row is of one that is drawn by weight.
-        batch_size: Rows of a batch; each process that reads pictures reads whole batches.
+        batch_size: Rows of a batch; each process that reads images reads whole batches.
         share: ``(k, n)``: this is training process k of n, whose rows differ.
         buffer: The next row is drawn from so many, which are shared out among the sets.
         start: Rows of this process that a run which is continued has learned.
@@ -156,18 +156,18 @@ class StreamCollator:
             return f"cannot be made into a batch: {error}"
 
     def _fault_alone(self, messages: list[dict]) -> str | None:
-        batch = _fault_of_pictures(pictures_of(messages)) or self._batch([messages])
+        batch = _fault_of_images(images_of(messages)) or self._batch([messages])
         return batch if isinstance(batch, str) else None
 
     def _fault_of(self, messages: list[dict]) -> str | None:
-        """What is wrong with a row's words, or with the size of its pictures."""
+        """What is wrong with a row's words, or with the size of its images."""
         if fault := fault_of_text(ENCODER.encode(messages)):
             return fault
         [size] = measure([messages], self.collator)
         if isinstance(size, str):
             return size
-        pictures = pictures_of(messages)
-        if fault := fault_of_size(len(pictures), size, self.max_positions, None):
+        images = images_of(messages)
+        if fault := fault_of_size(len(images), size, self.max_positions, None):
             return fault
         if size.positions > self.longest:
             return (
@@ -175,9 +175,9 @@ class StreamCollator:
                 "which the rows that were checked suggest: check more of them (data.check), or "
                 "shorten the conversation"
             )
-        return _fault_of_pictures([path for path in pictures if not may_be_decoded(path)])
+        return _fault_of_images([path for path in images if not may_be_decoded(path)])
 
 
-def _fault_of_pictures(paths: list[str]) -> str | None:
-    faults = (fault_of_picture(path, read_facts(path)) for path in paths)
+def _fault_of_images(paths: list[str]) -> str | None:
+    faults = (fault_of_image(path, read_facts(path)) for path in paths)
     return next(filter(None, faults), None)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..terminal_text import pip_install
 from .cards import choose_split, read_subset
-from .columns import NO_CELL, PICTURE_FILES
+from .columns import IMAGE_FILES, NO_CELL
 from .folders import Folder, HubFolder
 from .formats import find_format
 from .source import COMPRESSED, CURE_OF_FOLDER, OF_CSV, OF_FILES, SAVED, Source, is_saved, suffix_of
@@ -30,7 +30,7 @@ KINDS = {
     "webdataset": (".tar",),
     "json": (".jsonl", ".json"),
     "csv": OF_CSV,
-    "imagefolder": PICTURE_FILES,
+    "imagefolder": IMAGE_FILES,
     "text": (".txt",),
 }
 """Kinds of folders by the suffixes of their files; of kinds with as many files, the first."""
@@ -202,7 +202,7 @@ def _refuse_pairs(folder: Folder, files: list[str]) -> None:
     there, pairs = {*folder.files}, []
     for file in files:
         stem = os.path.splitext(file)[0]
-        image = next((stem + of for of in PICTURE_FILES if stem + of in there), None)
+        image = next((stem + of for of in IMAGE_FILES if stem + of in there), None)
         text = next((stem + of for of in (".txt", ".json") if stem + of in there), None)
         if image is not None and text is not None:
             pairs.append((image, text))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
-from .columns import NO_CELL, PICTURE_FILES
+from .columns import IMAGE_FILES, NO_CELL
 from .formats import FORMATS
 from .messages import MOST_KEYS_LISTED, quoted
 from .source import OF_CSV, Source, suffix_of
@@ -32,8 +32,8 @@ COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
 # What is no text, and what makes rows of it that are read.
 OTHER_FILES = {
     b"PK\x03\x04": ("a zip archive", "unzip {0} -d {1}, and name what is in it"),
-    b"\xff\xd8\xff": ("a picture (JPEG)", "name the folder that it is in"),
-    b"\x89PNG": ("a picture (PNG)", "name the folder that it is in"),
+    b"\xff\xd8\xff": ("an image (JPEG)", "name the folder that it is in"),
+    b"\x89PNG": ("an image (PNG)", "name the folder that it is in"),
     b"\x80\x04": ("Python's pickle", "make Parquet of it where you made it: pickles can run code"),
     b"\xfd7zXZ": ("compressed by xz", "xz -dk {0}"),
     b"SQLite": ("an SQLite database", "sqlite3 -json {0} 'select * from TABLE' > {1}.json"),
@@ -45,7 +45,7 @@ MOST_CHARACTERS = 2**27
 MOST_UNPACKED, BYTES_A_BYTE = 2**30, 256
 """Bytes of a compressed file, or as often its own: repetition alone makes more."""
 TOO_LONG = (
-    f"has {MOST_CHARACTERS:,} characters or more: make files of its pictures, or close its quotes"
+    f"has {MOST_CHARACTERS:,} characters or more: make files of its images, or close its quotes"
 )
 MOST_KEYS = 2**20
 """Of an object, or columns of a CSV, each of which is looked at."""
@@ -293,7 +293,7 @@ def _fault_of_names(names: list[str]) -> str | None:
     if names[0][:4].lower() == "sep=":
         return f"{quoted(names[0])} is a line of Excel's: take it out"
     cells = [
-        name for name in names if name.lower().endswith(PICTURE_FILES) or OF_CELLS.fullmatch(name)
+        name for name in names if name.lower().endswith(IMAGE_FILES) or OF_CELLS.fullmatch(name)
     ]
     # pandas counts columns that have no names.
     if cells != [*map(str, range(len(cells)))]:

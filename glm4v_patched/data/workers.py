@@ -1,4 +1,4 @@
-"""How many processes decode pictures while a training process trains. Needs no torch."""
+"""How many processes decode images while a training process trains. Needs no torch."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ of the recipe count."""
 
 
 def loader_options(
-    asked: Mapping[str, Any], processes: int, pictures: int, side: int = 1120
+    asked: Mapping[str, Any], processes: int, images: int, side: int = 1120
 ) -> dict[str, Any]:
     """Fields of ``TrainingArguments`` that a recipe leaves open, or that cannot be had on this
     machine, for one of its processes.
@@ -34,12 +34,12 @@ def loader_options(
     Args:
         asked: The recipe's own fields.
         processes: That train on this machine.
-        pictures: The most in a batch of one process.
-        side: Of a picture, in pixels.
+        images: The most in a batch of one process.
+        side: Of an image, in pixels.
     """
     workers = asked.get(NUM_WORKERS)
     if workers is None:
-        workers = default_workers(processes, pictures, side)
+        workers = default_workers(processes, images, side)
     elif workers == 0:
         return {NUM_WORKERS: 0}
     if workers:
@@ -58,13 +58,13 @@ def worker_start(offload: object, asked: Mapping[str, Any] = MappingProxyType({}
     return asked.get(CONTEXT) or ("spawn" if offload is True else None)
 
 
-def default_workers(processes: int, pictures: int, side: int) -> int:
+def default_workers(processes: int, images: int, side: int) -> int:
     """How many workers suit this machine; 0 for none."""
     workers = min(cores() // processes - 1, MOST_WORKERS)
-    return workers_with_room(max(workers, 0), processes, pictures, side)
+    return workers_with_room(max(workers, 0), processes, images, side)
 
 
-def workers_with_room(workers: int, processes: int, pictures: int, side: int = 1120) -> int:
+def workers_with_room(workers: int, processes: int, images: int, side: int = 1120) -> int:
     """How many of so many workers fit, with their batches, into half of the shared memory that is
     free now.
 
@@ -74,7 +74,7 @@ def workers_with_room(workers: int, processes: int, pictures: int, side: int = 1
     if not os.path.isdir(SHARED_MEMORY):  # not Linux
         return workers
     free = shutil.disk_usage(SHARED_MEMORY).free
-    batch = pictures * side * side * BYTES_A_PIXEL
+    batch = images * side * side * BYTES_A_PIXEL
     # One more of each is made while those ahead wait.
     needed = batch * (BATCHES_AHEAD + 1) * processes
     return min(workers, free // 2 // needed) if needed else workers

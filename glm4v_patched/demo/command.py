@@ -1,10 +1,10 @@
-"""The main job in miniature: fine-tune a tiny glm-4v, and test that it uses the pictures.
+"""The main job in miniature: fine-tune a tiny glm-4v, and test that it uses the images.
 
-1. A data set of pictures with questions is drawn and written to files.
+1. A data set of images with questions is drawn and written to files.
 2. A tiny model with random weights is saved, and trained from those files on several processes
    with DeepSpeed ZeRO-3, bf16 and activation checkpointing.
 3. A fresh process that cannot import this package loads what was saved and answers questions about
-   pictures it has not seen: before training, after it, and with the pictures swapped.
+   images it has not seen: before training, after it, and with the images swapped.
 """
 
 import json
@@ -28,10 +28,10 @@ from ..finetune.plots import plot_loss
 from ..finetune.recipe.sections import Data, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
-from ..inference.questions import Question, digest_pictures, question_of
-from ..inference.scoring import exact_match, swap_pictures
+from ..inference.questions import Question, digest_images, question_of
+from ..inference.scoring import exact_match, swap_images
 from ..models.placement import Device, Placement, place
-from .pictures import draw_data_set
+from .images import draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
@@ -120,7 +120,7 @@ def _run(out: Path, placement: Placement, steps: int) -> dict:
     report = json.loads((out / "trained" / "training.json").read_text())
 
     questions = [question_of(row, messages) for row, messages in enumerate(held_out)]
-    swapped = swap_pictures(questions, digest_pictures(questions))
+    swapped = swap_images(questions, digest_images(questions))
     before, after, after_swapped = _ask_fresh_process(
         out,
         [
@@ -148,7 +148,7 @@ def _run(out: Path, placement: Placement, steps: int) -> dict:
 
 
 def _draw(folder: Path, name: str, number: int, seed: int) -> Path:
-    """A file of so many conversations about pictures beside it."""
+    """A file of so many conversations about images beside it."""
     conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
     return folder / f"{name}.jsonl"

@@ -1,4 +1,4 @@
-"""Answer questions about pictures with a saved folder and nothing of this package.
+"""Answer questions about images with a saved folder and nothing of this package.
 
 Run as a file in a fresh process: ``python fresh_process.py REQUESTS ANSWERS``. The package is made
 impossible to import first, so what works here works for whoever downloads the folder.

@@ -61,7 +61,7 @@ def _show_rows(options: argparse.Namespace) -> int:
             try:
                 if isinstance(row, Fault):
                     raise ValueError(row.text)
-                told += "".join(f"\n  picture {picture}" for picture in row.pictures)
+                told += "".join(f"\n  image {image}" for image in row.images)
                 told += f"\n{show_sample(processor, row.messages)}"
             except (ValueError, OSError) as error:
                 told, unusable = f"{told}\n  {error}", unusable + 1

@@ -24,7 +24,7 @@ GB, GIB = 10**9, 2**30
 PUBLISHED_WEIGHTS = 28 * GB
 TAKEN = 2 * GIB  # of a GPU: more than a desktop takes
 # A container has 64 MB of it unless told otherwise. NCCL takes about 10 MB for a pair of processes,
-# and each worker that prepares pictures keeps some of 15 MB there.
+# and each worker that prepares images keeps some of 15 MB there.
 SHARED_MEMORY = GIB
 TEMPORARY = GB
 OPEN_FILES = 4096
@@ -132,7 +132,7 @@ def _check_shared_memory() -> Finding:
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB are free"
     if usage.free >= SHARED_MEMORY:
         return Finding(check, OK, text)
-    told = "NCCL and the workers that prepare pictures may end in a bus error"
+    told = "NCCL and the workers that prepare images may end in a bus error"
     return Finding(check, WARNING, f"{text}: {told}", cure)
 
 
@@ -142,5 +142,5 @@ def _check_limits() -> Iterator[Finding]:
         yield Finding("open files", OK, f"at most {soft:,} in a process")
     else:
         text = f"at most {soft:,} in a process, of {hard:,} that are allowed: workers that prepare"
-        text += " pictures may end with 'Too many open files'"
+        text += " images may end with 'Too many open files'"
         yield Finding("open files", WARNING, text, f"ulimit -n {min(hard, 65536)}")

@@ -32,7 +32,7 @@ def check_recipe(
     device: Device = "cuda",
 ) -> list[Finding]:
     """What the launcher would refuse, all of it, and what only shows when training has begun. Rows
-    are read and pictures decoded, as before a training."""
+    are read and images decoded, as before a training."""
     found: list[Finding] = []
 
     @contextmanager

@@ -37,5 +37,5 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-changed-data",
         action="store_true",
-        help="continue although rows or pictures have changed",
+        help="continue although rows or images have changed",
     )

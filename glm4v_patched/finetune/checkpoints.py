@@ -39,7 +39,7 @@ class Rows:
     """The rows that are learned, in their order.
 
     Args:
-        digest: Of all rows, with the bytes of their pictures.
+        digest: Of all rows, with the bytes of their images.
         evaluated: Digest of the rows for evaluation, where they decide what is saved or when the
             run ends.
     """

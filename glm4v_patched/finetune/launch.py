@@ -136,7 +136,7 @@ def _decide(
     require_space(out, needed_space(out, config_of(job.base), job.options, checkpoints))
     # What is to be removed is nothing to continue from.
     checkpoint = None if remove else starting_point(job, placement.processes, resume)
-    with doing("reading rows and pictures"):
+    with doing("reading rows and images"):
         checked = check_data(job)
     plan = make_plan(job, placement, checked, checkpoint, accept)
     print(printable(describe(plan, checked), kept="\n\t"), flush=True)

@@ -316,13 +316,13 @@ def check_data(job: Job) -> CheckedData:
     What is returned belongs into ``CHECKED_DATA`` in ``out``, where every process reads it.
 
     Raises:
-        ValueError: rows cannot be used, or their pictures would have another size than the model's.
+        ValueError: rows cannot be used, or their images would have another size than the model's.
     """
     processor, config = load_processor(job.base), config_of(job.base)
     places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
     if places != wanted:
         raise ValueError(
-            f"{job.base.model}: its pictures take {places:,} positions, and the model's "
+            f"{job.base.model}: its images take {places:,} positions, and the model's "
             f"{wanted:,}: image_size was lost when the tokenizer was saved; expected "
             f'"image_size": {config.vision.image_size} in tokenizer_config.json'
         )

@@ -30,7 +30,7 @@ from .recipe.file import Fault, collecting, read_document, shown
 from .recipe.model import base_of
 from .recipe.sections import Recipe, check_values
 from .recipe.shipped import find_recipe
-from .run_folder import fault_of_pictures
+from .run_folder import fault_of_images
 
 
 def check(
@@ -87,7 +87,7 @@ def _faults_here(
         value = known.get(name)
         if not isinstance(value, str):
             continue  # false or none; or it is invalid, which is reported elsewhere
-        text = fault_of(value) or (name == "out" and fault_of_pictures(Path(value)))
+        text = fault_of(value) or (name == "out" and fault_of_images(Path(value)))
         if text and name == "data.eval" and re.fullmatch(r"[\d.]+ ?%?", value):
             text += "; a share of the rows is a number without quotes or %: 0.05"
         if text:

@@ -44,7 +44,7 @@ MODEL = WEIGHTS + BESIDE
 CODE = ["*_chatglm.py"]
 CODE += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
 CHECKPOINTS = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # What a run that was stopped leaves beside checkpoints.
 PLOT, SHEET = "loss.png", "answers.png"
 STATE = [PLOT, SHEET, RECIPE, PLAN, CHECKED_DATA, "data.arrow", "data_eval.arrow"]
@@ -139,13 +139,13 @@ def _not_ours(path: Path) -> str:
     return f"{path} {told}"
 
 
-def fault_of_pictures(folder: Path) -> str | None:
-    """What pictures a folder holds that has been no run's: its files would lie among them."""
+def fault_of_images(folder: Path) -> str | None:
+    """What images a folder holds that has been no run's: its files would lie among them."""
     if not folder.is_dir() or read_record(folder) is not None:
         return None
-    found = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in PICTURES)
+    found = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in IMAGES)
     if found := [name for name in found if name not in (PLOT, SHEET)]:
-        told = f"it holds pictures ({listed(found, 2)}), among which the run would write its files"
+        told = f"it holds images ({listed(found, 2)}), among which the run would write its files"
         return f"{told}; expected a new folder"
     return None
 

@@ -53,22 +53,22 @@ def describe(plan: Plan, checked: CheckedData) -> str:
 
 
 def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> str:
-    """A conversation as the model sees it, pictures as their number of positions."""
+    """A conversation as the model sees it, images as their number of positions."""
     batch = ConversationCollator(processor)([list(conversation)])
     ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     marks = ["<|begin_of_image|>", "<|end_of_image|>"]
     begin, end = processor.tokenizer.convert_tokens_to_ids(marks)
-    kinds, in_picture = [], False
+    kinds, in_image = [], False
     for token, label in zip(ids, labels, strict=True):
-        in_picture = in_picture and token != end
-        kinds.append((in_picture, label != IGNORE_INDEX))
-        in_picture = in_picture or token == begin
+        in_image = in_image and token != end
+        kinds.append((in_image, label != IGNORE_INDEX))
+        in_image = in_image or token == begin
     shown = ""
-    for (is_picture, is_learned), places in groupby(range(len(ids)), key=kinds.__getitem__):
+    for (is_image, is_learned), places in groupby(range(len(ids)), key=kinds.__getitem__):
         some = [ids[at] for at in places]
         text = processor.decode(some, spaces_between_special_tokens=False)
-        if is_picture:
-            text = f"({len(some):,} positions of a picture)"
+        if is_image:
+            text = f"({len(some):,} positions of an image)"
         shown += f"[[{text}]]" if is_learned else text
     if len(shown) > LONGEST_SAMPLE:
         shown = f"{shown[:LONGEST_SAMPLE]} ... ({len(ids):,} positions)"
@@ -91,7 +91,7 @@ def _describe_changes(plan: Plan) -> str:
 def describe_data(checked: CheckedData, is_streamed: bool) -> str:
     counts = checked.counts
     told = "a stream, of which were looked at " if is_streamed else ""
-    told += f"{counts.rows:,} rows, {counts.pictures:,} pictures; {counts.positions:,} positions, "
+    told += f"{counts.rows:,} rows, {counts.images:,} images; {counts.positions:,} positions, "
     told += f"of which {counts.learned:,} are learned"
     return told + (f"; {checked.skipped:,} rows left out" if checked.skipped else "")
 

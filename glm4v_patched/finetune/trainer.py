@@ -46,7 +46,7 @@ class RecipeTrainer(Trainer):
     Args:
         model: A glm-4v, or peft's around one.
         loop: What is asked that ``TrainingArguments`` has no field for.
-        features: With it, pictures that they know do not go through the tower.
+        features: With it, images that they know do not go through the tower.
         eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
         sample: Rows that are answered at each evaluation.
     """
@@ -144,7 +144,7 @@ class RecipeTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.features is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        inputs = self.features.replace_pictures(inputs)
+        inputs = self.features.replace_images(inputs)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         self.features.keep(outputs)
         return (loss, outputs) if return_outputs else loss
@@ -217,7 +217,7 @@ class RecipeTrainer(Trainer):
     def _sum_of_losses(self, inputs: dict) -> torch.Tensor:
         inputs = cast(dict, self._prepare_inputs(inputs))
         if self.features is not None:
-            inputs = self.features.replace_pictures(inputs)
+            inputs = self.features.replace_images(inputs)
         # In eval mode the model would return logits and a cache unless it is told.
         asked = {"num_items_in_batch": 1, "skip_logits": True, "use_cache": False}
         with self.compute_loss_context_manager():
@@ -263,7 +263,7 @@ class RecipeTrainer(Trainer):
         if self._last_step is None:
             return
         model, inputs = self._last_step
-        # In training mode, as processes without a picture then keep the others' order. Compiled
+        # In training mode, as processes without an image then keep the others' order. Compiled
         # layers would be compiled anew without gradients.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with (

@@ -14,8 +14,8 @@ from transformers import TrainerState, TrainingArguments
 from ..atomic import write_atomically
 from ..data.checked_data import CheckedData
 from ..data.collate import ConversationCollator
+from ..data.image_files import Stamp
 from ..data.packing import PackedRows, PackingCollator
-from ..data.pictures import Stamp
 from ..data.stream import Stream, StreamCollator
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.environment import python_module, training_environment
 from ..models.base import Base, identify
 from .answers_file import AnswersFile, Line, open_answers
-from .questions import Question, Request, digest_pictures, digest_questions, read_questions
+from .questions import Question, Request, digest_images, digest_questions, read_questions
 
 if TYPE_CHECKING:
     from .answer_worker import Answer
@@ -28,13 +28,13 @@ def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Li
     are replaced when the first answer is there.
 
     Raises:
-        ValueError: the model, the data, a picture or ``out`` cannot be used, before a model is
+        ValueError: the model, the data, an image or ``out`` cannot be used, before a model is
             loaded; RuntimeError: answering failed, and what was answered is in ``out``.
     """
     base = request.find()
     request.require_apart(base, out)
     questions = read_questions(request.data)
-    settings = settings_of(request, base, questions, digest_pictures(questions))
+    settings = settings_of(request, base, questions, digest_images(questions))
     return answer_questions(request, base, questions, settings, out, overwrite)
 
 
@@ -48,10 +48,10 @@ def answer_questions(
 ) -> list[Line]:
     """:func:`answer_file` of questions that were read, and their :func:`settings_of`; without
     ``out`` nothing is written."""
-    from ..data.check import require_pictures
+    from ..data.check import require_images
     from .answer_worker import require_room
 
-    require_pictures(request.data)
+    require_images(request.data)
     require_room(base, questions, request.generation.max_new_tokens)
     if out is None:
         return [*_answer(request, base, questions, len(questions))]
@@ -101,11 +101,11 @@ def describe_speed(rows: int, seconds: float, first: float) -> str:
 
 
 def settings_of(
-    request: Request, base: Base, questions: Sequence[Question], pictures: Mapping[str, str]
+    request: Request, base: Base, questions: Sequence[Question], images: Mapping[str, str]
 ) -> dict[str, Any]:
     """What decides the answers. Batches and processes do not, but for rounding."""
     options = asdict(request.generation) | {"weights": request.weights}
-    data = digest_questions(questions, pictures)
+    data = digest_questions(questions, images)
     return {"model": identify(base), "data": data, "options": options}
 
 

@@ -28,7 +28,7 @@ from .questions import Generation, ModelOptions, Question, Request
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024
 MOST_READERS = 4
-"""Threads that read pictures: Pillow and torch let others run meanwhile."""
+"""Threads that read images: Pillow and torch let others run meanwhile."""
 
 
 class Answer(NamedTuple):
@@ -147,7 +147,7 @@ class Answerer:
         return self.place(encode(self.processor, prompts))
 
     def place(self, batch):
-        """A batch of :func:`encode` on the model's device, pictures in its dtype. In a thread of
+        """A batch of :func:`encode` on the model's device, images in its dtype. In a thread of
         its own: a GPU goes on computing meanwhile. What was placed before must have been answered
         before it is freed."""
         if self.copies is None:
@@ -181,7 +181,7 @@ def encode(processor, prompts: Sequence[Any]) -> Any:
 
 
 def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
-    """Position ids that each prompt takes; opens no picture, which takes three."""
+    """Position ids that each prompt takes; opens no image, which takes three."""
     if isinstance(prompts[0], str):
         return [len(ids) for ids in processor.tokenizer([*prompts])["input_ids"]]
     rows = processor.tokenizer.apply_chat_template(
@@ -196,7 +196,7 @@ def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
 def answer_parts(
     request: Request, base: Base, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
-    """Load a model and answer batch after batch. Pictures of the next ones are read meanwhile, in
+    """Load a model and answer batch after batch. Images of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded; the next batch is copied to the
     GPU while it answers.
     """
@@ -236,7 +236,7 @@ def answer_parts(
 
 def require_room(base: Base, questions: Sequence[Question], new: int) -> None:
     """Raise ``ValueError`` naming the rows that leave no room for an answer of so many tokens; no
-    picture is opened."""
+    image is opened."""
     processor, limit = load_processor(base), loading.config_of(base).seq_length
     found: list[tuple[int, int]] = []
     for some in batches(questions, 64):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..atomic import explain_failed_writes, open_atomically, require_file, take_lock
-from ..data.messages import pictures_of, text_of
+from ..data.messages import images_of, text_of
 from ..data.rows import Source
 from ..terminal_text import shorten
 from .questions import Question
@@ -34,7 +34,7 @@ class Line(NamedTuple):
     def to_json(self) -> str:
         """What is asked stands there, too, so that the file can be read by itself."""
         row, prompt, reference, swapped = self.question
-        told = {"row": row, "question": text_of(prompt[-1]), "pictures": pictures_of(prompt)}
+        told = {"row": row, "question": text_of(prompt[-1]), "images": images_of(prompt)}
         told |= {"answer": self.answer, "finish_reason": self.finish_reason}
         if reference is not None:
             told |= {"reference": reference, "right": exact_match(self.answer, reference) == 1}
@@ -57,12 +57,12 @@ def open_answers(
         path: Its folder is made if it is missing.
         questions: That it will have an answer to.
         settings: What its answers belong to, by names that are told where they differ.
-        data: What the questions are of; it and its pictures are not written to.
+        data: What the questions are of; it and its images are not written to.
         overwrite: Whether a file that is there may be replaced, at the first answer.
     """
     for each in (path, settings_path(path)):
         require_file(each, alone=True)
-    for other in (data.path, *(p for q in questions for p in pictures_of(q.prompt))):
+    for other in (data.path, *(p for q in questions for p in images_of(q.prompt))):
         if path.exists() and Path(other).exists() and path.samefile(other):
             raise ValueError(f"--out {path} is what is read; expected another file")
     if not overwrite:

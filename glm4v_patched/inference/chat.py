@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with pictures in any turn."""
+"""A conversation in the terminal, with images in any turn."""
 
 import sys
 from argparse import Namespace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .answer_worker import Answerer
 
 HELP = """\
-/image PATH  show a picture with the next question; may be given several times
+/image PATH  show an image with the next question; may be given several times
 /reset       begin a new conversation
 /exit        end, as the end of the input does"""
 
@@ -30,7 +30,7 @@ def chat(options: Namespace) -> None:
             raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
     generation = of_options(Generation, options)
     for image in options.image:
-        check_picture(image)
+        check_image(image)
     asked = of_options(ModelOptions, options)
     base = asked.find()
 
@@ -41,8 +41,8 @@ def chat(options: Namespace) -> None:
     Chat(answerer, config_of(base).seq_length, options.system, options.image).run(sys.stdin)
 
 
-def check_picture(path: str) -> None:
-    """Raise ``ValueError`` if a picture is not there or cannot be decoded."""
+def check_image(path: str) -> None:
+    """Raise ``ValueError`` if an image is not there or cannot be decoded."""
     if (fault := read_facts(path).fault) is not None:
         raise ValueError(f"the image {path} {fault}")
 
@@ -91,9 +91,9 @@ class Chat:
         elif command == "/image":
             path = rest.strip().strip("\"'")
             if not path:
-                raise ValueError("/image: expected the path of a picture after it")
+                raise ValueError("/image: expected the path of an image after it")
             path = expand(path)
-            check_picture(path)
+            check_image(path)
             self.images.append(path)
         elif command == "/reset":
             self.messages, self.images = [*self.start], []
@@ -104,7 +104,7 @@ class Chat:
         return True
 
     def ask(self, text: str) -> None:
-        """Answer a question, which shows the pictures that were given since the last one."""
+        """Answer a question, which shows the images that were given since the last one."""
         from .answer_worker import Words, positions_of
 
         asked = [*self.messages, question(text, self.images)]
@@ -132,7 +132,7 @@ class Chat:
 
 
 def question(text: str, images: Sequence[str]) -> dict:
-    """The message of a question that shows pictures."""
+    """The message of a question that shows images."""
     if not images:
         return {"role": "user", "content": text}
     parts = [{"type": "image", "image": image} for image in images]

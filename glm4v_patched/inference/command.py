@@ -25,7 +25,7 @@ def add_commands(commands) -> None:
     evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
     evaluate.set_defaults(run=_evaluate)
     _add_data(evaluate)
-    folder = "folder for answers, picture sheet and metrics.json; default: nothing is written"
+    folder = "folder for answers, image sheet and metrics.json; default: nothing is written"
     evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=folder)
     own = "a function of your own, given an answer and a reference, that returns a number"
     evaluate.add_argument("--metric", type=expand, metavar="FILE.py:FUNCTION", help=own)
@@ -43,7 +43,7 @@ def add_commands(commands) -> None:
     bits = "of the layers' weights: floating point or integers of 8 bits, or integers of 4"
     formats = ("fp8", "int8", "int4")
     export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits)
-    shown = "rows with pictures, such as were trained on, by which rounding is chosen"
+    shown = "rows with images, such as were trained on, by which rounding is chosen"
     export.add_argument("--calibration", type=expand, required=True, metavar="FILE", help=shown)
     taken = "rows of --calibration that are taken, evenly spread (default: 256)"
     export.add_argument("--rows", type=_at_least_one, default=256, metavar="N", help=taken)
@@ -53,7 +53,7 @@ def add_commands(commands) -> None:
     _add_generation(export, ["max_new_tokens"])
     _add_fields(export)
 
-    chat = commands.add_parser("chat", help="ask a model about pictures, turn after turn")
+    chat = commands.add_parser("chat", help="ask a model about images, turn after turn")
     chat.set_defaults(run=_chat)
     _add_model(chat)
     second = "a second model for --web, shown beside the first"
@@ -61,9 +61,9 @@ def add_commands(commands) -> None:
     page = "show a page in the browser, which only this machine reaches"
     chat.add_argument("--web", action="store_true", help=page)
     chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
-    shown = "a picture that the first question shows; several are allowed"
+    shown = "an image that the first question shows; several are allowed"
     chat.add_argument(
-        "--image", type=expand, action="append", default=[], metavar="PICTURE", help=shown
+        "--image", type=expand, action="append", default=[], metavar="IMAGE", help=shown
     )
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
     _add_generation(chat, AS_THEY_COME)
@@ -94,8 +94,8 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Limits)
     body = "millions of bytes that a request may have (default: 32)"
     add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
-    pixels = "millions of pixels that a picture may have, a request 4 times (default: 50)"
-    add("--max-picture-megapixels", type=_at_least_one, default=50, metavar="N", help=pixels)
+    pixels = "millions of pixels that an image may have, a request 4 times (default: 50)"
+    add("--max-image-megapixels", type=_at_least_one, default=50, metavar="N", help=pixels)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -118,11 +118,11 @@ def _add_fields(parser: argparse.ArgumentParser):
         "--image-folder",
         type=expand,
         metavar="FOLDER",
-        help="what paths of pictures are relative to",
+        help="what paths of images are relative to",
     )
     add("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
     add("--split", metavar="NAME", help="of a set that has them (default: train)")
-    add("--allow-urls", action="store_true", help="fetch pictures by http(s)")
+    add("--allow-urls", action="store_true", help="fetch images by http(s)")
     return add
 
 

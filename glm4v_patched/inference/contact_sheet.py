@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from ..atomic import open_atomically
-from ..data.messages import pictures_of, text_of
+from ..data.messages import images_of, text_of
 from ..terminal_text import listed
 from .questions import Question, spread
 from .scoring import exact_match
@@ -71,7 +71,7 @@ def _draw(title: str, shown: Sequence[tuple[Question, str, int | str]], path: Pa
         wrap([(_without(missing, text), color) for text, color in cell], CHARACTERS)
         for cell in cells
     ]
-    has_images = any(pictures_of(question.prompt) for question, *_ in shown)
+    has_images = any(images_of(question.prompt) for question, *_ in shown)
     top = MARGIN + len(head) * LINE_HEIGHT + MARGIN
     texts_at = IMAGES_HEIGHT if has_images else 0
     cell_height = texts_at + (max(map(len, cells), default=0) + 1) * LINE_HEIGHT
@@ -82,7 +82,7 @@ def _draw(title: str, shown: Sequence[tuple[Question, str, int | str]], path: Pa
     for place, ((question, *_), cell) in enumerate(zip(shown, cells, strict=True)):
         left = MARGIN + place % COLUMNS * (CELL_WIDTH + MARGIN)
         upper = top + place // COLUMNS * cell_height
-        _draw_images(figure, pictures_of(question.prompt), left, upper)
+        _draw_images(figure, images_of(question.prompt), left, upper)
         _write(figure, cell, left, upper + texts_at, families)
     with open_atomically(path) as file:
         figure.savefig(file, format="png")
@@ -90,7 +90,7 @@ def _draw(title: str, shown: Sequence[tuple[Question, str, int | str]], path: Pa
 
 def lines_of(question: Question, answer: str, row: int | str) -> Lines:
     """Return what a cell says, a text for each kind of line."""
-    files = [Path(picture).name for picture in pictures_of(question.prompt)]
+    files = [Path(image).name for image in images_of(question.prompt)]
     lines = [(", ".join([f"row {row}", *files]), GRAY), (text_of(question.prompt[-1]), BLACK)]
     if _is_right(question, answer):
         return [*lines, (answer, RIGHT)]

@@ -1,4 +1,4 @@
-"""Scores of a model's answers, with the right pictures and with those of other rows."""
+"""Scores of a model's answers, with the right images and with those of other rows."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from ..atomic import explain_failed_writes, require_file, write_atomically
 from .answer import answer_questions, settings_of
 from .answers_file import Line
 from .contact_sheet import draw_sheet
-from .questions import Request, digest_pictures, read_questions
-from .scoring import METRICS, Metric, load_metric, mean_score, swap_pictures
+from .questions import Request, digest_images, read_questions
+from .scoring import METRICS, Metric, load_metric, mean_score, swap_images
 
 ANSWERS, REPORT, SHEET = "answers.jsonl", "metrics.json", "answers.png"
 VERSIONS = ("torch", "transformers")
@@ -25,7 +25,7 @@ def evaluate(
     metric: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Answer every row with its pictures and with another row's, and compare with the references.
+    """Answer every row with its images and with another row's, and compare with the references.
 
     Args:
         out: Folder for ``answers.jsonl``, ``answers.png`` and ``metrics.json``; answers that are
@@ -34,7 +34,7 @@ def evaluate(
 
     Returns:
         What goes to ``metrics.json``: the mean of each metric, and under ``NAME_swapped`` the mean
-        with other pictures; None where no row has pictures to swap.
+        with other images; None where no row has images to swap.
 
     Raises:
         As :func:`answer.answer_file`; ValueError also where a row has no reference, or the metric
@@ -48,9 +48,9 @@ def evaluate(
     questions = read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
-    pictures = digest_pictures(questions)
-    asked = [*questions, *swap_pictures(questions, pictures)]
-    settings = settings_of(request, base, asked, pictures)
+    images = digest_images(questions)
+    asked = [*questions, *swap_images(questions, images)]
+    settings = settings_of(request, base, asked, images)
     answers = None if out is None else out / ANSWERS
     lines = answer_questions(request, base, asked, settings, answers, overwrite)
     report = {
@@ -85,7 +85,7 @@ def _require_ours(out: Path, overwrite: bool) -> None:
 
 
 def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, Any]:
-    """Numbers of rows, and the mean of each metric with right and with swapped pictures."""
+    """Numbers of rows, and the mean of each metric with right and with swapped images."""
     right = [line for line in lines if not line.question.swapped]
     swapped = [line for line in lines if line.question.swapped]
     cut = sum(line.finish_reason == "length" for line in right)
@@ -101,14 +101,12 @@ def describe(report: dict[str, Any], out: Path | None = None) -> str:
     """The scores as a table, and what they are of."""
     names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
     wide = max(len(name) for name in names)
-    lines = [f"{'':{wide}}  right pictures  swapped pictures"]
+    lines = [f"{'':{wide}}  right images  swapped images"]
     for name in names:
         swapped = report[f"{name}_swapped"]
         told = "no rows" if swapped is None else f"{swapped:.4f}"
         lines.append(f"{name:{wide}}  {report[name]:>14.4f}  {told:>16}")
-    lines.append(
-        f"{report['rows']:,} rows, {report['rows_swapped']:,} of them with swapped pictures"
-    )
+    lines.append(f"{report['rows']:,} rows, {report['rows_swapped']:,} of them with swapped images")
     if report["rows_cut"]:
         lines[-1] += f"; {report['rows_cut']:,} answers were cut at --max-new-tokens"
     if out is not None:

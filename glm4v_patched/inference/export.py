@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from ..data.messages import pictures_of
+from ..data.messages import images_of
 from ..data.rows import Source
 from ..data.source import folders_of_set
 from ..engine.gpus import free_on_gpus
@@ -104,7 +104,7 @@ def export(
         ValueError: model, rows or ``out`` cannot be used, or disk or memory do not suffice.
         RuntimeError: a package is missing, or is another version than is needed.
     """
-    from ..data.check import check_sets, require_pictures
+    from ..data.check import check_sets, require_images
     from ..models.loading import config_of, load_processor
 
     require_new(out)
@@ -121,13 +121,13 @@ def export(
         require_apart(out, folders_of_set(evaluation.data, "--evaluate"), "--out")
         evaluation.place()
         read_questions(evaluation.data, with_reference=True)
-        require_pictures(evaluation.data)
+        require_images(evaluation.data)
     processor = load_processor(base)
     checked = check_sets([calibration], processor, config_of(base).seq_length)
     conversations = spread(checked.conversations(), rows)
-    if not any(map(pictures_of, conversations)):
+    if not any(map(images_of, conversations)):
         raise ValueError(
-            f"none of {len(conversations):,} rows of --calibration has a picture; expected rows "
+            f"none of {len(conversations):,} rows of --calibration has an image; expected rows "
             "like those that the model will be asked"
         )
     held = weights_of(base)
@@ -219,5 +219,5 @@ def needs_of(
     vision = config.vision
     kept = [sum(size.positions for size in sizes) * config.hidden_size]
     if format.tower:
-        kept.append(sum(size.images for size in sizes) * vision.num_positions * vision.hidden_size)
+        kept.append(sum(size.num_images for size in sizes) * vision.num_positions * vision.hidden_size)
     return saved, weights + statistics + max(kept) * width

@@ -1,7 +1,7 @@
 """llm-compressor's GPTQ, a layer of the model after another. Only :mod:`export` imports this.
 
 llm-compressor's own sequential pipeline traces the whole model by torch.fx, which cannot follow
-rows whose lengths depend on their pictures; its basic one holds the statistics of all layers at
+rows whose lengths depend on their images; its basic one holds the statistics of all layers at
 once (100 GB at the real size). Here each layer is called by itself, on what went into it.
 """
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.messages import pictures_of, replace_pictures, text_of, without_marks
-from ..data.pictures import Stamp
+from ..data.image_files import Stamp
+from ..data.messages import images_of, replace_images, text_of, without_marks
 from ..data.rows import Fault, Source, describe_faults, read_rows, split_rows
 from ..data.source import folders_of_set
 from ..models.base import Base, folders_of
@@ -35,7 +35,7 @@ class Question(NamedTuple):
         row: Its line in the file.
         prompt: Messages.
         reference: The answer that the row ends with, if it does.
-        swapped: Whether the pictures are those of another row.
+        swapped: Whether the images are those of another row.
     """
 
     row: int
@@ -175,13 +175,13 @@ def question_of(row: int, messages: list[dict]) -> Question:
     return Question(row, without_marks(prompt), f"{tool}\n{words}" if tool else words)
 
 
-def digest_pictures(questions: Sequence[Question]) -> dict[str, str]:
-    """sha256 of each picture's bytes, by its path; raises ``ValueError`` if one cannot be read."""
+def digest_images(questions: Sequence[Question]) -> dict[str, str]:
+    """sha256 of each image's bytes, by its path; raises ``ValueError`` if one cannot be read."""
     from tqdm import tqdm
 
-    rows = {path: question.row for question in questions for path in pictures_of(question.prompt)}
+    rows = {path: question.row for question in questions for path in images_of(question.prompt)}
     digests = {}
-    bar: dict[str, Any] = {"unit": "file", "desc": "reading pictures", "disable": None, "delay": 1}
+    bar: dict[str, Any] = {"unit": "file", "desc": "reading images", "disable": None, "delay": 1}
     for path, row in tqdm(rows.items(), **bar):
         try:
             digests[path] = Stamp.of(path).sha256
@@ -190,15 +190,15 @@ def digest_pictures(questions: Sequence[Question]) -> dict[str, str]:
     return digests
 
 
-def digest_questions(questions: Sequence[Question], pictures: Mapping[str, str]) -> str:
+def digest_questions(questions: Sequence[Question], images: Mapping[str, str]) -> str:
     """sha256 of rows and references.
 
     Args:
-        pictures: Of :func:`digest_pictures`: they count by their bytes, and may move.
+        images: Of :func:`digest_images`: they count by their bytes, and may move.
     """
     digest = hashlib.sha256()
     for question in questions:
-        prompt = replace_pictures(question.prompt, pictures.__getitem__)
+        prompt = replace_images(question.prompt, images.__getitem__)
         row = [question.row, prompt, question.reference, question.swapped]
         digest.update(json.dumps(row, sort_keys=True).encode())
     return digest.hexdigest()

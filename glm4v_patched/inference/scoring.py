@@ -1,4 +1,4 @@
-"""How answers are compared with references, and whether they depend on the pictures; needs no
+"""How answers are compared with references, and whether they depend on the images; needs no
 torch."""
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..data.messages import pictures_of, replace_pictures, text_of
+from ..data.messages import images_of, replace_images, text_of
 from .questions import Question
 
 Metric = Callable[[str, str], float]
@@ -76,19 +76,19 @@ def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> f
     return round(math.fsum(scores) / len(scores), 4) if scores else None
 
 
-def swap_pictures(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
-    """The questions with the pictures of another row that has a different reference, and none of
-    their own pictures.
+def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
+    """The questions with the images of another row that has a different reference, and none of
+    their own images.
 
-    Of a row with the same question, if there is one; else of any with as many pictures. Rows
-    without pictures, or without such another row, are left out.
+    Of a row with the same question, if there is one; else of any with as many images. Rows
+    without images, or without such another row, are left out.
 
     Args:
-        digests: Of pictures by their paths; those with one digest are one picture.
+        digests: Of images by their paths; those with one digest are one image.
     """
     alike: dict[tuple, list[Question]] = defaultdict(list)
     for question in questions:
-        if number := len(pictures_of(question.prompt)):
+        if number := len(images_of(question.prompt)):
             alike[number,].append(question)
             alike[number, text_of(question.prompt[-1])].append(question)
     partners: dict[int, Question] = {}
@@ -96,7 +96,7 @@ def swap_pictures(questions: Sequence[Question], digests: Mapping[str, str]) -> 
         partners |= _partners(alike[key], digests)
     return [
         question._replace(
-            prompt=_with_pictures(question.prompt, pictures_of(partners[question.row].prompt)),
+            prompt=_with_images(question.prompt, images_of(partners[question.row].prompt)),
             swapped=True,
         )
         for question in questions
@@ -105,12 +105,12 @@ def swap_pictures(questions: Sequence[Question], digests: Mapping[str, str]) -> 
 
 
 def _partners(questions: Sequence[Question], digests: Mapping[str, str]) -> dict[int, Question]:
-    """For each row another one, with another reference and other pictures."""
+    """For each row another one, with another reference and other images."""
     # In files that are sorted by their answers, the next row has the same one.
     rows = random.Random(0).sample(questions, len(questions))
-    shown = [frozenset(digests[path] for path in pictures_of(row.prompt)) for row in rows]
+    shown = [frozenset(digests[path] for path in images_of(row.prompt)) for row in rows]
     to_reference = _to_the_next_other([row.reference for row in rows])
-    to_pictures = _to_the_next_other(shown)
+    to_images = _to_the_next_other(shown)
     found: dict[int, Question] = {}
     for at, row in enumerate(rows):
         ahead = to_reference[at]
@@ -119,7 +119,7 @@ def _partners(questions: Sequence[Question], digests: Mapping[str, str]) -> dict
             if rows[place].reference == row.reference:
                 ahead += to_reference[place]
             elif shown[place] == shown[at]:
-                ahead += to_pictures[place]
+                ahead += to_images[place]
             elif shown[place] & shown[at]:
                 ahead += 1
             else:
@@ -139,6 +139,6 @@ def _to_the_next_other(values: Sequence[Any]) -> list[int]:
     return steps
 
 
-def _with_pictures(prompt: list[dict], pictures: Sequence[str]) -> list[dict]:
-    names = iter(pictures)
-    return replace_pictures(prompt, lambda _: next(names))
+def _with_images(prompt: list[dict], images: Sequence[str]) -> list[dict]:
+    names = iter(images)
+    return replace_images(prompt, lambda _: next(names))

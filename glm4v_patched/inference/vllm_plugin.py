@@ -141,7 +141,7 @@ def _moved(faults: Iterable[object]) -> str:
     return (
         f"glm4v_patched cannot give glm-4v its positions in vLLM {vllm.__version__}: "
         f"{'; '.join(map(str, faults))}. {cure} (or VLLM_PLUGINS= to serve without the plug-in: "
-        "answers about pictures are then others than trained)"
+        "answers about images are then others than trained)"
     )
 
 

@@ -21,7 +21,7 @@ def chat_in_browser(options: Namespace) -> None:
     """Show a page of one or two models until the process is told to end; only who knows the address
     that is printed can ask."""
     if options.image:
-        raise ValueError(f"--image {options.image[0]}: with --web, pictures are given in the page")
+        raise ValueError(f"--image {options.image[0]}: with --web, images are given in the page")
     if options.other == options.model:
         raise ValueError(f"the second model ({options.other}) is the first one: give another")
     asked, generation = of_options(ModelOptions, options), of_options(Generation, options)

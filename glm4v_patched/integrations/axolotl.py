@@ -1,4 +1,4 @@
-"""glm-4v's pictures for axolotl, whose list of models that see has no ``chatglm``.
+"""glm-4v's images for axolotl, whose list of models that see has no ``chatglm``.
 
 ``python -m glm4v_patched.run axolotl train ...`` registers it by itself. A script of its own calls
 :func:`register`. Everything of type ``chatglm`` is a glm-4v for axolotl from then on.

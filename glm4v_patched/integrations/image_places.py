@@ -1,4 +1,4 @@
-"""Where pictures stand in a message: ``<image>``, as ms-swift and LLaMA-Factory write it."""
+"""Where images stand in a message: ``<image>``, as ms-swift and LLaMA-Factory write it."""
 
 import re
 
@@ -11,8 +11,8 @@ FIRST = re.compile(rf"(?:\s*{PLACE})*")
 
 def images_first(content: str) -> tuple[int, str]:
     """How many places stand at the beginning and end of a message, and its words without them and
-    the space around (LLaVA's "<image>\\n"): the model is used to pictures before the words. Places
-    between words stay, and with them those at the end, so that pictures keep their order."""
+    the space around (LLaVA's "<image>\\n"): the model is used to images before the words. Places
+    between words stay, and with them those at the end, so that images keep their order."""
     if PLACE not in content:
         return 0, content
     before = FIRST.match(content)[0]  # type: ignore[index]  # which may be empty

@@ -1,4 +1,4 @@
-"""glm-4v's pictures for LLaMA-Factory: ``template: glm4`` takes them where the model is a glm-4v.
+"""glm-4v's images for LLaMA-Factory: ``template: glm4`` takes them where the model is a glm-4v.
 
 ``python -m glm4v_patched.run llamafactory-cli train ...`` registers it by itself. A script of its
 own calls :func:`register` and that of ``llamafactory_parts``.
@@ -14,7 +14,7 @@ from llamafactory.data.template import TEMPLATES, Template
 
 import glm4v_patched
 
-from ..remote.image_processing_chatglm import as_picture
+from ..remote.image_processing_chatglm import as_image
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from .api_check import require_members
 from .image_places import BEGIN, END, PLACE, UNGROWN, images_first
@@ -56,7 +56,7 @@ class GLM4VPlugin(mm_plugin.BasePlugin):
             image["bytes"] or image["path"] if isinstance(image, dict) else image
             for image in images
         ]
-        return {"images": [as_picture(source) for source in sources]}
+        return {"images": [as_image(source) for source in sources]}
 
 
 class GLM4VTemplate(Template):
@@ -70,7 +70,7 @@ class GLM4VTemplate(Template):
         for name, slots in PIECES.items():
             setattr(self, name, StringFormatter(slots=slots))
         logger.info(
-            "glm4 takes glm-4v's pictures, at full size: image_max_pixels and image_min_pixels "
+            "glm4 takes glm-4v's images, at full size: image_max_pixels and image_min_pixels "
             "have no effect"
         )
 

@@ -37,7 +37,7 @@ import glm4v_patched
 
 from ..patch.config_json import read_object, why_not_glm4v
 from ..patch.patch_set import PatchSet, Swap
-from ..remote.image_processing_chatglm import as_picture
+from ..remote.image_processing_chatglm import as_image
 from .api_check import require_members
 from .image_places import BEGIN, END, PLACE, UNGROWN, images_first
 
@@ -78,15 +78,15 @@ class GLM4VTemplate(Template):
 
     @staticmethod
     def _load_image(image, load_images):
-        # swift's own leaves pictures lying that EXIF says to turn.
+        # swift's own leaves images lying that EXIF says to turn.
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
         found = load_file(image)
-        return as_picture(found.getvalue() if isinstance(found, BytesIO) else found)
+        return as_image(found.getvalue() if isinstance(found, BytesIO) else found)
 
     def replace_tag(self, media_type, index, inputs):
         if media_type != "image":
-            raise ValueError(f"glm-4v takes pictures, no {media_type}")
+            raise ValueError(f"glm-4v takes images, no {media_type}")
         if self.mode in ("vllm", "lmdeploy", "sglang"):  # these grow the row themselves
             return [UNGROWN]
         begin, end = self.tokenizer.convert_tokens_to_ids([BEGIN, END])
@@ -111,14 +111,14 @@ class GLM4VTemplate(Template):
         return [token for piece in pieces if piece for token in tokenize(piece, **kwargs)]
 
     def _encode(self, inputs):
-        # GRPO encodes prompts without their pictures, to log them.
+        # GRPO encodes prompts without their images, to log them.
         if inputs.images or self._is_learned(inputs):
             _check_places(inputs)
         encoded = super()._encode(inputs)
         begin = self.tokenizer.convert_tokens_to_ids(BEGIN)
         if (number := encoded["input_ids"].count(begin)) != len(inputs.images):
             raise ValueError(
-                f"a row has {len(inputs.images)} pictures and {number} times {BEGIN}: take that "
+                f"a row has {len(inputs.images)} images and {number} times {BEGIN}: take that "
                 "token out of its texts"
             )
         if encoded.get("labels") is not None and self.use_chat_template:
@@ -246,8 +246,8 @@ def _check_places(inputs: StdTemplateInputs) -> None:
     places = sum(text.count(PLACE) for text in texts if isinstance(text, str))
     if places > len(inputs.images):
         raise ValueError(
-            f"a row has {len(inputs.images)} pictures and {places} places for them ({PLACE}) in "
-            'its messages: give each its picture, in "images"'
+            f"a row has {len(inputs.images)} images and {places} places for them ({PLACE}) in "
+            'its messages: give each its image, in "images"'
         )
 
 

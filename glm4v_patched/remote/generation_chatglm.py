@@ -320,9 +320,9 @@ class ChatGLMGenerationMixin(GenerationMixin):
 
     def generate_batch(self, *args, **kwargs):
         """Raises ``ValueError``: transformers' continuous batching hands on ids alone, without
-        pictures, counts positions by place, and takes rows with equal ids for equal."""
+        images, counts positions by place, and takes rows with equal ids for equal."""
         raise ValueError(
-            "continuous batching of transformers hands on no pictures: answer with generate(), "
+            "continuous batching of transformers hands on no images: answer with generate(), "
             "rows padded on the left"
         )
 

@@ -92,7 +92,7 @@ def grow_rows(
     wait for each to be started; what is returned is where the ids are.
 
     Args:
-        num_images: Pictures that come with these rows; with ``num_cached``, those of whole rows or
+        num_images: Images that come with these rows; with ``num_cached``, those of whole rows or
             of what follows the cache.
         prompt_length: Columns from here on were drawn by generation: a begin or end id among them
             is an ordinary token. Default: all columns are the prompt.

@@ -1,8 +1,8 @@
 """Image preprocessing of glm-4v-9b as a transformers image processor.
 
 The computation is upstream's: PIL bicubic resize to a square without keeping the aspect ratio,
-division by 255, normalization with the CLIP constants, float32, channels first. A picture has the
-same pixels whichever way it comes; what cannot be told is refused (:func:`as_picture`).
+division by 255, normalization with the CLIP constants, float32, channels first. An image has the
+same pixels whichever way it comes; what cannot be told is refused (:func:`as_image`).
 """
 
 import base64
@@ -105,7 +105,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
         """Preprocess images.
 
         Args:
-            images: A picture as :func:`as_picture` takes it, or a (nested) list of those; arrays
+            images: An image as :func:`as_image` takes it, or a (nested) list of those; arrays
                 and tensors of four dimensions are several.
             return_tensors: ``"pt"``, ``"np"``, or None for numpy.
 
@@ -132,7 +132,7 @@ class ChatGLMImageProcessor(BaseImageProcessor):
 
     def _preprocess_one(self, image, do_convert_rgb: bool, out: np.ndarray) -> None:
         """Write ``[3, S, S]`` to ``out``."""
-        pil = as_picture(image)
+        pil = as_image(image)
         if do_convert_rgb:
             pil = pil.convert("RGB")
         elif pil.mode != "RGB":
@@ -151,14 +151,14 @@ class ChatGLMImageProcessor(BaseImageProcessor):
             np.take(table, pixels[..., channel], out=out[channel], mode="clip")
 
 
-def as_picture(image) -> "PIL.Image.Image":
+def as_image(image) -> "PIL.Image.Image":
     """A PIL image of 8 bits a channel, upright.
 
     Args:
         image: A PIL image; the path of a file (``str`` or ``pathlib.Path``); an URL; base64, also
             as ``data:image/...``; the bytes of a file; or an array or tensor, ``(height, width)``
             or with 1, 3 or 4 channels first or last. Numbers are 0 to 255, or, in floating point,
-            0 to 1; ``bool`` is black and white. A picture that says in EXIF how it was held is
+            0 to 1; ``bool`` is black and white. An image that says in EXIF how it was held is
             turned, a PIL image too.
 
     Raises:
@@ -206,7 +206,7 @@ def _reading(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{name} cannot be read as a picture: {error}") from error
+        raise ValueError(f"{name} cannot be read as an image: {error}") from error
 
 
 class _OnlyToHttp(urllib.request.HTTPRedirectHandler):
@@ -226,7 +226,7 @@ def _fetched(url: str) -> bytes:
         content = answer.read(MOST_BYTES_FETCHED + 1)
     if len(content) > MOST_BYTES_FETCHED:
         raise ValueError(
-            f"{url} has more than {MOST_BYTES_FETCHED} bytes, which is no picture: save it to a "
+            f"{url} has more than {MOST_BYTES_FETCHED} bytes, which is no image: save it to a "
             "file and give its path if it is one"
         )
     return content

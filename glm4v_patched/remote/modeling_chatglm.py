@@ -690,8 +690,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
     def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
         """Mask, cache and images by these names, or by place in the published order: input_ids,
-        images, position_ids, attention_mask. No mask is shaped like pictures."""
-        if self._are_pictures(attention_mask):
+        images, position_ids, attention_mask. No mask is shaped like images."""
+        if self._are_images(attention_mask):
             if images is not None:
                 raise ValueError(
                     f"{len(attention_mask)} images were given in the second place and "
@@ -702,9 +702,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             attention_mask, past_key_values = past_key_values, None
         return attention_mask, one_cache(past_key_values, cache), images
 
-    def _are_pictures(self, given) -> bool:
+    def _are_images(self, given) -> bool:
         if isinstance(given, (list, tuple)):
-            return all(image is None or self._are_pictures(image) for image in given)
+            return all(image is None or self._are_images(image) for image in given)
         if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim < 3:
             return False
         # A mask of four dimensions has one channel.

@@ -302,10 +302,10 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             Text (``tokenize=False``: a string, or a list for a list of conversations), else always
             a batch with an image as three ids: its ids ``[B, L]``, or with ``return_dict`` also
             ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at padding), ``assistant_masks`` if
-            asked for, and ``images`` if the messages hold pictures: float32 ``[number of images,
+            asked for, and ``images`` if the messages hold images: float32 ``[number of images,
             3, S, S]`` in the order of their begin ids, a torch tensor unless ``return_tensors`` is
             ``"np"``. Without ``return_dict`` images are not opened. In image parts of a content
-            list pictures may be missing, from all.
+            list images may be missing, from all.
         """
         if not isinstance(add_generation_prompt, (int, type(None))):
             raise ValueError(
@@ -345,17 +345,17 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         if limit is not None:
             cut = slice(None, limit) if self.truncation_side == "right" else slice(-limit, None)
             rows = {name: [row[cut] for row in values] for name, values in rows.items()}
-        pictures = self._pictures(conversations, rows["input_ids"]) if return_dict else []
+        images = self._images(conversations, rows["input_ids"]) if return_dict else []
         rows["position_ids"] = [[*range(len(row))] for row in rows["input_ids"]]
         encoding = self.pad_rows(
             rows, padding=padding, max_length=max_length, return_tensors=return_tensors, **options
         )
         if not return_dict:
             return encoding["input_ids"]
-        if pictures:
+        if images:
             prepare = ChatGLMImageProcessor(size=self.image_size)
             kind = "np" if return_tensors == "np" else "pt"
-            encoding["images"] = prepare(pictures, return_tensors=kind)["pixel_values"]
+            encoding["images"] = prepare(images, return_tensors=kind)["pixel_values"]
         return encoding
 
     def encode_chats(
@@ -420,19 +420,19 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         )
         return made
 
-    def _pictures(self, conversations: list[list[dict]], rows: list[list[int]]) -> list:
-        """The pictures of all messages in the order of their begin ids, not opened yet."""
+    def _images(self, conversations: list[list[dict]], rows: list[list[int]]) -> list:
+        """The images of all messages in the order of their begin ids, not opened yet."""
         found = [find_images(messages, may_miss=True) for messages in conversations]
-        flat = [picture for of_row in found for picture in of_row]
-        if all(picture is None for picture in flat):
+        flat = [image for of_row in found for image in of_row]
+        if all(image is None for image in flat):
             return []  # there are none, or the caller keeps those of image parts elsewhere
         found = [find_images(messages) for messages in conversations]
         for name in ("<|begin_of_image|>", "<|end_of_image|>"):
             marker = cast(int, self.convert_tokens_to_ids(name))
-            for number, (pictures, row) in enumerate(zip(found, rows, strict=True)):
-                if row.count(marker) != len(pictures):
+            for number, (images, row) in enumerate(zip(found, rows, strict=True)):
+                if row.count(marker) != len(images):
                     raise ValueError(
-                        f"conversation {number} holds {len(pictures)} images, but its ids have "
+                        f"conversation {number} holds {len(images)} images, but its ids have "
                         f"{row.count(marker)} times {name}: give a longer max_length, or a chat "
                         "template that writes images"
                     )
@@ -686,7 +686,7 @@ def as_batch(conversation: Any) -> tuple[list[list], bool]:
 
 def _as_dicts(value: Any) -> Any:
     """``value`` with dicts in the place of dataclasses and of pydantic's models, such as OpenAI's
-    client gives. Pictures in them are not copied."""
+    client gives. Images in them are not copied."""
     if isinstance(value, Mapping):
         return {key: _as_dicts(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -810,7 +810,7 @@ def _check_part(place: str, part: Any) -> None:
         if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
             raise ValueError(
                 f"{place} is an image, but under {name!r} it has {part[name]!r}, which is none: "
-                "put a picture there, or leave out the part"
+                "put an image there, or leave out the part"
             )
 
 
@@ -821,7 +821,7 @@ def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None
         if key not in known and is_there:
             raise ValueError(
                 f"{place} has the key {key!r}, which nothing reads: it may have "
-                f"{', '.join(known)}; one picture goes under 'image' of a message, several as "
+                f"{', '.join(known)}; one image goes under 'image' of a message, several as "
                 "parts {'type': 'image', 'image': ...} of a list under 'content'"
             )
 

@@ -12,14 +12,14 @@ from glm4v_patched.bench.settings import Settings
 from glm4v_patched.bench.worker import require_learning
 from glm4v_patched.engine.options import TRAINED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from tests.helpers.tiny import pictures, tiny_model
+from tests.helpers.tiny import random_pixels, tiny_model
 
 
 def test_useful_work_is_what_torch_counts():
     model = tiny_model(attn_implementation="eager")  # of sdpa torch counts nothing on a CPU
     config, vision, length = model.config, model.config.vision, 20
     with FlopCounterMode(display=False) as of_tower, torch.no_grad():
-        model.transformer.get_image_features(pictures(1))
+        model.transformer.get_image_features(random_pixels(1))
     patches = 2 * vision.num_patches * vision.hidden_size * vision.in_channels
     patches *= vision.patch_size**2  # the only part that is not counted as useful
     assert of_tower.get_total_flops() - patches == tower_flop(config)

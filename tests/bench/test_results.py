@@ -121,7 +121,7 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
     for _ in range(2):
         assert main(["bench", "--rows", *map(str, files), "--into", str(path)]) == 0
         assert path.read_text() == f"before\n{BEGIN}\n\n{markdown_table(rows)}\n{END}\nafter\n"
-    others = {"workload": "answers", "batch": 8, "picture": "9x9", "rows": 64, "new_tokens": 4}
+    others = {"workload": "answers", "batch": 8, "image": "9x9", "rows": 64, "new_tokens": 4}
     with pytest.raises(ValueError, match="rows of several kinds"):
         markdown_table([*rows, others])
     for text in (f"{END}\n{BEGIN}\n", f"{BEGIN}{BEGIN}{END}"):

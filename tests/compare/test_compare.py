@@ -53,19 +53,19 @@ def compared(original) -> tuple[int, list[dict], str]:
 
 
 def test_both_compute_the_same_and_where_the_original_is_wrong_it_is_said(compared):
-    picture, text, padded = (
+    image, text, padded = (
         {line["what"]: line for line in compared[1] if line["row"] == row}
-        for row in ("picture", "text", "padded batch")
+        for row in ("image", "text", "padded batch")
     )
-    assert {line["verdict"] for line in picture.values()} == {"same"} and compared[0] == 0
-    assert picture.keys() == {"logits", "loss", "gradients", "answer (greedy ids)"}
-    assert picture["gradients"]["ours"] == "of 7 weights"
+    assert {line["verdict"] for line in image.values()} == {"same"} and compared[0] == 0
+    assert image.keys() == {"logits", "loss", "gradients", "answer (greedy ids)"}
+    assert image["gradients"]["ours"] == "of 7 weights"
     assert text["logits"]["verdict"] == text["answer (greedy ids)"]["verdict"] == "same"
     assert text["loss"]["verdict"] == "the original is wrong"
     assert "is not in list" in text["loss"]["note"] and float(text["loss"]["ours"]) > 0
     assert {line["verdict"] for line in padded.values()} == {"the original is wrong"}
-    assert "loses the pictures" in padded["loss, other pictures"]["note"]
-    assert padded["loss, other pictures"]["original"] == "0.00000"
+    assert "loses the images" in padded["loss, other images"]["note"]
+    assert padded["loss, other images"]["original"] == "0.00000"
     assert padded["tower's gradients"]["original"] == "of 0 weights"
     assert float(padded["loss, to rows alone"]["ours"].removeprefix("off by ")) < 1e-5
 
@@ -100,7 +100,7 @@ def test_prompts_end_where_the_assistant_answers_and_memory_that_is_full_ends_al
     write_rows(tmp_path, original)
     collator = ConversationCollator(ChatGLMProcessor.from_pretrained(original))
     rows = load_file(tmp_path / "rows.safetensors")
-    for case in ("prompt text", "prompt picture"):
+    for case in ("prompt text", "prompt image"):
         assert rows[f"{case}/input_ids"][0, -1] == collator.assistant_id
 
     def fail(error: Exception):
@@ -175,7 +175,7 @@ def test_what_is_no_original_is_refused(original, tmp_path, capsys):
 def computed(**changes: float) -> Computed:
     """A model without a fault; changes are added to one of its numbers."""
     told, tensors = {}, {}
-    losses = {"text": 2.0, "picture": 1.0, "other picture": 3.0, "batch": 2.5, "swapped": 3.0}
+    losses = {"text": 2.0, "image": 1.0, "other image": 3.0, "batch": 2.5, "swapped": 3.0}
     for case, loss in losses.items():
         told[case] = {"loss": loss + changes.get(f"loss {case}", 0.0)}
         rows = 2 if case in ("batch", "swapped") else 1
@@ -183,12 +183,12 @@ def computed(**changes: float) -> Computed:
         for name in ("transformer.vision.boi", "transformer.encoder.final_layernorm.weight"):
             gradient = torch.ones(3) + changes.get(f"gradient {case}", 0.0)
             tensors[f"{case}/gradient/{name}"] = gradient
-    for case in ("prompt text", "prompt picture"):
+    for case in ("prompt text", "prompt image"):
         told[case] = {"answer": [1, 2 + int(changes.get(case, 0))], "generate": [1, 2]}
     return Computed(told, tensors)
 
 
-LEARNED = {"text": 3, "picture": 2, "other picture": 6, "batch": 8, "swapped": 8}
+LEARNED = {"text": 3, "image": 2, "other image": 6, "batch": 8, "swapped": 8}
 
 
 def verdicts(original: Computed, ours: Computed) -> set[tuple[str, str, str]]:
@@ -200,15 +200,15 @@ def verdicts(original: Computed, ours: Computed) -> set[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("change", "row", "what"),
     [
-        ({"logits picture": 1.0, "logits batch": 1.0, "logits other picture": 1.0}, *[""] * 2),
-        ({"gradient picture": 0.1}, "picture", "gradients"),
+        ({"logits image": 1.0, "logits batch": 1.0, "logits other image": 1.0}, *[""] * 2),
+        ({"gradient image": 0.1}, "image", "gradients"),
         ({"logits text": float("nan")}, "text", "logits"),
     ],
 )
 def test_a_difference_on_a_single_row_is_no_fault_of_the_original_s(change, row, what):
     assert verdicts(computed(), computed()) == set()
     found = verdicts(computed(), computed(**change))
-    assert found == {(row or "picture", what or "logits", "DIFFERENT")}
+    assert found == {(row or "image", what or "logits", "DIFFERENT")}
 
 
 NAN, INF = float("nan"), float("inf")
@@ -232,14 +232,14 @@ def broken(key: str, value: float) -> Computed:
     [
         ("text/gradient/transformer.encoder.final_layernorm.weight", "text", "gradients"),
         ("batch/gradient/transformer.vision.boi", "padded batch", "tower's gradients"),
-        ("picture/logits", "picture", "logits"),
-        ("other picture/logits", "padded batch", "logits, to rows alone"),
+        ("image/logits", "image", "logits"),
+        ("other image/logits", "padded batch", "logits, to rows alone"),
         ("batch/logits", "padded batch", "logits, to rows alone"),
         ("batch/loss", "padded batch", "loss, to rows alone"),
-        ("other picture/loss", "padded batch", "loss, to rows alone"),
-        ("swapped/loss", "padded batch", "loss, other pictures"),
+        ("other image/loss", "padded batch", "loss, to rows alone"),
+        ("swapped/loss", "padded batch", "loss, other images"),
         ("text/loss", "text", "loss"),
-        ("prompt picture/logits", "picture", "answer (greedy ids)"),
+        ("prompt image/logits", "image", "answer (greedy ids)"),
     ],
 )
 def test_a_number_that_is_not_finite_is_never_the_same(key, row, what, value):
@@ -255,12 +255,12 @@ def ours_fail(original: Computed, ours: Computed) -> bool:
     return bool(found & {"DIFFERENT", "OURS IS WRONG"})
 
 
-def test_ours_is_wrong_where_it_fails_or_loses_pictures():
+def test_ours_is_wrong_where_it_fails_or_loses_images():
     def wrong(what: str, row: str = "padded batch") -> set[tuple[str, str, str]]:
         return {(row, what, "OURS IS WRONG")}
 
     without = computed(**{"loss swapped": -0.5})
-    assert verdicts(computed(), without) == wrong("loss, other pictures")
+    assert verdicts(computed(), without) == wrong("loss, other images")
     failing = computed()
     failing.told["text"]["loss"] = {"error": "ValueError: no"}
     assert wrong("loss", "text") < verdicts(computed(), failing)

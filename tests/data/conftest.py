@@ -13,7 +13,7 @@ from glm4v_patched.data.rows import as_source
 from glm4v_patched.data.source import Source
 from glm4v_patched.demo.tiny_model import build_processor
 
-WORDS = ["Which color is it? What is 0123456789 in the picture? 007 NA blue, green"]
+WORDS = ["Which color is it? What is 0123456789 in the image? 007 NA blue, green"]
 WORDS += ["a red circle", "a green square", "red it is", "white"]
 
 
@@ -32,10 +32,10 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """Where pictures without a file are written."""
+    """Where images without a file are written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    return tmp_path / "cache" / "glm4v-patched" / "pictures"
+    return tmp_path / "cache" / "glm4v-patched" / "images"
 
 
 @pytest.fixture

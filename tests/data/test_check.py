@@ -25,9 +25,9 @@ from tests.helpers.recipes import drawn_recipe
 HOUR = 3600
 
 
-def colors(picture: str | None = None, answer: str = "red", rounds: int = 1) -> list[dict]:
+def colors(image: str | None = None, answer: str = "red", rounds: int = 1) -> list[dict]:
     asked, answered = said("user", "Which color is it?"), said("assistant", answer)
-    first = asked | {"image": picture} if picture else asked
+    first = asked | {"image": image} if image else asked
     return [first, answered, *[asked, answered] * (rounds - 1)]
 
 
@@ -51,11 +51,11 @@ def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw)
     batches = [ConversationCollator(processor)([row]) for row in checked.conversations()]
     positions = [batch["input_ids"].shape[1] for batch in batches]
     learned = [int((batch["labels"] != -100).sum()) for batch in batches]
-    found = {name: checked.column(name).tolist() for name in ("positions", "learned", "images")}
-    assert found == {"positions": positions, "learned": learned, "images": [1, 0, 1]}
+    found = {name: checked.column(name).tolist() for name in ("positions", "learned", "num_images")}
+    assert found == {"positions": positions, "learned": learned, "num_images": [1, 0, 1]}
     assert checked.counts == Counts(3, 2, sum(positions), sum(learned))
     assert checked.row_lines == (1, 2, 3) and checked.skipped == 0
-    assert [picture.path for picture in checked.pictures] == [str(tmp_path / "a.png")]
+    assert [image.path for image in checked.images] == [str(tmp_path / "a.png")]
 
 
 def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longer(
@@ -73,7 +73,7 @@ def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longe
         check(path, pack_to=packed - 1)
 
 
-def test_a_template_that_drops_pictures_or_words_is_noticed(
+def test_a_template_that_drops_images_or_words_is_noticed(
     processor, check, write, draw, monkeypatch, words
 ):
     for template in (
@@ -96,9 +96,9 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
 ):
     (tmp_path / "bad.png").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe.png")
-    pictures = ("bad.png", "pipe.png", "none.png", "x" * 300)
+    images = ("bad.png", "pipe.png", "none.png", "x" * 300)
     long = colors(rounds=30)
-    path = write(colors(answer=""), colors("a.png"), *map(colors, pictures), long, colors())
+    path = write(colors(answer=""), colors("a.png"), *map(colors, images), long, colors())
     options = {"max_positions": 200}
     with words.refused(ValueError, "6 of 8 rows", "data.jsonl:7: takes"):
         check(path, **options)
@@ -108,7 +108,7 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     assert checked.conversations()[1] == colors()
     words(capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["m.sqlite"]
-    (tmp_path / "bad.png").unlink()  # the picture of a row that is left out may change
+    (tmp_path / "bad.png").unlink()  # the image of a row that is left out may change
     checked.conversations()
     with words.refused(ValueError, "1 of 1 rows"):
         check(write(colors(answer="")), on_bad="skip")
@@ -116,7 +116,7 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
 
 @pytest.fixture
 def decoded(monkeypatch) -> list[str]:
-    """Names of the pictures that are decoded."""
+    """Names of the images that are decoded."""
     names, look = [], decoding.read_facts_of_all
 
     def noted(new):
@@ -129,13 +129,11 @@ def decoded(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def any_age(monkeypatch):
-    """Pictures of this test are young, and remembered even so."""
+    """Images of this test are young, and remembered even so."""
     monkeypatch.setattr("glm4v_patched.data.check.NANOSECONDS_UNTIL_SURE", -HOUR * 10**9)
 
 
-def test_a_second_check_decodes_only_new_pictures(
-    check, write, draw, decoded, any_age, monkeypatch
-):
+def test_a_second_check_decodes_only_new_images(check, write, draw, decoded, any_age, monkeypatch):
     monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
     draw("b.png")
     first = check(write(colors("a.png"), colors("b.png"), colors("a.png", "a red circle")))
@@ -147,29 +145,29 @@ def test_a_second_check_decodes_only_new_pictures(
     assert same == [True, False, False]
 
 
-def test_a_picture_that_changed_is_decoded_again(check, write, draw, decoded, any_age):
-    picture = draw("a.bmp")
+def test_an_image_that_changed_is_decoded_again(check, write, draw, decoded, any_age):
+    image = draw("a.bmp")
     path = write(colors("a.bmp"))
-    first, before = check(path).row_digests, picture.stat()
+    first, before = check(path).row_digests, image.stat()
     for change in ("time", "bytes", "renamed"):
         time.sleep(0.02)  # a tick of the file system's clock
         if change == "time":
-            picture.touch()
+            image.touch()
         elif change == "bytes":
             draw("a.bmp", "blue")
         else:  # with size and time of the one before
             other = draw("b.bmp", "green")
             os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-            other.rename(picture)
-        assert picture.stat().st_size == before.st_size
+            other.rename(image)
+        assert image.stat().st_size == before.st_size
         assert (check(path).row_digests == first) == (change == "time")
     assert len(decoded) == 4
 
 
-def test_a_picture_that_may_change_within_a_tick_is_not_remembered(check, write, draw, decoded):
-    picture, path = draw("a.png"), write(colors("a.png"))
+def test_an_image_that_may_change_within_a_tick_is_not_remembered(check, write, draw, decoded):
+    image, path = draw("a.png"), write(colors("a.png"))
     check(path)
-    os.utime(picture, (time.time() - HOUR,) * 2)  # when its entry changed cannot be set
+    os.utime(image, (time.time() - HOUR,) * 2)  # when its entry changed cannot be set
     for _ in range(2):
         check(path)
     assert len(decoded) == 3
@@ -182,7 +180,7 @@ def test_of_a_damaged_memory_what_is_whole_is_used(
     first = found(check(path))
     memory = tmp_path / "memory" / "m.sqlite"
     content = memory.read_bytes()
-    # The digest of a picture is another one in the first: its size and times still fit.
+    # The digest of an image is another one in the first: its size and times still fit.
     changed = content[:-40] + content[-40:].translate(bytes.maketrans(b"0123456789", b"1234567890"))
     damaged = [changed, content[:-9], b"\xff\n[]\n", b""]
     for often, kept in enumerate(damaged, start=1):
@@ -228,8 +226,8 @@ def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, 
             CheckedData.read(tmp_path / "data.json")
 
 
-def test_rows_and_pictures_that_changed_since_the_check_are_refused(check, write, draw, words):
-    picture, path = draw("a.png"), write(colors("a.png"))
+def test_rows_and_images_that_changed_since_the_check_are_refused(check, write, draw, words):
+    image, path = draw("a.png"), write(colors("a.png"))
     checked = check(path)
     content, before = path.read_bytes(), path.stat()
     path.write_bytes(content.replace(b"red", b"led"))
@@ -237,12 +235,12 @@ def test_rows_and_pictures_that_changed_since_the_check_are_refused(check, write
     with words.refused(ValueError, "data.jsonl"):
         checked.conversations()
     path.write_bytes(content)  # another time and the same rows
-    os.utime(picture, (time.time() - HOUR,) * 2)  # touched, and the same
+    os.utime(image, (time.time() - HOUR,) * 2)  # touched, and the same
     assert checked.conversations()
-    times = picture.stat().st_atime_ns, picture.stat().st_mtime_ns
-    picture.write_bytes(picture.read_bytes()[::-1])
-    os.utime(picture, ns=times)  # as large and as old as before
-    for gone in (picture, path):
+    times = image.stat().st_atime_ns, image.stat().st_mtime_ns
+    image.write_bytes(image.read_bytes()[::-1])
+    os.utime(image, ns=times)  # as large and as old as before
+    for gone in (image, path):
         with words.refused(ValueError, "a.png"):
             checked.conversations()
         gone.unlink()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from glm4v_patched.data.collate import ConversationCollator
+from glm4v_patched.data.image_files import Stamp
 from glm4v_patched.data.packing import PackingCollator, share_out
-from glm4v_patched.data.pictures import Stamp
 from glm4v_patched.data.rows import read_conversations, write_conversations
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE
 from tests.helpers.data_forms import png, said, turns, write_rows
 
@@ -24,10 +24,10 @@ def chat(*words: str) -> list[dict]:
 
 
 def test_written_conversations_read_back_with_absolute_images(tmp_path):
-    drawn = draw_data_set(tmp_path / "pictures", 3, seed=0, side=IMAGE_SIDE)
+    drawn = draw_data_set(tmp_path / "images", 3, seed=0, side=IMAGE_SIDE)
     drawn.append(chat("a\u2028b", "c"))
     write_conversations(tmp_path / "data.jsonl", drawn)
-    assert '"image": "pictures/' in (tmp_path / "data.jsonl").read_text()
+    assert '"image": "images/' in (tmp_path / "data.jsonl").read_text()
     assert read_conversations(tmp_path / "data.jsonl") == drawn
 
 
@@ -60,23 +60,23 @@ def test_turns_of_the_assistant_are_learned_to_the_token_that_ends_them(processo
             collator.labels([collator.assistant_id, collator.end_id], marked)
 
 
-def test_several_pictures_of_a_message_come_in_their_order_and_rows_are_padded(processor):
-    pictures = [Image.new("RGB", (20, 20), color) for color in ("red", "green", "blue")]
-    parts = [{"type": "image", "image": picture} for picture in pictures[:2]]
+def test_several_images_of_a_message_come_in_their_order_and_rows_are_padded(processor):
+    images = [Image.new("RGB", (20, 20), color) for color in ("red", "green", "blue")]
+    parts = [{"type": "image", "image": image} for image in images[:2]]
     conversation = turns([*parts, {"type": "text", "text": "a"}], "red")
-    conversation += turns("b", "red", image=pictures[2])
+    conversation += turns("b", "red", image=images[2])
     collator = ConversationCollator(processor)
     batch = collator([chat("a", "red"), conversation])
-    alone = [processor.image_processor(picture)["pixel_values"] for picture in pictures]
+    alone = [processor.image_processor(image)["pixel_values"] for image in images]
     assert torch.equal(batch["pixel_values"], torch.cat(alone))
     (size,) = collator.measure([conversation])
-    assert (size.images, size.positions) == (3, batch["input_ids"].shape[1])
+    assert (size.num_images, size.positions) == (3, batch["input_ids"].shape[1])
     padding = batch["attention_mask"][0] == 0
     assert padding[-1] and (batch["labels"][0][padding] == -100).all()
 
 
 @pytest.mark.parametrize("orientation", [1, 2, 6])
-def test_a_picture_has_the_same_pixels_in_training_and_however_it_comes_in_inference(
+def test_an_image_has_the_same_pixels_in_training_and_however_it_comes_in_inference(
     processor, tmp_path, orientation
 ):
     # Its sides and corners differ, so that no two orientations look alike.
@@ -90,15 +90,15 @@ def test_a_picture_has_the_same_pixels_in_training_and_however_it_comes_in_infer
     trained = ConversationCollator(processor)(read_conversations(tmp_path / "data.jsonl"))
     upright = ImageOps.exif_transpose(Image.open(path))
     assert upright.size == ((32, 64) if orientation > 4 else (64, 32))
-    for picture in (upright, path, path.read_bytes(), torch.from_numpy(np.array(upright))):
-        asked = [{"role": "user", "image": picture, "content": "q"}]
+    for image in (upright, path, path.read_bytes(), torch.from_numpy(np.array(upright))):
+        asked = [{"role": "user", "image": image, "content": "q"}]
         inputs = processor.apply_chat_template(
             asked, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
         )
-        assert torch.equal(inputs["pixel_values"], trained["pixel_values"]), type(picture)
+        assert torch.equal(inputs["pixel_values"], trained["pixel_values"]), type(image)
 
 
-def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path, processor, words):
+def test_an_image_that_changes_while_it_is_trained_on_is_refused(tmp_path, processor, words):
     paths = [tmp_path / "a.png", tmp_path / "b.png"]
     for path in paths:
         path.write_bytes(png())
@@ -118,10 +118,10 @@ def test_a_picture_that_changes_while_it_is_trained_on_is_refused(tmp_path, proc
     assert len(collate(conversations[:1])["pixel_values"]) == 1
 
 
-def conversation(words: int, pictures: int = 0) -> list[dict]:
-    """A question of so many words, one picture a turn, and an answer."""
+def conversation(words: int, images: int = 0) -> list[dict]:
+    """A question of so many words, one image a turn, and an answer."""
     shown = []
-    for number in range(pictures):
+    for number in range(images):
         image = Image.new("RGB", (20, 20), (words, 50 * number, 99))
         shown += turns("Which color is it", "red", image=image)
     return [*shown, *turns("ag"[words % 2] + " red" * words, "red")]
@@ -129,7 +129,7 @@ def conversation(words: int, pictures: int = 0) -> list[dict]:
 
 def conversations() -> list[list[dict]]:
     sizes = [(3, 1), (40, 0), (1, 0), (8, 2), (12, 0), (2, 1)]
-    return [conversation(words, pictures) for words, pictures in sizes]
+    return [conversation(words, images) for words, images in sizes]
 
 
 @settings(derandomize=True, deadline=None)

@@ -1,7 +1,7 @@
 """Data files with random damage never train silently.
 
 What a row names is read off its JSON here, by other means than the reader's: any string that ends
-like a picture's name, whatever its key, and the words of whatever looks like an assistant.
+like an image's name, whatever its key, and the words of whatever looks like an assistant.
 """
 
 import json
@@ -37,7 +37,7 @@ CONVERSATIONS = [
     [said("system", "Be brief.", tools=[TOOL]), said("user", "Which?", image="p/3.gif"),
      said("assistant", "{}", metadata="look"), said("observation", "white"),
      said("assistant", "white <|user|>")],
-    [said("user", "No picture."), said("assistant", "none")],
+    [said("user", "No image."), said("assistant", "none")],
 ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def damage_row(line: str, draw: Callable) -> str:
     return json.dumps(row, ensure_ascii=draw(st.booleans()))
 
 
-def damage_picture(path: Path, draw: Callable) -> None:
+def damage_image(path: Path, draw: Callable) -> None:
     match draw(st.sampled_from(["bytes", "bytes", "bytes", "remove", "folder", "16 bits"])):
         case "bytes":
             path.write_bytes(damage_bytes(path.read_bytes(), draw))
@@ -127,7 +127,7 @@ def damage_picture(path: Path, draw: Callable) -> None:
 def damage(folder: Path, draw: Callable) -> None:
     data = folder / "data.jsonl"
     for _ in range(draw(st.integers(1, 3))):
-        match draw(st.sampled_from(["bytes", "row", "row", "row", "picture"])):
+        match draw(st.sampled_from(["bytes", "row", "row", "row", "image"])):
             case "bytes":
                 data.write_bytes(damage_bytes(data.read_bytes(), draw))
             case "row":
@@ -138,10 +138,10 @@ def damage(folder: Path, draw: Callable) -> None:
                 except (ValueError, TypeError):
                     continue  # damaged before, or empty
                 data.write_text("\n".join(lines), "utf-8", "surrogatepass")
-            case "picture":
-                pictures = sorted(path for path in folder.glob("p/*") if path.is_file())
-                if pictures:
-                    damage_picture(draw(st.sampled_from(pictures)), draw)
+            case "image":
+                images = sorted(path for path in folder.glob("p/*") if path.is_file())
+                if images:
+                    damage_image(draw(st.sampled_from(images)), draw)
 
 
 def strings(value: Any) -> Iterator[str]:

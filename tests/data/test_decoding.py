@@ -1,4 +1,4 @@
-"""Pictures that are decoded before a training: which are refused, and by whom."""
+"""Images that are decoded before a training: which are refused, and by whom."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.data import decoding
-from glm4v_patched.data.check import require_pictures
+from glm4v_patched.data.check import require_images
 from glm4v_patched.data.decoding import (
     Facts,
     find_fault,
@@ -41,7 +41,7 @@ def png_of(side: int, depth: int, color: int, lines: bytes) -> bytes:
 
 
 def of_16_bits(kind: str) -> bytes:
-    """A picture of 2 x 2 pixels, whose numbers are 256, in three channels; Pillow writes none."""
+    """An image of 2 x 2 pixels, whose numbers are 256, in three channels; Pillow writes none."""
     numbers = (256).to_bytes(2, "big")
     if kind == "SGI":
         header = struct.pack(">HBBHHHH", 474, 0, 2, 3, 2, 2, 3)
@@ -53,18 +53,18 @@ KINDS = ("JPEG", "BMP", "GIF", "PNG", "TIFF", "WEBP", "PPM")
 DEEP = "has mode .*;16[BL]', of more than 8 bits, and does not say which number is white"
 BAD = {f"16 bits, {kind}": (of_16_bits(kind), DEEP) for kind in ("RGB", "SGI")}
 BAD |= {
-    f"{kind} cut": (encoded(kind)[: len(encoded(kind)) * 3 // 4], "cannot be read as a picture: ")
+    f"{kind} cut": (encoded(kind)[: len(encoded(kind)) * 3 // 4], "cannot be read as an image: ")
     for kind in KINDS
 }
 BAD |= {
     "empty": (b"", "is empty: it has 0 bytes"),
-    "words": (b"hello", "cannot be read as a picture: it is of no kind that"),
+    "words": (b"hello", "cannot be read as an image: it is of no kind that"),
     "EPS": (encoded("EPS"), "is EPS, which Pillow has another program draw"),
     "16 bits": (encoded("PNG", "I;16"), "has mode 'I;16', of more than 8 bits"),
 }
 
 
-def test_a_picture_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, processor):
+def test_an_image_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, processor):
     """And by the image processor, however it comes."""
     for number, (content, message) in enumerate(BAD.values()):
         file = tmp_path / f"{number}.png"
@@ -72,10 +72,10 @@ def test_a_picture_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, p
         path = write_rows(tmp_path / "data.jsonl", turns(), turns(image=file.name))
         told = rf"1 of 2 .*\n.*data\.jsonl:2: the image .*{file.name} {message}"
         with pytest.raises(ValueError, match=told):
-            require_pictures(path, tmp_path / "m.sqlite")
-        for picture in (str(file), content, base64.b64encode(content).decode()):
+            require_images(path, tmp_path / "m.sqlite")
+        for image in (str(file), content, base64.b64encode(content).decode()):
             with pytest.raises(ValueError):
-                processor.image_processor(picture)
+                processor.image_processor(image)
         if message == DEEP:
             image = Image.open(file)
             for _ in range(2):
@@ -83,7 +83,7 @@ def test_a_picture_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, p
                     processor.image_processor(image)
 
 
-def test_pictures_of_every_kind_are_taken(processor):
+def test_images_of_every_kind_are_taken(processor):
     modes = {"PNG": ["1", "L", "LA", "P", "RGB", "RGBA"], "JPEG": ["L", "RGB", "CMYK"]}
     contents = [encoded(kind, mode) for kind in KINDS for mode in modes.get(kind, ["RGB"])]
     assert [find_fault(content) for content in contents] == [None] * len(contents)
@@ -91,23 +91,23 @@ def test_pictures_of_every_kind_are_taken(processor):
 
 
 @pytest.fixture
-def picture(tmp_path) -> str:
+def image(tmp_path) -> str:
     (tmp_path / "a.png").write_bytes(png())
     return str(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize("by", ["pixels", "Pillow's own limit", "bytes"])
-def test_a_picture_too_large_to_decode_is_refused(picture, monkeypatch, words, by):
+def test_an_image_too_large_to_decode_is_refused(image, monkeypatch, words, by):
     owner, name, limit = {
         "pixels": (decoding, "MOST_PIXELS", 64),
         "Pillow's own limit": (Image, "MAX_IMAGE_PIXELS", 32),
         "bytes": (decoding, "MOST_BYTES", len(png())),
     }[by]
     monkeypatch.setattr(owner, name, limit)
-    assert read_facts(picture).fault is None and may_be_decoded(picture)
+    assert read_facts(image).fault is None and may_be_decoded(image)
     monkeypatch.setattr(owner, name, limit - 1)
-    words(read_facts(picture).fault, bytes_there=len(png()), bytes_taken=len(png()) - 1)
-    assert not may_be_decoded(picture)
+    words(read_facts(image).fault, bytes_there=len(png()), bytes_taken=len(png()) - 1)
+    assert not may_be_decoded(image)
 
 
 LOOK = r"""
@@ -120,7 +120,7 @@ print(*(read_facts(path).fault for path in sys.argv[1:]), (most() - before) / 10
 """
 
 
-def test_a_picture_of_169_megapixels_is_told_by_its_header_and_one_of_108_is_in_memory_once(
+def test_an_image_of_169_megapixels_is_told_by_its_header_and_one_of_108_is_in_memory_once(
     tmp_path,
 ):
     (tmp_path / "a.png").write_bytes(png_of(13_000, 1, 0, bytes(13_000 * (13_000 // 8 + 1))))
@@ -152,7 +152,7 @@ def test_threads_find_at_the_same_time_what_one_finds_in_the_same_order(tmp_path
     assert [*read_facts_of_all(paths)] == alone
 
 
-def test_pictures_whose_answers_nobody_waits_for_are_not_decoded(monkeypatch):
+def test_images_whose_answers_nobody_waits_for_are_not_decoded(monkeypatch):
     asked = []
     monkeypatch.setattr(decoding, "read_facts", lambda path: asked.append(path) or time.sleep(0.01))
     answers = read_facts_of_all(["a.png"] * 10_000)

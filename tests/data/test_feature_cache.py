@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load, save_file
 
-from glm4v_patched.data.feature_cache import TowerFeatures, digest_pictures, digest_weights
+from glm4v_patched.data.feature_cache import TowerFeatures, digest_images, digest_weights
 from glm4v_patched.finetune.assembly import features_of
 from glm4v_patched.finetune.job import resolve
 from glm4v_patched.remote.visual import EVA2CLIPModel
@@ -21,7 +21,7 @@ from tests.helpers.tiny import (
     encoded,
     grown_image,
     padded,
-    pictures,
+    random_pixels,
     text,
     three_id_image,
     tiny_model,
@@ -45,7 +45,7 @@ def frozen_model(weights: str = "language", **changes):
 
 
 def count_runs(model) -> list[int]:
-    """Grows by the number of pictures whenever the tower runs."""
+    """Grows by the number of images whenever the tower runs."""
     runs = []
     tower = next(m for m in model.modules() if type(m).__name__ == "EVA2CLIPModel")
     tower.register_forward_hook(lambda tower, inputs, output: runs.append(len(output)))
@@ -53,15 +53,15 @@ def count_runs(model) -> list[int]:
 
 
 def batch(*rows: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows of ids, with as many pictures as they have images."""
+    """Rows of ids, with as many images as they have images."""
     inputs = padded(list(rows), "right")
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     number = sum(row.count(three_id_image()[0]) for row in rows)
-    images = {"pixel_values": pictures(number, seed)} if number else {}
+    images = {"pixel_values": random_pixels(number, seed)} if number else {}
     return inputs | {"labels": labels} | images
 
 
-def one_picture() -> dict[str, torch.Tensor]:
+def one_image() -> dict[str, torch.Tensor]:
     return batch([*text(3, 0), *grown_image(), *text(4, 0)])
 
 
@@ -78,7 +78,7 @@ def train(model, batches, features: TowerFeatures | None = None) -> list[tuple]:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.001)
     steps = []
     for inputs in batches:
-        inputs = inputs if features is None else features.replace_pictures(inputs)
+        inputs = inputs if features is None else features.replace_images(inputs)
         output = model(**inputs)
         if features is not None:
             features.keep(output)
@@ -90,7 +90,7 @@ def train(model, batches, features: TowerFeatures | None = None) -> list[tuple]:
 
 
 def runs_of(batches, folder: Path | None = None, model=None, **options) -> list[int]:
-    """The pictures that go through the tower, as a model that reuses features learns the batches;
+    """The images that go through the tower, as a model that reuses features learns the batches;
     its steps are those of one that does not."""
     model = model or frozen_model()
     want = train(copy.deepcopy(model), batches)
@@ -109,7 +109,7 @@ def folder(request, tmp_path) -> Path | None:
 
 
 def test_features_that_do_not_fit_are_refused():
-    model, inputs = tiny_model(), one_picture()
+    model, inputs = tiny_model(), one_image()
     two, none = torch.zeros(2, *SHAPE), inputs | {"pixel_values": None}
     for given, features, told in (
         (inputs, two, "1 images were given as pixel_values and 2 as image_feat"),
@@ -133,7 +133,7 @@ def test_reuse_changes_no_bit_and_spares_the_tower(weights, image, dtype, folder
     assert runs_of(3 * epoch(image), folder, frozen_model(weights, dtype=dtype)) == [3, 1]
 
 
-def test_a_picture_is_known_in_any_company_and_order_and_not_by_other_pixels(folder):
+def test_an_image_is_known_in_any_company_and_order_and_not_by_other_pixels(folder):
     model = frozen_model()
     features = TowerFeatures(model, folder)
     train(model, epoch()[:2], features)
@@ -143,46 +143,46 @@ def test_a_picture_is_known_in_any_company_and_order_and_not_by_other_pixels(fol
     for order in ([3, 0, 3], [0, 1, 2], [2, 1, 3]):
         mixed = batch([*grown_image(), *text(3, 9), *grown_image(), *grown_image()])
         mixed["pixel_values"] = seen[order]
-        replaced = features.replace_pictures(mixed)
+        replaced = features.replace_images(mixed)
         assert runs == [] and "pixel_values" not in replaced
         assert torch.equal(replaced["image_features"], want[order])
     mixed["pixel_values"][1, 2, 55, 55] += 1e-6
     train(model, [mixed, mixed], features)  # one is new, and all go through
     assert runs == [3]
     new = encoded(model, mixed["pixel_values"])[1]
-    assert torch.equal(features.replace_pictures(mixed)["image_features"][1], new)
+    assert torch.equal(features.replace_images(mixed)["image_features"][1], new)
 
 
 @pytest.mark.parametrize(("weights", "trained"), [("one", 1), ("adapters", 4)])
 def test_a_trained_tower_is_refused(weights, trained):
     model = frozen_model()
     vision, features = model.transformer.vision, TowerFeatures(model)
-    train(model, 2 * [one_picture()], features)
+    train(model, 2 * [one_image()], features)
     if weights == "adapters":
         get_peft_model(model, LoraConfig(r=2, target_modules=r".*vision.*query_key_value"))
     else:
         vision.eoi.requires_grad_(True)
     told = f"{trained} of the tower's {len([*vision.parameters()])} param.*requires_grad_"
     with pytest.raises(ValueError, match=told):
-        features.replace_pictures(one_picture())
+        features.replace_images(one_image())
 
 
 def test_what_memory_has_no_room_for_runs_the_tower(caplog):
     assert runs_of(2 * epoch(), limit_bytes=4 * BYTES_OF_ONE) == [3, 1]
-    twice = batch([*grown_image(), *grown_image()])  # one picture, and kept once
-    twice["pixel_values"] = pictures(1).repeat(2, 1, 1, 1)
+    twice = batch([*grown_image(), *grown_image()])  # one image, and kept once
+    twice["pixel_values"] = random_pixels(1).repeat(2, 1, 1, 1)
     model = frozen_model()
     runs = count_runs(model)
-    train(model, [twice, one_picture(), twice], TowerFeatures(model, limit_bytes=BYTES_OF_ONE))
+    train(model, [twice, one_image(), twice], TowerFeatures(model, limit_bytes=BYTES_OF_ONE))
     assert runs == [2] and caplog.records == []
     assert runs_of(2 * epoch(), limit_bytes=4 * BYTES_OF_ONE - 1) == [3, 1, 1]  # the first fits
-    numbers = f"3 pictures take {3 * BYTES_OF_ONE} of at most {4 * BYTES_OF_ONE - 1} bytes"
+    numbers = f"3 images take {3 * BYTES_OF_ONE} of at most {4 * BYTES_OF_ONE - 1} bytes"
     assert caplog.text.count(numbers) == len(caplog.records) == 1
 
 
 @pytest.fixture
 def filled(tmp_path) -> Path:
-    """A folder in which a run has left the features of four pictures."""
+    """A folder in which a run has left the features of four images."""
     model = frozen_model()
     train(model, epoch(), TowerFeatures(model, tmp_path))
     return tmp_path
@@ -190,11 +190,11 @@ def filled(tmp_path) -> Path:
 
 def test_a_second_run_reuses_the_towers_own_bytes_that_the_first_left(filled):
     assert runs_of(2 * epoch(), filled) == [3]  # on its first batch
-    assert runs_of(epoch()[::-1], filled) == [1]  # also one that begins without pictures
+    assert runs_of(epoch()[::-1], filled) == [1]  # also one that begins without images
     assert len([*filled.glob("*/*")]) == 4
     pixels = epoch()[0]["pixel_values"]
     want = encoded(frozen_model(), pixels)
-    for digest, features in zip(digest_pictures(pixels).tolist(), want, strict=True):
+    for digest, features in zip(digest_images(pixels).tolist(), want, strict=True):
         (path,) = filled.rglob(f"{bytes(digest).hex()}.safetensors")
         (kept,) = load(path.read_bytes()).values()
         assert torch.equal(kept, features)
@@ -203,7 +203,7 @@ def test_a_second_run_reuses_the_towers_own_bytes_that_the_first_left(filled):
 def folder_of(model, folder: Path) -> str:
     """Name of the subfolder for a model's features."""
     before = {*folder.glob("*")}
-    train(model, [one_picture()], TowerFeatures(model, folder))
+    train(model, [one_image()], TowerFeatures(model, folder))
     (made,) = {*folder.glob("*")} - before or before
     return made.name
 
@@ -243,22 +243,22 @@ def test_every_weight_of_the_tower_counts_and_each_in_its_place():
     assert len(digests) == 5 + len(weights)
 
 
-def test_pixels_of_another_shape_or_dtype_are_another_picture():
+def test_pixels_of_another_shape_or_dtype_are_another_image():
     shown = [torch.zeros(1, *shape) for shape in ((3, 2, 4), (3, 4, 2))]
     shown += [shown[0].to(torch.float16), torch.zeros(1, 3, 2, 8, dtype=torch.float16)]
-    assert len({bytes(digest_pictures(pixels)[0].tolist()) for pixels in shown}) == len(shown)
+    assert len({bytes(digest_images(pixels)[0].tolist()) for pixels in shown}) == len(shown)
 
 
 @pytest.mark.parametrize("damage", ["cut by a byte", "a folder", "another's", "another shape"])
 def test_a_bad_file_is_named_and_never_used(damage, filled, caplog):
-    (name,) = digest_pictures(epoch()[1]["pixel_values"])
+    (name,) = digest_images(epoch()[1]["pixel_values"])
     (bad,) = filled.rglob(f"{bytes(name.tolist()).hex()}.safetensors")
     other, good = next(path for path in bad.parent.iterdir() if path != bad), bad.read_bytes()
     bad.unlink()
     if damage == "a folder":
         bad.mkdir()
     elif damage == "another shape":
-        save_file({f"picture {bad.stem} by tower {bad.parent.name}": torch.zeros(4, 64)}, bad)
+        save_file({f"image {bad.stem} by tower {bad.parent.name}": torch.zeros(4, 64)}, bad)
     else:
         bad.write_bytes(good[:-1] if damage == "cut by a byte" else other.read_bytes())
     assert runs_of(epoch(), filled) == [3, 1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from glm4v_patched.data.messages import pictures_of, text_of
+from glm4v_patched.data.messages import images_of, text_of
 from glm4v_patched.data.rows import (
     read_conversations,
     read_rows,
@@ -58,7 +58,7 @@ def test_conversations_are_taken_as_they_stand(folder):
         assert read(folder, row(*messages)) == [messages]
 
 
-def test_a_picture_of_a_message_is_its_path_and_no_word_of_it(folder):
+def test_an_image_of_a_message_is_its_path_and_no_word_of_it(folder):
     expected = said("user", "q", image=str(folder / "a.png"))
     url = {"type": "image_url", "image_url": {"url": "a.png", "detail": "high"}}
     for content, more in (
@@ -82,22 +82,22 @@ def test_a_turn_may_be_context_only(folder):
     assert messages[1::2] == [said("assistant", "b", train=False), said("assistant", "b")]
 
 
-def test_pictures_of_a_row_go_to_the_places_in_its_words(folder):
+def test_images_of_a_row_go_to_the_places_in_its_words(folder):
     a, b = (str(folder / name) for name in ("a.png", "b.png"))
     asked = [said("user", "<image>q"), ANSWER, said("user", "q\n<image>"), ANSWER]
     ((first, _, second, _),) = read(folder, row(*asked, images=["a.png", "b.png"]))
     assert (first, second) == (said("user", "q", image=a), said("user", "q", image=b))
     for places in ("<image>\n<image>q", [{"type": "image"}, {"type": "image"}, TEXT]):  # TRL's
         ((question, _),) = read(folder, row(said("user", places), ANSWER, images=[b, "a.png"]))
-        assert pictures_of([question]) == [b, a] and text_of(question) == "q"
-    # A picture that a message names is none of the row's.
+        assert images_of([question]) == [b, a] and text_of(question) == "q"
+    # An image that a message names is none of the row's.
     own = said("user", "<image>q", image="a.png")
     ((first, _, second, _),) = read(folder, row(own, *asked[1:], images=["b.png"]))
     assert (first["image"], second["image"]) == (a, b)
-    # White space before and between pictures parts nothing.
+    # White space before and between images parts nothing.
     white = {"type": "text", "text": "\n"}
     ((question, _),) = read(folder, row(said("user", [white, SHOWN, white, SHOWN, TEXT]), ANSWER))
-    assert pictures_of([question]) == [a, a] and text_of(question).strip() == "q"
+    assert images_of([question]) == [a, a] and text_of(question).strip() == "q"
     # Without a place they stand before the first words of the user.
     ((first, _, second, _),) = read(folder, row(*turns() * 2, images=["a.png"]))
     assert first == said("user", "q", image=a) and "image" not in second
@@ -110,7 +110,7 @@ SHAREGPT = {"conversations": [HUMAN | {"value": "q"}, GPT]}
 
 
 def test_rows_of_other_trainers_are_read(folder):
-    """In words, ! is the message's picture."""
+    """In words, ! is the message's image."""
     for line, words in (
         ({"id": "7", "conversations": [HUMAN, GPT], "image": "a.png", "system": "s"}, "s q! b"),
         ({"system": "", "conversations": [{"from": "user", "value": "q"}, GPT]}, "q b"),
@@ -123,7 +123,7 @@ def test_rows_of_other_trainers_are_read(folder):
         (PLAIN | {"images": [None]}, "q b"),
     ):
         (messages,) = read(folder, line)
-        told = [text_of(message) + "!" * len(pictures_of([message])) for message in messages]
+        told = [text_of(message) + "!" * len(images_of([message])) for message in messages]
         assert " ".join(told) == words
     (folder / "data.jsonl").write_text('{"instruction": "q"}')
     (asked,) = read_rows(folder / "data.jsonl", to_learn=False)  # to be answered
@@ -157,12 +157,12 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "place in metadata": (row(said("user"), said("assistant", metadata="<image>")), "<image>"),
     "tools that are none": (row(said("system", tools=[TOOL, {"type": "code"}]), *turns()), ""),
     # Keys
-    "pictures of the row and of a message": (row(*turns(image="a.png"), images=["b"]), "1, places"),
+    "images of the row and of a message": (row(*turns(image="a.png"), images=["b"]), "1, places"),
     "capitals": ({"Messages": []}, "has messages"),
     "another format": ({"conversations": [HUMAN]}, 'has "messages"'),
-    "pictures under two names": (row(*turns(), image="a", images=["a"]), '"images" and "image"'),
+    "images under two names": (row(*turns(), image="a", images=["a"]), '"images" and "image"'),
     "a place in the answer": (row(*turns(answer="<image>"), images=["a.png"]), "message 2 of 2"),
-    "more places than pictures": (row(*turns("<image><image>q"), images=["a.png"]), ": 2; write"),
+    "more places than images": (row(*turns("<image><image>q"), images=["a.png"]), ": 2; write"),
     "60,000 keys": (json.loads(GOOD) | {f"k{n}": 1 for n in range(60_000)}, "59,980 more"),
     "img": (row(*turns(img="a.png")), '"img"'),
     "from": (row({"from": "human", "value": "q"}, ANSWER), 'write "role"'),
@@ -174,17 +174,17 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "nothing to train": (row(said("user"), said("assistant", train=False)), "1 turns"),
     "train of a user": (row(*turns(train=True)), "user"),
     "two marks": (row(said("user"), said("assistant", train=False, loss=False)), "train and loss"),
-    "a part of two pictures": (row(*turns([{"type": "image", "image": "a", "url": "b"}])), "1 of"),
+    "a part of two images": (row(*turns([{"type": "image", "image": "a", "url": "b"}])), "1 of"),
     "a part without text": (row(*turns([{"type": "text", "text": None}])), "1 of 2"),
     "message of text": ({"messages": ["hello"]}, "message 1 of 1"),
-    # Pictures
+    # Images
     "lost": (row(*turns(image="no.png")), "no.png"),
     "image 5": (row(*turns(image=5)), "image is"),
     "URL": (row(*turns(image="https://x.y/a.png")), "data.allow_urls"),
     "no base64": (row(*turns(image="data:image/png;base64,@")), "base64"),
     "NUL": (row(*turns(image="a\0.png")), "code 0"),
     "of the assistant": (row(said("user"), said("assistant", image="a.png")), "role assistant"),
-    # Places of pictures
+    # Places of images
     "place in the middle": (row(*turns("is <image> red?", image="a.png")), "<image>"),
     "place of the system": (row(said("system", "<image>"), *turns()), "take <image> out"),
     # Turns
@@ -243,7 +243,7 @@ def test_rows_of_other_trainers_that_are_not_understood_are_refused(folder, word
 
 def test_a_place_of_another_trainer_is_no_word(folder):
     for mark in ("<|image_1|>", "<ImageHere>", "<img>a.png</img>", "[IMG]", "&lt;image&gt;"):
-        with pytest.raises(ValueError, match=re.escape(mark[:5]) + ".*, pictures: 0"):
+        with pytest.raises(ValueError, match=re.escape(mark[:5]) + ".*, images: 0"):
             read(folder, row(*turns(mark + "q")))
 
 

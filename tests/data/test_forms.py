@@ -1,4 +1,4 @@
-"""Pictures in the forms that people have them in: each is the same to the model."""
+"""Images in the forms that people have them in: each is the same to the model."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from glm4v_patched.data import text_rows
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.columns import named_columns
-from glm4v_patched.data.messages import pictures_of, text_of
+from glm4v_patched.data.messages import images_of, text_of
 from glm4v_patched.data.rows import Fault, Row, read_conversations, read_rows
 from glm4v_patched.data.source import fault_of_path, make_sources
 from tests.helpers import data_forms
@@ -37,9 +37,9 @@ def test_a_form_is_the_same_to_the_model(examples, tmp_path, processor, name):
     assert len(rows) == len(examples)
     # In the order of classes, where these are folders.
     first = next(row for row in rows if row.messages[-1]["content"] == examples[0].answer)
-    picture = str(tmp_path / "pictures" / examples[0].picture)
+    image = str(tmp_path / "images" / examples[0].image)
     collator = ConversationCollator(processor)
-    expected = collator([turns(QUESTION, examples[0].answer, image=picture)])
+    expected = collator([turns(QUESTION, examples[0].answer, image=image)])
     assert_close(collator([first.messages]), expected, rtol=0, atol=0)
 
 
@@ -112,19 +112,19 @@ def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, wor
     words("\n".join(told))
 
 
-def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):
-    names = [f"pictures/{example.picture}" for example in examples[:3]]
+def test_images_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):
+    names = [f"images/{example.image}" for example in examples[:3]]
     row = {"system": "s", "before": [["q", "a"]], "question": "r", "answer": "b"}
     columns = {name: name for name in ("system", "question", "answer")} | {"history": "before"}
     absolute = [str(tmp_path / name) for name in names]
     for given, image, folder in [
         ({"a": names[0], "b": None, "c": names[1:]}, ["a", "b", "c"], {}),
-        ({"n": [Path(name).name for name in names]}, "n", {"image_folder": "pictures"}),
+        ({"n": [Path(name).name for name in names]}, "n", {"image_folder": "images"}),
     ]:
         asked = {"columns": columns | {"image": image}, **folder}
         (found,) = read(tmp_path / "a.jsonl", [row | given], **asked)
         assert [text_of(message) for message in found.messages] == ["s", "q", "a", "r", "b"]
-        assert found.pictures == pictures_of(found.messages[1:2]) == absolute
+        assert found.images == images_of(found.messages[1:2]) == absolute
     # With places they stand there.
     marked = row | {"question": "<image>r", "n": names[0]}
     (found,) = read(tmp_path / "a.jsonl", [marked], columns=columns | {"image": "{n}"})
@@ -132,13 +132,13 @@ def test_pictures_of_a_row_without_a_place_stand_before_its_first_users_words(ex
 
 
 def test_a_column_that_a_row_lacks_is_no_fault_and_one_that_is_named_twice_is(tmp_path, examples):
-    picture = f"pictures/{examples[0].picture}"
-    rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "img": picture}]
+    image = f"images/{examples[0].image}"
+    rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "img": image}]
     columns = {"question": "q", "answer": "a", "image": "img"}
-    found = [row.pictures for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
-    assert found == [[], [str(tmp_path / picture)]]
+    found = [row.images for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
+    assert found == [[], [str(tmp_path / image)]]
     _, found = read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
-    assert '"img" ("pictures' in found.text
+    assert '"img" ("images' in found.text
     for name in ("img", "img.path"):
         with pytest.raises(ValueError, match=f'"{name}" is in columns and in ignore'):
             read(tmp_path / "a.jsonl", rows, columns=columns | {"image": name}, ignore=[name])
@@ -273,10 +273,10 @@ def test_a_path_is_no_pattern(examples, tmp_path, name):
     made, fields = make(name, tmp_path, examples)
     path = made.rename(tmp_path / f"ü a{{b,c}}!#[1]*{made.suffix}")
     rows = read_form(path, fields)
-    assert {len(row.pictures) for row in rows} == {1} and len(rows) == len(examples)
+    assert {len(row.images) for row in rows} == {1} and len(rows) == len(examples)
     if path.is_dir():
-        pictures = [Path(row.pictures[0]) for row in rows]
-        assert all(path in picture.parents and picture.is_file() for picture in pictures)
+        images = [Path(row.images[0]) for row in rows]
+        assert all(path in image.parents and image.is_file() for image in images)
 
 
 def test_a_folder_of_llama_factory_is_refused_and_a_file_of_it_is_read(tmp_path):
@@ -375,7 +375,7 @@ def test_images_with_texts_beside_them_are_read_by_the_printed_archive(tmp_path,
         (folder / "10_cards" / "2.png").unlink()
     subprocess.run(command, shell=True, check=True, timeout=60)
     rows = read(tmp_path / "kohya's.tar", columns=yaml.safe_load(columns))
-    assert [(len(row.pictures), row.messages[1]["content"]) for row in rows] == [
+    assert [(len(row.images), row.messages[1]["content"]) for row in rows] == [
         (1, "a red card")
     ] * 2
 

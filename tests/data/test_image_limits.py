@@ -13,7 +13,7 @@ from glm4v_patched.data import decoding
 from glm4v_patched.data.decoding import find_fault, may_be_decoded
 from glm4v_patched.data.image_limits import MOST_PARTS, MOST_SIDE, measure, open_image
 from glm4v_patched.inference.serving.limits import ApiError, Limits
-from glm4v_patched.inference.serving.pictures import FORMATS, secure
+from glm4v_patched.inference.serving.request_images import FORMATS, secure
 
 
 def encoded(kind: str, size=(8, 8), mode="RGB", **options) -> bytes:

@@ -71,7 +71,7 @@ def test_a_row_that_differs_from_the_first_ones_is_refused(folder):
     plain, lost, both = read(folder, *rows, columns=COLUMNS)
     assert isinstance(plain, Row) and '"image" ("a.png")' in lost.text and "second" in both.text
     first, shown, lost = read(folder, *rows, columns=COLUMNS | {"image": "image"})
-    assert (first.pictures, shown.pictures) == ([], [str(folder / "a.png")])
+    assert (first.images, shown.images) == ([], [str(folder / "a.png")])
     assert '"second" ("b.png")' in lost.text
 
 
@@ -140,7 +140,7 @@ def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(
         assert "ignore" not in row.text
     (row,) = read(folder, {"messages": turns("<image>q"), "image": {"<image_0>": "a", "<1>": "b"}})
     assert 'the keys "<image_0>", "<1>": write "images": ["a.png", "b.png"]' in row.text
-    talk = [{"from": "user", "value": "Picture 1: <img>a.png</img>\nq"}]
+    talk = [{"from": "user", "value": "Image 1: <img>a.png</img>\nq"}]
     (row,) = read(folder, {"conversations": talk})
     assert 'write <image> there, and "image": "a.png" in the row' in row.text
     for where in ("file:///x/a%20b.png", "FILE:///x/a%20b.png"):

@@ -1,4 +1,4 @@
-"""Files and tables that rows are read from, and the files of pictures that rows hold."""
+"""Files and tables that rows are read from, and the files of images that rows hold."""
 
 import base64
 import json
@@ -10,8 +10,8 @@ import datasets
 import pytest
 
 from glm4v_patched.data import fetching, text_rows
-from glm4v_patched.data.messages import pictures_of
-from glm4v_patched.data.pictures import PictureFiles
+from glm4v_patched.data.image_files import ImageFiles
+from glm4v_patched.data.messages import images_of
 from glm4v_patched.data.rows import read_conversations, read_rows
 from glm4v_patched.data.source import Source, fault_of_set
 from tests.helpers.data_forms import png, turns, write_rows
@@ -49,7 +49,7 @@ def test_a_large_array_is_refused_with_what_makes_lines_of_it(tmp_path, monkeypa
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """A folder with two splits, of which one has a row without a picture between others."""
+    """A folder with two splits, of which one has a row without an image between others."""
     features = {"role": datasets.Value("string"), "content": datasets.Value("string")}
     rows = {
         "messages": [turns("<image>q"), turns(), turns("<image><image>q")],
@@ -62,11 +62,11 @@ def saved(tmp_path) -> Path:
     return tmp_path / "table"
 
 
-def test_tables_with_pictures_in_them_are_read_by_their_splits(saved, cache):
+def test_tables_with_images_in_them_are_read_by_their_splits(saved, cache):
     before = sorted(saved.rglob("*"))
     first, second, third = read_conversations(saved)
     assert sorted(saved.rglob("*")) == before  # a copy may be as large as the disk
-    (red,), (again, blue) = pictures_of(first), pictures_of(third)
+    (red,), (again, blue) = images_of(first), images_of(third)
     assert Path(red).read_bytes() == png() and Path(red).parent == cache and again == red
     assert Path(blue).read_bytes() == png("blue") and second == turns()
     assert read_conversations(Source(str(saved), split="test")) == [turns()]
@@ -105,8 +105,8 @@ def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
 
 
 @pytest.fixture
-def files(tmp_path, cache) -> PictureFiles:
-    return PictureFiles(str(tmp_path), allow_urls=True)
+def files(tmp_path, cache) -> ImageFiles:
+    return ImageFiles(str(tmp_path), allow_urls=True)
 
 
 def test_bytes_are_written_once_under_their_digest(files, cache):
@@ -125,10 +125,10 @@ def test_a_full_disk_is_no_fault_of_a_row(tmp_path, monkeypatch):
     def write(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("glm4v_patched.data.pictures.write_atomically", write)
+    monkeypatch.setattr("glm4v_patched.data.image_files.write_atomically", write)
     url = "data:image/png;base64," + base64.b64encode(png()).decode()
     path = write_rows(tmp_path / "a.jsonl", turns(image=url))
-    with pytest.raises(RuntimeError, match="pictures/.* cannot be written: No space.*XDG_CACHE"):
+    with pytest.raises(RuntimeError, match="images/.* cannot be written: No space.*XDG_CACHE"):
         [*read_rows(path)]
 
 
@@ -144,7 +144,7 @@ def test_paths_are_of_the_folder_and_one_of_windows_is_told_as_one_of_linux(file
             files.path_of(way)
 
 
-def test_a_picture_whose_name_has_a_backslash_is_found(files, tmp_path):
+def test_an_image_whose_name_has_a_backslash_is_found(files, tmp_path):
     (tmp_path / "photos").mkdir()
     for name in ("photos/a.png", "photos\\a.png"):  # the second is a name of one file
         (tmp_path / name).touch()
@@ -184,7 +184,7 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path, served, w
         (folder / f"{name}.png").write_bytes(content)
     port = url.rpartition(":")[2]
     with words.refused(ValueError, "data.allow_urls: true", port=port):
-        PictureFiles(str(tmp_path)).path_of(f"{url}/a.png")
+        ImageFiles(str(tmp_path)).path_of(f"{url}/a.png")
     path = files.path_of(f"{url}/a.png")
     assert Path(path).read_bytes() == png()
     with words.refused(ValueError, "no.png", "404", port=port):

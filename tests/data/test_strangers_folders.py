@@ -348,14 +348,14 @@ def test_metadata_of_images_name_images_of_the_folder(tmp_path, suffix):
     )
     columns = {"question": "What?", "answer": "text", "image": "image"}
     found = read(folder, columns=columns)
-    assert [row.pictures for row in found[:3]] == [
+    assert [row.images for row in found[:3]] == [
         [str(folder / name)] for name in ("a.png", "sub/b.png", "a.png")
     ]
     for row in found[3:7]:
         assert isinstance(row, Fault) and f"metadata.{suffix}" in row.text, row
         assert "private.png, outside of the folder" in row.text, row
     # As a name it is that of no file; nothing fetches it.
-    assert found[7].pictures == [str(folder / "http:/127.0.0.1:9/a.png")]
+    assert found[7].images == [str(folder / "http:/127.0.0.1:9/a.png")]
 
 
 def test_metadata_give_an_image_by_one_column(tmp_path):
@@ -364,7 +364,7 @@ def test_metadata_give_an_image_by_one_column(tmp_path):
     rows = [{"file_name": "a.png", "text": "red"}, {"file_name": "a.png", "image": "b.png"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     first, second = read(tmp_path, columns={"question": "?", "answer": "text", "image": "image"})
-    assert first.pictures == [str(tmp_path / "a.png")]
+    assert first.images == [str(tmp_path / "a.png")]
     assert "metadata.jsonl: file_name and image are both for the image: give" in second.text
 
 
@@ -392,14 +392,14 @@ def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, wat
         watched.clear()
         columns = {name: name for name in table.column_names}
         (embedded,), faults = split_rows(read(HUB_ID, columns=columns))
-        assert Path(embedded.pictures[0]).read_bytes() == png() and len(faults) == len(cells) - 1
+        assert Path(embedded.images[0]).read_bytes() == png() and len(faults) == len(cells) - 1
         assert f"outside of {tmp_path}/cache/hub/datasets--someone--cards;" in faults[0].text
         [words], _ = split_rows(read("someone/texts", columns=columns))
-        assert words.pictures == []
+        assert words.images == []
         # A folder that the recipe names has them, and its files alone.
         *others, absolute, relative = read(HUB_ID, columns=columns, image_folder=str(images))[1:]
         assert all(isinstance(row, Fault) for row in others), others
-        assert absolute.pictures == relative.pictures == [str(images / "a.png")]
+        assert absolute.images == relative.images == [str(images / "a.png")]
     private = [of for _, of in watched if "private.png" in of]
     assert not private
 

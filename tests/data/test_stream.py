@@ -68,7 +68,7 @@ def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
 
 def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     """A run that ended at it goes on with the rows that it has not learned; and of two readers, of
-    which one cannot fetch a picture, none has the other's rows."""
+    which one cannot fetch an image, none has the other's rows."""
     right = taken(Stream([rows], 1, buffer=6), 40)
     lines = Path(rows.path).read_text().splitlines()
     wrong = written(tmp_path / "wrong.jsonl", *lines[:7], "{", turns("8", 7), *lines[9:])
@@ -78,8 +78,8 @@ def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
 
 
 @pytest.mark.parametrize(("form", "context"), [("save_to_disk", "fork"), ("hf download", "spawn")])
-def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, form, context):
-    """Each process that reads has Arrow and the cache of pictures for itself, and its own rows."""
+def test_images_of_a_table_come_to_whoever_reads_them(tmp_path, form, context):
+    """Each process that reads has Arrow and the cache of images for itself, and its own rows."""
     examples = draw(tmp_path, 6)
     columns = {name: name for name in ("image", "question", "answer")}
     source = Source(str(make(form, tmp_path, examples)[0]), columns=columns)
@@ -89,7 +89,7 @@ def test_pictures_of_a_table_come_to_whoever_reads_them(tmp_path, form, context)
     shown = [row for batch in islice(loader, 3) for row in batch]
     asked = [row.messages for row in shown]
     found = {(Image.open(row[0]["image"]).tobytes(), row[1]["content"]) for row in asked}
-    drawn = [(Image.open(tmp_path / "pictures" / of.picture), of.answer) for of in examples]
+    drawn = [(Image.open(tmp_path / "images" / of.image), of.answer) for of in examples]
     assert found == {(image.tobytes(), answer) for image, answer in drawn}
 
 
@@ -131,7 +131,7 @@ def collator(processor) -> StreamCollator:
 
 @pytest.fixture
 def streamed(tmp_path):
-    """Rows as they come to the collator, which may show two pictures, of which one is cut."""
+    """Rows as they come to the collator, which may show two images, of which one is cut."""
     image = Image.effect_noise((64, 64), 50).convert("RGB")
     image.resize((8, 8)).save(tmp_path / "cut.png")
     image.save(tmp_path / "whole.png")
@@ -151,7 +151,7 @@ def same(batch: dict, other: dict) -> bool:
 def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, streamed):
     rows = streamed(turns("a", image="whole.png"), turns("b"))
     want = collator.collator([row.messages for row in rows])
-    longest = want["input_ids"].shape[1]  # of the row with a picture
+    longest = want["input_ids"].shape[1]  # of the row with an image
     for limit, is_taken in ((longest, True), (longest - 1, False)):
         collator.longest = limit
         batch = collator(rows)
@@ -164,7 +164,7 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
 ):
     monkeypatch.setattr(decoding, "MOST_PIXELS", 64 * 64 - 1)
     for bad, told in (
-        (turns("b", image="cut.png"), "cut.png cannot be read as a picture"),
+        (turns("b", image="cut.png"), "cut.png cannot be read as an image"),
         (turns("b", image="whole.png"), "whole.png is too large"),
         (turns("b", answer="x" * 2**20), "characters"),
         (turns("b", answer=7), "content is 7; expected text"),

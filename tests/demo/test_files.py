@@ -6,7 +6,7 @@ import pytest
 
 from glm4v_patched.demo import command as demo
 from glm4v_patched.demo.command import run_demo
-from glm4v_patched.demo.pictures import COLORS, QUESTIONS, SHAPES, draw_data_set
+from glm4v_patched.demo.images import COLORS, QUESTIONS, SHAPES, draw_data_set
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import placement
 from glm4v_patched.models.placement import Placement

@@ -43,7 +43,7 @@ from tests.distributed.strategies import (
     zero_config,
 )
 from tests.helpers.processes import gpu_environment, on_processes, run_ranks, run_with_limit
-from tests.helpers.tiny import BOI, EOI, PAD, pictures, small_model, text
+from tests.helpers.tiny import BOI, EOI, PAD, random_pixels, small_model, text
 from tests.tables import put_rows, read_rows
 
 # Relative to the step's largest gradient, over three steps. fp32: DeepSpeed's own linear function
@@ -74,7 +74,7 @@ def rank_batch(cell: Cell, rank: int, step: int) -> dict[str, torch.Tensor]:
     labels = [-100] * (len(row) - 6) + row[-6:]
     batch = {"input_ids": torch.tensor([row]), "labels": torch.tensor([labels])}
     if image:
-        batch["pixel_values"] = pictures(1, seed=2 * step + rank)
+        batch["pixel_values"] = random_pixels(1, seed=2 * step + rank)
     return {name: values.to(device()) for name, values in batch.items()}
 
 

@@ -31,7 +31,7 @@ from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.distributed.strategies import save_on_first
 from tests.helpers.fp8 import PLAIN, build
 from tests.helpers.processes import run_two_processes
-from tests.helpers.tiny import golden_json, grown_image, pictures, text, tiny_config
+from tests.helpers.tiny import golden_json, grown_image, random_pixels, text, tiny_config
 from tests.remote.rows import assert_close
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def batch(number: int) -> dict[str, torch.Tensor]:
     ids = torch.tensor([[*image, *text(9, seed=number)]])
     labels = ids.clone()
     labels[:, : len(image)] = -100
-    return {"input_ids": ids, "labels": labels, "pixel_values": pictures(1, seed=number)}
+    return {"input_ids": ids, "labels": labels, "pixel_values": random_pixels(1, seed=number)}
 
 
 def model_with_odd_weights(dtype: torch.dtype) -> GLM4VForCausalLM:

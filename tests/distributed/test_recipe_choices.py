@@ -239,7 +239,7 @@ def test_choices_lose_what_plain_layers_do_under_zero_3(name, trained):
 
 
 def evaluated(recipe: Recipe) -> Recipe:
-    """In batches of one, the second process has a text and then nothing, but the first a picture.
+    """In batches of one, the second process has a text and then nothing, but the first an image.
     What is gathered to answer is trained again."""
     lines = Path(recipe.data.train).read_text().splitlines()
     without = json.loads(lines[0])

@@ -1,5 +1,5 @@
 """Reused features on two processes whose batches are unlike: under ZeRO-3 and FSDP2 a step reuses
-features only if both have those of their pictures."""
+features only if both have those of their images."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from tests.distributed.strategies import (
     zero_config,
 )
 from tests.helpers.processes import run_two_processes
-from tests.helpers.tiny import grown_image, pictures, text, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
 from tests.remote.rows import assert_close
 
-# The picture of rank 0 and that of rank 1, step by step; "-" is a batch without one.
-PICTURES = ["AB", "AB", "C-", "C-", "AD", "CD", "--", "-D", "BA"]
+# The image of rank 0 and that of rank 1, step by step; "-" is a batch without one.
+IMAGES = ["AB", "AB", "C-", "C-", "AD", "CD", "--", "-D", "BA"]
 # In how many of these steps the tower runs, on each rank; without an image it runs for the blank
 # one, but under DDP.
 ALWAYS = [[1] * 9] * 2
@@ -43,11 +43,11 @@ EVERY = [*dict.fromkeys((*run[:2], "") for run in RUNS), *RUNS]
 
 def rank_batch(step: int) -> dict[str, torch.Tensor]:
     rank = torch.distributed.get_rank()
-    picture = PICTURES[step][rank]
-    row = [*text(5, seed=step), *(grown_image() if picture != "-" else [])]
+    image = IMAGES[step][rank]
+    row = [*text(5, seed=step), *(grown_image() if image != "-" else [])]
     row += text(9, seed=10 * step + rank + 1)
     ids = torch.tensor([row])
-    images = {} if picture == "-" else {"pixel_values": pictures(1, seed=ord(picture))}
+    images = {} if image == "-" else {"pixel_values": random_pixels(1, seed=ord(image))}
     return {"input_ids": ids, "labels": ids} | images
 
 
@@ -65,9 +65,9 @@ def train(weights: str, strategy: str, keep: str, folder: Path) -> dict:
     training = Training(model, strategy, zero_config())
     losses, gradients, counts = [], [], []
     digest = digest_weights(tower)
-    for step in range(len(PICTURES)):
+    for step in range(len(IMAGES)):
         inputs = rank_batch(step)
-        output = training(**features.replace_pictures(inputs) if features else inputs)
+        output = training(**features.replace_images(inputs) if features else inputs)
         if features:
             features.keep(output)
         training.backward(output.loss)

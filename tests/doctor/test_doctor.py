@@ -206,7 +206,7 @@ def checks(path: Path, *overrides: str) -> dict[str, Finding]:
 def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
     found = checks(asked)
     assert {each.verdict for each in found.values()} == {"ok"}
-    assert "20 rows, 20 pictures" in found["data"].found
+    assert "20 rows, 20 images" in found["data"].found
     assert found.keys() >= {"recipe", "folder (out)", "model", "data", "memory and disk"}
     assert "as published (fp8 is off): " in found["implementations: training"].found
     assert "2 x language model MLP" in found["implementations: inference"].found
@@ -223,7 +223,7 @@ def test_the_first_rows_are_shown_as_they_are_learned(asked, capsys):
     given = [f"data.train={folder / 'rows.csv'}", "data.eval=null", columns]
     assert main(["doctor", str(asked), *given, "--rows", "2"]) == 1
     first, second = capsys.readouterr().out.split(f"{folder}/rows.csv:")[1:]
-    assert first.startswith(f"2:\n  picture {folder}/a.png\n")
+    assert first.startswith(f"2:\n  image {folder}/a.png\n")
     assert "What is it?" in first and "red" in re.findall(r"\[\[(.*?)\]\]", first, re.DOTALL)[0]
     assert second.startswith("3:") and "b.png" in second and "there is no file" in second
     assert main(["doctor", str(asked), *given, "--rows", "1"]) == 0
@@ -268,7 +268,7 @@ def lose_image_size(folder: Path) -> None:
     [
         (cut_weights, "recipe", r"model.safetensors has [\d,]+ of its [\d,]+ bytes"),
         (lose_tokenizer, "data", "tokenizer"),
-        (lose_image_size, "data", "its pictures take 16 positions, and the model's 4"),
+        (lose_image_size, "data", "its images take 16 positions, and the model's 4"),
     ],
 )
 def test_a_damaged_model_is_told(asked, damage, check, told):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
 from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.trainable import select_weights
-from tests.helpers.tiny import grown_image, pictures, text, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
 
 LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 LAYERS = 2  # of each tower
@@ -47,7 +47,7 @@ def train_once(tower, language, layers=LAYERS, compiled=False):
         torch._dynamo.reset()
         compile_layers(model)
     ids = torch.tensor([text(5) + grown_image() + text(9)])
-    loss = model(input_ids=ids, labels=ids, pixel_values=pictures(1)).loss
+    loss = model(input_ids=ids, labels=ids, pixel_values=random_pixels(1)).loss
     counted = Counted()
     with nullcontext() if compiled else counted:
         loss.backward()
@@ -105,7 +105,7 @@ def test_dropout_is_the_same_when_a_layer_is_computed_again(policy):
                 torch.nn.init.normal_(parameter)
         checkpoint_layers(model.train(), asked, asked)
         torch.manual_seed(1)
-        model(input_ids=ids, labels=ids, pixel_values=pictures(1)).loss.backward()
+        model(input_ids=ids, labels=ids, pixel_values=random_pixels(1)).loss.backward()
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=name)

@@ -18,7 +18,7 @@ from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
 from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
-from tests.helpers.tiny import grown_image, pictures, text, tiny_config
+from tests.helpers.tiny import grown_image, random_pixels, text, tiny_config
 
 # What comes out is rounded to bf16, a relative 0.0017 on random data. Of other operands it
 # would be 0.03 apart.
@@ -157,7 +157,7 @@ def test_what_comes_in_is_cast_as_autocast_does(held):
 
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.tensor([text(5) + grown_image() + text(9)])
-    return {"input_ids": ids, "labels": ids, "pixel_values": pictures(1).bfloat16()}
+    return {"input_ids": ids, "labels": ids, "pixel_values": random_pixels(1).bfloat16()}
 
 
 def step(options: EngineOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor], nn.Module]:

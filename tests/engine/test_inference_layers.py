@@ -45,7 +45,7 @@ from glm4v_patched.remote.modeling_chatglm import (
 from glm4v_patched.remote.visual import PatchEmbedding, TransformerLayer
 from tests.helpers.fp8 import FP8_ALONE, apart, build
 from tests.helpers.plain_kernels import put_in_the_place_of_kernels
-from tests.helpers.tiny import grown_image, pictures, text
+from tests.helpers.tiny import grown_image, random_pixels, text
 
 if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
     from glm4v_patched.engine.kernels import fp8_triton
@@ -68,7 +68,7 @@ def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton
     monkeypatch, has_triton
 ):
     model, rows = build().eval(), text(3) + grown_image() + text(4)
-    given = {"input_ids": torch.tensor([rows]), "pixel_values": pictures(1)}
+    given = {"input_ids": torch.tensor([rows]), "pixel_values": random_pixels(1)}
     with torch.no_grad():
         wanted = model(**given).logits
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: has_triton or None)
@@ -95,7 +95,7 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
 
     def logits() -> list[torch.Tensor]:
         cache = StaticCache(config=model.config, max_cache_len=64)
-        given = {"input_ids": torch.tensor([rows, rows]), "pixel_values": pictures(2)}
+        given = {"input_ids": torch.tensor([rows, rows]), "pixel_values": random_pixels(2)}
         read = model(**given, past_key_values=cache).logits
         drawn, mask = [read], torch.ones(2, len(rows) + 1, dtype=torch.long)
         for ids in ([[7], [8]], [[3, 4], [5, 6]]):
@@ -134,11 +134,11 @@ def read_model(monkeypatch, weights: str | None = None) -> Any:
 
 
 def drawn(model: nn.Module) -> torch.Tensor:
-    """Logits of a text with a picture and of an id behind it."""
+    """Logits of a text with an image and of an id behind it."""
     cache = StaticCache(config=model.config, max_cache_len=32)
     ids = torch.tensor([text(3) + grown_image() + text(5)])
     with torch.no_grad():
-        read = model(ids[:, :-1], pixel_values=pictures(1), past_key_values=cache).logits
+        read = model(ids[:, :-1], pixel_values=random_pixels(1), past_key_values=cache).logits
         last = model(ids[:, -1:], torch.ones_like(ids), past_key_values=cache).logits
     return torch.cat((read, last), dim=1)
 

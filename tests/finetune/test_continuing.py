@@ -156,9 +156,9 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp
         starting_point(resolve(stopped), 1, True)
 
 
-def test_changed_rows_and_pictures_are_said_and_can_be_accepted(stopped, capfd, not_run):
+def test_changed_rows_and_images_are_said_and_can_be_accepted(stopped, capfd, not_run):
     data = Path(stopped.data.train)
-    one, other, *_ = sorted(data.parent.glob("pictures/*"))
+    one, other, *_ = sorted(data.parent.glob("images/*"))
     other.write_bytes(one.read_bytes())
     with pytest.raises(ValueError, match=r"(?s)20 there, 20 now; .*--accept-changed-data"):
         launch(resolve(stopped), HERE, resume=True)

@@ -90,7 +90,7 @@ def test_files_and_folders_that_cannot_be_are_told_of_each_field(
     assert line.endswith(f"{tmp_path} may not be written") and not (tmp_path / "new").exists()
 
 
-def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
+def test_a_folder_of_images_is_no_place_for_a_run(asked, tmp_path):
     out = tmp_path / "photos"
     out.mkdir()
     (out / "loss.png").touch()  # a run's own
@@ -98,7 +98,7 @@ def test_a_folder_of_pictures_is_no_place_for_a_run(asked, tmp_path):
     for name in ("b.JPG", "a.png", "c.webp", "notes.txt"):
         (out / name).touch()
     [line] = told(asked, f"out={out}")
-    assert "out is " in line and "holds pictures (a.png, b.JPG and 1 more), among which" in line
+    assert "out is " in line and "holds images (a.png, b.JPG and 1 more), among which" in line
 
 
 def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus):

@@ -46,7 +46,7 @@ def asked(tmp_path) -> Recipe:
 
 
 def cut(asked: Recipe, row: int) -> str:
-    """Cut the picture of a row; its place."""
+    """Cut the image of a row; its place."""
     data = Path(asked.data.train)
     [name] = re.findall(r'"image": "(.*?)"', data.read_text().splitlines()[row - 1])
     os.truncate(data.parent / name, 100)

@@ -164,9 +164,9 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
     assert train(saving, "--dry-run", "trainer.learning_rate=10") == 0
     told = capsys.readouterr().out
     counts = check_data(resolve(saving)).counts
-    assert counts.rows == counts.pictures == 14
+    assert counts.rows == counts.images == 14
     for line in [
-        f"data        14 rows, 14 pictures; {counts.positions} positions, of which "
+        f"data        14 rows, 14 images; {counts.positions} positions, of which "
         f"{counts.learned} are learned",
         "evaluation  every 4 steps and at the end, on 6 rows",
         "steps       8, 4 an epoch: 2.00 epochs; effective batch 4 (per_device_train_batch_size 2",
@@ -174,7 +174,7 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
         "device      1 x CPU, fp32, no ZeRO",
         "kept        tower full, language full, offload False, compile False",
         ", 2 checkpoints at once of ",
-        "(4 positions of a picture)<|end_of_image|>Which",
+        "(4 positions of an image)<|end_of_image|>Which",
         "\ndoubtful    trainer.learning_rate is 10: ",
         "\ndoubtful    14 lost",
         "nothing was trained, and nothing written (--dry-run)",
@@ -184,14 +184,14 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
     assert not Path(saving.out).exists()
 
 
-def test_learned_turns_of_the_sample_are_marked_and_repeated_words_are_no_picture(drawn):
+def test_learned_turns_of_the_sample_are_marked_and_repeated_words_are_no_image(drawn):
     turns = [("user", "A ? ? ????"), ("assistant", "B"), ("user", "C"), ("assistant", "D")]
     messages = [{"role": role, "content": text} for role, text in turns]
     shown = show_sample(ChatGLMProcessor.from_pretrained(drawn.model), messages)
     inside = [part.split("]]")[0] for part in shown.split("[[")[1:]]
     assert len(inside) == 2 and "B" in inside[0] and "D" in inside[1]
     assert not any(letter in "".join(inside) for letter in "AC")
-    assert "A ? ? ????" in shown and "positions of a picture" not in shown
+    assert "A ? ? ????" in shown and "positions of an image" not in shown
 
 
 SANE = {

@@ -1,7 +1,7 @@
 """A user's script for trainers that take any model: ``any_trainer_script.py TRAINER STEPS RATE``.
 
 Nothing in it knows of glm4v_patched. In the current folder it finds ``model``, which has its code
-beside it, and ``rows.json``, conversations with one picture each; it leaves ``out``, the whole
+beside it, and ``rows.json``, conversations with one image each; it leaves ``out``, the whole
 model, and ``losses.json``. Launchers may start several processes of it.
 """
 
@@ -18,7 +18,7 @@ ROWS_OF_A_STEP = 24
 
 
 class Collator:
-    """Batches of questions, answers and pictures, of which the answers are learned."""
+    """Batches of questions, answers and images, of which the answers are learned."""
 
     def __init__(self, folder: Path | str = "model"):
         self.processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)

@@ -1,7 +1,7 @@
-"""What the jobs share: drawn pictures, a model that has not seen them, and a judge.
+"""What the jobs share: drawn images, a model that has not seen them, and a judge.
 
-24 pictures are learned by heart. Many answers are possible to a question, so that whoever answers
-right has looked at the picture. *Swapped*: each question is asked again with another picture, and
+24 images are learned by heart. Many answers are possible to a question, so that whoever answers
+right has looked at the image. *Swapped*: each question is asked again with another image, and
 the old answer is wrong then.
 """
 
@@ -17,7 +17,7 @@ import datasets
 import pytest
 import torch
 
-from glm4v_patched.demo.pictures import COLORS, SHAPES, draw_data_set
+from glm4v_patched.demo.images import COLORS, SHAPES, draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.frameworks.any_trainer_script import Collator
@@ -31,7 +31,7 @@ NUMBER = 24
 # The chat format has no end of a turn; without this, nobody learns to stop.
 END = "<|endoftext|>"
 RUN = (sys.executable, "-m", "glm4v_patched.run")
-Conversations = list[list[dict]]  # a question with its picture, and its answer
+Conversations = list[list[dict]]  # a question with its image, and its answer
 
 
 def run(folder: Path, *command: object, environment: dict | None = None) -> Ended:
@@ -57,19 +57,19 @@ def succeed(folder: Path, *command: object, environment: dict | None = None) -> 
 
 
 class Models:
-    """The models that jobs begin with, each built once in ``folder``, and the drawn pictures:
+    """The models that jobs begin with, each built once in ``folder``, and the drawn images:
 
     - published: the stand-in for the published repository
     - random: ours, of random weights
-    - blind: gives an answer to a question, whatever picture it is asked about. It was taught each
-      answer with the pictures of all other conversations in turn.
+    - blind: gives an answer to a question, whatever image it is asked about. It was taught each
+      answer with the images of all other conversations in turn.
     - sighted: the blind one after five steps of supervised training: a quarter of the answers that
       it draws are right. Where online training begins.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.conversations = draw_data_set(folder / "pictures", NUMBER, seed=0, side=IMAGE_SIDE)
+        self.conversations = draw_data_set(folder / "images", NUMBER, seed=0, side=IMAGE_SIDE)
 
     def __call__(self, name: str) -> Path:
         folder, rows = self.folder / name, rows_of(self.conversations)
@@ -123,9 +123,9 @@ def other_of(question: dict, answer: dict, conversations: Conversations) -> list
 
 
 def pairs_of(conversations: Conversations) -> list[tuple[str, str, str, str]]:
-    """Question, picture, its answer, and the answer for the picture that is swapped for it.
+    """Question, image, its answer, and the answer for the image that is swapped for it.
 
-    Each pair comes twice: with one of its two pictures and answers, and with the other.
+    Each pair comes twice: with one of its two images and answers, and with the other.
     """
     pairs = []
     for question, answer in conversations:
@@ -135,10 +135,10 @@ def pairs_of(conversations: Conversations) -> list[tuple[str, str, str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def with_other_pictures(pairs: list[tuple]) -> list[tuple]:
-    """Each pair with the picture that its other answer is the answer for, if it has any."""
-    picture_of = {(asked, right): picture for asked, picture, right, _ in pairs}
-    return [(q, picture_of.get((q, wrong)), right, wrong) for q, _, right, wrong in pairs]
+def with_other_images(pairs: list[tuple]) -> list[tuple]:
+    """Each pair with the image that its other answer is the answer for, if it has any."""
+    image_of = {(asked, right): image for asked, image, right, _ in pairs}
+    return [(q, image_of.get((q, wrong)), right, wrong) for q, _, right, wrong in pairs]
 
 
 def put_data(folder: Path, conversations: Conversations) -> None:
@@ -153,7 +153,7 @@ def put_data(folder: Path, conversations: Conversations) -> None:
         asked, answer = said("user", parts), said("assistant", row["answer"])
         messages.append({"messages": [asked, answer]})
     write_lines(folder / "messages.jsonl", messages)
-    (folder / "pictures").symlink_to(Path("data", "sft"))  # of docs/frameworks.md
+    (folder / "images").symlink_to(Path("data", "sft"))  # of docs/frameworks.md
     put_sets_of_trl(data, rows, pairs)
     put_sets_with_places(data, rows, pairs)
 
@@ -170,18 +170,18 @@ def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
     def ended(answer: str) -> list[dict]:
         return [said("assistant", answer + END)]
 
-    def asked(question: str, picture: str, **answer: object) -> dict:
-        return {"prompt": [said("user", question)], "images": [picture], **answer}
+    def asked(question: str, image: str, **answer: object) -> dict:
+        return {"prompt": [said("user", question)], "images": [image], **answer}
 
     triples = [(row["question"], row["image"], row["answer"]) for row in rows]
-    # Texts, as TRL's RewardTrainer knows no pictures and asks tokenizers for conversations one by
+    # Texts, as TRL's RewardTrainer knows no images and asks tokenizers for conversations one by
     # one, of which this one makes batches. A good answer names color and shape.
     question = "<|user|>\nWhat do you see?<|assistant|>\n"
     sets = {
         "sft": [asked(q, p, completion=ended(a)) for q, p, a in triples],
         "grpo": [asked(q, p, answer=a) for q, p, a in triples],
         "rloo": [asked(q, p, answer=a) for q, p, a in triples],
-        # Its trainer knows one picture a row, and that by another name.
+        # Its trainer knows one image a row, and that by another name.
         "online_dpo": [
             {"prompt": [said("user", q)], "image": p, "answer": a} for q, p, a in triples
         ],
@@ -207,24 +207,24 @@ def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
 
 
 def put_sets_with_places(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
-    """``<image>`` in a message is the place of a picture."""
+    """``<image>`` in a message is the place of an image."""
 
-    def asked(question: str, picture: str, *answer: str, **more: object) -> dict:
+    def asked(question: str, image: str, *answer: str, **more: object) -> dict:
         messages = [said("user", f"<image>{question}"), *(said("assistant", a) for a in answer)]
-        return {"messages": messages, "images": [picture], **more}
+        return {"messages": messages, "images": [image], **more}
 
-    pictures = [asked(row["question"], row["image"], row["answer"]) for row in rows]
+    images = [asked(row["question"], row["image"], row["answer"]) for row in rows]
     texts = [
         {"messages": [said("user", f"What is on page {page}?"), answer], "images": []}
-        for page, (_, answer) in enumerate(row["messages"] for row in pictures)
+        for page, (_, answer) in enumerate(row["messages"] for row in images)
     ]
     sets = {
-        "pictures": pictures,
+        "images": images,
         "several": [
             {name: one[name] + other[name] for name in one}
-            for one, other in zip(pictures, pictures[7:] + pictures[:7], strict=True)
+            for one, other in zip(images, images[7:] + images[:7], strict=True)
         ],
-        "mixed": [row for two in zip(pictures, texts, strict=True) for row in two],
+        "mixed": [row for two in zip(images, texts, strict=True) for row in two],
         "reward": [asked(row["question"], row["image"], solution=row["answer"]) for row in rows],
         "kto": [
             asked(q, p, answer, label=answer == right)
@@ -251,7 +251,7 @@ def put_sets_with_places(data: Path, rows: list[dict], pairs: list[tuple]) -> No
 
 
 def judged(folder: Path, model: str, conversations: Conversations) -> tuple[float, float]:
-    """The share of right answers of a saved folder, and that with the pictures swapped."""
+    """The share of right answers of a saved folder, and that with the images swapped."""
     swapped = [
         [q | {"image": other_of(q, a, conversations)[0]["image"]}, a] for q, a in conversations
     ]
@@ -290,13 +290,13 @@ def measure(
     kind: str, folder: Path, saved: str, conversations: Conversations, done: Row, logged: str
 ) -> None:
     """Fill the row of a job that saved its model in the folder ``saved`` of ``folder``; raises
-    :class:`Missed` if nothing was learned, or not from the pictures.
+    :class:`Missed` if nothing was learned, or not from the images.
 
     Args:
         kind: "answers"; "preferences" (of pairs); "scores" (of pairs of texts); or "reward":
             answers, and the reward that training logged as ``logged``, which rises.
     """
-    # Of drawn answers some stay wrong: the same for any picture, or right for the swapped one.
+    # Of drawn answers some stay wrong: the same for any image, or right for the swapped one.
     right, swapped = (0.8, 0.2) if kind == "reward" else (0.9, 0.1)
     if kind == "reward":
         values = history(folder, logged or "reward")
@@ -311,7 +311,7 @@ def measure(
         done.right, done.swapped = judged(folder, saved, conversations)
     elif kind == "preferences":
         pairs = pairs_of(conversations)
-        done.right, done.swapped = preferences(folder, saved, pairs, with_other_pictures(pairs))
+        done.right, done.swapped = preferences(folder, saved, pairs, with_other_images(pairs))
     else:
         pairs = [("What do you see?", None, "a red circle", part) for part in ("red", "circle")]
         [done.right] = preferences(folder, saved, pairs)

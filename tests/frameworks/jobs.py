@@ -51,7 +51,7 @@ SEED = 0
 REPOSITORY = "SFT, LoRA, published repository"
 WHOLE_ROWS = ("--max_length", 4096)
 SIGHTED = "begins at a model that had five steps of SFT"
-TEXT_ONLY = "text only: TRL's RewardTrainer takes no pictures"
+TEXT_ONLY = "text only: TRL's RewardTrainer takes no images"
 PREFERS = {"model": "blind", "measure": "preferences"}
 DRAWS = {"model": "sighted", "measure": "reward"}
 
@@ -237,7 +237,7 @@ OTHERS = [
         note=f"merged by axolotl merge-lora; {ITS_PIN}",
     ),
     Job(
-        *("OpenRLHF", "Actor and SFTLoss, pictures", "openrlhf"),
+        *("OpenRLHF", "Actor and SFTLoss, images", "openrlhf"),
         (*PYTHON, HERE / "openrlhf_script.py", "actor", 60, 2e-3),
         "openrlhf.models.Actor",
         note="its pins on transformers 5.15.0 and flash-attn are ignored",
@@ -263,7 +263,7 @@ GRPO = (
 )
 
 
-def swift(name: str, words: str, data: str = "pictures", **more) -> Job:
+def swift(name: str, words: str, data: str = "images", **more) -> Job:
     """What it saves as an adapter, it merges."""
     steps = more.pop("steps", 60)
     common = {
@@ -302,8 +302,8 @@ SWIFT = [
     swift("sft, all weights", f"sft {FULL}"),
     swift("sft, label smoothing", f"sft {FULL} --label_smoothing_factor 0.1"),
     swift(*("sft, two processes", f"sft {FULL}"), batch=12, environment={"NPROC_PER_NODE": "2"}),
-    swift("sft, two pictures a row", f"sft {FULL}", "several"),
-    swift("sft, rows of text and of pictures", f"sft {FULL}", "mixed", steps=100),
+    swift("sft, two images a row", f"sft {FULL}", "several"),
+    swift("sft, rows of text and of images", f"sft {FULL}", "mixed", steps=100),
     swift("orpo", f"rlhf --rlhf_type orpo {FULL}", "pairs"),
     swift("dpo", f"rlhf --rlhf_type dpo {FULL}", "pairs", rate=5e-4, **PREFERS),
     swift("kto", f"rlhf {KTO} {FULL}", "kto", steps=200, rate=1e-3, **PREFERS),
@@ -318,7 +318,7 @@ FACTORY_KTO = f"{FACTORY_FULL} stage=kto pref_beta=0.3"
 BY_ZERO3 = "deepspeed=deepspeed.json"
 
 
-def factory(name: str, words: str, data: str = "pictures", **more) -> Job:
+def factory(name: str, words: str, data: str = "images", **more) -> Job:
     """``llamafactory-cli train`` with the recipe of docs/frameworks.md."""
     common = {
         "model_name_or_path": "model",
@@ -361,8 +361,8 @@ FACTORY = [
     factory("sft, all weights", FACTORY_FULL),
     factory("sft, label smoothing", f"{FACTORY_FULL} label_smoothing_factor=0.1"),
     factory("sft, two processes", FACTORY_FULL, **TWO),
-    factory("sft, two pictures a row", FACTORY_FULL, "several"),
-    factory("sft, rows of text and of pictures", FACTORY_FULL, "mixed", steps=100),
+    factory("sft, two images a row", FACTORY_FULL, "several"),
+    factory("sft, rows of text and of images", FACTORY_FULL, "mixed", steps=100),
     factory("sft, packing", f"{FACTORY_FULL} packing=true", batch=4, note=SAME),
     factory("sft, neat_packing", f"{FACTORY_FULL} neat_packing=true", batch=4, note=SAME),
     factory(

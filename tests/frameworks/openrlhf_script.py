@@ -1,6 +1,6 @@
 """OpenRLHF's models and losses on a CPU: ``openrlhf_script.py JOB STEPS LEARNING_RATE``.
 
-``actor`` learns from pictures, as the PPO trainer calls it; ``reward`` from pairs of texts, as
+``actor`` learns from images, as the PPO trainer calls it; ``reward`` from pairs of texts, as
 train_rm does. Its own commands ask for a GPU. It imports flash_attn, which is installed on a GPU
 only, for packed rows: empty modules stand in for it. In the current folder it finds ``model``,
 ``rows.json`` and ``data``; it leaves ``out`` and ``losses.json``.

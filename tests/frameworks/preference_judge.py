@@ -1,7 +1,7 @@
 """Which of two answers a saved model prefers, asked with nothing of this package.
 
 Run as a file in a fresh process: ``python preference_judge.py MODEL SETS OUT``. ``SETS`` is JSON:
-lists of ``[question, picture, one answer, another answer]``; ``OUT`` gets for each a list of bools,
+lists of ``[question, image, one answer, another answer]``; ``OUT`` gets for each a list of bools,
 whether the one is preferred. A model with one label scores whole conversations.
 """
 
@@ -31,8 +31,8 @@ model = kind.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32
 
 
 @torch.no_grad()
-def value(question: str, picture: str | None, answer: str) -> float:
-    message = {"role": "user", "content": question} | ({"image": picture} if picture else {})
+def value(question: str, image: str | None, answer: str) -> float:
+    message = {"role": "user", "content": question} | ({"image": image} if image else {})
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     prompt = processor.apply_chat_template([message], add_generation_prompt=True, **options)
     said = processor.tokenizer.encode(f"\n{answer}<|endoftext|>", add_special_tokens=False)
@@ -47,7 +47,7 @@ def value(question: str, picture: str | None, answer: str) -> float:
 
 
 preferred = [
-    [value(q, picture, one) > value(q, picture, other) for q, picture, one, other in pairs]
+    [value(q, image, one) > value(q, image, other) for q, image, one, other in pairs]
     for pairs in json.loads(Path(asked).read_text())
 ]
 Path(out).write_text(json.dumps(preferred))

@@ -155,12 +155,12 @@ PACKAGES = list(dict.fromkeys(method.package for method in METHODS))
 
 def build_model(folder: Path) -> None:
     """``model``, which knows the answers about 24 images by heart, and ``rows.json``."""
-    from glm4v_patched.demo.pictures import draw_data_set
+    from glm4v_patched.demo.images import draw_data_set
     from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, save, tiny_config
     from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
     from tests.frameworks.drawn_task import other_of, rows_of, teach
 
-    conversations = draw_data_set(folder / "pictures", NUMBER, seed=0, side=IMAGE_SIDE)
+    conversations = draw_data_set(folder / "images", NUMBER, seed=0, side=IMAGE_SIDE)
     processor = build_processor([m["content"] for both in conversations for m in both])
     # Some quantizers need widths that 128 divides.
     tower = {"hidden_size": 128, "intermediate_size": 256}

@@ -1,6 +1,6 @@
 """A user's script: LoRA on both towers of glm-4v, with TRL. Nothing in it knows of glm4v_patched.
 
-It finds ``published``, the model's repository, and ``pictures``, a data set; it leaves ``adapter``
+It finds ``published``, the model's repository, and ``images``, a data set; it leaves ``adapter``
 and ``merged``.
 """
 
@@ -18,7 +18,7 @@ processor = AutoProcessor.from_pretrained("published", trust_remote_code=True)
 trainer = SFTTrainer(
     model=model,
     processing_class=processor,
-    train_dataset=load_dataset("pictures", split="train"),
+    train_dataset=load_dataset("images", split="train"),
     peft_config=LoraConfig(r=8, target_modules="all-linear"),
     args=SFTConfig(
         output_dir="adapter",

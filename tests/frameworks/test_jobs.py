@@ -1,4 +1,4 @@
-"""Each job of jobs.py learns from pictures, and makes a row of the table in docs/frameworks.md.
+"""Each job of jobs.py learns from images, and makes a row of the table in docs/frameworks.md.
 
 They take minutes and packages of their own: the sessions of tests/noxfile.py with the tag "table"
 run those of each system in an environment of its own, and print the table.
@@ -49,7 +49,7 @@ MARKS = [
 @pytest.mark.parametrize(
     "wanted", [pytest.param(one, marks=MARKS[one.gpus], id=str(one)) for one in JOBS]
 )
-def test_a_job_learns_from_pictures(wanted, models, tmp_path):
+def test_a_job_learns_from_images(wanted, models, tmp_path):
     if why := missing(wanted):
         pytest.skip(why)
     (tmp_path / "model").symlink_to(models(wanted.model))

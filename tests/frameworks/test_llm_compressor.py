@@ -1,4 +1,4 @@
-"""llm-compressor quantizes the model with pictures, and what it saves answers after loading."""
+"""llm-compressor quantizes the model with images, and what it saves answers after loading."""
 
 import importlib.util
 import json

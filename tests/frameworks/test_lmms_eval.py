@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 
 from tests.frameworks import drawn_task
 
-QUESTIONS = ["What is it?", "Which shape do you see in this picture?"]
+QUESTIONS = ["What is it?", "Which shape do you see in this image?"]
 TOKENS = 6
 
 

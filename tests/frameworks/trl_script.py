@@ -1,7 +1,7 @@
 """A user's script with TRL's trainers: ``trl_script.py JOB STEPS LEARNING_RATE SEED``.
 
 Nothing in it knows of glm4v_patched. In the current folder it finds ``model``, which has its code
-beside it, and ``data/JOB``, a data set with pictures, named without ``_lora`` and ``_vllm``. It
+beside it, and ``data/JOB``, a data set with images, named without ``_lora`` and ``_vllm``. It
 leaves ``out``, the whole model that was trained, or, for ``dpo_lora``, which several processes
 train under DeepSpeed's ZeRO-3 by ``deepspeed.json``, ``adapter``.
 """
@@ -51,8 +51,8 @@ def right_answers(completions, answer, **kwargs) -> list[float]:
     ]
 
 
-class FreshPictures(TrainerCallback):
-    """vLLM keeps what the tower made of a picture, and TRL does not say that the tower learns."""
+class FreshImages(TrainerCallback):
+    """vLLM keeps what the tower made of an image, and TRL does not say that the tower learns."""
 
     def __init__(self, trainer):
         self.engine = trainer.vllm_generation.llm.llm_engine
@@ -100,7 +100,7 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
         reward = [right_answers] if OPTIONS[name] is ONLINE else []
         trainer = getattr(trl, f"{name}Trainer")(model, *reward, args=config, **given)
     if job.endswith("_vllm"):
-        trainer.add_callback(FreshPictures(trainer))
+        trainer.add_callback(FreshImages(trainer))
     trainer.train()
     trained = trainer.model
     if job == "dpo_lora":

@@ -1,4 +1,4 @@
-"""A tiny model, adapters on it that change its answers, and rows of pictures."""
+"""A tiny model, adapters on it that change its answers, and rows of images."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 from transformers.dynamic_module_utils import custom_object_save
 
 from glm4v_patched.data.rows import write_conversations
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.trainable import select_weights
@@ -34,7 +34,7 @@ def write_adapters(folder: Path, model: Path, scale: float = 0.3) -> None:
 
 def write_files(folder: Path) -> Files:
     """In fp32, so that rounding decides no token."""
-    conversations = draw_data_set(folder / "pictures", 6, seed=0, side=IMAGE_SIDE)
+    conversations = draw_data_set(folder / "images", 6, seed=0, side=IMAGE_SIDE)
     conversations[2] = [{"role": "user", "content": "Hello, which shapes and colors are there?"}]
     conversations[4] += [{"role": "user", "content": "And now?"}]
     write_conversations(folder / "rows.jsonl", conversations)

@@ -1,4 +1,4 @@
-"""Rows for tests, and the forms of pictures with questions that data_forms.yaml describes."""
+"""Rows for tests, and the forms of images with questions that data_forms.yaml describes."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from glm4v_patched.data.rows import Fault, Row, read_rows
 from glm4v_patched.data.source import make_sources, suffix_of
 from tests.helpers.pages import ROOT, blocks
 
-QUESTION = "What is in the picture?"
+QUESTION = "What is in the image?"
 
 
 def said(role: str, content: Any = "x", **more: Any) -> dict:
@@ -41,7 +41,7 @@ def write_rows(path: Path, *rows: Any) -> Path:
 
 def found(checked: CheckedData) -> tuple:
     """All that a check has found, to compare it with another's."""
-    files = [(file.path, file.sha256) for file in (*checked.files, *checked.pictures)]
+    files = [(file.path, file.sha256) for file in (*checked.files, *checked.images)]
     sizes = [checked.column(name).tolist() for name in Size._fields]
     rows = checked.row_lines, checked.row_digests, [*checked.conversations()]
     plain = checked.sources, checked.pack_to, checked.skipped, checked.asked
@@ -55,19 +55,19 @@ def png(color: Any = "red", side: int = 8) -> bytes:
 
 
 class Example(NamedTuple):
-    """A row: its picture, which lies in ``pictures``, and its answer to :data:`QUESTION`."""
+    """A row: its image, which lies in ``images``, and its answer to :data:`QUESTION`."""
 
-    picture: str
+    image: str
     answer: str
 
 
 def draw(folder: Path, number: int) -> list[Example]:
-    """So many pictures in ``folder/pictures``, no two of one color."""
-    (folder / "pictures").mkdir()
+    """So many images in ``folder/images``, no two of one color."""
+    (folder / "images").mkdir()
     answers = ("red", "007", "NA", "blue, green")
     examples = [Example(f"{at:012}.png", answers[at % 4]) for at in range(number)]
     for at, row in enumerate(examples):
-        (folder / "pictures" / row.picture).write_bytes(png((at * 5 % 256, at // 51, 99), 32))
+        (folder / "images" / row.image).write_bytes(png((at * 5 % 256, at // 51, 99), 32))
     return examples
 
 
@@ -78,8 +78,8 @@ def make(form: str, folder: Path, examples: list[Example]) -> tuple[Path, dict[s
     """Make a form of what was drawn in a folder; its path, and the fields that it needs."""
     rows = []
     for number, of in enumerate(examples):
-        embedded = {"bytes": (folder / "pictures" / of.picture).read_bytes(), "path": None}
-        more = {"stem": of.picture[:-4], "number": number, "embedded": embedded}
+        embedded = {"bytes": (folder / "images" / of.image).read_bytes(), "path": None}
+        more = {"stem": of.image[:-4], "number": number, "embedded": embedded}
         rows.append(of._asdict() | more)
     files = dict(FORMS[form])
     fields, path, code = (files.pop(key, None) for key in ("fields", "path", "code"))
@@ -99,7 +99,7 @@ def make(form: str, folder: Path, examples: list[Example]) -> tuple[Path, dict[s
 def _write(folder: Path, name: str, content: Any, rows: list[dict]) -> None:
     path, suffix = folder / name, suffix_of(name)
     path.parent.mkdir(exist_ok=True, parents=True)
-    if content == "picture":
+    if content == "image":
         path.write_bytes(rows[0]["embedded"]["bytes"])
     elif suffix == ".tar":
         with tarfile.open(path, "w") as archive:
@@ -123,7 +123,7 @@ def _write(folder: Path, name: str, content: Any, rows: list[dict]) -> None:
 def _write_rows(path: Path, suffix: str, rows: list[dict]) -> Any:
     if suffix in (".parquet", ""):
         table, name = datasets.Dataset.from_list(rows), next(iter(rows[0]))
-        # With the pictures in it, as push_to_hub uploads it.
+        # With the images in it, as push_to_hub uploads it.
         kinds = {"image": datasets.Image(), "images": datasets.List(datasets.Image())}
         table = table.cast_column(name, kinds[name]) if name in kinds else table
         return table.to_parquet(path) if suffix else table.save_to_disk(path)

@@ -36,7 +36,7 @@ from tests.helpers.tiny import (
     golden_bytes,
     golden_json,
     golden_weights,
-    pictures,
+    random_pixels,
     text,
 )
 
@@ -137,5 +137,5 @@ def image_row(seed: int) -> dict[str, torch.Tensor]:
     return {
         "input_ids": torch.tensor([row]),
         "labels": torch.tensor([labels]),
-        "images": pictures(1, seed=seed),
+        "images": random_pixels(1, seed=seed),
     }

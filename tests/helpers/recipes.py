@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from glm4v_patched.data.rows import write_conversations
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.engine.memory_plan import Batch, decide
 from glm4v_patched.finetune.job import resolve
@@ -44,7 +44,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (only read)
     """Write 20 conversations and random weights to ``folder``: five steps an epoch of two
     processes, ten of one."""
-    conversations = draw_data_set(folder / "pictures", 20, seed=0, side=IMAGE_SIDE)
+    conversations = draw_data_set(folder / "images", 20, seed=0, side=IMAGE_SIDE)
     write_conversations(folder / "train.jsonl", conversations)
     build_from_scratch(folder / "model", conversations, seed=0)
     drawn = {

@@ -30,7 +30,7 @@ def data_url(content: bytes) -> str:
 
 
 def about(*urls: str, text: str = QUESTION, **keys: object) -> list[dict]:
-    """A question about pictures, and other keys of these."""
+    """A question about images, and other keys of these."""
     parts = [{"type": "image_url", "image_url": {"url": url} | keys} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 

@@ -67,7 +67,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> GLM4VForCausalLM:
 
 
 def encoded(model: GLM4VForCausalLM, pixels: torch.Tensor) -> torch.Tensor:
-    """What takes the place of these pictures in their rows."""
+    """What takes the place of these images in their rows."""
     return model.get_image_features(pixels, return_dict=True).pooler_output
 
 
@@ -106,14 +106,14 @@ def grown_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(inputs) | tensors
 
 
-def pictures(number: int, seed: int = 0, side: int = 56) -> torch.Tensor:
+def random_pixels(number: int, seed: int = 0, side: int = 56) -> torch.Tensor:
     return torch.randn(number, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
 def images_of(rows: list[list[int]]) -> list[torch.Tensor]:
-    """The pictures of each row."""
+    """The images of each row."""
     counts = [row.count(BOI) for row in rows]
-    return list(pictures(sum(counts)).split(counts))
+    return list(random_pixels(sum(counts)).split(counts))
 
 
 def text(length: int, seed: int = 0) -> list[int]:

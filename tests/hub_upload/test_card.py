@@ -37,9 +37,9 @@ def test_it_has_what_the_hub_files_a_model_by(card):
 
 @pytest.fixture
 def blocks(built, tmp_path, monkeypatch) -> list[str]:
-    """Its Python, with the folder in place of the repository; its picture is drawn."""
+    """Its Python, with the folder in place of the repository; its image is drawn."""
     monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (40, 30), "red").save(tmp_path / "picture.png")
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "image.png")
     pinned = f'name, revision = "{NAME}", "{TAG}"'
     found = python_of_card(built)
     assert all(pinned in block for block in found)

@@ -15,7 +15,7 @@ from tests.helpers.publishable import (
     python_of_card,
     shards_of,
 )
-from tests.helpers.tiny import grown_image, pictures, text, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
 
 
 def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, monkeypatch):
@@ -24,7 +24,7 @@ def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, m
     In this process; test_load.py shows that none of it needs the package.
     """
     monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (40, 30), "red").save("picture.png")
+    Image.new("RGB", (40, 30), "red").save("image.png")
     source = f"{UPSTREAM}@{hub.add_repository(UPSTREAM, as_files(original)).head}"
     out = tmp_path / "built"
     assert run("build", "--weights", source, "--out", out, "--name", NAME)[0] == 0
@@ -40,7 +40,7 @@ def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, m
     assert type(again).__name__ == type(model).__name__
     assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
     row = [*text(3, seed=1), *grown_image(), *text(4, seed=2)]
-    question = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
+    question = {"input_ids": torch.tensor([row]), "pixel_values": random_pixels(1)}
     with torch.no_grad():
         want = tiny_model()(**question).logits
         assert torch.equal(model.eval()(**question).logits, want)

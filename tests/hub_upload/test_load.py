@@ -17,6 +17,6 @@ def test_a_build_passes_every_check(built, in_a_process):
     assert [*details] == OF_MODEL
     assert {check.status for check in report.checks} == {PASSED}, report.as_table()
     assert details["files"].endswith("by size and sha256")
-    assert "another picture changes logits by" in details["answers"]
+    assert "another image changes logits by" in details["answers"]
     assert "gradients, with activation checkpointing" in details["trains"]
     assert f"transformers {transformers.__version__}, torch" in details["loads"]

@@ -151,10 +151,8 @@ def test_the_next_batch_is_placed_while_one_answers(files, monkeypatch):
     assert len([*module.answers(asked, Base(asked.model), rows)]) == 3
 
 
-@pytest.mark.parametrize("has_picture", [False, True])
-def test_of_what_is_copied_to_a_gpu_pictures_have_the_models_type(
-    answerer, monkeypatch, has_picture
-):
+@pytest.mark.parametrize("has_image", [False, True])
+def test_of_what_is_copied_to_a_gpu_images_have_the_models_type(answerer, monkeypatch, has_image):
     copied = []
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     copies = SimpleNamespace(synchronize=lambda: copied.append(True))
@@ -162,9 +160,9 @@ def test_of_what_is_copied_to_a_gpu_pictures_have_the_models_type(
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float16)
     monkeypatch.setattr(answerer, "model", model)
     message = {"role": "user", "content": "Which?", "image": Image.new("RGB", (30, 30))}
-    batch = answerer.encode([[message]] if has_picture else ["Once"])
+    batch = answerer.encode([[message]] if has_image else ["Once"])
     assert copied and batch["input_ids"].dtype == torch.int64
-    assert not has_picture or batch["pixel_values"].dtype == torch.float16
+    assert not has_image or batch["pixel_values"].dtype == torch.float16
 
 
 def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer, monkeypatch):
@@ -185,7 +183,7 @@ def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_picture_that_has_gone_since_ends_with_its_row_after_the_answers_before(
+def test_an_image_that_has_gone_since_ends_with_its_row_after_the_answers_before(
     files, tmp_path, monkeypatch, processes
 ):
     shutil.copytree(files.data.parent, tmp_path / "files")
@@ -284,17 +282,17 @@ def test_answers_of_something_else_are_not_continued(files, referenced, begun, o
     assert out.read_bytes() == before
 
 
-def test_pictures_count_by_what_is_in_them(tmp_path, words):
+def test_images_count_by_what_is_in_them(tmp_path, words):
     def digest(name: str, color: str = "blue") -> str:
         Image.new("RGB", (8, 8), color).save(tmp_path / name)
         asked = {"role": "user", "image": str(tmp_path / name), "content": "a"}
         rows = [Question(1, [asked], "b")]
-        return questions.digest_questions(rows, questions.digest_pictures(rows))
+        return questions.digest_questions(rows, questions.digest_images(rows))
 
     # Not by their paths; in bitmaps of one side, not by their sizes.
     assert digest("a.bmp", "red") != digest("a.bmp") == digest("b.bmp")
     with words.refused(ValueError, "row 2"):
-        questions.digest_pictures([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
+        questions.digest_images([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
 
 
 def test_damaged_answers_are_not_continued(files, begun, out, never_loads):
@@ -351,14 +349,14 @@ def test_answers_lie_in_no_folder_that_is_read(files, referenced, tmp_path, neve
     shutil.copy(referenced, rows / "inner" / "a.jsonl")
     (tmp_path / "link").symlink_to("rows")
     model = Path(shutil.copytree(files.model, tmp_path / "model"))
-    shutil.copytree(referenced.parent / "pictures", tmp_path / "pictures")
-    asked = [model, "--device", "cpu", "--data", rows, "--image-folder", tmp_path / "pictures"]
+    shutil.copytree(referenced.parent / "images", tmp_path / "images")
+    asked = [model, "--device", "cpu", "--data", rows, "--image-folder", tmp_path / "images"]
 
     def refused(command: str, out: Path, told: str) -> None:
         assert main([command, *map(str, asked), "--out", str(out)]) == 1
         assert told in capsys.readouterr().err
 
-    for inside in ("rows", "link/inner", "model", "rows/../pictures"):
+    for inside in ("rows", "link/inner", "model", "rows/../images"):
         for command, out in (("answer", "new.jsonl"), ("evaluate", "new")):
             place = tmp_path / inside / out
             refused(command, place, f"--out, {place}, lies in ")
@@ -422,9 +420,9 @@ def test_a_mistake_is_told_and_nothing_is_written(files, out, refused, monkeypat
     ("key", "named"), [("image", "rows.jsonl:1: the image "), ("img", 'the key "img"')]
 )
 def test_a_row_that_cannot_be_asked_is_named(files, out, capsys, key, named):
-    data, picture = out.with_name("rows.jsonl"), out.with_name("broken.png")
-    picture.write_bytes(b"\x89PNG")
-    asked = {"role": "user", "content": "a", key: str(picture)}
+    data, image = out.with_name("rows.jsonl"), out.with_name("broken.png")
+    image.write_bytes(b"\x89PNG")
+    asked = {"role": "user", "content": "a", key: str(image)}
     data.write_text(json.dumps({"messages": [asked], "source": "here"}) + "\n")
     command = ["answer", str(files.model), "--data", str(data), "--ignore", "source"]
     assert main([*command, "--device", "cpu", "--out", str(out)]) == 1
@@ -442,7 +440,7 @@ def test_a_row_that_leaves_no_room_is_named(files, answerer, words):
         require_room(base, questions[2:3], new=1025 - taken)
 
 
-def test_all_rows_whose_pictures_are_missing_are_told_at_once(files, tmp_path, capsys):
+def test_all_rows_whose_images_are_missing_are_told_at_once(files, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     names = ["a.png", "b.png", "a.png"]
     rows.write_text("".join(f'{{"image": "{n}", "question": "x", "answer": "y"}}\n' for n in names))

@@ -228,11 +228,11 @@ def test_an_answer_grows_and_is_stopped(chat, queue):
 
 
 def test_an_error_is_text_and_the_question_stays(chat, queue, tmp_path):
-    (tmp_path / "<img src=x>.png").write_text("no picture")
+    (tmp_path / "<img src=x>.png").write_text("no image")
     chat.set_input_files("#files", str(tmp_path / "<img src=x>.png"))
     chat.locator("#images img").wait_for()
     ask(chat, "What is it?")
-    assert "no picture" in chat.inner_text("#error") and not queue.asked
+    assert "no image" in chat.inner_text("#error") and not queue.asked
     assert chat.input_value("textarea") == "What is it?"
     chat.locator("#images img").click()
     ask(chat, "What is it?")

@@ -1,4 +1,4 @@
-"""``glm4v-patched chat``: turns, pictures in any of them, an end; and its page."""
+"""``glm4v-patched chat``: turns, images in any of them, an end; and its page."""
 
 import io
 import json
@@ -48,13 +48,13 @@ def talk(answerer, lines: str, **options) -> str:
     return output.getvalue()
 
 
-def pictures(prompt: list[dict]) -> list[int]:
-    """Pictures in each message."""
+def images(prompt: list[dict]) -> list[int]:
+    """Images in each message."""
     contents = [message["content"] for message in prompt]
     return [sum(p["type"] == "image" for p in c) if isinstance(c, list) else 0 for c in contents]
 
 
-def test_turns_are_kept_until_reset_and_pictures_belong_to_one(answerer, asked, cat):
+def test_turns_are_kept_until_reset_and_images_belong_to_one(answerer, asked, cat):
     typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/image {cat}\n"
     typed += "/reset\nHello\n/exit\nnever asked\n"
     told = talk(answerer, typed, images=[cat], system="Be brief.")
@@ -63,13 +63,13 @@ def test_turns_are_kept_until_reset_and_pictures_belong_to_one(answerer, asked, 
     roles = [message["role"] for message in asked[2]]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
     assert [m["content"] for m in asked[2] if m["role"] == "assistant"] == ["1", "2"]
-    assert pictures(asked[2]) == [0, 1, 0, 0, 0, 2]
+    assert images(asked[2]) == [0, 1, 0, 0, 0, 2]
     system = {"role": "system", "content": "Be brief."}
     assert asked[3] == [system, {"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_an_answer_is_streamed_word_for_word_and_all_pictures_are_seen(
+def test_an_answer_is_streamed_word_for_word_and_all_images_are_seen(
     answerer, cat, tmp_path, monkeypatch, cache
 ):
     Image.new("RGB", (56, 56), "blue").save(tmp_path / "blue.png")
@@ -105,7 +105,7 @@ def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):
     for lines, named in (
         ("a\n/image none.png\nb\n", "line 2 of the input: the image none.png"),
         ("/image\n", "line 1 of the input: /image"),
-        ("/picture a.png\n", "/picture"),
+        ("/image a.png\n", "/image"),
         ("word " * 1100, "1,024 positions"),
     ):
         with words.refused(ValueError, named):
@@ -137,7 +137,7 @@ def test_the_command_reads_piped_lines(files, cat, monkeypatch, capsys):
 
 def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for arguments, named in (
         (["--image", "none.png"], "none.png"),

@@ -24,7 +24,15 @@ from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.decoding.loop import draw_ahead
 from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.keywords import CACHE
-from tests.helpers.tiny import PAD, grown_image, padded, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import (
+    PAD,
+    grown_image,
+    padded,
+    random_pixels,
+    text,
+    three_id_image,
+    tiny_model,
+)
 from tests.helpers.waits import Calls, Operators
 
 NEW = 12
@@ -56,14 +64,14 @@ def two_late(monkeypatch) -> None:
 
 
 def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
-    """Unlike padding on the left, and one or two pictures a row."""
+    """Unlike padding on the left, and one or two images a row."""
     rows = [
         [*image, *text(4, seed=3), *image, *text(2, seed=4)],
         [*text(6, seed=1), *image, *text(9, seed=2)],
         [*text(8, seed=5), *image],
     ][:num_rows]
     number = sum(row.count(image[0]) for row in rows) if image else 0
-    return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
+    return padded(rows, "left") | ({"pixel_values": random_pixels(number)} if number else {})
 
 
 class Put:
@@ -256,7 +264,7 @@ def test_a_recorded_tower_is_called_and_recorded_with_the_towers_own_arguments(m
     """The GPU's graph is left out: a call that records also runs."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
-    model, images = tiny_model(), pictures(2)
+    model, images = tiny_model(), random_pixels(2)
     tower = model.transformer.vision
     wanted = [tower(image[None]) for image in images]
     together = tower(images)
@@ -281,7 +289,7 @@ def test_on_a_gpu_a_recorded_step_draws_what_it_draws_unrecorded():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_recorded_tower_sees_each_picture_and_several_at_once():
+def test_on_a_gpu_a_recorded_tower_sees_each_image_and_several_at_once():
     model = tiny_model(torch.bfloat16).to("cuda")
     images = torch.randn(4, 3, 56, 56, device="cuda").bfloat16()
     tower = model.transformer.vision

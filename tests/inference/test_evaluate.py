@@ -1,4 +1,4 @@
-"""``glm4v-patched evaluate``: scores with right and with swapped pictures, and the sheet."""
+"""``glm4v-patched evaluate``: scores with right and with swapped images, and the sheet."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from glm4v_patched.cli import main
-from glm4v_patched.data.messages import pictures_of
+from glm4v_patched.data.messages import images_of
 from glm4v_patched.inference import answer, contact_sheet
 from glm4v_patched.inference.answer_worker import Answer
 from glm4v_patched.inference.contact_sheet import BLACK, MOST_CELLS, draw_sheet, wrap
@@ -22,7 +22,7 @@ from glm4v_patched.inference.scoring import (
     exact_match,
     load_metric,
     mean_score,
-    swap_pictures,
+    swap_images,
     token_f1,
 )
 from glm4v_patched.models import loading
@@ -31,7 +31,7 @@ from tests.helpers.full_disk import files_of_at_most
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Answers come from who knows them by the picture, whichever row shows it."""
+    """Answers come from who knows them by the image, whichever row shows it."""
 
     known = {}
 
@@ -74,7 +74,7 @@ def test_a_full_disk_names_the_file_and_the_cure_and_loses_no_answer(
     assert (whole / "answers.jsonl").stat().st_size == sizes["answers.jsonl"]
 
 
-def test_a_model_that_looks_is_right_only_with_the_right_pictures(
+def test_a_model_that_looks_is_right_only_with_the_right_images(
     files, referenced, looks, tmp_path, capsys, monkeypatch
 ):
     metric, out = tmp_path / "mine.py", tmp_path / "out"
@@ -96,8 +96,8 @@ def test_a_model_that_looks_is_right_only_with_the_right_pictures(
     lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert [line.get("swapped", False) for line in lines] == [False] * 4 + [True] * 4
     assert [line["right"] for line in lines] == [True] * 4 + [False] * 4
-    assert all(Path(line["pictures"][0]).is_file() and line["question"] for line in lines)
-    assert {line["pictures"][0] for line in lines[4:]} <= {line["pictures"][0] for line in lines}
+    assert all(Path(line["images"][0]).is_file() and line["question"] for line in lines)
+    assert {line["images"][0] for line in lines[4:]} <= {line["images"][0] for line in lines}
     assert re.search(r"8 rows answered in [\d.]+ s, the first after", told)
     # Nothing is written without --out.
     (tmp_path / "empty").mkdir()
@@ -155,13 +155,13 @@ def test_answers_are_compared():
 
 
 def question(row: int, reference: str, *shown: object, text: str = "q") -> Question:
-    parts = [{"type": "image", "image": str(picture)} for picture in shown]
+    parts = [{"type": "image", "image": str(image)} for image in shown]
     content = [*parts, {"type": "text", "text": text}]
     return Question(row, [{"role": "user", "content": content}], reference)
 
 
 @pytest.fixture
-def picture(tmp_path):
+def image(tmp_path):
     def paint(color: str, size: tuple[int, int] = (8, 8), turned: int = 1) -> Path:
         path, exif = tmp_path / f"{color}.png", Image.Exif()
         exif[ExifTags.Base.Orientation] = turned
@@ -180,7 +180,7 @@ ANSWERS = st.tuples(
 
 @given(st.lists(ANSWERS))
 @settings(max_examples=100, deadline=None)
-def test_swapped_pictures_are_never_of_the_same_answer_nor_the_same(rows):
+def test_swapped_images_are_never_of_the_same_answer_nor_the_same(rows):
     digests = {f"{n}-{i}.png": str(d) for n, (*_, of) in enumerate(rows) for i, d in enumerate(of)}
     asked = [
         question(n, answer, *[f"{n}-{i}.png" for i in range(len(of))], text=text)
@@ -188,21 +188,21 @@ def test_swapped_pictures_are_never_of_the_same_answer_nor_the_same(rows):
     ]
 
     def shown(of: Question) -> set[str]:
-        return {digests[path] for path in pictures_of(of.prompt)}
+        return {digests[path] for path in images_of(of.prompt)}
 
-    swapped = {each.row: each for each in swap_pictures(asked, digests)}
+    swapped = {each.row: each for each in swap_images(asked, digests)}
     for each in asked:
-        number = len(pictures_of(each.prompt))
+        number = len(images_of(each.prompt))
         others = [
             other
             for other in asked
             if other.reference != each.reference
-            and len(pictures_of(other.prompt)) == number
+            and len(images_of(other.prompt)) == number
             and not shown(other) & shown(each)
         ]
         assert (each.row in swapped) == bool(number and others)
         if each.row in swapped:
-            [name, *_] = pictures_of(swapped[each.row].prompt)
+            [name, *_] = images_of(swapped[each.row].prompt)
             partner = asked[int(name.split("-")[0])]
             assert partner in others
             same = [
@@ -228,8 +228,8 @@ def test_a_metric_of_ones_own(tmp_path, words):
             mean_score(name, load_metric(f"{tmp_path / 'mine.py'}:{name}")[1], [("a", "b")])
 
 
-def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(picture, tmp_path):
-    rows = [question(1, "HIL", picture("orange", (100, 300), turned=6), picture("blue", (50, 150)))]
+def test_right_answers_are_green_others_red_and_images_have_their_own_shape(image, tmp_path):
+    rows = [question(1, "HIL", image("orange", (100, 300), turned=6), image("blue", (50, 150)))]
     rows.append(question(2, "一\n二"))
     draw_sheet(rows, ["HIL", "HI\nL"], tmp_path / "sheet.png")
     sheet = Image.open(tmp_path / "sheet.png").convert("RGB")
@@ -244,14 +244,14 @@ def test_right_answers_are_green_others_red_and_pictures_have_their_own_shape(pi
         )  # without frames
 
 
-def test_a_white_image_is_seen_by_its_frame(picture, tmp_path):
-    draw_sheet([question(1, "a", picture("white", (300, 100)))], ["a"], tmp_path / "sheet.png")
+def test_a_white_image_is_seen_by_its_frame(image, tmp_path):
+    draw_sheet([question(1, "a", image("white", (300, 100)))], ["a"], tmp_path / "sheet.png")
     is_dark = np.asarray(Image.open(tmp_path / "sheet.png").convert("L")) < 128
     # Of letters, no line is nearly as long.
     assert (is_dark.sum(1) > 200).sum() >= 2 and (is_dark.sum(0) > 60).sum() >= 2
 
 
-def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, monkeypatch):
+def test_many_rows_are_spread_and_wrong_answers_come_first(image, tmp_path, monkeypatch):
     written = []
 
     def record(figure, lines, *place):
@@ -259,7 +259,7 @@ def test_many_rows_are_spread_and_wrong_answers_come_first(picture, tmp_path, mo
 
     monkeypatch.setattr(contact_sheet, "_write", record)
     rows = [question(row, "a") for row in range(100)]
-    rows[7] = question(7, "a", picture("orange"), picture("blue"))
+    rows[7] = question(7, "a", image("orange"), image("blue"))
     draw_sheet(rows, ["b" if row in (7, 90) else "a" for row in range(100)], tmp_path / "s.png")
     names = [text for text in written if text.startswith("row ")]
     assert names[0] == "row 7, orange.png, blue.png"
@@ -316,5 +316,5 @@ class Counted(str):
 def test_one_rare_answer_does_not_have_every_row_looked_at_for_every_row():
     names = [f"{row}.png" for row in range(300)]
     rows = [question(n, Counted("no" if n == 0 else "yes"), name) for n, name in enumerate(names)]
-    assert len(swap_pictures(rows, {name: name for name in names})) == len(rows)
+    assert len(swap_images(rows, {name: name for name in names})) == len(rows)
     assert Counted.compared < 20 * len(rows)

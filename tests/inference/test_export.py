@@ -1,4 +1,4 @@
-"""``glm4v-patched export``: the model in 8 or 4 bits, calibrated with rows that have pictures."""
+"""``glm4v-patched export``: the model in 8 or 4 bits, calibrated with rows that have images."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.rows import read_conversations, write_conversations
-from glm4v_patched.demo.pictures import draw_data_set
+from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE
 from glm4v_patched.inference import export as module
 from glm4v_patched.inference.answer_worker import Answerer
@@ -34,9 +34,9 @@ LEFT += ["transformer.vision.linear_proj.linear_proj.weight"]
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory) -> Path:
-    """Rows with pictures and answers."""
+    """Rows with images and answers."""
     folder = tmp_path_factory.mktemp("learned")
-    rows = draw_data_set(folder / "pictures", 8, seed=3, side=IMAGE_SIDE)
+    rows = draw_data_set(folder / "images", 8, seed=3, side=IMAGE_SIDE)
     write_conversations(folder / "rows.jsonl", rows)
     return folder / "rows.jsonl"
 
@@ -47,14 +47,14 @@ def export(model: Path, out: Path, rows: Path, *options: str, bits: str = "int8"
 
 
 def logits(folder: Path, rows: Path, swapped: bool = False) -> torch.Tensor:
-    """Of the last position of each row's question, about its picture or the next row's."""
+    """Of the last position of each row's question, about its image or the next row's."""
     loaded = load(find_source(str(folder)), "cpu")
     answerer = Answerer(loaded, Generation())
     prompts = [messages[:-1] for messages in read_conversations(rows)]
-    pictures = [prompt[0]["image"] for prompt in prompts]
+    images = [prompt[0]["image"] for prompt in prompts]
     if swapped:
-        pictures = [*pictures[1:], pictures[0]]
-    prompts = [[p[0] | {"image": shown}] for p, shown in zip(prompts, pictures, strict=True)]
+        images = [*images[1:], images[0]]
+    prompts = [[p[0] | {"image": shown}] for p, shown in zip(prompts, images, strict=True)]
     with torch.no_grad():
         return loaded.model(**answerer.encode(prompts)).logits[:, -1].float()
 
@@ -70,11 +70,11 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     asked = ["--evaluate", str(learned), "--max-new-tokens", "2"]
     assert export(files.model, out, learned, *asked, bits=bits) == 0
     printed = capsys.readouterr().out
-    assert "8 rows to calibrate with; weights 3.1 MB" in printed and "right pictures" in printed
+    assert "8 rows to calibrate with; weights 3.1 MB" in printed and "right images" in printed
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # nothing beside it
     before, after = logits(files.model, learned), logits(out, learned)
-    pictures = apart(logits(out, learned, swapped=True), after)
-    assert 0 < apart(after, before) < min(0.1, pictures / 2), (apart(after, before), pictures)
+    images = apart(logits(out, learned, swapped=True), after)
+    assert 0 < apart(after, before) < min(0.1, images / 2), (apart(after, before), images)
     whole, weights = (load_file(each / "model.safetensors") for each in (files.model, out))
     assert all(torch.equal(weights[name], whole[name]) for name in LEFT)
     fc1 = {n.rpartition(".")[2] for n in weights if ".vision.transformer.layers.0.mlp.fc1." in n}

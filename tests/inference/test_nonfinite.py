@@ -143,9 +143,9 @@ def test_what_overflows_is_found_where_it_does(files, adapted):
 
 
 def test_images_are_blamed_where_they_are_the_cause(files, answerer):
-    picture = json.loads(files.data.read_text().splitlines()[0])["messages"][0]
-    picture = picture | {"image": str(files.data.parent / picture["image"])}
-    inputs = answerer.encode([[picture]])
+    image = json.loads(files.data.read_text().splitlines()[0])["messages"][0]
+    image = image | {"image": str(files.data.parent / image["image"])}
+    inputs = answerer.encode([[image]])
     inputs["pixel_values"][0, 0, 0, 0] = float("nan")
     assert not torch.isfinite(answerer.model(**inputs).logits[0, -1]).all()
     told = describe_cause(answerer.model, inputs)

@@ -37,7 +37,7 @@ from tests.helpers.serving import QUESTION, about, call, data_url, png
 
 KEY = "secret"
 NEW = 6
-PICTURE = about(data_url(png()))
+IMAGE = about(data_url(png()))
 WORDS = [{"role": "user", "content": QUESTION}]
 NEXT = {"role": "user", "content": "And now?"}
 
@@ -112,7 +112,7 @@ def test_a_mistake_is_told(files, endless, adapters, refused):
             refused(command, named, served=endless.parent, port=port)
 
 
-def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answerer):
+def test_an_image_is_answered_as_answer_does_it_turn_after_turn(server, answerer):
     contents = [png(), png(color="blue")]
     first = about(*map(data_url, contents))
     reply = server.ask(first)
@@ -132,28 +132,28 @@ def test_a_picture_is_answered_as_answer_does_it_turn_after_turn(server, answere
 
 
 def test_what_is_streamed_is_the_answer_up_to_a_text_that_stops_it(server):
-    whole = server.ask(PICTURE, max_tokens=40)
+    whole = server.ask(IMAGE, max_tokens=40)
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, usage = server.ask(PICTURE, max_tokens=40, **options)
+    *chunks, usage = server.ask(IMAGE, max_tokens=40, **options)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert streamed(chunks) == text_of(whole) and len(chunks) > 4
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["length"]
     assert usage.choices == [] and usage.usage == whole.usage
     # Without being asked, usage is not told: clients of old take every chunk for one of text.
-    assert all(chunk.choices for chunk in server.ask(PICTURE, stream=True))
+    assert all(chunk.choices for chunk in server.ask(IMAGE, stream=True))
     stop = text_of(whole)[len(text_of(whole)) // 2 :][:3]
     expected = text_of(whole).partition(stop)[0].rstrip()
-    reply = server.ask(PICTURE, max_tokens=40, stop=["not there at all", stop])
+    reply = server.ask(IMAGE, max_tokens=40, stop=["not there at all", stop])
     assert (text_of(reply), reply.choices[0].finish_reason) == (expected, "stop")
     assert reply.usage.completion_tokens < 40
-    assert streamed(server.ask(PICTURE, max_tokens=40, stop=stop, stream=True)) == expected
+    assert streamed(server.ask(IMAGE, max_tokens=40, stop=stop, stream=True)) == expected
 
 
 def test_responses_and_completions_say_the_same(server):
     client = server.client()
-    expected = text_of(server.ask(PICTURE, max_tokens=20))
-    [url, words] = PICTURE[0]["content"]
+    expected = text_of(server.ask(IMAGE, max_tokens=20))
+    [url, words] = IMAGE[0]["content"]
     parts = [{"type": "input_image", "image_url": url["image_url"]["url"], "detail": "auto"}]
     parts += [{"type": "input_text", "text": words["text"]}]
     asked = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 20}
@@ -169,7 +169,7 @@ def test_responses_and_completions_say_the_same(server):
     # What it said is context, in the form that it had.
     more = [*asked["input"], *[item.model_dump() for item in reply.output], NEXT]
     second = client.responses.create(model="tiny", input=more, instructions="Be kind.")
-    turns = [{"role": "system", "content": "Be kind."}, *PICTURE]
+    turns = [{"role": "system", "content": "Be kind."}, *IMAGE]
     turns += [{"role": "assistant", "content": expected}, NEXT]
     assert second.output_text == text_of(server.ask(turns))
 
@@ -209,7 +209,7 @@ def test_refusals_have_the_form_of_openai_and_are_in_the_log(server):
     with pytest.raises(openai.BadRequestError, match="top_q: is not read") as error:
         server.ask(WORDS, extra_body={"top_q": 1})
     assert (error.value.param, error.value.type) == ("top_q", "invalid_request_error")
-    with pytest.raises(openai.BadRequestError, match="cannot be read as a picture"):
+    with pytest.raises(openai.BadRequestError, match="cannot be read as an image"):
         server.ask(about(data_url(png()[:-30])))
     with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions"):
         server.client().embeddings.create(model="tiny", input="a")
@@ -232,7 +232,7 @@ def test_adapters_are_served_by_name_beside_their_model(server, endless, adapter
     said = {n: load_answerer(folder).answer([prompt])[0].text for n, folder in served.items()}
     assert len({*said.values()}) == 3
     for name in [*served, "one"]:
-        assert text_of(server.ask(PICTURE, model=name)) == said[name]
+        assert text_of(server.ask(IMAGE, model=name)) == said[name]
 
 
 def test_adapters_that_are_served_stay_on_beside_others(adapters, load_answerer):
@@ -246,7 +246,7 @@ def test_adapters_that_are_served_stay_on_beside_others(adapters, load_answerer)
 
 
 def test_requests_at_the_same_time_are_answered_together_and_as_alone(server):
-    """With pictures and without, for models by name, whole and streamed."""
+    """With images and without, for models by name, whole and streamed."""
 
     def ask(number: int) -> str:
         asked = about(*[data_url(png())] * (number % 3), text=f"{QUESTION} {number}")
@@ -282,8 +282,8 @@ def lmms_eval(url: str) -> str:
     model = OpenAICompatible(model_version="tiny", base_url=url, api_key=KEY)
     model.task_dict = {"task": {"test": [Image.open(io.BytesIO(png()))]}}
 
-    def messages_of(picture) -> list[dict]:
-        parts = [{"type": "image", "url": picture}, {"type": "text", "text": QUESTION}]
+    def messages_of(image) -> list[dict]:
+        parts = [{"type": "image", "url": image}, {"type": "text", "text": QUESTION}]
         return [{"role": "user", "content": parts}]
 
     given = ("", messages_of, {"max_new_tokens": 6, "temperature": 0}, 0, "task", "test")
@@ -295,7 +295,7 @@ def lmms_eval(url: str) -> str:
 @pytest.mark.parametrize("client", [evalscope, lmms_eval])
 def test_a_client_is_answered_as_openais(client: Callable[[str], str], server):
     pytest.importorskip(client.__name__)
-    assert client(server.url) == text_of(server.ask(PICTURE))
+    assert client(server.url) == text_of(server.ask(IMAGE))
 
 
 def asking(told: dict, name: object, **wanted) -> Ask:
@@ -328,7 +328,7 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
     return sizes[:-1]
 
 
-def test_a_batch_is_of_requests_that_draw_alike_and_of_sixteen_rows_or_pictures_at_most(
+def test_a_batch_is_of_requests_that_draw_alike_and_of_sixteen_rows_or_images_at_most(
     answerer, monkeypatch
 ):
     told: dict[object, list] = {}
@@ -344,7 +344,7 @@ def test_a_batch_is_of_requests_that_draw_alike_and_of_sixteen_rows_or_pictures_
     gone = asking(told, "gone")
     gone.cancelled.set()
     sizes = batches_of(answerer, monkeypatch, [gone, *asks])
-    # 16 alike, and the 17th with nine pictures; two that are hot; every other one alone.
+    # 16 alike, and the 17th with nine images; two that are hot; every other one alone.
     assert sorted(sizes) == [1] * 6 + [2, 2, 16] and told.pop("gone") == []
     for events in told.values():
         assert isinstance(events[-1], Ended) and events[-1].reason == "length"

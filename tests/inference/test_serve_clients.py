@@ -62,7 +62,7 @@ def test_three_turns_of_a_client_are_answered(path, ask, queue, monkeypatch):
     for request in requests:
         status, answered = ask(request["body"], request["path"])
         assert status == 200, answered
-    assert ask(last["body"], last["path"])[0] == 400 and "no picture" in str(
+    assert ask(last["body"], last["path"])[0] == 400 and "no image" in str(
         recorded["answers"]["error"]
     )
     talks = [queue.asked[start : start + 3] for start in (0, 3)]
@@ -223,7 +223,7 @@ A_PART = {"type": "text", "text": "a"}
             "messages[1].content[0]",
             "the keys file_id",
         ),
-        (USER | {"image": "/etc/passwd"}, "messages[1].image", "no picture"),
+        (USER | {"image": "/etc/passwd"}, "messages[1].image", "no image"),
         (
             USER | {"content": [{"type": "image_url", "image_url": 5}]},
             "messages[1].content[0].image_url",
@@ -301,13 +301,13 @@ def test_responses_are_stored_for_requests_that_refer_to_them(ask, queue):
 
 
 def test_what_is_stored_counts_as_part_of_a_request(queue, ask):
-    app = echo_app(queue, max_pictures=2)
+    app = echo_app(queue, max_images=2)
     shown = [{"type": "input_image", "image_url": data_url(png())}] * 2
     _, first = ask({"input": [USER | {"content": shown}]}, RESPONSES, app)
     more = {"input": [USER | {"content": shown[:1]}], "previous_response_id": first["id"]}
     status, refused = ask(more, RESPONSES, app)
     assert (status, refused["error"]["code"]) == (400, "too_many_images")
-    assert "3 pictures" in refused["error"]["message"]
+    assert "3 images" in refused["error"]["message"]
 
 
 def test_a_store_drops_the_least_recently_used_beyond_its_limits():

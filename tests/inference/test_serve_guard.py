@@ -12,8 +12,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from glm4v_patched.data import fetching
-from glm4v_patched.data.pictures import from_data_url
-from glm4v_patched.inference.serving import connections, guard, pictures
+from glm4v_patched.data.image_files import from_data_url
+from glm4v_patched.inference.serving import connections, guard, images
 from glm4v_patched.inference.serving.connections import Connection, note_requests
 from glm4v_patched.inference.serving.guard import BODY, Guard, parse
 from glm4v_patched.inference.serving.limits import (
@@ -25,7 +25,7 @@ from glm4v_patched.inference.serving.limits import (
 from glm4v_patched.inference.serving.serve import hosts_of
 from tests.helpers.serving import EchoQueue, about, call, data_url, echo_app, png
 
-PICTURE = data_url(png())
+IMAGE = data_url(png())
 FETCHED = png() + bytes(1000)
 INVALID = "invalid_request_error"
 POLICY = "content-security-policy"
@@ -116,7 +116,7 @@ def test_a_header_that_two_readers_could_read_differently_is_refused(name):
         ({"messages": "c" * MOST_BYTES_OF_TEXT}, {}, 413, "1,000,008 bytes of text"),
         ({"messages": "\u4e2d" * (MOST_BYTES_OF_TEXT // 3)}, {}, 413, "1,000,007 bytes of text"),
         ({"messages": ["c" * 999_993]}, {}, 413, "1,000,001 bytes of text"),
-        # Texts that look as pictures do.
+        # Texts that look as images do.
         ({"messages": [{"content": "data:" + "d" * 2 * 10**6}]}, {}, 413, "2,000,020 bytes"),
         ({"metadata": {"url": "data:" + "e" * 2 * 10**6}}, {}, 413, "2,000,016 bytes"),
         ({}, {"most_at_once": 0}, 429, "no more may"),
@@ -134,8 +134,8 @@ def test_what_is_just_small_enough_is_taken():
     assert ask(content, Limits(max_body_bytes=len(content)))[0] == 200
     assert ask({"a": [0] * (MOST_VALUES - 2)})[0] == 200
     # And handed on as it came.
-    parts = [{"type": "input_image", "image_url": PICTURE}, {"type": "image", "image": PICTURE}]
-    body = {"messages": about(PICTURE), "input": [{"role": "user", "content": parts}]}
+    parts = [{"type": "input_image", "image_url": IMAGE}, {"type": "image", "image": IMAGE}]
+    body = {"messages": about(IMAGE), "input": [{"role": "user", "content": parts}]}
     body["metadata"] = {"url": "https://example.org"}
     assert ask(body) == (200, body)
     # Escapes of JSON that other languages write in data URLs.
@@ -207,7 +207,7 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
     monkeypatch.setattr(guard, "SECONDS_TO_SEND", 1)
     fetching, over = [], threading.Event()
     fetch = lambda *given: fetching.append(given) or over.wait(30) and png()  # noqa: E731
-    monkeypatch.setattr(pictures, "fetch", fetch)
+    monkeypatch.setattr(images, "fetch", fetch)
     app = Guard(echo, Limits(allow_urls=True))
 
     async def slow(scope, receive, send):
@@ -389,12 +389,12 @@ def test_the_number_of_connections_leaves_files_to_open(monkeypatch):
         ("file:///etc/passwd", {"allow_urls": True}, "invalid_image"),
         ("data:image/png;base64,AAAA", {}, "invalid_image"),
         # It is read whatever its type is said to be.
-        (PICTURE.replace("image/png", "x/y"), {"max_pixels": 4799}, "image_too_large"),
+        (IMAGE.replace("image/png", "x/y"), {"max_pixels": 4799}, "image_too_large"),
         (data_url(png((20_000, 20_000), 1, "1")), {}, "image_too_large"),
-        ("https://example.org/a.png", {"allow_urls": True, "max_pictures": 0}, "too_many_images"),
+        ("https://example.org/a.png", {"allow_urls": True, "max_images": 0}, "too_many_images"),
     ],
 )
-def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limits, code):
+def test_an_image_that_must_not_be_read_is_refused_wherever_it_stands(url, limits, code):
     for key, value in (
         ("image_url", {"url": url}),
         ("image_url", url),
@@ -411,19 +411,19 @@ def test_a_picture_that_must_not_be_read_is_refused_wherever_it_stands(url, limi
 
 
 @pytest.mark.parametrize("key", ["metadata", "tools"])
-def test_a_message_hides_no_picture_under_a_name_that_a_request_has_for_other_things(key):
+def test_a_message_hides_no_image_under_a_name_that_a_request_has_for_other_things(key):
     part = {"type": "text", "text": "", key: [{"image_url": "http://example.org/a.png"}]}
     status, body = ask({"messages": [{"role": "user", "content": [part]}]})
     assert (status, body["error"]["code"]) == (400, "url_not_allowed")
 
 
-def test_pictures_are_counted_together():
+def test_images_are_counted_together():
     small, large = data_url(png((10, 10))), data_url(png((1000, 1000), 1, "1"))
     assert ask({"messages": about(*[small] * 4)}, Limits(max_pixels=100))[0] == 200
     status, body = ask({"messages": about(*[large] * 5)}, Limits(max_pixels=10**6))
-    assert status == 400 and "5 pictures of 5.0 million" in body["error"]["message"]
-    assert ask({"messages": about(*[small] * 3)}, Limits(max_pictures=3))[0] == 200
-    assert ask({"messages": about(*[small] * 4)}, Limits(max_pictures=3))[0] == 400
+    assert status == 400 and "5 images of 5.0 million" in body["error"]["message"]
+    assert ask({"messages": about(*[small] * 3)}, Limits(max_images=3))[0] == 200
+    assert ask({"messages": about(*[small] * 4)}, Limits(max_images=3))[0] == 400
 
 
 @pytest.fixture
@@ -459,7 +459,7 @@ def test_nothing_is_fetched_from_a_private_network(shop):
         assert (status, answered["error"]["code"]) == (400, "invalid_image") and not asked
 
 
-def test_pictures_that_are_fetched_share_one_limit_and_are_handed_on_as_data(shop, monkeypatch):
+def test_images_that_are_fetched_share_one_limit_and_are_handed_on_as_data(shop, monkeypatch):
     port, asked = shop
     url = f"http://shop.example:{port}/a.png"
     monkeypatch.setattr(
@@ -478,8 +478,8 @@ def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, c
     assert ask({"messages": about("\x1b[31mred")})[0] == 400
     line = capsys.readouterr().out  # of the log, which no terminal obeys
     key = "messages[0].content[0].image_url.url"
-    assert f"/v1/chat/completions: 400 {key}: it is no picture" in line and "\x1b" not in line
-    limits = Limits(hosts=["a", "b"], max_pictures=3, api_key="secret")
+    assert f"/v1/chat/completions: 400 {key}: it is no image" in line and "\x1b" not in line
+    limits = Limits(hosts=["a", "b"], max_images=3, api_key="secret")
     monkeypatch.setenv(VARIABLE, limits.to_json())
     assert Guard(echo).limits == limits
     monkeypatch.delenv(VARIABLE)

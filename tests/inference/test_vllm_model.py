@@ -39,8 +39,8 @@ def answers(tmp_path_factory):
 def test_with_the_plug_in_positions_tokens_and_logits_are_ours(answers):
     report = answers("--adapters")
     asked = [row["conversation"] for row in report["rows"]]
-    assert len(asked) == 10 and "three pictures, three turns" in asked
-    assert "adapters: two pictures" in asked
+    assert len(asked) == 10 and "three images, three turns" in asked
+    assert "adapters: two images" in asked
     for row in report["rows"]:
         assert row["ids_equal"] and row.get("positions_equal", True) and row["not_drawn"], row
         assert row["same_tokens"] == 24 and row["logit_difference"] <= LOGITS, row
@@ -49,10 +49,10 @@ def test_with_the_plug_in_positions_tokens_and_logits_are_ours(answers):
     assert "merge ADAPTERS --out MERGED" in refusal
 
 
-def test_without_the_plug_in_text_is_ours_and_pictures_are_not(answers):
-    text, *pictures = answers(VLLM_PLUGINS="")["rows"]
+def test_without_the_plug_in_text_is_ours_and_images_are_not(answers):
+    text, *images = answers(VLLM_PLUGINS="")["rows"]
     assert text["positions_equal"] and text["logit_difference"] < LOGITS
-    assert len(pictures) == 2 and all(row["ids_equal"] for row in pictures)
-    # 100 ids inside the picture, of which 99 take a position too many.
-    assert [row["position_difference"] for row in pictures] == [99, 99]
-    assert all(row["logit_difference"] > 0.1 for row in pictures)
+    assert len(images) == 2 and all(row["ids_equal"] for row in images)
+    # 100 ids inside the image, of which 99 take a position too many.
+    assert [row["position_difference"] for row in images] == [99, 99]
+    assert all(row["logit_difference"] > 0.1 for row in images)

@@ -22,7 +22,7 @@ USER, ANSWER = {"role": "user"}, {"role": "assistant", "content": "A cat."}
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """With the model's processor, and a picture."""
+    """With the model's processor, and an image."""
     from llamafactory.data.template import TEMPLATES
 
     import glm4v_patched
@@ -32,8 +32,8 @@ def template(tmp_path_factory):
     llamafactory_parts.register()
     folder, template = tmp_path_factory.mktemp("factory"), TEMPLATES["glm4"]
     write_legacy_repository(folder)
-    template.picture = str(folder / "large.png")
-    Image.new("RGB", (1200, 800), "red").save(template.picture)
+    template.image = str(folder / "large.png")
+    Image.new("RGB", (1200, 800), "red").save(template.image)
     template.processor = ChatGLMProcessor.from_pretrained(folder)
     template.fix_special_tokens(template.processor.tokenizer)
     yield template
@@ -44,23 +44,23 @@ def template(tmp_path_factory):
     "content", ["\n What?", "<image>What?", "<image>\nWhat?", "What?\n<image>"]
 )
 def test_rows_are_those_of_the_models_own_template(content, template):
-    """A picture takes its positions before the words."""
+    """An image takes its positions before the words."""
     processor = template.processor
     conversation = [USER | {"content": content}, ANSWER]
-    pictures = [template.picture] * content.count("<image>")
-    messages = template.mm_plugin.process_messages(conversation, pictures, [], [], processor)
+    images = [template.image] * content.count("<image>")
+    messages = template.mm_plugin.process_messages(conversation, images, [], [], processor)
     prompt, answer = template.encode_oneturn(processor.tokenizer, messages)
-    if pictures:
-        conversation = [USER | {"content": "What?", "image": pictures[0]}, ANSWER]
+    if images:
+        conversation = [USER | {"content": "What?", "image": images[0]}, ANSWER]
     want = processor.apply_chat_template([conversation], tokenize=True, return_dict=True)
     assert prompt + answer == want["input_ids"][0]
 
 
-def test_a_picture_is_not_shrunk_before_the_processor_has_it(template):
-    picture, processor = template.picture, template.processor
+def test_an_image_is_not_shrunk_before_the_processor_has_it(template):
+    image, processor = template.image, template.processor
     processor.image_max_pixels, processor.image_min_pixels = 64, 16
-    made = template.mm_plugin.get_mm_inputs([picture], [], [], [1], [0], [0], [[]], processor)
-    want = processor.image_processor(picture, return_tensors="pt")
+    made = template.mm_plugin.get_mm_inputs([image], [], [], [1], [0], [0], [[]], processor)
+    want = processor.image_processor(image, return_tensors="pt")
     assert torch.equal(made["pixel_values"], want["pixel_values"])
 
 

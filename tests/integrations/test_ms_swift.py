@@ -22,10 +22,10 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swift")
     write_legacy_repository(folder / "published")
     for name, color in (("red", "red"), ("turned", "blue")):
-        picture, exif = Image.new("RGB", (40, 60), color), Image.Exif()
-        picture.putpixel((0, 0), (255, 255, 255))
+        image, exif = Image.new("RGB", (40, 60), color), Image.Exif()
+        image.putpixel((0, 0), (255, 255, 255))
         exif[0x0112] = 6 if name == "turned" else 1
-        picture.save(folder / f"{name}.png", exif=exif)
+        image.save(folder / f"{name}.png", exif=exif)
     return folder
 
 
@@ -74,29 +74,29 @@ def test_rows_of_text_are_what_a_recipe_trains_on(template):
 
 
 @pytest.mark.parametrize("content", ["<image>\nWhat?", "What?\n<image>"])
-def test_a_picture_comes_first_and_is_turned_upright(content, template, place):
-    picture = place / "turned.png"
+def test_an_image_comes_first_and_is_turned_upright(content, template, place):
+    image = place / "turned.png"
     answer = assistant("A cat.")
-    conversation = [user("What?") | {"image": str(picture)}, answer]
-    assert_same(encode(template, [user(content), answer], [picture]), template, conversation)
+    conversation = [user("What?") | {"image": str(image)}, answer]
+    assert_same(encode(template, [user(content), answer], [image]), template, conversation)
 
 
-def test_several_pictures_each_have_their_place(template, place):
+def test_several_images_each_have_their_place(template, place):
     answers = assistant("That."), assistant("No.")
     messages = [user("<image><image>Which?"), answers[0], user("<image>So?"), answers[1]]
-    pictures = [place / "red.png", place / "turned.png", place / "red.png"]
-    first, second, third = ({"type": "image", "image": str(path)} for path in pictures)
+    images = [place / "red.png", place / "turned.png", place / "red.png"]
+    first, second, third = ({"type": "image", "image": str(path)} for path in images)
     which, so = ({"type": "text", "text": text} for text in ("Which?", "So?"))
     conversation = [user([first, second, which]), answers[0], user([third, so]), answers[1]]
-    assert_same(encode(template, messages, pictures), template, conversation)
+    assert_same(encode(template, messages, images), template, conversation)
 
 
-def test_places_and_tokens_without_a_picture_are_refused(template, place):
+def test_places_and_tokens_without_an_image_are_refused(template, place):
     messages = [user("<image><image>Which?"), assistant("That.")]
-    with pytest.raises(ValueError, match="1 pictures and 2 places"):
+    with pytest.raises(ValueError, match="1 images and 2 places"):
         encode(template, messages, [place / "red.png"])
     messages = [user("<|begin_of_image|>What?"), assistant("That.")]
-    with pytest.raises(ValueError, match=r"0 pictures and 1 times <\|begin_of_image\|>"):
+    with pytest.raises(ValueError, match=r"0 images and 1 times <\|begin_of_image\|>"):
         encode(template, messages)
 
 

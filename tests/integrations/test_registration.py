@@ -26,7 +26,7 @@ def test_the_file_for_external_plugins_is_printed():
         ("<image>Is <image> like\n<image>", 1, "Is <image> like\n<image>"),
     ],
 )
-def test_pictures_go_before_the_words_in_their_order(content, number, words):
+def test_images_go_before_the_words_in_their_order(content, number, words):
     assert images_first(content) == (number, words)
 
 

@@ -12,7 +12,7 @@ from tests.helpers.tiny import (
     golden_case,
     golden_json,
     golden_weights,
-    pictures,
+    random_pixels,
     text,
     tiny_config,
 )
@@ -91,7 +91,7 @@ def test_logits_and_gradients_equal_the_reference(name, implementation):
     # A row with an image at its start, two adjacent ones, and text between and after.
     image, side = [BOI, PAD, EOI], model.config.vision.image_size
     row = [*image, *text(5, seed=1), *image, *image, *text(6, seed=2)]
-    pixels = pictures(3, seed=3, side=side).double()
+    pixels = random_pixels(3, seed=3, side=side).double()
     labels = torch.tensor([[-100] * (len(row) - 5) + row[-5:]])
     output = model(input_ids=torch.tensor([row]), labels=labels, pixel_values=pixels)
     output.loss.backward()

@@ -22,7 +22,7 @@ from tests.helpers.legacy_repository import write_legacy_repository
 
 # First what is too old for its code; then, beside a config that is registered for the whole process
 # as vLLM's is, with other names for some fields, what is newer than its code was tested with. Ends
-# with the logits of a picture's row, in both forms, in newer/logits.
+# with the logits of an image's row, in both forms, in newer/logits.
 SCRIPT = """
 import sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
@@ -106,8 +106,8 @@ def test_versions_and_a_config_of_somebody_else_for_the_type(tmp_path):
     warning = f">=4.57.6,!=5.1.0,<4.57.6 and found {transformers.__version__}; if it fails"
     assert told.count(warning) == 1
 
-    picture = Image.new("RGB", (70, 50), "red")
-    messages = [{"role": "user", "image": picture, "content": "What?"}]
+    image = Image.new("RGB", (70, 50), "red")
+    messages = [{"role": "user", "image": image, "content": "What?"}]
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     wanted = model(**processor.apply_chat_template(messages, **options)).logits
     for name, logits in load_file(tmp_path / "newer" / "logits").items():

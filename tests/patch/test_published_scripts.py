@@ -35,10 +35,10 @@ from tests.helpers.legacy_repository import (
 )
 from tests.helpers.tiny import BOI, DATA, EOI, PAD
 
-QUESTION = "What is in this picture?"
+QUESTION = "What is in this image?"
 # Before and after the published preprocessing.
 PIXELS = load_file(DATA / "image_preprocess.safetensors")
-PICTURE = Image.fromarray(PIXELS["in.image_uint8_hwc"].numpy())
+IMAGE = Image.fromarray(PIXELS["in.image_uint8_hwc"].numpy())
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,8 @@ def stream(tokenizer, model, options: dict) -> str:
     return answer
 
 
-ASKED = [user(QUESTION, image=PICTURE)]
-# The picture is in the first question only, and gone in the second round.
+ASKED = [user(QUESTION, image=IMAGE)]
+# The image is in the first question only, and gone in the second round.
 LATER = [user(QUESTION), assistant("A cat."), user("Which shape is it?")]
 TURNS = [user("Hello."), assistant("Hello, how are you?"), *ASKED]
 ON_CPU = (AutoModelForCausalLM, {"low_cpu_mem_usage": True})
@@ -126,7 +126,7 @@ CHATS = {
 }
 
 
-def test_chats_have_the_published_ids_and_pictures_and_an_answer(published):
+def test_chats_have_the_published_ids_and_images_and_an_answer(published):
     drawn = {}
     for name, (of_tokenizer, (auto, of_model), messages, options, streamed) in CHATS.items():
         tokenizer = AutoTokenizer.from_pretrained(published, trust_remote_code=True, **of_tokenizer)
@@ -198,12 +198,12 @@ def test_the_vision_finetuning_script(published, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(published, torch_dtype=torch.bfloat16, **options)
     lora = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": ["query_key_value"]}
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
-    # Rows of text get a black picture; tables have None where a row lacks a key.
+    # Rows of text get a black image; tables have None where a row lacks a key.
     black = Image.new("L", (224, 224), 0).convert("RGB")
-    answers = {"A red circle.": PICTURE, "Nothing, and a longer answer.": black}
+    answers = {"A red circle.": IMAGE, "Nothing, and a longer answer.": black}
     conversations = [
-        [user(QUESTION, image=picture), assistant(answer, image=None)]
-        for answer, picture in answers.items()
+        [user(QUESTION, image=image), assistant(answer, image=None)]
+        for answer, image in answers.items()
     ]
     rows = rows_to_train(tokenizer, conversations)
     assert torch.equal(torch.tensor(rows[0]["images"]), PIXELS["out.image_size_56"])

@@ -152,7 +152,7 @@ def test_every_adapter_has_the_code_in_its_own_folder_once(saved, tmp_path):
     )
     with glm4v_patched.applied():
         base = AutoModelForCausalLM.from_pretrained(saved[0] / "save_pretrained")
-        model = get_peft_model(base, LORA, adapter_name="pictures")
+        model = get_peft_model(base, LORA, adapter_name="images")
         model.add_adapter("text", LORA)
         model.save_pretrained(tmp_path / "both")
         model.save_pretrained(tmp_path / "one", selected_adapters=["text"])
@@ -160,7 +160,7 @@ def test_every_adapter_has_the_code_in_its_own_folder_once(saved, tmp_path):
         other.save_pretrained(tmp_path / "another model")
     folders = {path.parent for path in tmp_path.rglob("adapter_config.json")}
     names = {str(folder.relative_to(tmp_path)) for folder in folders}
-    assert names == {"both/pictures", "both/text", "one/text", "another model"}
+    assert names == {"both/images", "both/text", "one/text", "another model"}
     ours = folders - {tmp_path / "another model"}
     assert {path.parent for path in tmp_path.rglob("modeling_chatglm.py")} == ours
     assert PeftModel.save_pretrained.__module__ == "peft.peft_model"

@@ -3,7 +3,7 @@
 import torch
 from PIL import Image
 
-from tests.helpers.tiny import BOI, grown_image, padded, pictures, text
+from tests.helpers.tiny import BOI, grown_image, padded, random_pixels, text
 
 IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 DRAWN = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
@@ -14,7 +14,7 @@ def user(content, **rest) -> list[dict]:
     return [{"role": "user", "content": content, **rest}]
 
 
-def picture(color="red", size=(30, 20)) -> Image.Image:
+def pil_image(color="red", size=(30, 20)) -> Image.Image:
     return Image.new("RGB", size, color)
 
 
@@ -25,7 +25,7 @@ def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
         [*text(6, seed=1), *image, *text(9, seed=2)],
     ][:num_rows]
     number = sum(row.count(BOI) for row in rows)
-    return padded(rows, "left") | ({"pixel_values": pictures(number)} if number else {})
+    return padded(rows, "left") | ({"pixel_values": random_pixels(number)} if number else {})
 
 
 def two_rows(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
@@ -33,7 +33,7 @@ def two_rows(image: list[int] | None = None, side: str = "left") -> dict[str, to
     image = grown_image() if image is None else image
     inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], side)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    return inputs | {"pixel_values": pictures(1) if image else None, "labels": labels}
+    return inputs | {"pixel_values": random_pixels(1) if image else None, "labels": labels}
 
 
 def gradients(model, **inputs) -> dict[str, torch.Tensor]:

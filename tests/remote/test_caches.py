@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from tests.helpers.tiny import grown_image, padded, pictures, text, tiny_model
+from tests.helpers.tiny import grown_image, padded, random_pixels, text, tiny_model
 from tests.remote.rows import GREEDY
 
 # fp32, cached against one pass. Measured 5.7e-6; another row's position differs by 0.1 and more.
@@ -23,7 +23,7 @@ STEP = torch.tensor([[7], [8], [9]])
 @torch.no_grad()
 def filled(model, cache=None) -> tuple[DynamicCache, torch.Tensor]:
     batch = padded(ROWS, "left")
-    output = model(**batch, pixel_values=pictures(3), past_key_values=cache, use_cache=True)
+    output = model(**batch, pixel_values=random_pixels(3), past_key_values=cache, use_cache=True)
     return output.past_key_values, batch["attention_mask"]
 
 
@@ -39,7 +39,7 @@ def stepped(model, cache, ids, mask, **inputs) -> torch.Tensor:
 @torch.no_grad()
 def want(model) -> torch.Tensor:
     """The logits after ``STEP``, row by row without a cache."""
-    images = [None, pictures(3)[:1], pictures(3)[1:]]
+    images = [None, random_pixels(3)[:1], random_pixels(3)[1:]]
     rows = [[*row, *step] for row, step in zip(ROWS, STEP.tolist(), strict=True)]
     given = [(torch.tensor([row]), of) for row, of in zip(rows, images, strict=True)]
     return torch.stack([model(ids, pixel_values=of).logits[0, -1] for ids, of in given])
@@ -100,7 +100,7 @@ def test_a_turn_is_taken_back_with_its_image(model):
     """And another one takes its place."""
     first = [*text(2, seed=1), *grown_image(), *text(3, seed=2)]
     turns = [[*text(4, seed=seed), *grown_image(), *text(2, seed=seed + 1)] for seed in (3, 5)]
-    images = pictures(3)
+    images = random_pixels(3)
     cache = model(torch.tensor([first]), pixel_values=images[:1]).past_key_values
     for turn, image in zip(turns, images[1:], strict=True):
         if cache.get_seq_length() > len(first):
@@ -120,7 +120,7 @@ def test_what_was_cropped_away_is_not_taken_for_what_came_after(model):
     cache = model(torch.tensor([text(20, seed=1)]), use_cache=True).past_key_values
     cache.crop(-10)
     turn = torch.tensor([[*grown_image(), *text(4, seed=2)]])
-    model(turn, past_key_values=cache, pixel_values=pictures(1))
+    model(turn, past_key_values=cache, pixel_values=random_pixels(1))
     cache.crop(-7)
     with pytest.raises(ValueError, match="give position_ids"):
         model(torch.tensor([[7]]), past_key_values=cache)

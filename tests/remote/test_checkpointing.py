@@ -18,7 +18,7 @@ from glm4v_patched.remote.checkpointing import frozen_parameters_held
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
 from tests.helpers.steps import count_runs
-from tests.helpers.tiny import grown_image, pictures, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, tiny_model
 from tests.remote.rows import assert_close, gradients, two_rows
 
 # transformers has it under another name, and with these options, from 5.23 on.
@@ -147,7 +147,7 @@ def test_a_frozen_tower_keeps_nothing_but_for_what_learns(use_reentrant):
     embeddings = tower.patch_embedding
     embeddings.register_forward_hook(lambda of, inputs, output: output.requires_grad_())
     tower.register_forward_hook(lambda *call: outputs.append(call[2].requires_grad))
-    pixels = pictures(1).requires_grad_()
+    pixels = random_pixels(1).requires_grad_()
     for given in ({}, {"pixel_values": pixels}):
         model(**two_rows() | given).loss.backward()
     with torch.no_grad():  # of whoever asks for features alone

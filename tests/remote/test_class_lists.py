@@ -24,7 +24,7 @@ import glm4v_patched
 from glm4v_patched.remote.class_lists import enter_class
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
 from tests.helpers.fresh_process import run_without_package
-from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, text, three_id_image, tiny_model
 
 # Of the tested releases the older ones do not divide by the labels of all accumulated batches.
 COUNTS_ALL = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
@@ -46,7 +46,7 @@ def batches(image: list[int]) -> list[Batch]:
         labels[:, :-learned] = -100
         made.append({"input_ids": ids, "labels": labels})
         if image:
-            made[-1]["pixel_values"] = pictures(1, seed=learned)
+            made[-1]["pixel_values"] = random_pixels(1, seed=learned)
     return made
 
 

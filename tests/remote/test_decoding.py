@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from glm4v_patched.remote import generation_chatglm
-from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, text, three_id_image, tiny_model
 from tests.helpers.waits import Calls, Operators
 from tests.remote.rows import DRAWN, GREEDY, prompts
 
@@ -59,7 +59,7 @@ def test_a_drawn_token_waits_for_nothing_and_grows_nothing(model, image, num_row
 
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_every_step_is_one_graph_whatever_the_rows(model, monkeypatch):
-    """With left padding and without, pictures in either form, greedy and sampled; as on a GPU."""
+    """With left padding and without, images in either form, greedy and sampled; as on a GPU."""
     monkeypatch.setattr(generation_chatglm, "COMPILES_NO_STEPS", ())
     torch._dynamo.reset()
     counters.clear()
@@ -146,11 +146,11 @@ def test_a_compiled_graph_says_when_rows_do_not_fit_it():
             compiled(input_ids=fault, use_cache=False)
     # As long as grown ones, for the shapes of short rows tell that they are not.
     grown = {"input_ids": torch.tensor([[*text(4), *grown_image(), *text(2)]])}
-    grown |= {"pixel_values": pictures(1), "use_cache": False}
+    grown |= {"pixel_values": random_pixels(1), "use_cache": False}
     assert (compiled(**grown).logits - model(**grown).logits).abs().max() <= 1e-5
     row = torch.tensor([[*text(5), *three_id_image(), *text(4)]])
     with pytest.raises(RuntimeError, match="in the three-id form .give grown rows"):
-        compiled(input_ids=row, pixel_values=pictures(1), use_cache=False)
+        compiled(input_ids=row, pixel_values=random_pixels(1), use_cache=False)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
-from tests.helpers.tiny import PAD, grown_image, pictures, text, three_id_image, tiny_config
+from tests.helpers.tiny import PAD, grown_image, random_pixels, text, three_id_image, tiny_config
 from tests.helpers.tiny import tiny_model as make_tiny_model
 
 ATOL = 1e-5
@@ -73,7 +73,7 @@ def with_images(image: list[int]) -> Callable[[int, int], dict[str, torch.Tensor
         every = [[*text(1), *image * (rows - row)] for row in range(rows)]
         ids = [[*row, *text(room - len(row), seed=2)] for row in every]
         number = sum(range(rows + 1))
-        return {"input_ids": torch.tensor(ids), "pixel_values": pictures(number)}
+        return {"input_ids": torch.tensor(ids), "pixel_values": random_pixels(number)}
 
     return make
 
@@ -155,7 +155,7 @@ def test_packed_rows_with_images_run_at_other_sizes(model):
         return {
             "input_ids": torch.tensor([[*sample, *sample]] * rows),
             "position_ids": torch.tensor([positions] * rows),
-            "pixel_values": pictures(2 * rows),
+            "pixel_values": random_pixels(2 * rows),
         }
 
     check(model, make, [(1, 1), (3, 9)])
@@ -184,10 +184,10 @@ def test_the_tower_runs_for_other_numbers_of_images(model):
         def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
             return model.get_image_features(pixel_values, return_dict=True).pooler_output
 
-    tower = exported(Features(), {"pixel_values": pictures(2)})
+    tower = exported(Features(), {"pixel_values": random_pixels(2)})
     for number in (1, 3):
-        want = Features()(pictures(number))
-        assert (tower(pixel_values=pictures(number)) - want).abs().max() <= ATOL
+        want = Features()(random_pixels(number))
+        assert (tower(pixel_values=random_pixels(number)) - want).abs().max() <= ATOL
 
 
 @varies_in_images

@@ -23,7 +23,7 @@ from tests.helpers.tiny import (
     grown_image,
     images_of,
     padded,
-    pictures,
+    random_pixels,
     text,
     three_id_image,
     tiny_model,
@@ -46,7 +46,7 @@ def four_rows(image: list[int]) -> list[list[int]]:
 
 
 def batch_with(image: list[int]) -> dict[str, torch.Tensor]:
-    return padded(four_rows(image), "left") | {"pixel_values": pictures(4)}
+    return padded(four_rows(image), "left") | {"pixel_values": random_pixels(4)}
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache)
     # With positions by a mask that takes the placeholder for padding, as transformers' suite does.
     mask = (batch["input_ids"] != PAD).long()
     by_mask = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    alone = {"input_ids": torch.tensor(rows[1:2]), "pixel_values": pictures(4)[:1]}
+    alone = {"input_ids": torch.tensor(rows[1:2]), "pixel_values": random_pixels(4)[:1]}
     several = {"num_beams": 3}, {"do_sample": True, "top_k": 1}
     for given in (batch, batch | by_mask):
         assert new_tokens(model, given, use_cache=use_cache).tolist() == want
@@ -80,15 +80,18 @@ def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache)
 
 
 def test_another_number_of_images_than_there_are_places_is_refused(model):
-    row = {"input_ids": torch.tensor([four_rows(three_id_image())[2]]), "pixel_values": pictures(3)}
+    row = {
+        "input_ids": torch.tensor([four_rows(three_id_image())[2]]),
+        "pixel_values": random_pixels(3),
+    }
     for num_beams in (1, 2):
         with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
             new_tokens(model, row, num_beams=num_beams)
     # Also of those that are in the cache already, of which none is looked at.
     ids = torch.tensor([[*grown_image(), *text(4)]])
     with torch.no_grad():
-        cache = model(ids, pixel_values=pictures(1), use_cache=True)
-    given = {"pixel_values": pictures(2)} | named_cache(cache.past_key_values)
+        cache = model(ids, pixel_values=random_pixels(1), use_cache=True)
+    given = {"pixel_values": random_pixels(2)} | named_cache(cache.past_key_values)
     with pytest.raises(ValueError, match="2 images were given for 1 begin-of-image ids"):
         new_tokens(model, {"input_ids": torch.tensor([[*ids[0], 7]]), **given})
     for ids, number, told in (
@@ -97,7 +100,7 @@ def test_another_number_of_images_than_there_are_places_is_refused(model):
     ):
         embeds = model.get_input_embeddings()(torch.tensor([ids])).detach()
         with pytest.raises(ValueError, match=told):
-            model.generate(inputs_embeds=embeds, pixel_values=pictures(number), **GREEDY)
+            model.generate(inputs_embeds=embeds, pixel_values=random_pixels(number), **GREEDY)
 
 
 class Draws(LogitsProcessor):
@@ -119,7 +122,7 @@ class Draws(LogitsProcessor):
 def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, drawn):
     """Image ids, too, where that is allowed: among drawn ids they are text."""
     row = [*four_rows(grown_image())[1], 7, 8, 7, 8, 7]
-    batch = {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
+    batch = {"input_ids": torch.tensor([row]), "pixel_values": random_pixels(1)}
     draws = {"logits_processor": LogitsProcessorList([Draws(len(row), drawn)])}
     draws["suppress_tokens"] = []
     # Prompt lookup of transformers 4.57 wants an id to stop at.
@@ -146,7 +149,12 @@ def row(image: list[int]) -> torch.Tensor:
 def test_generate_stops_at_texts(model, tmp_path, image, options):
     write_legacy_tokenizer(tmp_path)
     tokenizer = ChatGLM4Tokenizer.from_pretrained(tmp_path)
-    given = {"input_ids": row(image), "pixel_values": pictures(1), "max_new_tokens": 12, **options}
+    given = {
+        "input_ids": row(image),
+        "pixel_values": random_pixels(1),
+        "max_new_tokens": 12,
+        **options,
+    }
     length = given["input_ids"].shape[1]
     drawn = model.generate(**given)[0, length:].tolist()
     # Text that ends with one of the drawn tokens, and its place is the first of that text.
@@ -173,14 +181,14 @@ def test_generate_goes_on_from_a_cache_that_was_changed(
 ):
     begin = [*text(2, seed=3), *image, *text(3, seed=4), *image, *text(2, seed=5)]
     ids = torch.tensor([begin, [*image, *text(len(begin) - len(image), seed=6)]])
-    of_rows = [pictures(2, seed=1), pictures(1, seed=2)]
+    of_rows = [random_pixels(2, seed=1), random_pixels(1, seed=2)]
     if len(image) == 3:  # rows of unlike growth are padded on the left, as generate wants them
-        ids, of_rows[1] = torch.tensor([begin] * 2), pictures(2, seed=2)
+        ids, of_rows[1] = torch.tensor([begin] * 2), random_pixels(2, seed=2)
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, pixel_values=torch.cat(of_rows), use_cache=True, **named_cache(cache))
     change(cache)
     after = [*text(2, seed=7), *image, *text(2, seed=8)] if brings_images else text(2, seed=7)
-    new = pictures(len(chosen) if brings_images else 0, seed=3)
+    new = random_pixels(len(chosen) if brings_images else 0, seed=3)
     every = [torch.cat((of_rows[i], new[n : n + 1])) for n, i in enumerate(chosen)]
     whole = {"input_ids": torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)}
     want = new_tokens(model, whole | {"pixel_values": torch.cat(every)})
@@ -195,11 +203,11 @@ def test_generate_goes_on_from_a_cache_that_was_changed(
 )
 @torch.no_grad()
 def test_several_answers_go_on_from_a_repeated_cache(model, options, first_given):
-    """Of a row that ends with a picture and one without, where another one follows at once. All
-    pictures are given, or those that are not in the cache."""
+    """Of a row that ends with an image and one without, where another one follows at once. All
+    images are given, or those that are not in the cache."""
     first = torch.tensor([[*text(3, seed=1), *grown_image()], text(9, seed=2)])
     second = torch.tensor([[*grown_image(), *text(3, seed=9)]] * 2)
-    cache, images = DynamicCache(config=model.config), pictures(3)
+    cache, images = DynamicCache(config=model.config), random_pixels(3)
     model(first, pixel_values=images[:1], use_cache=True, **named_cache(cache))
     cache.batch_repeat_interleave(2)
     answers = []
@@ -221,7 +229,7 @@ def test_an_answer_ends_at_the_last_position(model, image, options):
     """The last token needs none: nothing is computed after it."""
     ids = row(image)
     room = model.config.seq_length - (3 + 3 + 4)  # an image takes three, however many ids
-    given = {"input_ids": ids, "pixel_values": pictures(1), "eos_token_id": -1, **options}
+    given = {"input_ids": ids, "pixel_values": random_pixels(1), "eos_token_id": -1, **options}
     for wanted, number in ((10_000, room + 1), (5, 5)):
         out = model.generate(**given, max_new_tokens=wanted)
         assert out.shape[1] - ids.shape[1] == number
@@ -258,7 +266,7 @@ def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
     options = options | ({} if suppressed is None else {"suppress_tokens": suppressed})
     # Beside one of generate's own class.
     others = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
-    given = {"pixel_values": pictures(1), "logits_processor": others, "pad_token_id": PAD}
+    given = {"pixel_values": random_pixels(1), "logits_processor": others, "pad_token_id": PAD}
     answer = wants_image_ids.generate(ids, **given | options)[0, ids.shape[1] :].tolist()
     assert {token in IMAGE_IDS for token in answer} == {are_drawn}
 
@@ -266,9 +274,9 @@ def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
 def test_features_of_images_are_refused_by_generate(model):
     ids = torch.tensor([text(2) + grown_image()])
     with pytest.raises(ValueError, match="not used by the model: .'image_features'"):
-        model.generate(ids, image_features=model.get_image_features(pictures(1)), **GREEDY)
+        model.generate(ids, image_features=model.get_image_features(random_pixels(1)), **GREEDY)
 
 
 def test_continuous_batching_is_refused(model):
-    with pytest.raises(ValueError, match="hands on no pictures: answer with generate"):
+    with pytest.raises(ValueError, match="hands on no images: answer with generate"):
         model.generate_batch([text(3)])

@@ -7,7 +7,7 @@ from transformers.utils import is_flash_attn_2_available
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed.zero3 import limit_run_ahead, norm_in_place
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import padded, pictures, text, three_id_image, tiny_config
+from tests.helpers.tiny import padded, random_pixels, text, three_id_image, tiny_config
 from tests.remote.rows import assert_close, gradients
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,9 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> dict[str, torch.T
         inputs = padded(rows, side)
     inputs = {name: value.cuda() for name, value in inputs.items()}
     labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)
-    found = gradients(model, **inputs, labels=labels, pixel_values=pictures(3, side=SIDE).cuda())
+    found = gradients(
+        model, **inputs, labels=labels, pixel_values=random_pixels(3, side=SIDE).cuda()
+    )
     return {name: value.float() for name, value in found.items()}
 
 
@@ -75,7 +77,7 @@ def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
         if layers_ahead:
             limit_run_ahead(model, layers_ahead)
         ids = torch.tensor([[5, *three_id_image(), *text(20, 1)]], device="cuda")
-        pixels = pictures(1).to("cuda", torch.bfloat16)
+        pixels = random_pixels(1).to("cuda", torch.bfloat16)
         for _ in range(3):
             found = gradients(model, input_ids=ids, labels=ids, pixel_values=pixels)
         return found

@@ -13,7 +13,7 @@ from tests.helpers.tiny import (
     PAD,
     grown_image,
     padded,
-    pictures,
+    random_pixels,
     text,
     three_id_image,
 )
@@ -60,7 +60,7 @@ def test_positions_of_packed_rows_restart_with_each(image):
 IDS = torch.tensor([text(6)])
 WITH_IMAGE = torch.tensor([[*text(2), *grown_image(), *text(3)]])
 THREE_IDS = torch.tensor([[*text(2), *three_id_image()]])
-IMAGE = {"pixel_values": pictures(1)}
+IMAGE = {"pixel_values": random_pixels(1)}
 
 
 def ids_of(*rows: list[int], **more) -> dict[str, torch.Tensor]:
@@ -84,7 +84,11 @@ def restarting_inside(place: int) -> dict[str, torch.Tensor]:
 WRONG = {
     "an image cut in two rows": (ids_of([1, BOI, FILL], [FILL, EOI, 1]), "1 begin-of", "0 pairs"),
     "an image of three": (ids_of([1, BOI, *[FILL] * 3, EOI], **IMAGE), "3 ids", "takes 1", "or 4"),
-    "another size": (ids_of(grown_image(), pixel_values=pictures(1, side=28)), "28)", "3, 56, 56"),
+    "another size": (
+        ids_of(grown_image(), pixel_values=random_pixels(1, side=28)),
+        "28)",
+        "3, 56, 56",
+    ),
     "a short mask": (masked(1, 1, 1, 1) | {"input_ids": IDS}, "(1, 4)", "(1, 6)"),
     "a 4D mask of rows that grow": (
         {"input_ids": THREE_IDS, **IMAGE, "attention_mask": torch.ones(1, 1, 5, 5).bool().tril()},
@@ -135,7 +139,7 @@ def test_rows_that_do_not_fit_the_cache_are_refused_with_both_numbers(model):
         model(**given, attention_mask=torch.ones(1, 8), position_ids=places)
 
 
-# Three-id rows whose pictures are missing, with fillers as frameworks write them, and what is left
+# Three-id rows whose images are missing, with fillers as frameworks write them, and what is left
 # of images after a cut, or was drawn.
 LEFT_OVER = {
     "filler": [*text(3), BOI, 7, EOI, *text(3)],
@@ -147,10 +151,10 @@ LEFT_OVER = {
 
 
 @pytest.mark.parametrize("row", LEFT_OVER.values(), ids=LEFT_OVER.keys())
-def test_places_of_pictures_never_become_words(model, row):
+def test_places_of_images_never_become_words(model, row):
     other = [*text(2), *three_id_image(), *text(3)]
     refused = "(begin-of-image ids|has 0 ids)"
-    for rows, images in ([row], None), ([row, other], pictures(1)):
+    for rows, images in ([row], None), ([row, other], random_pixels(1)):
         batch = padded(rows, "left") | {"pixel_values": images}
         for call in (model, model.generate):
             with pytest.raises(ValueError, match=refused):
@@ -162,7 +166,7 @@ def test_places_of_pictures_never_become_words(model, row):
 
 def test_a_count_of_labels_that_holds_those_inside_images_is_refused(model, image):
     ids = torch.tensor([[*text(3), *image, *text(4)]])
-    batch = {"input_ids": ids, "labels": ids, "pixel_values": pictures(1)}
+    batch = {"input_ids": ids, "labels": ids, "pixel_values": random_pixels(1)}
     inside, every = len(image) - 2, ids.numel()
     # Of this batch, of several, and with the first label left out.
     for divisor in (every, 10 * every, every - 1):

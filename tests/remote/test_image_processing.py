@@ -27,7 +27,7 @@ def golden(data_dir):
 
 
 @pytest.fixture
-def picture(golden):
+def image(golden):
     return Image.fromarray(golden["in.image_uint8_hwc"].numpy())
 
 
@@ -36,21 +36,21 @@ def pixels(image_processor):
     return lambda image: image_processor(image)["pixel_values"]
 
 
-def test_pixels_equal_upstream(pixels, picture, golden):
+def test_pixels_equal_upstream(pixels, image, golden):
     """Measured max error: 0.0 (Pillow 13.0.0, numpy 2.4; transformers 4.57.6 and 5.23.0).
 
     Equality is the right tolerance: division and subtraction of float32 are correctly rounded on
     every machine, so only the resize can differ, by at least one level of 1/255, which is 0.0142.
     """
-    got = pixels(picture)
+    got = pixels(image)
     assert got.shape == (1, 3, 56, 56) and got.dtype == torch.float32
     assert (got[0] - golden["out.image_size_56"]).abs().max() == 0
 
 
-def test_images_are_stacked_in_order(image_processor, pixels, picture):
+def test_images_are_stacked_in_order(image_processor, pixels, image):
     other = Image.new("RGB", (30, 20), "red")
-    both = pixels([[picture], [other, picture]])
-    assert torch.equal(both, torch.cat([pixels(image) for image in (picture, other, picture)]))
+    both = pixels([[image], [other, image]])
+    assert torch.equal(both, torch.cat([pixels(image) for image in (image, other, image)]))
     assert isinstance(image_processor(other, return_tensors="np")["pixel_values"], np.ndarray)
 
 
@@ -92,7 +92,7 @@ def encoded(image: Image.Image, suffix: str, **options) -> bytes:
     return file.getvalue()
 
 
-# By EXIF: what the first row and the first column of the stored picture are.
+# By EXIF: what the first row and the first column of the stored image are.
 TURNS = {
     1: None,
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -101,15 +101,13 @@ TURNS = {
 
 
 @pytest.mark.parametrize("orientation", TURNS)
-def test_every_way_of_giving_a_picture_turns_it_upright(
-    pixels, picture, tmp_path, serve, orientation
-):
+def test_every_way_of_giving_an_image_turns_it_upright(pixels, image, tmp_path, serve, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data, path = encoded(picture, "PNG", exif=exif), tmp_path / "held.png"
+    data, path = encoded(image, "PNG", exif=exif), tmp_path / "held.png"
     path.write_bytes(data)
     turn = TURNS[orientation]
-    upright = picture if turn is None else picture.transpose(turn)
+    upright = image if turn is None else image.transpose(turn)
     text = base64.b64encode(data).decode()
     with Image.open(path) as opened:
         for image in [
@@ -122,11 +120,11 @@ def test_every_way_of_giving_a_picture_turns_it_upright(
 
 
 @pytest.mark.parametrize("mode", ["1", "P", "RGB", "LA", "PA", "CMYK", "YCbCr"])
-def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
-    image_processor, pixels, picture, mode
+def test_images_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
+    image_processor, pixels, image, mode
 ):
     of_settings = ChatGLMImageProcessor(size=56, do_convert_rgb=False)
-    image = picture.convert("RGBA" if mode in ("PA", "LA") else "RGB").convert(mode)
+    image = image.convert("RGBA" if mode in ("PA", "LA") else "RGB").convert(mode)
     assert torch.equal(pixels(image), pixels(image.convert("RGB")))
     if mode != "RGB":
         told = f"mode '{mode}' with . channels, the model takes 3"
@@ -137,8 +135,8 @@ def test_pictures_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
 @pytest.mark.parametrize("kind", ["uint8", "int64", "float32", "bfloat16"])
-def test_arrays_have_the_pixels_of_their_picture(pixels, picture, mode, kind):
-    image = picture.convert(mode)
+def test_arrays_have_the_pixels_of_their_image(pixels, image, mode, kind):
+    image = image.convert(mode)
     tensor = torch.from_numpy(np.array(image))
     tensor = (tensor / 255 if "float" in kind else tensor).to(getattr(torch, kind))
     first = tensor if mode == "L" else tensor.permute(2, 0, 1)
@@ -170,7 +168,7 @@ def of_16_bits_a_channel() -> bytes:
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("I", np.int32), ("F", "f4")])
-def test_pictures_that_do_not_say_what_is_white_are_refused(image_processor, tmp_path, mode, kind):
+def test_images_that_do_not_say_what_is_white_are_refused(image_processor, tmp_path, mode, kind):
     image, path = Image.fromarray(np.full((9, 7), 40_000, dtype=kind)), tmp_path / "deep.tiff"
     assert image.mode == mode
     image.save(path)
@@ -193,7 +191,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("case", UNCLEAR)
-def test_what_is_no_clear_picture_is_refused(image_processor, case):
+def test_what_is_no_clear_image_is_refused(image_processor, case):
     given, named = UNCLEAR[case]
     with refused(ValueError, "image 0 of 1", named) as caught:
         image_processor([given])
@@ -205,24 +203,22 @@ def test_what_is_no_clear_picture_is_refused(image_processor, case):
         image_processor([])
 
 
-def test_files_that_cannot_be_read_are_named(
-    image_processor, picture, tmp_path, serve, monkeypatch
-):
-    (tmp_path / "cut.jpg").write_bytes(encoded(picture, "JPEG")[:300])
+def test_files_that_cannot_be_read_are_named(image_processor, image, tmp_path, serve, monkeypatch):
+    (tmp_path / "cut.jpg").write_bytes(encoded(image, "JPEG")[:300])
     for given, named in [
-        (tmp_path / "cut.jpg", "cut.jpg cannot be read as a picture"),
+        (tmp_path / "cut.jpg", "cut.jpg cannot be read as an image"),
         ("none.png", "there is no file 'none.png'"),
         ("a b" * 1000, "there is no file '.{77}\\.\\.\\.'"),
-        (encoded(picture, "PNG")[:200], "cannot be read"),
+        (encoded(image, "PNG")[:200], "cannot be read"),
         (f"{serve}/to?ftp://127.0.0.1:9/a", "it leads to 'ftp://127.0.0.1:9/a'; expected http"),
-        (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be read as a picture: .*404"),
+        (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be read as an image: .*404"),
     ]:
         with pytest.raises(ValueError, match=f"image 0 of 1: .*{named}"):
             image_processor(given)
     monkeypatch.setattr(image_processing_chatglm, "SECONDS_TO_ANSWER", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         Timer(10, silent.close).start()
-        with pytest.raises(ValueError, match="cannot be read as a picture: .*timed out"):
+        with pytest.raises(ValueError, match="cannot be read as an image: .*timed out"):
             image_processor(f"http://127.0.0.1:{silent.getsockname()[1]}/a.png")
     monkeypatch.undo()
     # An answer without end is not read to its end.
@@ -233,12 +229,12 @@ def test_files_that_cannot_be_read_are_named(
             image_processor(f"{serve}/long.png")
 
 
-def test_no_other_program_is_run_for_a_picture(image_processor, picture, tmp_path, monkeypatch):
+def test_no_other_program_is_run_for_an_image(image_processor, image, tmp_path, monkeypatch):
     ghostscript = tmp_path / "gs"
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'was-run'}\n")
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    data, path = encoded(picture, "EPS"), tmp_path / "disguised.png"
+    data, path = encoded(image, "EPS"), tmp_path / "disguised.png"
     path.write_bytes(data)
     for image in (path, data, base64.b64encode(data).decode()):
         with pytest.raises(ValueError, match="is EPS, .* convert it to PNG"):

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from glm4v_patched.remote.loss import computes_loss, supervised_positions
 from tests.helpers.refused import refused
-from tests.helpers.tiny import grown_image, padded, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import grown_image, padded, random_pixels, text, three_id_image, tiny_model
 from tests.remote.rows import assert_close, gradients
 
 # fp32. The chunked path sums chunks where the other sums all at once: measured 4.8e-7 for losses of
@@ -26,7 +26,7 @@ def batch(image=None) -> dict[str, torch.Tensor]:
     inputs = padded(rows, "right")
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     labels[:, :9] = -100
-    return inputs | {"pixel_values": pictures(1), "labels": labels}
+    return inputs | {"pixel_values": random_pixels(1), "labels": labels}
 
 
 NUM_SUPERVISED = supervised_positions(batch()["labels"])[1].numel()
@@ -129,7 +129,7 @@ def test_the_output_layer_is_a_plain_linear_to_whoever_asks_for_its_class():
 def two_images(image: list[int]) -> dict[str, torch.Tensor]:
     """Two rows with an image each, of which the last 5 and 3 ids are learned."""
     rows = [[*text(3, seed=1), *image, *text(6, seed=2)], [*image, *text(5, seed=3)]]
-    inputs = padded(rows, "left") | {"pixel_values": pictures(2)}
+    inputs = padded(rows, "left") | {"pixel_values": random_pixels(2)}
     labels = inputs["input_ids"].clone()
     for row, number in enumerate((5, 3)):
         labels[row, :-number] = -100

@@ -15,7 +15,7 @@ from tests.helpers.tiny import (
     FILL,
     grown_image,
     padded,
-    pictures,
+    random_pixels,
     text,
     three_id_image,
     tiny_config,
@@ -52,8 +52,8 @@ def test_tuples_hold_what_the_named_output_holds():
 IDS, EMBEDS = torch.tensor([[5, *three_id_image()]]), torch.zeros(1, 4, 64)
 CONTRADICTIONS = {
     "exactly one of input_ids": {"input_ids": IDS, "inputs_embeds": EMBEDS},
-    "two names": {"input_ids": IDS, "pixel_values": pictures(1), "images": pictures(1)},
-    "0 positions": {"inputs_embeds": EMBEDS, "pixel_values": pictures(2)},
+    "two names": {"input_ids": IDS, "pixel_values": random_pixels(1), "images": random_pixels(1)},
+    "0 positions": {"inputs_embeds": EMBEDS, "pixel_values": random_pixels(2)},
     "(3, 40, 56), (3, 56, 56)": {
         "input_ids": IDS,
         "images": [torch.zeros(3, 40, 56), torch.zeros(3, 56, 56)],
@@ -195,7 +195,7 @@ def test_what_frameworks_pass_on_is_taken():
     model = tiny_model(image_token_id=FILL)
     ids = torch.tensor([[*text(2), *grown_image(), *text(3)]])
     length = ids.shape[1]
-    given = {"input_ids": ids, "pixel_values": pictures(1)}
+    given = {"input_ids": ids, "pixel_values": random_pixels(1)}
     types = (ids == FILL).int()
     ends = torch.tensor([0, length], dtype=torch.int32)
     passed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
@@ -234,7 +234,7 @@ def test_set_attn_implementation_reaches_both_towers():
     output = model(**two_rows(), output_attentions=True)
     assert (output.logits[valid] - want[valid]).abs().max() <= ATOL
     images = {"output_attentions": True, "return_dict": True}
-    assert output.attentions and model.get_image_features(pictures(1), **images).attentions
+    assert output.attentions and model.get_image_features(random_pixels(1), **images).attentions
 
 
 # A model that device_map split over devices is trained by one process, or refused

@@ -13,7 +13,7 @@ from glm4v_patched.remote import processing_chatglm
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.refused import refused
-from tests.remote.rows import IMAGE, picture, user
+from tests.remote.rows import IMAGE, pil_image, user
 
 PREFIX = "[gMASK]<sop>"
 N = 4
@@ -28,14 +28,14 @@ def decode(processor, row):
 
 
 def pixels_of(processor, *colors):
-    return torch.cat([processor.image_processor(picture(c))["pixel_values"] for c in colors])
+    return torch.cat([processor.image_processor(pil_image(c))["pixel_values"] for c in colors])
 
 
 def test_size_and_fill_follow_from_the_parts(processor, image_processor, reversed_tokenizer):
     assert processor.num_image_tokens == N and processor.tokenizer.image_size == 56
     assert processor.image_token_id == processor.tokenizer.convert_tokens_to_ids(FILL)
     other = reversed_tokenizer
-    grown = ChatGLMProcessor(image_processor, other)(images=picture(), text=f"{IMAGE}cat")
+    grown = ChatGLMProcessor(image_processor, other)(images=pil_image(), text=f"{IMAGE}cat")
     ids = other.convert_tokens_to_ids([BEGIN, FILL, END])
     assert grown["input_ids"][0][2 : 2 + N + 2] == [ids[0], *[ids[1]] * N, ids[2]]
     processor.tokenizer.image_size = 1120
@@ -44,18 +44,18 @@ def test_size_and_fill_follow_from_the_parts(processor, image_processor, reverse
 
 
 def test_an_image_grows_and_one_that_has_grown_stays(processor):
-    out = processor(images=picture(), text=f"<|user|>{IMAGE}cat", return_tensors="pt")
+    out = processor(images=pil_image(), text=f"<|user|>{IMAGE}cat", return_tensors="pt")
     assert set(out) == {"input_ids", "attention_mask", "pixel_values"}
     assert decode(processor, out["input_ids"][0]).startswith(f"{PREFIX}<|user|>{GROWN}")
     assert out["pixel_values"].shape == (1, 3, 56, 56)
     assert out["attention_mask"].tolist() == [[1] * out["input_ids"].shape[1]]
-    short = processor(images=picture(), text=f"{IMAGE}cat")["input_ids"]
+    short = processor(images=pil_image(), text=f"{IMAGE}cat")["input_ids"]
     of_images = {"images_kwargs": {"return_tensors": "pt"}}
-    tensors = processor(images=picture(), text=f"{IMAGE}cat", **of_images)["input_ids"]
+    tensors = processor(images=pil_image(), text=f"{IMAGE}cat", **of_images)["input_ids"]
     assert tensors.tolist() == short
     for given in (f"{GROWN}cat", short, short[0]):
-        assert processor(images=picture(), text=given)["input_ids"] == short
-    assert set(processor(images=[picture()] * 2)) == {"pixel_values"}
+        assert processor(images=pil_image(), text=given)["input_ids"] == short
+    assert set(processor(images=[pil_image()] * 2)) == {"pixel_values"}
 
 
 EMPTY = (None, [], (), [[]], [(), []], [[], [None]])
@@ -64,8 +64,8 @@ NO_MEDIA = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs
 
 def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_processor):
     """lmms-eval passes ``images``, ``videos`` and ``audios`` for every model."""
-    one, text = picture(), f"{IMAGE}cat"
-    tokenizer, chat = processor.tokenizer, user("cat", image=picture())
+    one, text = pil_image(), f"{IMAGE}cat"
+    tokenizer, chat = processor.tokenizer, user("cat", image=pil_image())
     calls = {
         "processor": lambda **media: processor(text=[text], images=[one], **media),
         "its chats": lambda **media: processor.apply_chat_template(chat, tokenize=True, **media),
@@ -101,10 +101,10 @@ def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_pr
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_the_prefix_is_written_once(processor, flag):
-    messages = user("cat", image=picture())
+    messages = user("cat", image=pil_image())
     text = processor.apply_chat_template(messages, tokenize=False)
     assert text == f"{PREFIX}<|user|>\n{IMAGE}cat"
-    row = processor(images=picture(), text=text, add_special_tokens=flag)["input_ids"]
+    row = processor(images=pil_image(), text=text, add_special_tokens=flag)["input_ids"]
     assert decode(processor, row[0]).count("[gMASK]") == 1
     # TRL passes this option; the template writes the prefix.
     options = {"processor_kwargs": {"add_special_tokens": flag}}
@@ -117,7 +117,7 @@ def test_the_prefix_is_written_once(processor, flag):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_rows_with_no_one_and_two_images(processor, side):
     texts = ["cat", f"{IMAGE}cat", f"{IMAGE}and{IMAGE}"]
-    flat = [picture(c) for c in ("red", "green", "blue")]
+    flat = [pil_image(c) for c in ("red", "green", "blue")]
     options = {"text": texts, "padding": True, "padding_side": side, "return_tensors": "pt"}
     out = processor(images=flat, **options)
     ids, mask = out["input_ids"], out["attention_mask"]
@@ -136,14 +136,14 @@ def test_rows_with_no_one_and_two_images(processor, side):
 
 WRONG_CALLS = {
     "nothing": ({}, "neither"),
-    "an image for text": ({"text": "cat", "images": picture()}, "[0] begin-of-image", "1 images"),
+    "an image for text": ({"text": "cat", "images": pil_image()}, "[0] begin-of-image", "1 images"),
     "of other rows": (
-        {"text": [IMAGE, IMAGE], "images": [[picture()] * 2, []]},
+        {"text": [IMAGE, IMAGE], "images": [[pil_image()] * 2, []]},
         "[1, 1]",
         "[2, 0]",
     ),
-    "a begin inside": ({"text": BEGIN * 2 + END, "images": picture()}, "position 2 of 5"),
-    "another size": ({"text": BEGIN + FILL * 3 + END, "images": picture()}, "3 ids", "4 times"),
+    "a begin inside": ({"text": BEGIN * 2 + END, "images": pil_image()}, "position 2 of 5"),
+    "another size": ({"text": BEGIN + FILL * 3 + END, "images": pil_image()}, "3 ids", "4 times"),
     "an option": ({"text": "cat", "max_len": 3}, "['max_len']"),
     "videos": ({"text": "cat", "videos": [1]}, "videos"),
     "an option twice": (
@@ -163,7 +163,7 @@ def test_calls_that_contradict_themselves_are_refused(processor, case):
 
 
 def test_truncation_counts_grown_ids_and_spares_images(processor):
-    given = {"text": f"{IMAGE}cat cat cat", "images": picture()}
+    given = {"text": f"{IMAGE}cat cat cat", "images": pil_image()}
     whole = processor(**given)["input_ids"][0]
     options = {"truncation": True, "max_length": 8}
     for given_options in (options, {"text_kwargs": options}):
@@ -183,12 +183,12 @@ def test_truncation_counts_grown_ids_and_spares_images(processor):
 
 def test_chats_take_images_in_every_form(processor, tmp_path):
     path = tmp_path / "p.png"
-    picture().save(path)
-    want = processor(images=picture(), text=f"<|user|>\n{IMAGE}cat", return_tensors="pt")
+    pil_image().save(path)
+    want = processor(images=pil_image(), text=f"<|user|>\n{IMAGE}cat", return_tensors="pt")
     text = {"type": "text", "text": "cat"}
     for content, image in [
-        *(("cat", of) for of in (picture(), np.asarray(picture()), path, path.read_bytes())),
-        ([{"type": "image", "image": picture()}, text], None),
+        *(("cat", of) for of in (pil_image(), np.asarray(pil_image()), path, path.read_bytes())),
+        ([{"type": "image", "image": pil_image()}, text], None),
         ([{"type": "image", "path": str(path)}, text], None),
         ([text, {"type": "image", "url": str(path)}], None),
         ([{"type": "image_url", "image_url": {"url": str(path)}}, text], None),
@@ -201,11 +201,11 @@ def test_chats_take_images_in_every_form(processor, tmp_path):
 
 def test_images_of_a_message_come_first_then_those_of_its_parts(processor):
     parts = [
-        {"type": "image", "image": picture("green")},
+        {"type": "image", "image": pil_image("green")},
         {"type": "text", "text": "cat"},
-        {"type": "image", "image": picture("yellow")},
+        {"type": "image", "image": pil_image("yellow")},
     ]
-    chat = [*user("cat", image=picture("blue")), *user(parts, image=picture("red"))]
+    chat = [*user("cat", image=pil_image("blue")), *user(parts, image=pil_image("red"))]
     out = processor.apply_chat_template([user("hi"), chat], padding=True, **AS_TENSORS)
     assert (out["input_ids"] == processor.image_token_id).sum(1).tolist() == [0, 4 * N]
     assert decode(processor, out["input_ids"][1]).endswith(f"{GROWN * 3}cat")
@@ -216,7 +216,7 @@ def test_images_of_a_message_come_first_then_those_of_its_parts(processor):
 @pytest.mark.parametrize("of", ["processor", "tokenizer"])
 def test_the_assistant_mask_grows_and_is_padded_with_the_row(processor, of, side):
     processor.tokenizer.padding_side = "right" if side == "left" else "left"
-    image = {"image": picture()} if of == "processor" else {}
+    image = {"image": pil_image()} if of == "processor" else {}
     conversations = [
         [*user("cat", **image), {"role": "assistant", "content": "A dog."}],
         [*user("the cat and the dog" * 3), {"role": "assistant", "content": "A mat on a dog."}],
@@ -273,8 +273,8 @@ def test_objects_are_the_messages_that_their_fields_say(processor):
         want = part.apply_chat_template([*asked, answered], tokenize=tokenize)
         for objects in ([Message(**asked[0]), Message(**answered)], [*asked, Model(**answered)]):
             assert part.apply_chat_template(objects, tokenize=tokenize) == want
-    image = {"type": "image", "image": picture()}
-    for message in (Message("user", "cat", picture()), Model(role="user", content=[image])):
+    image = {"type": "image", "image": pil_image()}
+    for message in (Message("user", "cat", pil_image()), Model(role="user", content=[image])):
         got = processor.apply_chat_template([message], **AS_TENSORS)
         assert got["pixel_values"].shape == (1, 3, 56, 56)
     for wrong, told in (
@@ -288,7 +288,7 @@ def test_objects_are_the_messages_that_their_fields_say(processor):
 
 BOTH = {"image": "a.png", "url": "b.png"}
 LOST = {
-    "images": {"images": [picture()]},
+    "images": {"images": [pil_image()]},
     "bytes of a part": {"content": [{"type": "text", "text": b"cat"}]},
     "two sources of a part": {"content": [{"type": "image", **BOTH}]},
     "metadata": {"metadata": {"name": "tool"}},
@@ -305,9 +305,9 @@ def test_what_would_be_lost_is_refused_with_its_place(processor, case):
             processor.tokenizer.apply_chat_template([user("hi"), messages], tokenize=tokenize)
     for part in (processor, processor.tokenizer):  # and beside the messages
         with pytest.raises(ValueError, match="was given images, which nothing reads: put images"):
-            part.apply_chat_template(user("cat"), tokenize=True, images=[picture()])
+            part.apply_chat_template(user("cat"), tokenize=True, images=[pil_image()])
 
 
-def test_words_for_a_picture_are_text(processor):
+def test_words_for_an_image_are_text(processor):
     out = processor.apply_chat_template(user("what does <image> do in SVG?"), **AS_TENSORS)
     assert "<image>" in processor.decode(out["input_ids"][0]) and "pixel_values" not in out

@@ -23,7 +23,7 @@ from tests.helpers.legacy_repository import (
 # fp32, rows of another length with their padding. Measured 3.4e-6 on this CPU.
 ATOL = 1e-5
 TEXTS = st.text("ab <|user|>\n图é", max_size=12)
-PICTURES = st.sampled_from([None, "", False]) | st.tuples(*[st.integers(0, 255)] * 3).map(
+IMAGES = st.sampled_from([None, "", False]) | st.tuples(*[st.integers(0, 255)] * 3).map(
     lambda color: Image.new("RGB", (20, 30), color)
 )
 MESSAGES = st.fixed_dictionaries(
@@ -31,7 +31,7 @@ MESSAGES = st.fixed_dictionaries(
         "role": st.sampled_from(["system", "user", "assistant", "observation"]),
         "content": TEXTS,
         "metadata": st.none() | st.just("tool"),
-        "image": PICTURES,
+        "image": IMAGES,
     }
 )
 CHATS = st.lists(st.lists(MESSAGES, min_size=1, max_size=3), min_size=1, max_size=3)

@@ -143,8 +143,8 @@ def test_labels_of_a_batch_are_those_of_its_samples(rows, data):
     labels = [[t if data.draw(st.booleans()) and t < 500 else -100 for t in row] for row in rows]
     images, total = images_of(rows), 0.0
     with torch.no_grad():
-        for row, of_row, picture in zip(rows, labels, images, strict=True):
-            given = {"pixel_values": picture, "labels": torch.tensor([of_row])}
+        for row, of_row, image in zip(rows, labels, images, strict=True):
+            given = {"pixel_values": image, "labels": torch.tensor([of_row])}
             total += MODEL(torch.tensor([row]), **given, num_items_in_batch=1).loss.item()
         batch = padded(rows, data.draw(st.sampled_from(["left", "right"])))
         spread = torch.full_like(batch["input_ids"], -100)

@@ -20,8 +20,15 @@ from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.fresh_process import run_without_package
-from tests.helpers.tiny import golden_bytes, golden_weights, grown_image, pictures, text, tiny_model
-from tests.remote.rows import picture, user
+from tests.helpers.tiny import (
+    golden_bytes,
+    golden_weights,
+    grown_image,
+    random_pixels,
+    text,
+    tiny_model,
+)
+from tests.remote.rows import pil_image, user
 from tests.remote.test_remote_rules import closure
 
 REMOTE = Path(sys.modules[GLM4VForCausalLM.__module__].__file__).parent
@@ -32,7 +39,7 @@ KINDS_OF_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 def inputs() -> dict[str, torch.Tensor]:
     row = [*text(3, seed=1), *grown_image(), *text(4, seed=2)]
-    return {"input_ids": torch.tensor([row]), "pixel_values": pictures(1)}
+    return {"input_ids": torch.tensor([row]), "pixel_values": random_pixels(1)}
 
 
 @torch.no_grad()
@@ -239,7 +246,7 @@ def test_what_is_saved_works_and_is_saved_again_where_there_is_only_its_folder(
     tokenizer = ChatGLM4Tokenizer(tokenizer_object=small_backend, image_size=56)
     processor = ChatGLMProcessor(ChatGLMImageProcessor(size=56), tokenizer)
     processor.save_pretrained(tmp_path / "processor")
-    chat, shape = user("say <|user|>", image=picture()), [1, 3, 56, 56]
+    chat, shape = user("say <|user|>", image=pil_image()), [1, 3, 56, 56]
     rows = {}
     for auto, part, images in (
         ("AutoTokenizer", tokenizer, "images"),

@@ -17,7 +17,7 @@ from tests.helpers.tiny import (
     golden_weights,
     grown_image,
     padded,
-    pictures,
+    random_pixels,
     text,
     tiny_config,
     tiny_model,
@@ -56,7 +56,7 @@ def batch(image: list[int], side: str = "right") -> dict[str, torch.Tensor]:
         [*text(2, seed=6), *image],
         [*text(4, seed=8), PAD, *text(2, seed=9)],
     ]
-    return padded(rows, side) | {"pixel_values": pictures(3)}
+    return padded(rows, side) | {"pixel_values": random_pixels(3)}
 
 
 @torch.no_grad()

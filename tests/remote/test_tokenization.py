@@ -20,7 +20,7 @@ from glm4v_patched.remote.tokenization_chatglm import (
     convert_ranks,
 )
 from tests.helpers.refused import refused
-from tests.remote.rows import IMAGE, picture, user
+from tests.remote.rows import IMAGE, pil_image, user
 
 
 def chat_ids(tokenizer, conversation, **kwargs):
@@ -68,7 +68,7 @@ def test_chats_equal_upstream_also_as_a_padded_batch(real_tokenizer, expected, m
     want = dict(expected["batch_left_pad"])
     monkeypatch.setattr(real_tokenizer, "image_size", want["images"][-1])
     out = real_tokenizer.apply_chat_template(
-        [user("a longer question about it?", image=picture()), user("hm", image=picture())],
+        [user("a longer question about it?", image=pil_image()), user("hm", image=pil_image())],
         add_generation_prompt=True,
         padding=True,
         return_dict=True,
@@ -119,7 +119,7 @@ BAD_CHATS = {
     "a mask of a string": (user("x"), {"return_assistant_tokens_mask": True}, "return_dict=True"),
     "a film": (user([{"type": "video", "video": "x"}]), {}, "a part of type video"),
     "an empty image": (user([{"type": "image", "image": ""}]), {}, "'image' it has ''"),
-    "no size": (user("x", image=picture()), {"return_dict": True}, "image_size None"),
+    "no size": (user("x", image=pil_image()), {"return_dict": True}, "image_size None"),
 }
 
 
@@ -147,9 +147,9 @@ def test_one_conversation_is_a_batch(tokenizer):
         chat_ids(tokenizer, user("x"), continue_final_message=True, add_generation_prompt=True)
 
 
-def test_pictures_are_the_image_processors(tokenizer, image_processor):
+def test_images_are_the_image_processors(tokenizer, image_processor):
     tokenizer.image_size = 56
-    one = picture()
+    one = pil_image()
     want = image_processor(one)["pixel_values"]
     for tensors in (None, "pt", "np"):
         out = tokenizer.apply_chat_template(
@@ -168,9 +168,9 @@ def test_pictures_are_the_image_processors(tokenizer, image_processor):
         tokenizer.apply_chat_template(user([part, part | {"image": one}]), return_dict=True)
 
 
-def test_truncation_keeps_either_side_and_cuts_no_picture(tokenizer):
+def test_truncation_keeps_either_side_and_cuts_no_image(tokenizer):
     tokenizer.image_size = 56
-    message, options = user("What?", image=picture()), {"truncation": True}
+    message, options = user("What?", image=pil_image()), {"truncation": True}
     whole = chat_ids(tokenizer, message)
     # [gMASK] <sop> <|user|> \n begin placeholder end
     for length, name in [(4, "begin"), (6, "end")]:

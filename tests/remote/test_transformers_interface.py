@@ -13,7 +13,7 @@ from glm4v_patched.remote.attention import eager_attention
 from glm4v_patched.remote.keywords import EMBEDS_ARE_CUT
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.legacy_repository import remote_code_under
-from tests.helpers.tiny import grown_image, pictures, text, three_id_image, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, text, three_id_image, tiny_model
 from tests.remote.rows import DRAWN, GREEDY, new_tokens, prompts, two_rows
 
 # fp32, the same sums in another order. Measured 3.4e-6 on this CPU.
@@ -65,19 +65,21 @@ def test_weights_have_gradients_and_recomputed_layers_give_none():
 
 @torch.no_grad()
 def test_image_features_have_the_type_of_this_transformers_and_forward_takes_them(model):
-    want = model.transformer.vision(pictures(2))
+    want = model.transformer.vision(random_pixels(2))
     for asked in (model, model.transformer):
-        got = asked.get_image_features(pixel_values=pictures(2))
+        got = asked.get_image_features(pixel_values=random_pixels(2))
         assert torch.equal(got.pooler_output if SINCE_5 else got, want)
-        assert torch.equal(asked.get_image_features(pictures(2), return_dict=False)[1], want)
-        shown = asked.get_image_features(pictures(2), output_hidden_states=True, return_dict=True)
+        assert torch.equal(asked.get_image_features(random_pixels(2), return_dict=False)[1], want)
+        shown = asked.get_image_features(
+            random_pixels(2), output_hidden_states=True, return_dict=True
+        )
         assert len(shown.hidden_states) == 1 + model.config.vision.num_hidden_layers
         assert torch.equal(shown.hidden_states[-1], shown.last_hidden_state)
     inputs = two_rows()
     features = model.get_image_features(inputs["pixel_values"])
     got = model(**inputs | {"pixel_values": None}, image_features=features)
     assert torch.equal(got.logits, model(**inputs).logits)
-    both = {"pixel_values": pictures(2), "image_features": want[:1]}
+    both = {"pixel_values": random_pixels(2), "image_features": want[:1]}
     for wrong in (both, {"image_features": want[:1, 1:]}):
         with pytest.raises(ValueError, match="image_features"):
             model(torch.tensor([grown_image()]), **wrong)
@@ -89,8 +91,8 @@ def test_generate_continues_a_cache_with_embeddings(model, image):
     first = torch.tensor([[*text(3, seed=1), *image, *text(4, seed=2)]])
     more, cache = torch.tensor([text(3, seed=5)]), DynamicCache(config=model.config)
     whole = torch.cat((first, more), dim=1)
-    want = new_tokens(model, {"input_ids": whole, "pixel_values": pictures(1)})
-    model(first, pixel_values=pictures(1), past_key_values=cache)
+    want = new_tokens(model, {"input_ids": whole, "pixel_values": random_pixels(1)})
+    model(first, pixel_values=random_pixels(1), past_key_values=cache)
     embeds, held = model.get_input_embeddings()(more), cache.get_seq_length()
     if not EMBEDS_ARE_CUT:
         with pytest.raises(ValueError, match=f"has 3 positions but the cache holds {held}"):

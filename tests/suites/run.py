@@ -33,7 +33,7 @@ CODE = "src/transformers/__init__.py"
 STAND_INS = {
     f"{PACKAGE}/generation/test_utils.py": "class GenerationTesterMixin:\n    pass\n",
     f"{PACKAGE}/exporters/test_export.py": "class ExportTesterMixin:\n    pass\n",
-    # Pictures and sounds of the Hub, which only tests of other modalities load.
+    # Images and sounds of the Hub, which only tests of other modalities load.
     "utils/fetch_hub_objects_for_ci.py": "def url_to_local_path(url):\n    return url\n",
     f"{PACKAGE}/fixtures/sample_text.txt": "A text.\n\nAnother one.\n",
 }

@@ -9,7 +9,7 @@ from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 
 
 class Tester:
-    """Pictures of many sizes, which become 56 x 56."""
+    """Images of many sizes, which become 56 x 56."""
 
     batch_size = 7
     num_channels = 3
@@ -32,7 +32,7 @@ class Tester:
         return {"images": self.prepare_image_inputs(**options)}
 
 
-class Pictures(common.ImageProcessingTestMixin, unittest.TestCase):
+class Images(common.ImageProcessingTestMixin, unittest.TestCase):
     image_processor_tester_class = Tester
     image_processing_class = ChatGLMImageProcessor  # as transformers 4 reads it
 

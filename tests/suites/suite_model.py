@@ -14,7 +14,7 @@ from glm4v_patched.remote.modeling_chatglm import (
     ChatGLMModel,
     GLM4VForCausalLM,
 )
-from tests.helpers.tiny import NUM_IMAGE_TOKENS, pictures, tiny_config
+from tests.helpers.tiny import NUM_IMAGE_TOKENS, random_pixels, tiny_config
 
 # By these lists the suites decide what inputs a class takes and whether it has a loss. Those with a
 # loss are there already, as they are for users. The suites alone get one more: a Trainer reads it.
@@ -68,7 +68,7 @@ class Tester:
     def prepare_config_and_inputs_for_common(self) -> tuple[ChatGLMConfig, dict]:
         inputs = {"input_ids": self.rows.clone(), "attention_mask": torch.ones_like(self.rows)}
         if self.images_per_row:
-            inputs["pixel_values"] = pictures(self.batch_size * self.images_per_row)
+            inputs["pixel_values"] = random_pixels(self.batch_size * self.images_per_row)
         return self.get_config(), inputs
 
     prepare_config_and_inputs = prepare_config_and_inputs_for_common
@@ -94,7 +94,7 @@ class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
         self.model_tester = Tester(self, self.image, self.images_per_row)
 
     def prepare_config_and_inputs_for_generate(self, batch_size: int = 2):
-        """As testers of models with pictures cut them: those of the rows that are left."""
+        """As testers of models with images cut them: those of the rows that are left."""
         config, inputs = super().prepare_config_and_inputs_for_generate(batch_size)
         if self.images_per_row:
             _, whole = self.model_tester.prepare_config_and_inputs_for_common()
@@ -102,7 +102,7 @@ class Suite(test_modeling_common.ModelTesterMixin, GenerationTesterMixin):
         return config, inputs
 
     def _image_features_prepare_config_and_inputs(self):
-        return self.model_tester.get_config(), {"pixel_values": pictures(Tester.batch_size)}
+        return self.model_tester.get_config(), {"pixel_values": random_pixels(Tester.batch_size)}
 
 
 class Text(Suite, unittest.TestCase):

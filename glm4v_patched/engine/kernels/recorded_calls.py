@@ -42,7 +42,7 @@ class RecordedCalls:
             self._tensors[name].copy_(each)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads read pictures meanwhile.
+            # Other threads read images meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._output = self.model(**self._tensors, **others)
         self._graph.replay()
@@ -57,7 +57,7 @@ def _alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 
 class RecordedTower(EVA2CLIPModel):
-    """Of one picture, whose kernels take as long to be started as to run. Nothing in it may change
+    """Of one image, whose kernels take as long to be started as to run. Nothing in it may change
     from then on, such as adapters."""
 
     graph: RecordedCalls

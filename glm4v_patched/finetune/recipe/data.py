@@ -38,7 +38,7 @@ class Data(Section):
 
     train: Annotated[Place | list[Any], Expected(SETS), MAY_CHANGE]
     """Conversations: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow, tar of WebDataset), files by a
-    pattern (rows/*.jsonl), a folder (of these, of pictures, of LLaMA-Factory's) or an id of the
+    pattern (rows/*.jsonl), a folder (of these, of images, of LLaMA-Factory's) or an id of the
     Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight says how often each row
     comes in an epoch. Of a set may also be given: format, columns, image_folder, ignore,
     allow_urls, max_samples, and split, subset and revision of what datasets reads."""
@@ -51,7 +51,7 @@ class Data(Section):
     held out, by their digests: always the same rows, and equal rows together."""
     eval_answers: Annotated[AtLeastZero, MAY_CHANGE] = 8
     """Of the rows for evaluation, so many are also answered at each evaluation: the share of exact
-    answers is logged, and the pictures with answers are drawn to answers.png in out; 0 for none."""
+    answers is logged, and the images with answers are drawn to answers.png in out; 0 for none."""
     eval_max_new_tokens: Annotated[AtLeastOne, MAY_CHANGE] = 64
     """Tokens of such an answer, at most."""
     format: Annotated[Format, MAY_CHANGE] = "auto"
@@ -66,11 +66,11 @@ class Data(Section):
     max_samples: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Read so many rows of each set, the first ones; null: all."""
     image_folder: Annotated[Folder | None, MAY_CHANGE] = None
-    """What paths of pictures are relative to; null: the folder of their file."""
+    """What paths of images are relative to; null: the folder of their file."""
     ignore: Annotated[list[Text], Expected("a list of names"), MAY_CHANGE] = []
     """Keys of rows, or columns, that are left out."""
     allow_urls: Annotated[bool, MAY_CHANGE] = False
-    """Fetch pictures that rows name by http:// or https://, once; they are kept in the cache."""
+    """Fetch images that rows name by http:// or https://, once; they are kept in the cache."""
     pack_to: AtLeastOne | None = None
     """Pack conversations into rows of at most so many positions, none longer; the batch size then
     counts such rows."""
@@ -88,9 +88,9 @@ class Data(Section):
     """What to do about rows that cannot be used: end with their list, or leave them out. Of a
     stream: end with a checkpoint and the row's place, or leave it out."""
     reuse_features: Annotated[bool | Folder, MAY_CHANGE] = False
-    """A picture goes through the vision tower, which must be frozen, only the first time. What came
+    """An image goes through the vision tower, which must be frozen, only the first time. What came
     out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
-    is of use to a single process: others draw other pictures in each epoch."""
+    is of use to a single process: others draw other images in each epoch."""
 
     @property
     def is_streamed(self) -> bool:

@@ -83,7 +83,7 @@ _NOWHERE = {
     "the model has its own chat template": "template chat_template",
     "there is one model here": "model_type",
     "answers are learned from data.train, and nothing else is trained for": "stage",
-    "all pictures have the model's size": "image_max_pixels max_pixels",
+    "all images have the model's size": "image_max_pixels max_pixels",
     "attention is torch's, which chooses the fastest kernel": "flash_attn attn_impl "
     "attn_implementation",
     "this package's code runs, never a folder's": "trust_remote_code",

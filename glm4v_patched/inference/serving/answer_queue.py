@@ -19,7 +19,7 @@ from .requests import Wanted
 
 MOST_ROWS = 16
 """Of a batch."""
-MOST_PICTURES = 16
+MOST_IMAGES = 16
 """Of a batch, if its first request has not more: what the vision tower computes at once."""
 
 
@@ -116,17 +116,17 @@ class AnswerQueue:
     def _taken(self) -> list[Ask]:
         """The first that waits, and others that go with it."""
         group: list[Ask] = []
-        pictures = 0
+        images = 0
         self._waiting = [ask for ask in self._waiting if not ask.cancelled.is_set()]
         for ask in self._waiting:
-            more = pictures + ask.wanted.pictures
+            more = images + ask.wanted.images
             if not group or (
                 ask.wanted.goes_with(group[0].wanted)
                 and len(group) < MOST_ROWS
-                and more <= MOST_PICTURES
+                and more <= MOST_IMAGES
             ):
                 group.append(ask)
-                pictures = more
+                images = more
         self._waiting = [ask for ask in self._waiting if ask not in group]
         return group
 
@@ -141,7 +141,7 @@ class AnswerQueue:
             if taken >= limit:
                 raise ApiError(
                     400,
-                    f"the messages take {taken:,} of the model's {limit:,} positions (a picture "
+                    f"the messages take {taken:,} of the model's {limit:,} positions (an image "
                     "takes 3), which leaves no room for an answer: send fewer messages",
                     wanted.key,
                     "context_length_exceeded",
@@ -172,7 +172,7 @@ class AnswerQueue:
         start = time.monotonic()
         try:
             batch = answerer.encode([row.ask.wanted.prompt for row in rows])
-        except ValueError as error:  # a picture that cannot be decoded
+        except ValueError as error:  # an image that cannot be decoded
             raise ApiError(400, str(error), wanted.key) from None
         for row, length in zip(rows, batch["attention_mask"].sum(-1).tolist(), strict=True):
             row.prompt_tokens = length

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...data.image_files import from_data_url
 from ...data.messages import PLACE, PLACES_AT_THE_ENDS, as_words
-from ...data.pictures import from_data_url
 from ...terminal_text import shorten
 from .limits import ApiError
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from .limits import MOST_VALUES, ApiError, Limits, log
-from .pictures import secure
+from .request_images import secure
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -151,7 +151,7 @@ class Guard:
             raise ApiError(
                 413,
                 f"the request has {size if is_whole else f'over {size}'} bytes; this server takes "
-                f"{most} (--max-body-mb): send fewer or smaller pictures",
+                f"{most} (--max-body-mb): send fewer or smaller images",
                 code="request_too_large",
             )
         if is_full:

@@ -13,12 +13,12 @@ from ...terminal_text import printable, shorten
 VARIABLE = "GLM4V_PATCHED_LIMITS"
 """Hands the limits on to vLLM's processes, whose middleware takes no arguments."""
 
-LARGEST_PICTURES = 4
-"""So many pictures of the most pixels may a request have, or more that are smaller."""
+LARGEST_IMAGES = 4
+"""So many images of the most pixels may a request have, or more that are smaller."""
 MOST_MEGAPIXELS = 178
 """Twice Pillow's ``MAX_IMAGE_PIXELS``: more is an error of its own."""
 MOST_BYTES_OF_TEXT = 10**6
-"""Of a request without its pictures: the model's 8,192 positions are about 30,000."""
+"""Of a request without its images: the model's 8,192 positions are about 30,000."""
 MOST_VALUES = 50_000
 """Values of a request's JSON: each may take a hundred times the memory of its text."""
 MOST_DEPTH = 64
@@ -36,9 +36,9 @@ class Limits:
         hosts: Names that clients may call the server by, beside addresses in numbers; None is any.
             A page of the web that had its own name lead to this machine is refused by it.
         max_body_bytes: Of a request.
-        max_pixels: Of each picture; a request has :data:`LARGEST_PICTURES` times as many at most.
-        max_pictures: Of a request: each is 15 MB and 1,602 tokens for the model, however small.
-        allow_urls: Whether pictures are fetched by http(s), from the public internet.
+        max_pixels: Of each image; a request has :data:`LARGEST_IMAGES` times as many at most.
+        max_images: Of a request: each is 15 MB and 1,602 tokens for the model, however small.
+        allow_urls: Whether images are fetched by http(s), from the public internet.
         most_at_once: Requests that wait or are answered.
         largest_at_once: Bodies of the most bytes that are held, or more that are smaller.
     """
@@ -51,9 +51,9 @@ class Limits:
     hosts: Sequence[str] | None = None
     max_body_bytes: int = 32 * 10**6
     max_pixels: int = 50 * 10**6
-    max_pictures: int = option(16, "pictures that a request may have", metavar="N", ge=1)
+    max_images: int = option(16, "images that a request may have", metavar="N", ge=1)
     allow_urls: bool = option(
-        False, "fetch pictures that clients name by http(s), from the public internet"
+        False, "fetch images that clients name by http(s), from the public internet"
     )
     most_at_once: int = 64
     largest_at_once: int = LARGEST_AT_ONCE

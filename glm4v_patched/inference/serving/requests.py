@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ...data.messages import as_words, pictures_of
+from ...data.messages import as_words, images_of
 from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
 from .conversation import drop_neutral, invalid, read_messages
 from .limits import ApiError, Limits, key_of
-from .pictures import secure
+from .request_images import secure
 from .response_store import ResponseStore
 
 # Keys that change nothing about an answer: names for who asks and in which conversation, and what
@@ -148,7 +148,7 @@ class Wanted(Request):
     """What is to be answered.
 
     Args:
-        prompt: Messages as the processor takes them, with pictures as the bytes of files; or a text
+        prompt: Messages as the processor takes them, with images as the bytes of files; or a text
             to continue.
         max_tokens: Of the answer, if the client says so.
         key: Of the request, under which the prompt is.
@@ -177,8 +177,8 @@ class Wanted(Request):
         return self.presence_penalty, self.frequency_penalty
 
     @property
-    def pictures(self) -> int:
-        return 0 if isinstance(self.prompt, str) else len(pictures_of(self.prompt))
+    def images(self) -> int:
+        return 0 if isinstance(self.prompt, str) else len(images_of(self.prompt))
 
 
 class Stored(NamedTuple):

@@ -70,9 +70,9 @@ def serve(options: Namespace) -> None:
 
 
 def _limits(options: Namespace) -> Limits:
-    if options.max_picture_megapixels > MOST_MEGAPIXELS:
+    if options.max_image_megapixels > MOST_MEGAPIXELS:
         raise ValueError(
-            f"--max-picture-megapixels {options.max_picture_megapixels}: more than "
+            f"--max-image-megapixels {options.max_image_megapixels}: more than "
             f"{MOST_MEGAPIXELS} are refused by Pillow"
         )
     variable = "GLM4V_PATCHED_API_KEY"  # where other users do not see it
@@ -81,7 +81,7 @@ def _limits(options: Namespace) -> Limits:
         where = variable if options.api_key is None else "--api-key"
         raise ValueError(f"{where} is empty, or has spaces or letters beyond ASCII: give another")
     limits = of_options(Limits, options, api_key=key, hosts=hosts_of(options.host, key))
-    pixels = options.max_picture_megapixels * 10**6
+    pixels = options.max_image_megapixels * 10**6
     return replace(limits, max_body_bytes=options.max_body_mb * 10**6, max_pixels=pixels)
 
 

@@ -89,4 +89,4 @@ def test_a_client_talks_with_our_server(client, url):
     else:  # its API has none
         assert told["stopped"] == expected[:2]
     assert told["error"]["type"] == recorded["error"]["type"]
-    assert "no picture" in told["error"]["message"]
+    assert "no image" in told["error"]["message"]

@@ -1,4 +1,4 @@
-"""Draws the demo's data set: one colored shape a picture, and a question about it."""
+"""Draws the demo's data set: one colored shape an image, and a question about it."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ QUESTIONS = {
 
 
 def draw_data_set(folder: Path, number: int, seed: int, side: int) -> list[list[dict]]:
-    """Draw ``number`` pictures as PNG files of ``side`` pixels, one conversation about each."""
+    """Draw ``number`` images as PNG files of ``side`` pixels, one conversation about each."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     conversations = []

@@ -1,4 +1,4 @@
-"""The files of pictures: those that rows name, and those made of bytes that rows hold.
+"""The files of images: those that rows name, and those made of bytes that rows hold.
 
 Needs no torch.
 """
@@ -28,11 +28,11 @@ IMAGE_NAMES = re.compile(
     re.IGNORECASE,
 )
 """What columns and keys of images are called."""
-URL_CURE = "expected a path: save the picture beside the rows, or set data.allow_urls: true"
+URL_CURE = "expected a path: save the image beside the rows, or set data.allow_urls: true"
 
 
 class Stamp(NamedTuple):
-    """A file as it was when it was checked: one of rows, or a picture."""
+    """A file as it was when it was checked: one of rows, or an image."""
 
     path: str
     size: int
@@ -69,13 +69,13 @@ def times_of(path: str) -> tuple[int, int, int] | None:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-class PictureFiles:
-    """Gives the path of each picture.
+class ImageFiles:
+    """Gives the path of each image.
 
     Args:
         folder: What paths are relative to.
         allow_urls: Whether images may be fetched by http(s), from the public internet.
-        store: Where pictures without a file are written, by the digest of their bytes; default in
+        store: Where images without a file are written, by the digest of their bytes; default in
             the user's cache folder. They stay there, and are not fetched again.
         within: The folder in which files that are named must lie; default anywhere.
     """
@@ -92,49 +92,47 @@ class PictureFiles:
         self.store = store
         self.within = within
 
-    def path_of(self, picture: Any) -> str:
-        """The absolute path of the file of a picture: a path, data URL, URL, bytes, or ``{"bytes",
+    def path_of(self, image: Any) -> str:
+        """The absolute path of the file of an image: a path, data URL, URL, bytes, or ``{"bytes",
         "path"}`` as ``datasets`` has it.
 
         Raises:
             ValueError: it is none of these, or cannot be fetched or written.
         """
-        if isinstance(picture, dict):
-            refuse_keys(picture, ("bytes", "path"), "a picture")
-            content = picture.get("bytes")
-            picture = picture.get("path") if content is None else content
-        if isinstance(picture, (bytes, bytearray)):
-            return self._written(bytes(picture))
-        if not isinstance(picture, str) or not picture:
-            none = picture is None or picture == ""
-            cure = "; leave the key out where there is no picture" if none else ""
-            raise ValueError(
-                f"image is {as_words(picture)}; expected the path of one picture{cure}"
-            )
-        if picture[:5].lower() == "data:":
-            return self._written(from_data_url(picture))
-        if picture[:8].lower().startswith(("http://", "https://")):
-            return self._fetched(picture)
-        return self._named(picture)
+        if isinstance(image, dict):
+            refuse_keys(image, ("bytes", "path"), "an image")
+            content = image.get("bytes")
+            image = image.get("path") if content is None else content
+        if isinstance(image, (bytes, bytearray)):
+            return self._written(bytes(image))
+        if not isinstance(image, str) or not image:
+            none = image is None or image == ""
+            cure = "; leave the key out where there is no image" if none else ""
+            raise ValueError(f"image is {as_words(image)}; expected the path of one image{cure}")
+        if image[:5].lower() == "data:":
+            return self._written(from_data_url(image))
+        if image[:8].lower().startswith(("http://", "https://")):
+            return self._fetched(image)
+        return self._named(image)
 
-    def _named(self, picture: str) -> str:
+    def _named(self, image: str) -> str:
         """The absolute path of a file that is named by its path."""
-        if picture[:7].lower() == "file://":
-            path = url2pathname(picture[7:])
-            raise ValueError(f"image is {as_words(picture)}; write the path: {as_words(path)}")
-        if "://" in picture[:12]:
-            raise ValueError(f"image is {as_words(picture)}; {URL_CURE.partition(',')[0]}")
-        if "\0" in picture:
-            raise ValueError(f"image is {as_words(picture)}; a path holds no character of code 0")
-        if picture.endswith(("/", "/.", "/..")) or picture in (".", ".."):
-            raise ValueError(f"image is {as_words(picture)}, a folder; expected the path of a file")
+        if image[:7].lower() == "file://":
+            path = url2pathname(image[7:])
+            raise ValueError(f"image is {as_words(image)}; write the path: {as_words(path)}")
+        if "://" in image[:12]:
+            raise ValueError(f"image is {as_words(image)}; {URL_CURE.partition(',')[0]}")
+        if "\0" in image:
+            raise ValueError(f"image is {as_words(image)}; a path holds no character of code 0")
+        if image.endswith(("/", "/.", "/..")) or image in (".", ".."):
+            raise ValueError(f"image is {as_words(image)}, a folder; expected the path of a file")
         # Of many rows with one folder, abspath() would take a third of the time.
-        path = os.path.normpath(os.path.join(self.folder, picture))
-        if "\\" in picture:
-            self._refuse_backslashes(picture, path)
+        path = os.path.normpath(os.path.join(self.folder, image))
+        if "\\" in image:
+            self._refuse_backslashes(image, path)
         if not self.may_name(path):
             raise ValueError(
-                f"image is {as_words(picture)}, outside of {self.within}; expected an image in the "
+                f"image is {as_words(image)}, outside of {self.within}; expected an image in the "
                 "table, or a path in data.image_folder: a data set of the Hub names no other files"
             )
         return path
@@ -143,11 +141,11 @@ class PictureFiles:
         """Return whether rows may name a file, which need not exist."""
         return self.within is None or is_within(path, self.within)
 
-    def _refuse_backslashes(self, picture: str, path: str) -> None:
+    def _refuse_backslashes(self, image: str, path: str) -> None:
         """Raise ``ValueError`` if there is no such file, and one by the name with slashes."""
-        slashes = picture.replace("\\", "/")
+        slashes = image.replace("\\", "/")
         if not os.path.lexists(path) and os.path.lexists(os.path.join(self.folder, slashes)):
-            raise ValueError(f"image is {as_words(picture)}; write {as_words(slashes)}")
+            raise ValueError(f"image is {as_words(image)}; write {as_words(slashes)}")
 
     def _fetched(self, url: str) -> str:
         if not self.allow_urls:
@@ -157,7 +155,7 @@ class PictureFiles:
         if path.is_file():
             return str(path)
         content = fetch(url)
-        _require_picture(url, content)
+        _require_image(url, content)
         return self._write(path, content)
 
     def _written(self, content: bytes) -> str:
@@ -172,10 +170,10 @@ class PictureFiles:
             cache = default_path()
             if cache is None:
                 raise ValueError(
-                    "the picture has no file, and there is no folder to write one: set "
+                    "the image has no file, and there is no folder to write one: set "
                     "XDG_CACHE_HOME to one"
                 )
-            self.store = cache.parent / "pictures"
+            self.store = cache.parent / "images"
         return self.store
 
     def _write(self, path: Path, content: bytes) -> str:
@@ -198,7 +196,7 @@ def from_data_url(url: str) -> bytes:
         raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
 
 
-def _require_picture(url: str, content: bytes) -> None:
+def _require_image(url: str, content: bytes) -> None:
     """Raise ``ValueError`` for what is fetched and begins as no image, such as a page of an error,
     so that it is not kept: whether all of it can be decoded is for the check."""
     try:
@@ -209,6 +207,6 @@ def _require_picture(url: str, content: bytes) -> None:
     except Exception as error:  # Pillow raises whatever its readers raise
         begin = as_words(content[:40].decode("ascii", "replace"))
         raise ValueError(
-            f"the image {as_words(url)} is {len(content):,} bytes that are no picture, and begin "
+            f"the image {as_words(url)} is {len(content):,} bytes that are no image, and begin "
             f"with {begin} ({type(error).__name__}); it is not kept, and fetched again next time"
         ) from None

@@ -19,7 +19,7 @@ from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load
 from glm4v_patched.models.quantized_weights import WEIGHTS, kept_cache
-from tests.helpers.tiny import grown_image, pictures, text, tiny_model
+from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
 
 
 def asked(files) -> list:
@@ -67,7 +67,7 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
         return tiny_model(torch.bfloat16)
 
     row = torch.tensor([[*text(3), *grown_image()]])
-    with_it = {"input_ids": row, "pixel_values": pictures(1).bfloat16()}
+    with_it = {"input_ids": row, "pixel_values": random_pixels(1).bfloat16()}
     later = trainable.continue_adapters(loading.hold(build, "cpu", "fp8"), tmp_path)
     before = loading.hold(build, "cpu", "fp8", tmp_path)
     none = loading.hold(build, "cpu", "fp8")

@@ -1,4 +1,4 @@
-"""The pictures of a request, within the limits; needs no torch.
+"""The images of a request, within the limits; needs no torch.
 
 Whoever is behind :class:`guard.Guard` reads data URLs alone: what a request names by http(s) is
 fetched here, or refused. Files of the server are never read for a client.
@@ -14,17 +14,17 @@ from typing import Any
 from PIL import Image
 
 from ...data.fetching import fetch
+from ...data.image_files import from_data_url
 from ...data.image_limits import TooLargeError, measure, open_image
 from ...data.messages import as_words
-from ...data.pictures import from_data_url
-from .limits import LARGEST_PICTURES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits, key_of
+from .limits import LARGEST_IMAGES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits, key_of
 
 FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats that clients may send."""
 # Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
 KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
 # Keys of a request in which nothing is fetched.
-NO_PICTURES = ("metadata", "tools")
+NO_IMAGES = ("metadata", "tools")
 SECONDS_TO_FETCH = 60
 HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -33,12 +33,12 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 def secure(body: Any, limits: Limits) -> bool:
-    """Check the pictures and the length of a request, and put what it has fetched into it.
+    """Check the images and the length of a request, and put what it has fetched into it.
 
     Returns:
         Whether the body was changed.
     """
-    pictures, size = _pictures_in(body)
+    images, size = _images_in(body)
     if size > MOST_BYTES_OF_TEXT:
         raise ApiError(
             413,
@@ -46,16 +46,16 @@ def secure(body: Any, limits: Limits) -> bool:
             "which is more than the model reads: send less",
             code="request_too_large",
         )
-    if len(pictures) > limits.max_pictures:
+    if len(images) > limits.max_images:
         raise ApiError(
             400,
-            f"the messages have {len(pictures):,} pictures; this server takes "
-            f"{limits.max_pictures:,} (--max-pictures): send fewer",
-            key_of(pictures[0][1][:1]),
+            f"the messages have {len(images):,} images; this server takes "
+            f"{limits.max_images:,} (--max-images): send fewer",
+            key_of(images[0][1][:1]),
             "too_many_images",
         )
     fetched = pixels = 0
-    for holder, place in pictures:
+    for holder, place in images:
         with _naming(key_of(place), limits):
             content, is_fetched = _read(holder[place[-1]], limits, fetched)
             if is_fetched:
@@ -64,10 +64,10 @@ def secure(body: Any, limits: Limits) -> bool:
                 holder[place[-1]] = f"data:image/any;base64,{encoded}"
             with open_image(content, FORMATS) as image:
                 pixels += measure(image, content, limits.max_pixels)
-    if pixels > (most := limits.max_pixels * LARGEST_PICTURES):
-        told = f"the messages have {len(pictures):,} pictures of {pixels / 1e6:.1f} million pixels"
-        option = f"{LARGEST_PICTURES} times --max-picture-megapixels"
-        raise _too_large(told, most, option, key_of(pictures[0][1][:1]))
+    if pixels > (most := limits.max_pixels * LARGEST_IMAGES):
+        told = f"the messages have {len(images):,} images of {pixels / 1e6:.1f} million pixels"
+        option = f"{LARGEST_IMAGES} times --max-image-megapixels"
+        raise _too_large(told, most, option, key_of(images[0][1][:1]))
     return fetched > 0
 
 
@@ -79,34 +79,34 @@ def _naming(key: str, limits: Limits) -> Iterator[None]:
     except ApiError as error:
         raise ApiError(error.status, f"{key}: {error}", key, error.code) from None
     except (TooLargeError, Image.DecompressionBombError) as error:
-        told = f"{key}: a picture {error}"
-        raise _too_large(told, limits.max_pixels, "--max-picture-megapixels", key) from None
+        told = f"{key}: an image {error}"
+        raise _too_large(told, limits.max_pixels, "--max-image-megapixels", key) from None
     except Exception as error:  # Pillow raises whatever its readers raise
         told = str(error) if type(error) is ValueError else type(error).__name__
-        told = f"{key}: it is no picture that this server reads ({told})"
+        told = f"{key}: it is no image that this server reads ({told})"
         raise ApiError(400, told, key, "invalid_image") from None
 
 
-def _pictures_in(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
+def _images_in(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
     """Return what holds each image of a request, and its place; and the bytes of all else."""
-    pictures: list[tuple[Any, tuple]] = []
+    images: list[tuple[Any, tuple]] = []
     size = 0
     waiting: list[tuple[Any, tuple, bool]] = [(body, (), True)]
     while waiting:
-        value, where, has_pictures = waiting.pop()
+        value, where, has_images = waiting.pop()
         if len(where) >= MOST_DEPTH:
             raise ApiError(400, f"the body has over {MOST_DEPTH} levels; expected fewer")
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             place = (*where, key)
-            may_be = has_pictures and not (value is body and key in NO_PICTURES)
+            may_be = has_images and not (value is body and key in NO_IMAGES)
             size += _size_of(key, place)
             if isinstance(each, dict | list):
                 waiting.append((each, place, may_be))
             elif isinstance(each, str) and may_be and key in KEYS_OF_URLS:
-                pictures.append((value, place))
+                images.append((value, place))
             else:
                 size += _size_of(each, place)
-    return pictures, size
+    return images, size
 
 
 def _size_of(value: Any, place: tuple) -> int:
@@ -129,7 +129,7 @@ def _read(url: str, limits: Limits, before: int) -> tuple[bytes, bool]:
     if not limits.allow_urls:
         raise ApiError(
             400,
-            f"image is {as_words(url)}: this server fetches no pictures (it was started "
+            f"image is {as_words(url)}: this server fetches no images (it was started "
             "without --allow-urls); send it as data:image/...;base64,...",
             code="url_not_allowed",
         )
