@@ -105,7 +105,7 @@ def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):
     for lines, named in (
         ("a\n/image none.png\nb\n", "line 2 of the input: the image none.png"),
         ("/image\n", "line 1 of the input: /image"),
-        ("/image a.png\n", "/image"),
+        ("/picture a.png\n", "/picture"),
         ("word " * 1100, "1,024 positions"),
     ):
         with words.refused(ValueError, named):

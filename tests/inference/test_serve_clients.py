@@ -62,7 +62,7 @@ def test_three_turns_of_a_client_are_answered(path, ask, queue, monkeypatch):
     for request in requests:
         status, answered = ask(request["body"], request["path"])
         assert status == 200, answered
-    assert ask(last["body"], last["path"])[0] == 400 and "no image" in str(
+    assert ask(last["body"], last["path"])[0] == 400 and "UnidentifiedImageError" in str(
         recorded["answers"]["error"]
     )
     talks = [queue.asked[start : start + 3] for start in (0, 3)]

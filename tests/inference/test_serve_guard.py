@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from glm4v_patched.data import fetching
 from glm4v_patched.data.image_files import from_data_url
-from glm4v_patched.inference.serving import connections, guard, images
+from glm4v_patched.inference.serving import connections, guard, request_images
 from glm4v_patched.inference.serving.connections import Connection, note_requests
 from glm4v_patched.inference.serving.guard import BODY, Guard, parse
 from glm4v_patched.inference.serving.limits import (
@@ -207,7 +207,7 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
     monkeypatch.setattr(guard, "SECONDS_TO_SEND", 1)
     fetching, over = [], threading.Event()
     fetch = lambda *given: fetching.append(given) or over.wait(30) and png()  # noqa: E731
-    monkeypatch.setattr(images, "fetch", fetch)
+    monkeypatch.setattr(request_images, "fetch", fetch)
     app = Guard(echo, Limits(allow_urls=True))
 
     async def slow(scope, receive, send):
