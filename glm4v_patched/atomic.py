@@ -73,7 +73,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def fault_of_file(path: Path, alone: bool = False) -> str | None:
+def find_file_problem(path: Path, alone: bool = False) -> str | None:
     """What has a file's name and is no file; None of a file, and where nothing is.
 
     Args:
@@ -95,8 +95,8 @@ def fault_of_file(path: Path, alone: bool = False) -> str | None:
 
 
 def require_file(path: Path, alone: bool = False) -> None:
-    """Raise ``ValueError`` for what :func:`fault_of_file` has words for."""
-    if fault := fault_of_file(path, alone):
+    """Raise ``ValueError`` for what :func:`find_file_problem` has words for."""
+    if fault := find_file_problem(path, alone):
         raise ValueError(
             f"{path} {fault}, and is neither followed nor replaced; move it away, or give another "
             "name"
@@ -120,11 +120,11 @@ def require_inside(path: Path, folder: Path) -> None:
                 f"{path} is a link to {os.readlink(path)}, outside the model's folder, and is not "
                 "copied; put the file itself there, or take the link away"
             )
-    elif fault := fault_of_file(path, alone=True):
+    elif fault := find_file_problem(path, alone=True):
         raise ValueError(f"{path} {fault}, and is not copied; put the file itself there")
 
 
-def give_usual_modes(folder: Path) -> None:
+def apply_umask(folder: Path) -> None:
     """Give the weights in a folder the mode of every other new file: safetensors writes them for
     their owner alone."""
     mask = os.umask(0o077)

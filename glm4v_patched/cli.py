@@ -14,13 +14,13 @@ from .finetune.arguments import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
 from .paths import to_path
-from .terminal_text import doing, error_text, pip_install
+from .terminal_text import show_progress, error_text, pip_install
 
 NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
+    parser = _build_parser()
     argv = sys.argv[1:] if argv is None else argv
     _require_command(parser, argv)
     options, rest = parser.parse_known_args(argv)
@@ -45,19 +45,19 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + getattr(stop, "number", 2)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="glm4v-patched", description="Fine-tuning glm-4v-9b.")
     told = "print the versions of this package and of what it runs on"
     parser.add_argument("--version", action=_Version, help=told)
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn images and test it")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_run_demo)
     demo.add_argument("--out", type=to_path, default=Path("demo_output"), help="folder to write to")
     most = "training processes; default: two, or one where there is only one GPU"
-    demo.add_argument("--processes", type=_at_least_one, metavar="N", help=most)
+    demo.add_argument("--processes", type=_positive_count, metavar="N", help=most)
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
-    demo.add_argument("--steps", type=_at_least_one, default=300, help="training steps")
+    demo.add_argument("--steps", type=_positive_count, default=300, help="training steps")
 
     train = commands.add_parser(
         "train",
@@ -66,11 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_run_train)
     train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
     add_recipe(train)
     every = "training processes, each on a GPU of its own; default: all GPUs"
-    train.add_argument("--processes", type=_at_least_one, metavar="N", help=every)
+    train.add_argument("--processes", type=_positive_count, metavar="N", help=every)
     add_start(train)
     train.add_argument(
         "--dry-run",
@@ -79,21 +79,21 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     recipe = commands.add_parser("recipe", help="print a recipe that ships, to be edited")
-    recipe.set_defaults(run=_recipe)
+    recipe.set_defaults(run=_run_recipe)
     recipe.add_argument("name", nargs="?", metavar="NAME", help="without it, all are listed")
 
     add_inference_commands(commands)
 
     bench = commands.add_parser("bench", help="measure training on this machine")
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_run_bench)
     add_bench_arguments(bench)
 
     doctor = commands.add_parser("doctor", help="say what will fail here, and the cure")
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_run_doctor)
     add_doctor_arguments(doctor)
 
     compare = commands.add_parser("compare", help="the published code and ours, on one model")
-    compare.set_defaults(run=_compare)
+    compare.set_defaults(run=_run_compare)
     add_compare_arguments(compare)
     for command in commands.choices.values():
         command.set_defaults(parser=command)
@@ -128,7 +128,7 @@ def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fiel
 # The imports are late: --help and mistakes are answered without loading torch.
 
 
-def _demo(options: argparse.Namespace) -> None:
+def _run_demo(options: argparse.Namespace) -> None:
     from .demo.command import place_demo, run_demo
 
     placement = place_demo(options.processes, options.device)
@@ -146,17 +146,17 @@ figures        {options.out / "metrics.json"}   ({metrics["seconds"]:.0f} s)"""
     )
 
 
-def _train(options: argparse.Namespace) -> int:
+def _run_train(options: argparse.Namespace) -> int:
     from .finetune.ending import describe_end
-    from .finetune.job import resolve
-    from .finetune.preflight import check
+    from .finetune.job import resolve_recipe
+    from .finetune.preflight import validate_recipe
     from .finetune.recipe.file import RecipeError
 
     overrides = [*options.overrides, *options.rest]
     try:
-        with doing("reading the recipe"):
-            recipe, placement = check(options.recipe, overrides, options.processes, options.device)
-            job = resolve(recipe)
+        with show_progress("reading the recipe"):
+            recipe, placement = validate_recipe(options.recipe, overrides, options.processes, options.device)
+            job = resolve_recipe(recipe)
     except RecipeError as error:
         print(error, file=sys.stderr)  # each line begins with where it is
         return 1
@@ -176,25 +176,25 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(options: argparse.Namespace) -> None:
+def _run_recipe(options: argparse.Namespace) -> None:
     from .finetune.recipe.shipped import describe_shipped, shipped_text
 
     print(describe_shipped() if options.name is None else shipped_text(options.name))
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _run_bench(options: argparse.Namespace) -> None:
     from .bench.command import run
 
     run(options)
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _run_doctor(options: argparse.Namespace) -> int:
     from .doctor.command import run
 
     return run(options)
 
 
-def _compare(options: argparse.Namespace) -> int:
+def _run_compare(options: argparse.Namespace) -> int:
     from .compare.command import run
 
     return run(options)
@@ -232,7 +232,7 @@ class _HelpWithFields(argparse.Action):
         parser.exit()
 
 
-def _at_least_one(text: str) -> int:
+def _positive_count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")

@@ -62,7 +62,7 @@ def add_option(parser: Any, each: Field, several: bool = False) -> None:
         action = "store_false" if default else "store_true"
         parser.add_argument(flag(each), dest=each.name, action=action, help=told)
         return
-    typed: dict[str, Any] = {"dest": each.name} | _typed(each)
+    typed: dict[str, Any] = {"dest": each.name} | _argparse_type(each)
     kept = ("choices", "metavar", "type")
     typed |= {name: each.metadata[name] for name in kept if name in each.metadata}
     many = default if isinstance(default, tuple) else [default] * several
@@ -80,13 +80,13 @@ def add_options(parser: Any, of: type, names: Collection[str] | None = None) -> 
             add_option(parser, each)
 
 
-def of_options(of: Callable[..., T], options: argparse.Namespace, **more: Any) -> T:
+def from_namespace(of: Callable[..., T], options: argparse.Namespace, **more: Any) -> T:
     """Return the dataclass that a command asks for, which may not have all of its options."""
     given = vars(options)
     return of(**{f.name: given[f.name] for f in fields(of) if f.name in given} | more)  # type: ignore
 
 
-def _typed(each: Field) -> dict[str, Any]:
+def _argparse_type(each: Field) -> dict[str, Any]:
     """How argparse reads a value, and for one of a few how they are shown."""
     limits = each.metadata
     kind = (*get_args(each.type), each.type)[0]
@@ -144,7 +144,7 @@ def given(settings: Any, but: Collection[str] = ()) -> list[str]:
     return arguments
 
 
-def faults_of_fields(settings: Any) -> Iterator[str]:
+def find_field_problems(settings: Any) -> Iterator[str]:
     """What is wrong with each field by itself."""
     for each in fields(settings):
         value, limits = getattr(settings, each.name), each.metadata

@@ -17,7 +17,7 @@ class PathError(ValueError, argparse.ArgumentTypeError):
     """A path that is refused. argparse shows the message of its own class alone."""
 
 
-def expand(path: str) -> str:
+def expand_path(path: str) -> str:
     """Return a path with the home folder in place of a leading ``~`` or ``~user``.
 
     Ids of the Hub and addresses pass unchanged, and so does a path that was expanded before. This
@@ -47,7 +47,7 @@ def expand(path: str) -> str:
 
 def to_path(path: str) -> Path:
     """Return :func:`expand` of a path, as a :class:`~pathlib.Path`."""
-    return Path(expand(path))
+    return Path(expand_path(path))
 
 
 def _require_name_with_dollar(path: str) -> None:

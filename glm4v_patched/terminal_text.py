@@ -24,7 +24,7 @@ def pip_install(*requirements: str) -> str:
     return shlex.join([*_program("pip", "pip"), "install", *requirements])
 
 
-def in_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     """A size in the unit that suits it, of powers of 1,000: 28.0 GB, 1.5 MB, 512 bytes."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if number >= size:
@@ -43,9 +43,9 @@ def listed(names: Sequence[object], most: int = 3, between: str = ", ") -> str:
     return f"{shown}{before}and {len(names) - most:,} more" if len(names) > most else shown
 
 
-def printable(text: str, kept: str = "") -> str:
+def printable(text: str, allow: str = "") -> str:
     """With the code of each character that a terminal would obey or not show, but for ``kept``."""
-    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in allow else ascii(c)[1:-1] for c in text)
 
 
 def shorten(text: str, most: int = 80) -> str:
@@ -61,11 +61,11 @@ def error_text(error: Exception) -> str:
     """What a command says of an error that it ends with."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{shorten(os.fsdecode(error.filename), 200)}: {error.strerror}"
-    return printable(str(error), kept="\n\t")
+    return printable(str(error), allow="\n\t")
 
 
 @contextmanager
-def doing(what: str, tells: bool = True) -> Iterator[None]:
+def show_progress(what: str, enabled: bool = True) -> Iterator[None]:
     """Say on standard error what is being done, if it is not done at once, and every few seconds.
 
     Args:
@@ -80,7 +80,7 @@ def doing(what: str, tells: bool = True) -> Iterator[None]:
         while not ended.wait(SECONDS_BETWEEN_WORDS):
             print(f"{what}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
-    if tells:
+    if enabled:
         threading.Thread(target=tell, daemon=True).start()
     try:
         yield

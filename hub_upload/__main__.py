@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from glm4v_patched.paths import expand, to_path
+from glm4v_patched.paths import expand_path, to_path
 
 DEFAULT_NAME = "org/glm-4v-9b-trainable"
 
@@ -18,7 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     source = "folder of the original weights, or org/name@<commit of 40 hex digits>"
     build = commands.add_parser("build", help="make the folder that is published")
     group = build.add_mutually_exclusive_group(required=True)
-    group.add_argument("--weights", type=expand, metavar="SOURCE", help=source)
+    group.add_argument("--weights", type=expand_path, metavar="SOURCE", help=source)
     group.add_argument(
         "--adapter", type=to_path, metavar="DIR", help="instead: a folder of LoRA adapters"
     )
@@ -29,12 +29,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--fine-tune-of", metavar="ORG/NAME", help=of)
     add("--trained", metavar="TEXT", help="for the card: what was trained and on what")
     add = commands.add_parser("verify", help="check a folder or a repository").add_argument
-    add("target", type=expand, metavar="DIR_OR_ID", help="folder, or org/name")
+    add("target", type=expand_path, metavar="DIR_OR_ID", help="folder, or org/name")
     add("--revision", help="of org/name: commit, tag or branch (default main)")
     yes("--weights", "also compare the sha256 of all weights (slow)")
     yes("--json", "print the checks as JSON")
     other = "interpreter that loads it, in place of this one; repeat it for more versions"
-    add("--python", type=expand, action="append", default=[], metavar="PATH", help=other)
+    add("--python", type=expand_path, action="append", default=[], metavar="PATH", help=other)
     add = commands.add_parser("publish", help="bring a built folder to the Hub").add_argument
     add("folder", type=to_path, metavar="DIR", help="folder that build made")
     add("--repo", required=True, metavar="ORG/NAME", help="repository to publish to")
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         from .verify import verify
 
         report = verify(options.target, options.revision, options.weights, options.python)
-        print(report.as_json() if options.json else report.as_table())
+        print(report.to_json_bytes() if options.json else report.as_table())
         return 1 if report.failures else 0
     from . import adapter, build
 

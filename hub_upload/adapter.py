@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from glm4v_patched.finetune.adapter_card import PLACE, name_base
+from glm4v_patched.finetune.adapter_card import ADAPTERS_LOCATION, name_base
 from glm4v_patched.models.base import base_of_adapters
 
 from .build import require_ours, with_manifest, write
 from .files import Source, read_folder, sha256_of_file
 from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT, ID, UPSTREAM
-from .manifest import FineTune, Listed, Manifest, as_json
+from .manifest import FineTune, Listed, Manifest, to_json_bytes
 
 CARD = "README.md"
 EMPTY = b"More Information Needed"  # stands in peft's card
@@ -41,10 +41,10 @@ def build(
     if EMPTY in card:
         told = f"{folder / CARD} is missing, or peft's empty one: it says nothing of the adapters"
         raise ValueError(f"{told}; write what they are there, as `glm4v-patched train` does")
-    text = name_base(card.decode(), model, commit).replace(PLACE, f"`ADAPTERS` is `{name}`.")
+    text = name_base(card.decode(), model, commit).replace(ADAPTERS_LOCATION, f"`ADAPTERS` is `{name}`.")
     weights = source.files[ADAPTER_WEIGHTS]
     assert weights.path is not None
-    files = {ADAPTER_CONFIG: as_json(config), CARD: text.encode()}
+    files = {ADAPTER_CONFIG: to_json_bytes(config), CARD: text.encode()}
     listed = {ADAPTER_WEIGHTS: Listed(size=weights.size, sha256=sha256_of_file(weights.path))}
     fine_tune = FineTune(base=model, trained=trained or "LoRA adapters")
     built = with_manifest(files, listed, fine_tune)

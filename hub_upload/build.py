@@ -20,15 +20,15 @@ from huggingface_hub import HfApi
 from transformers import GenerationConfig
 
 import glm4v_patched
-from glm4v_patched.models.base import Base
+from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.loading import load_processor
-from glm4v_patched.models.weight_files import as_written
+from glm4v_patched.models.weight_files import standard_index
 from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.paths import require_apart
 from glm4v_patched.remote import tokenization_chatglm
 from glm4v_patched.remote.configuration_chatglm import (
     ChatGLMConfig,
-    known_part,
+    keep_known_settings,
     refuse_fetched_code,
     refuse_nonfinite_generation,
 )
@@ -53,7 +53,7 @@ from .layout import (
 )
 from .load_check import inputs_of
 from .loading import load
-from .manifest import FineTune, Listed, Manifest, Origin, as_json, read_manifest
+from .manifest import FineTune, Listed, Manifest, Origin, to_json_bytes, read_manifest
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS_LICENSE, GENERATION = "MODEL_LICENSE", "generation_config.json"
@@ -205,7 +205,7 @@ def contents(source: Source, name: str, licensed_at: str | None = None) -> dict[
     files = _processor_files(source)
     config = _config(source, files)
     files |= our_code() | {
-        "config.json": as_json(config),
+        "config.json": to_json_bytes(config),
         GENERATION: _generation_config(source, config),
         "LICENSE": our_license,
         "requirements.txt": "".join(f"{line}\n" for line in project["dependencies"]).encode(),
@@ -216,8 +216,8 @@ def contents(source: Source, name: str, licensed_at: str | None = None) -> dict[
     for target, given in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
         if given and (content := source.content(given)) is not None:
             files[target] = content
-    if INDEX in files and (own := as_written(index := source.read_json(INDEX))) != index:
-        files[INDEX] = as_json(own)
+    if INDEX in files and (own := standard_index(index := source.read_json(INDEX))) != index:
+        files[INDEX] = to_json_bytes(own)
     files["README.md"] = _card(source, name, license_name, licensed_at, project["dependencies"])
     return with_manifest(files, source.weights, source.fine_tune, source.origin)
 
@@ -236,7 +236,7 @@ def with_manifest(
         fine_tune=fine_tune,
         files=dict(sorted(listed.items())),
     )
-    return {**files, MANIFEST: as_json(manifest.model_dump())}
+    return {**files, MANIFEST: to_json_bytes(manifest.model_dump())}
 
 
 def _generation_config(source: Source, config: dict[str, Any]) -> bytes:
@@ -247,7 +247,7 @@ def _generation_config(source: Source, config: dict[str, Any]) -> bytes:
     place = f"{source.name}: {GENERATION}"
     refuse_fetched_code(values, place)
     refuse_nonfinite_generation(values, place)
-    known = known_part(values, GENERATION_KEYS | vars(GenerationConfig()).keys(), place)
+    known = keep_known_settings(values, GENERATION_KEYS | vars(GenerationConfig()).keys(), place)
     if odd := [key for key in known if key not in GENERATION_KEYS]:
         raise ValueError(
             f"{place} has {odd[0]} {json.dumps(known[odd[0]]):.80}; expected no such key, for it "
@@ -255,7 +255,7 @@ def _generation_config(source: Source, config: dict[str, Any]) -> bytes:
         )
     _require_ids(values, config["padded_vocab_size"], GENERATION)
     content = source.content(GENERATION)
-    return content if content is not None and known == values else as_json(known)
+    return content if content is not None and known == values else to_json_bytes(known)
 
 
 def _require_ids(values: dict[str, Any], size: int, file: str) -> None:
@@ -286,14 +286,14 @@ def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]
     config.setdefault("eos_token_id", checked.eos_token_id)
     place = f"{source.name}: config.json"
     _require_ids(config, checked.padded_vocab_size, place)
-    vision = known_part(config["vision_config"], VISION_KEYS, f"{place}: vision_config")
+    vision = keep_known_settings(config["vision_config"], VISION_KEYS, f"{place}: vision_config")
     vision.setdefault("image_size", checked.vision.image_size)
     side = json.loads(processor_files[IMAGES])["size"]["height"]
     told = f"vision_config has image_size {vision['image_size']}, and {IMAGES} {side}"
     require(vision["image_size"] == side, f"{place}: {told}: they are not of the same model")
     config |= {"vision_config": vision}
     config.pop("_name_or_path", None)
-    config = known_part(config, CONFIG_KEYS, place)
+    config = keep_known_settings(config, CONFIG_KEYS, place)
     return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
 
 
@@ -310,21 +310,21 @@ def _processor_files(source: Source) -> dict[str, bytes]:
         for name, file in source.files.items():
             if file.content is not None and not name.endswith(".py"):
                 Path(given, name).write_bytes(file.content)
-        processor = load_processor(Base(given))
+        processor = load_processor(ModelSource(given))
         inputs_of(processor, 0, torch.float32)  # its template and its images, within limits
         processor.save_pretrained(saved)
         names = ("tokenizer.json", "chat_template.jinja", IMAGES)
         files = {name: Path(saved, name).read_bytes() for name in names}
-    left_out = tokenization_chatglm.TRACES | {"backend", "chat_template"}
+    left_out = tokenization_chatglm.LOADING_KWARGS | {"backend", "chat_template"}
     tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
-    tokenizer = known_part(tokenizer, TOKENIZER_KEYS, f"{source.name}: {TOKENIZER}")
+    tokenizer = keep_known_settings(tokenizer, TOKENIZER_KEYS, f"{source.name}: {TOKENIZER}")
     tokenizer["tokenizer_class"] = type(processor.tokenizer).__name__
     tokenizer.setdefault("image_size", processor.tokenizer.image_size)
     configs = {"processor_config.json": {}, TOKENIZER: tokenizer}
     configs[IMAGES] = json.loads(files[IMAGES])
     for name, values in configs.items():
         values |= {"processor_class": "ChatGLMProcessor", "auto_map": AUTO_MAPS[name]}
-        files[name] = as_json(dict(sorted(values.items())))
+        files[name] = to_json_bytes(dict(sorted(values.items())))
     return files
 
 

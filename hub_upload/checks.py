@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from huggingface_hub import HfApi
 
-from glm4v_patched.models.check_weights import require_weights, shapes_of
-from glm4v_patched.models.weight_files import Shape, check_index, read_header, require_agreement
+from glm4v_patched.models.check_weights import require_complete_weights, tensors_of_hub_file
+from glm4v_patched.models.weight_files import TensorInfo, check_index, read_header, require_agreement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.terminal_text import listed
 
@@ -67,7 +67,7 @@ def check_weights(target: Build) -> str:
         foreign = [name for name in there if ".lora_" not in name]
         require(not foreign, f"weights that are no LoRA: {listed(foreign)}")
         return f"LoRA, {len(there)} tensors"
-    by, wanted = "the files of weights", dict[str, Shape | None](there)
+    by, wanted = "the files of weights", dict[str, TensorInfo | None](there)
     if INDEX in target.files:
         index = check_index(target.read_json(INDEX))
         if target.copied:
@@ -77,17 +77,17 @@ def check_weights(target: Build) -> str:
     elif target.copied:
         return "neither weights nor an index are at hand to compare with config.json"
     config = ChatGLMConfig(**target.read_json("config.json"))
-    told = f"{require_weights(target.name, config, wanted)} weights, compared with {by}"
+    told = f"{require_complete_weights(target.name, config, wanted)} weights, compared with {by}"
     left = f"; left for a server-side copy from {target.origin}" if target.copied else ""
     return f"{len(names)} files, {told}{left}"
 
 
-def _read_header(target: Build, name: str) -> dict[str, Shape]:
+def _read_header(target: Build, name: str) -> dict[str, TensorInfo]:
     """The shapes of the tensors of a file, here or on the Hub."""
     if path := target.files[name].path:
         return read_header(path)
     read = HfApi().parse_safetensors_file_metadata
-    return shapes_of(read(target.name, name, revision=target.revision), f"{target.name}: {name}")
+    return tensors_of_hub_file(read(target.name, name, revision=target.revision), f"{target.name}: {name}")
 
 
 def check_adapters(target: Build) -> str:

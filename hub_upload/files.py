@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from glm4v_patched.atomic import fault_of_file, require_inside
+from glm4v_patched.atomic import find_file_problem, require_inside
 from glm4v_patched.models.weight_files import check_index
-from glm4v_patched.patch.config_json import parse_object
+from glm4v_patched.patch.config_json import parse_json_object
 from glm4v_patched.terminal_text import listed
 
 from .layout import ADAPTER_WEIGHTS, INDEX, MANIFEST, SHARD, SINGLE_FILE
@@ -56,7 +56,7 @@ class Source:
         return content
 
     def read_json(self, path: str) -> dict[str, Any]:
-        return parse_object(self.read(path), f"{self.name}: {path}")
+        return parse_json_object(self.read(path), f"{self.name}: {path}")
 
     def read_manifest(self) -> Manifest:
         return read_manifest(self.read(MANIFEST), f"{self.name}: {MANIFEST}")
@@ -119,7 +119,7 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
         for path in (Path(where, name) for name in [*links, *names]):
             name = path.relative_to(folder).as_posix()
             # Weights have another name where they came from; text is always written.
-            if path.is_symlink() or fault_of_file(path, alone=is_small(name, path.stat().st_size)):
+            if path.is_symlink() or find_file_problem(path, alone=is_small(name, path.stat().st_size)):
                 require_inside(path, folder)
             size = path.stat().st_size
             # What was read counts, whatever has become of the file since.

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, ModelInfo, constants, get_token, snapshot_dow
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils.sha import git_hash
 
-from glm4v_patched.patch.repository import host_of
+from glm4v_patched.patch.repository import url_origin
 from glm4v_patched.terminal_text import printable
 
 from .files import File, is_small, read_folder
@@ -41,7 +41,7 @@ def describe(error: Exception) -> str:
     cause = error.__cause__
     of = f" ({type(cause).__name__}: {cause})" if cause and str(cause) not in str(error) else ""
     return (
-        f"{type(error).__name__}: {error}{of}; {AGAIN} (the Hub is {host_of(constants.ENDPOINT)}; "
+        f"{type(error).__name__}: {error}{of}; {AGAIN} (the Hub is {url_origin(constants.ENDPOINT)}; "
         "`python -X dev -m hub_upload` shows where the error was raised)"
     )
 
@@ -58,7 +58,7 @@ def look_at(api: HfApi, name: str, at: str | None) -> tuple[ModelInfo, dict[str,
     """What the Hub says of a repository, and of the files of the commit that ``at`` names."""
     info = api.model_info(name, revision=at, files_metadata=True)
     if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
-        told = f"{host_of(constants.ENDPOINT)} lists no commit of {name}, or no sizes of its files"
+        told = f"{url_origin(constants.ENDPOINT)} lists no commit of {name}, or no sizes of its files"
         raise ValueError(f"{told}, as a Hub does: check HF_ENDPOINT; {AGAIN}")
     return info, {file.rfilename: file for file in info.siblings}
 

@@ -36,10 +36,10 @@ GENERATION_KEYS = {
         "output_scores return_dict_in_generate"
     )
 }
-TOKENIZER_KEYS = tokenization_chatglm.SAVED - {"backend", "chat_template"} | {
+TOKENIZER_KEYS = tokenization_chatglm.SAVED_TOKENIZER_FIELDS - {"backend", "chat_template"} | {
     *(f"{name}_token" for name in ("bos", "cls", "eos", "mask", "pad", "sep", "unk"))
 }
-CONFIG_KEYS = configuration_chatglm.SAVED - {"quantization_config"}
+CONFIG_KEYS = configuration_chatglm.SAVED_CONFIG_FIELDS - {"quantization_config"}
 VISION_KEYS = {field.name for field in fields(EVA2CLIPVisionConfig)}
 SPECIAL_IDS = {"boi_token_id": "<|begin_of_image|>", "eoi_token_id": "<|end_of_image|>"}
 SPECIAL_IDS |= {"pad_token_id": "<|endoftext|>"}

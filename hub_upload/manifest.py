@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from glm4v_patched.patch.config_json import parse_object
+from glm4v_patched.patch.config_json import parse_json_object
 
 from .layout import ADAPTER_WEIGHTS, COMMIT, ID, MANIFEST
 
@@ -70,8 +70,8 @@ class Manifest(_Strict):
 
 def read_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
     """Raise ``ValueError`` for what no build wrote; it names the field."""
-    return Manifest.model_validate(parse_object(content, name))
+    return Manifest.model_validate(parse_json_object(content, name))
 
 
-def as_json(values: dict[str, Any]) -> bytes:
+def to_json_bytes(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

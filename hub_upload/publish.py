@@ -20,7 +20,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.hf_api import RepoSibling
 
-from glm4v_patched.terminal_text import in_bytes, listed, printable
+from glm4v_patched.terminal_text import format_bytes, listed, printable
 
 from .checks import OF_GIT, refuse_failed, require
 from .files import Build, File, read_folder
@@ -114,7 +114,7 @@ class Publication:
     def show(self) -> None:
         def size_of(*names: str) -> str:
             files = (self.files.get(name) or self.there[name] for name in names)
-            return in_bytes(sum(file.size or 0 for file in files))
+            return format_bytes(sum(file.size or 0 for file in files))
 
         say(f"Repository {self.repo} at {self.head}, version {self.tag}")
         rows = {"copy": self.copied, "upload": self.uploaded, "delete": self.deleted}

@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import glm4v_patched
-from glm4v_patched.patch.config_json import parse_object
+from glm4v_patched.patch.config_json import parse_json_object
 from glm4v_patched.terminal_text import printable
 
 from .build import contents
@@ -81,7 +81,7 @@ def _difference(name: str, found: bytes | None, expected: bytes | None) -> str:
     if found is None:
         return f"{name} is missing, or is no text; expected one"
     if name.endswith(".json"):
-        here, ours = (parse_object(content, name) for content in (found, expected))
+        here, ours = (parse_json_object(content, name) for content in (found, expected))
         for key in {**ours, **here}:
             one, other = (json.dumps(of[key]) if key in of else "absent" for of in (here, ours))
             if one != other:
@@ -101,7 +101,7 @@ class Report:
     def failures(self) -> list[str]:
         return [check.name for check in self.checks if check.status == FAILED]
 
-    def as_json(self) -> str:
+    def to_json_bytes(self) -> str:
         told = {"target": self.name, "revision": self.revision, "passed": not self.failures}
         checks = {"checks": [check._asdict() for check in self.checks]}
         return json.dumps(told | checks, indent=2, ensure_ascii=False)

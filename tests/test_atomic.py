@@ -9,11 +9,11 @@ import pytest
 
 from glm4v_patched.atomic import require_file, require_inside, write_atomically
 from glm4v_patched.data.image_files import ImageFiles
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.stored_rows import SCHEMA, store_rows, write_stored
-from glm4v_patched.finetune.run_folder import RECORD, begin, locked
+from glm4v_patched.finetune.run_folder import RECORD, start_record, locked
 from glm4v_patched.inference.answers_file import open_answers
-from glm4v_patched.models.base import REPORT
+from glm4v_patched.models.base import TRAINING_REPORT
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.recipes import recipe, write_recipe
 
@@ -62,10 +62,10 @@ def test_what_has_the_name_of_a_file_and_is_none_is_not_written_to(tmp_path):
 
 
 def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
-    left = [f"{name}.{'0a' * 16}.partial" for name in ("data.json", RECORD, REPORT)]
+    left = [f"{name}.{'0a' * 16}.partial" for name in ("data.json", RECORD, TRAINING_REPORT)]
     for name in (*left, "mine.partial", "data.json.partial"):
         (tmp_path / name).touch()
-    begin(tmp_path, [])
+    start_record(tmp_path, [])
     kept = {"mine.partial", "data.json.partial", RECORD}
     assert {path.name for path in tmp_path.iterdir()} == kept
     assert json.loads((tmp_path / RECORD).read_text()) == {"written": None}
@@ -93,7 +93,7 @@ def test_a_file_system_without_locks_is_told_as_that(code, tmp_path, monkeypatch
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    answers = tmp_path / "a.jsonl", [], {}, Source(str(tmp_path / "rows.jsonl"))
+    answers = tmp_path / "a.jsonl", [], {}, DataSource(str(tmp_path / "rows.jsonl"))
     for take in (locked(tmp_path / "run"), open_answers(*answers)):
         with pytest.raises(ValueError, match="without locks, .*; give a path on a local disk"):
             take.__enter__()

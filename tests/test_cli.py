@@ -17,10 +17,10 @@ from glm4v_patched.cli import main
 from glm4v_patched.engine.deepspeed import config
 from glm4v_patched.engine.deepspeed.config import require_deepspeed
 from glm4v_patched.finetune import ending, launch, preflight
-from glm4v_patched.finetune.checkpoints import Origin, write_manifest
-from glm4v_patched.finetune.job import resolve
-from glm4v_patched.finetune.plan import Plan, check_data, rows_of
-from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.checkpoints import ResumeFingerprint, write_checkpoint_manifest
+from glm4v_patched.finetune.job import resolve_recipe
+from glm4v_patched.finetune.plan import Plan, check_data, digest_rows
+from glm4v_patched.finetune.recipe.model import resolve_base
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.models.base import identify
 from glm4v_patched.terminal_text import printable
@@ -87,7 +87,7 @@ def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, capsys):
     command, *rest = command.split()
     assert main([command, name, *rest]) == 1
     told = "".join(capsys.readouterr())
-    assert told and printable(told, kept="\n") == told
+    assert told and printable(told, allow="\n") == told
 
 
 def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
@@ -131,8 +131,8 @@ def checkpoint(tmp_path, recipe) -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "latest").write_text("x")
     mine = Recipe.read(tmp_path / "recipe.json")
-    rows = rows_of(check_data(resolve(mine)), with_evaluated=False)
-    write_manifest(checkpoint, Origin(resolve(mine).settings(2), identify(base_of(mine)), rows))
+    rows = digest_rows(check_data(resolve_recipe(mine)), with_evaluated=False)
+    write_checkpoint_manifest(checkpoint, ResumeFingerprint(resolve_recipe(mine).settings(2), identify(resolve_base(mine)), rows))
     return checkpoint
 
 
@@ -161,7 +161,7 @@ def test_training_continues_from_the_checkpoint_it_names(
     tmp_path, train, checkpoint, monkeypatch, capsys
 ):
     commands = []
-    monkeypatch.setattr(launch, "_run", lambda command, _: commands.append(command) or "")
+    monkeypatch.setattr(launch, "_run_processes", lambda command, _: commands.append(command) or "")
     monkeypatch.setattr(ending, "describe_end", lambda *_: "")
     monkeypatch.chdir(tmp_path)
     assert main([*train, "--resume-from", "out/checkpoint-4"]) == 0
@@ -174,7 +174,7 @@ def test_a_training_that_failed_says_how_to_continue(
     tmp_path, recipe, train, checkpoint, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATH", os.defpath)
-    monkeypatch.setattr(launch, "_run", lambda command, _: "process 0 ended with status 1")
+    monkeypatch.setattr(launch, "_run_processes", lambda command, _: "process 0 ended with status 1")
     assert main([*train, "--resume"]) == 1
     message = capsys.readouterr().err
     assert "failed: process 0 ended with status 1" in message
@@ -194,6 +194,6 @@ def test_ctrl_c_ends_with_the_status_of_a_signal(train, monkeypatch, capsys):
     def interrupt(command, environment):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "_run", interrupt)
+    monkeypatch.setattr(launch, "_run_processes", interrupt)
     assert main(train) == 128 + signal.SIGINT
     assert "training was stopped by SIGINT\nto continue" in capsys.readouterr().err

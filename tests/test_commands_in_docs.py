@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from glm4v_patched.cli import _parser, main
+from glm4v_patched.cli import _build_parser, main
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
 from glm4v_patched.finetune.recipe.sections import Recipe
-from hub_upload.__main__ import _parser as upload_parser
+from hub_upload.__main__ import _make_parser as upload_parser
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.pages import PAGES, README, ROOT, blocks, commands
 from tests.helpers.processes import (
@@ -121,7 +121,7 @@ def of_program(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "parser"), [("glm4v-patched", _parser), ("python -m hub_upload", upload_parser)]
+    ("program", "parser"), [("glm4v-patched", _build_parser), ("python -m hub_upload", upload_parser)]
 )
 def test_options_are_there(program, parser):
     for arguments in of_program(program):

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from glm4v_patched.bench.table import read_rows
+from glm4v_patched.bench.table import read_measurements
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.recipe.shipped import FOLDER
 from tests.helpers.pages import DOCS, PAGES, README, ROOT, blocks
@@ -47,7 +47,7 @@ def test_what_you_need_is_measured():
     folder = ROOT / "docs" / "benchmarks"
     files = [*folder.glob("bench_*.json"), *folder.glob("fp8_*.json")]
     files.append(folder / "zero3_h100_x2.json")
-    results = [row for file in files for row in read_rows(file)]
+    results = [row for file in files for row in read_measurements(file)]
     for row in json.loads((folder / "recipes_h200_x2.json").read_text()):
         recipe = yaml.safe_load((FOLDER / f"{row['recipe']}.yaml").read_text())
         results.append(row | {"workload": recipe["trained"]})

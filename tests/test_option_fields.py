@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from glm4v_patched.engine.options import EngineOptions, EngineSection, LoraOptions
-from glm4v_patched.option_fields import add_option, given
+from glm4v_patched.option_fields import add_option, to_cli_arguments
 
 SECTION = {"zero_stage": 0, "precision": "fp32", "fp8": True, "tower": "every 2"}
 SECTION |= {"compile": False, "offload": True, "memory_limit": 7.5, "zero_hpz_partition_size": 2}
@@ -22,8 +22,8 @@ def parse(arguments: list[str]) -> EngineSection:
 
 def test_options_ask_for_what_a_recipe_does():
     asked = TypeAdapter(EngineSection).validate_python(SECTION)
-    assert given(asked)[:2] == ["--zero-stage", "0"] and {"--compile", "false"} <= {*given(asked)}
-    assert parse(given(asked)) == asked == EngineSection(**SECTION)
+    assert to_cli_arguments(asked)[:2] == ["--zero-stage", "0"] and {"--compile", "false"} <= {*to_cli_arguments(asked)}
+    assert parse(to_cli_arguments(asked)) == asked == EngineSection(**SECTION)
     assert parse([]) == EngineSection()
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from glm4v_patched.cli import _parser
-from glm4v_patched.paths import PathError, expand, is_within, require_apart
-from hub_upload.__main__ import _parser as publishing_parser
+from glm4v_patched.cli import _build_parser
+from glm4v_patched.paths import PathError, expand_path, is_within, require_apart
+from hub_upload.__main__ import _make_parser as publishing_parser
 
 HOME = "/home/of/me"
 
@@ -36,7 +36,7 @@ def variables(monkeypatch, tmp_path):
     ],
 )
 def test_only_a_home_at_the_beginning_is_expanded_and_only_once(given, expanded):
-    assert expand(given) == expand(expanded) == expanded
+    assert expand_path(given) == expand_path(expanded) == expanded
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_only_a_home_at_the_beginning_is_expanded_and_only_once(given, expanded)
 )
 def test_what_only_a_shell_expands_is_refused_with_the_path(given, named):
     with pytest.raises(PathError) as error:
-        expand(given)
+        expand_path(given)
     assert named in str(error.value)
     parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--out", type=expand)
+    parser.add_argument("--out", type=expand_path)
     with pytest.raises(argparse.ArgumentError, match="argument --out: ") as of_parser:
         parser.parse_args([f"--out={given}"])
     assert named in str(of_parser.value)
@@ -68,11 +68,11 @@ def test_what_only_a_shell_expands_is_refused_with_the_path(given, named):
 def test_a_name_that_contains_a_dollar_is_taken_where_it_exists(tmp_path):
     for name in ("a$b", "${OUT}", "$DATA", "$OUT"):
         (tmp_path / name).mkdir()
-    assert expand("a$b") == "a$b" and expand(f"{tmp_path}/a$b/new") == f"{tmp_path}/a$b/new"
-    assert expand("$OUT/x") == "$OUT/x"  # it can mean nothing else
+    assert expand_path("a$b") == "a$b" and expand_path(f"{tmp_path}/a$b/new") == f"{tmp_path}/a$b/new"
+    assert expand_path("$OUT/x") == "$OUT/x"  # it can mean nothing else
     for name in ("${OUT}/x", "$DATA/x", "a$b/$c"):
         with pytest.raises(PathError):
-            expand(name)
+            expand_path(name)
 
 
 def spellings(folder: Path) -> list[str]:
@@ -115,7 +115,7 @@ PATHS |= {"demo_output"}  # a default, of an option that has no such word
 
 
 def options_of_commands():
-    for parser in (_parser(), publishing_parser()):
+    for parser in (_build_parser(), publishing_parser()):
         commands = next(a for a in parser._actions if isinstance(a.choices, dict)).choices
         for name, command in commands.items():
             for action in command._actions:

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
-from glm4v_patched.engine.trainable import continue_adapters
-from glm4v_patched.inference.merge import merge, take_over
+from glm4v_patched.engine.trainable import load_trainable_adapters
+from glm4v_patched.inference.merge import merge, copy_license_and_generation
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -84,7 +84,7 @@ def names_of_others(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     """A recipe on a model of others."""
-    changes = {"trained": "adapter", "engine.zero_stage": 0, "trainer.dataloader_num_workers": 0}
+    changes = {"trained": "projector", "engine.zero_stage": 0, "trainer.dataloader_num_workers": 0}
     drawn = drawn_recipe(tmp_path_factory.mktemp("planted"), changes | {"trainer.max_steps": 1})
     plant(Path(drawn.model))
     return drawn
@@ -109,18 +109,18 @@ def by_merge(model: Path, adapters: Path, out: Path) -> None:
 def by_take_over(model: Path, adapters: Path, out: Path) -> None:
     """What ``export`` copies beside what it saves."""
     out.mkdir()
-    take_over(model, out)
+    copy_license_and_generation(model, out)
     ChatGLMConfig.from_pretrained(model).save_pretrained(out)
 
 
 def by_build(model: Path, adapters: Path, out: Path) -> None:
-    from hub_upload.build import build, read_source
+    from hub_upload.build import build_model_repository, read_source
 
     for file in model.glob("*.safetensors"):  # which a build links to, as they are
         with safe_open(file, framework="pt") as held:
             tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
         save_file(tensors, file, metadata={"format": "pt"})
-    build(read_source(str(model), "zai-org/glm-4v-9b", "shapes"), out, "our-org/built")
+    build_model_repository(read_source(str(model), "zai-org/glm-4v-9b", "shapes"), out, "our-org/built")
 
 
 def by_classes(model: Path, adapters: Path, out: Path) -> None:
@@ -140,7 +140,7 @@ def by_peft(model: Path, adapters: Path, out: Path) -> None:
     with glm4v_patched.applied():
         loaded = PeftModel.from_pretrained(GLM4VForCausalLM.from_pretrained(model), adapters)
         loaded.save_pretrained(out / "applied")
-    continued = continue_adapters(GLM4VForCausalLM.from_pretrained(model), adapters)
+    continued = load_trainable_adapters(GLM4VForCausalLM.from_pretrained(model), adapters)
     continued.save_pretrained(out / "continued")
     continued.merge_and_unload().save_pretrained(out / "merged")
     config = LoraConfig(target_modules=".*fc1")
@@ -152,7 +152,7 @@ def by_train(model: Path, adapters: Path, out: Path) -> None:
     train_here(drawn.override(TRAINED | {"model": str(model), "out": str(out)}))
 
 
-TRAINED = {"trained": "adapter", "trainer.dataloader_num_workers": 0, "trainer.max_steps": 1}
+TRAINED = {"trained": "projector", "trainer.dataloader_num_workers": 0, "trainer.max_steps": 1}
 WAYS = [by_merge, by_take_over, by_build, by_classes, by_auto_classes, by_peft, by_train]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import glm4v_patched
 from glm4v_patched import terminal_text
-from glm4v_patched.terminal_text import doing, in_bytes, own_command, pip_install, printable
+from glm4v_patched.terminal_text import show_progress, format_bytes, own_command, pip_install, printable
 from tests.helpers.processes import in_plain_shell
 
 VERSION = f"glm4v-patched {glm4v_patched.__version__}"
@@ -60,18 +60,18 @@ def test_a_program_is_printed_by_its_path_where_the_path_does_not_find_it(
 def test_sizes_have_the_unit_that_suits_them():
     sizes = (27.8e9, 10**9, 512.7e6, 24_600, 999, 0)
     shown = ["27.8 GB", "1.0 GB", "512.7 MB", "24.6 kB", "999 bytes", "0 bytes"]
-    assert [in_bytes(size) for size in sizes] == shown
+    assert [format_bytes(size) for size in sizes] == shown
 
 
 def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
     monkeypatch.setattr(terminal_text, "SECONDS_TO_FIRST_WORD", 0.1)
     monkeypatch.setattr(terminal_text, "SECONDS_BETWEEN_WORDS", 0.02)
-    with doing("reading"):
+    with show_progress("reading"):
         pass
-    with doing("reading", tells=False):
+    with show_progress("reading", enabled=False):
         time.sleep(0.3)
     assert capsys.readouterr().err == ""
-    with doing("reading"):
+    with show_progress("reading"):
         time.sleep(0.5)
     assert capsys.readouterr().err.startswith("reading ...\nreading: 0 s\nreading: 0 s\n")
 
@@ -79,4 +79,4 @@ def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
 def test_nothing_that_is_printed_moves_a_terminal():
     odd = "a\x1b[2J\u202eb\n\tc\udc80"
     assert printable(odd) == r"a\x1b[2J\u202eb\n\tc\udc80"
-    assert printable(odd, kept="\n\t") == "a\\x1b[2J\\u202eb\n\tc\\udc80"
+    assert printable(odd, allow="\n\t") == "a\\x1b[2J\\u202eb\n\tc\\udc80"

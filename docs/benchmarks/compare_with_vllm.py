@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import PATCH_SIDE, build_processor, tiny_config
-from glm4v_patched.inference.vllm_plugin import never_drawn
+from glm4v_patched.inference.vllm_plugin import never_generated_ids
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.image_layout import GivenRows, grow_rows
+from glm4v_patched.remote.image_layout import UnexpandedBatch, expand_image_placeholders
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
@@ -164,7 +164,7 @@ def our_answer(model: nn.Module, processor: ChatGLMProcessor, conversation: list
     ids = inputs["input_ids"][0]
     image_format = model.transformer.image_format
     num_images = len(inputs.get("pixel_values", ()))
-    rows = grow_rows(GivenRows(ids[None]), image_format, num_images)
+    rows = expand_image_placeholders(UnexpandedBatch(ids[None]), image_format, num_images)
     return {
         "ids": ids.tolist(),
         "positions": rows.position_ids[0].tolist(),
@@ -256,7 +256,7 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict:
         for name, answer in vllm_answers(llm, as_theirs, adapters).items():
             expected = our_answer(model, processor, as_ours[name])
             ids = processor.image_token_id, image_id
-            row = compared(title + name, expected, answer, *ids, never_drawn(ours.config))
+            row = compared(title + name, expected, answer, *ids, never_generated_ids(ours.config))
             if adapters is None and options.get("enforce_eager", True):
                 found = vllm_positions(llm, as_theirs[name])
                 row["positions_equal"] = found == expected["positions"]

@@ -21,8 +21,8 @@ import torch
 from reading_runs import SIZES
 
 from glm4v_patched.cli import main as run
-from glm4v_patched.engine.trainable import build_random
-from glm4v_patched.inference.export import FORMATS, require_compressor
+from glm4v_patched.engine.trainable import build_random_model
+from glm4v_patched.inference.export import EXPORT_FORMATS, require_compressor
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
@@ -77,7 +77,7 @@ def train(folder: Path, task: Task, device: str) -> None:
                     save(model, processor, folder / "initial")
                 else:  # too large to be made on a CPU, or in fp32
                     with torch.device(device):
-                        model = build_random(config, dtype=torch.bfloat16)
+                        model = build_random_model(config, dtype=torch.bfloat16)
                     save(model, processor, folder / "trained")
     if not task.steps:
         return
@@ -100,25 +100,25 @@ def train(folder: Path, task: Task, device: str) -> None:
 
 
 def export_all(folder: Path, task: Task, device: str) -> dict:
-    from glm4v_patched.data.rows import Source
+    from glm4v_patched.data.rows import DataSource
     from glm4v_patched.inference.export import export
-    from glm4v_patched.inference.questions import Generation, Request
+    from glm4v_patched.inference.questions import Generation, AnswerOptions
 
-    asked = Request(
+    asked = AnswerOptions(
         model=str(folder / "trained"),
-        data=Source(str(folder / "held_out.jsonl")),
+        data=DataSource(str(folder / "held_out.jsonl")),
         device=device,
         generation=Generation(max_new_tokens=8),
         processes=1,
     )
     rows = {}
-    for name in FORMATS:
+    for name in EXPORT_FORMATS:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         report = export(
             asked.model,
             name,
-            Source(str(folder / "train.jsonl")),
+            DataSource(str(folder / "train.jsonl")),
             folder / name,
             rows=task.calibration,
             evaluation=asked if task.steps else None,
@@ -144,14 +144,14 @@ def ask_by_vllm(folder: Path) -> dict:
     from vllm import LLM, SamplingParams
 
     from glm4v_patched.data.messages import images_of, text_of
-    from glm4v_patched.data.rows import Source
-    from glm4v_patched.inference.answers_file import Line
-    from glm4v_patched.inference.evaluate import scores_of
-    from glm4v_patched.inference.questions import digest_images, read_questions
+    from glm4v_patched.data.rows import DataSource
+    from glm4v_patched.inference.answers_file import AnswerLine
+    from glm4v_patched.inference.evaluate import compute_scores
+    from glm4v_patched.inference.questions import digest_image_files, read_questions
     from glm4v_patched.inference.scoring import METRICS, swap_images
 
-    questions = read_questions(Source(str(folder / "held_out.jsonl")), with_reference=True)
-    questions += swap_images(questions, digest_images(questions))
+    questions = read_questions(DataSource(str(folder / "held_out.jsonl")), with_reference=True)
+    questions += swap_images(questions, digest_image_files(questions))
     chats = []
     for question in questions:
         [image] = images_of(question.prompt)
@@ -160,7 +160,7 @@ def ask_by_vllm(folder: Path) -> dict:
         chats.append([{"role": "user", "content": [shown, asked]}])
     greedy = SamplingParams(temperature=0, max_tokens=8)
     scores = {}
-    for name in ("trained", *(name for name in FORMATS if (folder / name).exists())):
+    for name in ("trained", *(name for name in EXPORT_FORMATS if (folder / name).exists())):
         llm = LLM(
             str(folder / name),
             trust_remote_code=True,
@@ -173,10 +173,10 @@ def ask_by_vllm(folder: Path) -> dict:
         options = {"tokenization_kwargs": {"add_special_tokens": False}, "use_tqdm": False}
         outputs = [each.outputs[0] for each in llm.chat(chats, greedy, **options)]
         lines = [
-            Line(question, each.text.strip(), each.finish_reason)
+            AnswerLine(question, each.text.strip(), each.finish_reason)
             for question, each in zip(questions, outputs, strict=True)
         ]
-        found = scores_of(lines, METRICS)
+        found = compute_scores(lines, METRICS)
         scores[name] = {key: found[key] for key in ("exact_match", "exact_match_swapped", "rows")}
         print(f"{name} by vLLM: right {found['exact_match']:.3f}", flush=True)
         del llm
@@ -209,7 +209,7 @@ def main() -> None:
         require_compressor()
     except RuntimeError as error:
         parser.error(str(error))
-    if there := [name for name in FORMATS if (folder / name).exists()]:
+    if there := [name for name in EXPORT_FORMATS if (folder / name).exists()]:
         parser.error(f"{folder / there[0]} is there; give another --out, or move it away")
     last = "training.json" if task.steps else "tokenizer_config.json"
     if not (folder / "trained" / last).is_file():

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.rows import read_conversations
-from glm4v_patched.engine.implementations import become
-from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
+from glm4v_patched.engine.implementations import set_implementation
+from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear
 from glm4v_patched.installed_versions import versions
 from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import Loaded, load
+from glm4v_patched.models.loading import LoadedModel, load_with_processor
 from glm4v_patched.remote.loss import IGNORE_INDEX
 
 
-def logits_of_answers(loaded: Loaded, conversations: list[list[dict]], rows: int) -> Tensor:
+def logits_of_answers(loaded: LoadedModel, conversations: list[list[dict]], rows: int) -> Tensor:
     """``(T, V)`` fp32, of the tokens that are learned."""
     model, processor = loaded
     collate, found = ConversationCollator(processor), []
@@ -46,20 +46,20 @@ def kind_of(name: str) -> str:
     return f"{'tower' if '.vision.' in name else 'language'}.{inner}"
 
 
-def held(model: str, device: str) -> Iterator[tuple[str, Loaded]]:
+def held(model: str, device: str) -> Iterator[tuple[str, LoadedModel]]:
     """The model with the layers of one kind in fp8, one kind after the other, and with all."""
     base = find_source(model)
-    in_fp8 = load(base, device, "fp8").model.named_modules()
-    names = [name for name, module in in_fp8 if isinstance(module, HeldLinear)]
+    in_fp8 = load_with_processor(base, device, "fp8").model.named_modules()
+    names = [name for name, module in in_fp8 if isinstance(module, Fp8StoredLinear)]
     for kind in sorted({*map(kind_of, names)}):
-        loaded = load(base, device)
+        loaded = load_with_processor(base, device)
         for name in names:
             if kind_of(name) == kind:
                 linear = loaded.model.get_submodule(name)
-                become(linear, HeldLinear)
-                linear.quantize_weight(keeps_transposed=False)
+                set_implementation(linear, Fp8StoredLinear)
+                linear.quantize_weight(stores_transposed=False)
         yield kind, loaded
-    yield "all", load(base, device, "fp8")
+    yield "all", load_with_processor(base, device, "fp8")
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
 
     conversations = read_conversations(options.data)[: options.rows]
     exact = logits_of_answers(
-        load(find_source(options.model), options.device), conversations, options.batch_size
+        load_with_processor(find_source(options.model), options.device), conversations, options.batch_size
     )
     report: dict = {"rows": len(conversations), "tokens": len(exact)}
     report["versions"] = versions(("torch", "transformers", "fa3-fwd"))

@@ -45,7 +45,7 @@ from glm4v_patched import __version__
 from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, save, tiny_config
-from glm4v_patched.engine.environment import python_module
+from glm4v_patched.engine.environment import python_module_command
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
 SEEDS = (0, 1)
@@ -150,7 +150,7 @@ def train(recipe: dict, options: argparse.Namespace) -> dict:
     with the end of what was printed."""
     file, out = Path(recipe["out"]).with_suffix(".json"), Path(recipe["out"])
     file.write_text(json.dumps(recipe))
-    command = python_module("glm4v_patched", "train", str(file))
+    command = python_module_command("glm4v_patched", "train", str(file))
     device = "cpu" if runs_on_cpu(options.processes) else "cuda"
     command += ["--processes", str(options.processes), "--device", device]
     try:

@@ -9,13 +9,13 @@ import argparse
 from itertools import product
 
 from glm4v_patched.engine.memory_plan import (
-    ALLOCATOR_SHARE,
+    ALLOCATOR_OVERHEAD,
     GIB,
-    OUTSIDE_TORCH,
+    NON_TORCH_BYTES,
     Batch,
-    decide,
-    estimate,
-    offloaded,
+    decide_options,
+    estimate_peak_bytes,
+    offloaded_bytes,
 )
 from glm4v_patched.engine.options import TRAINED, EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -31,13 +31,13 @@ def largest_batch(
     memory."""
     # Several cards with 4-bit weights each hold all of them; one card needs no ZeRO but to offload.
     stages = [0] if trained == "qlora" else [0, 3] if cards == 1 else [3]
-    room = (free - OUTSIDE_TORCH) * (1 - ALLOCATOR_SHARE)
+    room = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     for rows, stage in product((16, 8, 4, 2, 1), stages):
-        batch = Batch(rows=rows, row_length=length, processes=cards)
+        batch = Batch(num_sequences=rows, sequence_length=length, processes=cards)
         asked = EngineOptions(trained=trained, zero_stage=stage)
-        decided = decide(config, asked, batch, free)
-        if estimate(config, decided, batch) <= room:
-            return rows, offloaded(config, decided)
+        decided = decide_options(config, asked, batch, free)
+        if estimate_peak_bytes(config, decided, batch) <= room:
+            return rows, offloaded_bytes(config, decided)
     return 0, 0.0
 
 

@@ -453,7 +453,7 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
 
 
 def _on_this_machine(task: Task) -> Task:
-    found = find_gpus().found if task.gpus else ()
+    found = find_gpus().devices if task.gpus else ()
     task.report |= {"device": f"{task.gpus} x {found[0].name}" if found else "cpu"}
     task.report |= {"cores": cores()}
     return task

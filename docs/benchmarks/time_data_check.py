@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from PIL import Image
 
-from glm4v_patched.data.check import check_sets
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.check import check_sources
+from glm4v_patched.data.source import DataSource
 from glm4v_patched.demo.tiny_model import build_processor
 
 TRAIN = """
@@ -57,12 +57,12 @@ def main(number: int, size: list[int]) -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         draw(folder, number, size)
-        sources = [Source(str(folder / "rows.jsonl"))]
+        sources = [DataSource(str(folder / "rows.jsonl"))]
         time.sleep(2.1)  # a file that has only just changed is not remembered
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for which in ("first", "next"):
             before, started = cpu_seconds(), time.perf_counter()
-            checked = check_sets(sources, processor, 8192, memory=folder / "memory")
+            checked = check_sources(sources, processor, 8192, image_cache=folder / "memory")
             wall, used = time.perf_counter() - started, cpu_seconds() - before
             more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
             print(f"{which}: {used:.1f} s of CPU, {wall:.1f} s, {more:.0f} MiB more", flush=True)

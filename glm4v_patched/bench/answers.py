@@ -12,25 +12,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..engine.environment import python_module, training_environment
+from ..engine.environment import python_module_command, training_environment
 from ..installed_versions import versions
-from ..models.quantized_weights import check_weights
-from .settings import Settings
+from ..models.quantized_weights import check_weights_option
+from .settings import TrainingSettings
 from .training import device_name, run
 
 # What answer.describe_speed() says.
-SPEED = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
+SPEED_LINE = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
 # Options of the others that count here, too.
-KNOWN = {"batch", "new_tokens", "prompt_tokens", "cache", "model", "config"}
+SHARED_OPTIONS = {"batch", "new_tokens", "prompt_tokens", "cache", "model", "config"}
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict]:
+def measure_answers(options: argparse.Namespace) -> Iterator[dict]:
     """A row of each batch. Raises ``ValueError`` for what cannot be measured, before anything
     runs, and ``RuntimeError`` where nothing could be written to be answered."""
-    from ..models.placement import place  # imports pydantic
+    from ..models.placement import place_processes  # imports pydantic
 
-    place(1, options.device)
-    check_weights(options.weights, options.device, options.cache)
+    place_processes(1, options.device)
+    check_weights_option(options.weights, options.device, options.cache)
     for batch in options.batch:
         if options.answer_rows < 2 * batch:
             raise ValueError(
@@ -39,18 +39,18 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
             )
     # Of their text, half is the reference, which is not read.
     tokens, of_model = 2 * options.prompt_tokens, {"model": options.model, "config": options.config}
-    written = Settings(from_files=options.answers, text_tokens=tokens, **of_model)
+    written = TrainingSettings(from_files=options.answers, text_tokens=tokens, **of_model)
     with tempfile.TemporaryDirectory() as name:
         arguments = [name, written.text(), str(options.answer_rows)]
-        command = python_module("glm4v_patched.bench.samples", *arguments)
+        command = python_module_command("glm4v_patched.bench.samples", *arguments)
         environment = training_environment(1, options.device == "cpu")
         if error := run(command, Path(name), environment, options.timeout):
             raise RuntimeError(f"the model and its rows were not written: {error}")
         for batch in options.batch:
-            yield _measure(options, Path(name), batch)
+            yield _measure_batch(options, Path(name), batch)
 
 
-def _measure(options: argparse.Namespace, folder: Path, batch: int) -> dict:
+def _measure_batch(options: argparse.Namespace, folder: Path, batch: int) -> dict:
     """A row, of the second of two starts."""
     on_cpu, out = options.device == "cpu", folder / "answers.jsonl"
     same = ["--cache", options.cache, "--device", options.device]
@@ -58,7 +58,7 @@ def _measure(options: argparse.Namespace, folder: Path, batch: int) -> dict:
     asked = [options.model or str(folder / "model"), "--data", str(folder / "train.jsonl")]
     asked += ["--batch-size", str(batch), "--max-new-tokens", str(options.new_tokens), *same]
     asked += ["--processes", "1", "--out", str(out)]
-    command = python_module("glm4v_patched", "answer", *asked)
+    command = python_module_command("glm4v_patched", "answer", *asked)
     own = ["--answer-rows", str(options.answer_rows), "--batch", str(batch)]
     own += ["--new-tokens", str(options.new_tokens), *same]
     row = {
@@ -77,7 +77,7 @@ def _measure(options: argparse.Namespace, folder: Path, batch: int) -> dict:
         began = time.monotonic()
         error = run(command, folder, training_environment(1, on_cpu), options.timeout)
         row["command_s"] = time.monotonic() - began
-        found = SPEED.search((folder / "printed.txt").read_text(errors="replace"))
+        found = SPEED_LINE.search((folder / "printed.txt").read_text(errors="replace"))
         if error or found is None:
             return row | {"error": error or "answer said nothing of its speed"}
         took, row["first_answer_s"] = map(float, found.groups())

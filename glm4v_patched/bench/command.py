@@ -10,30 +10,30 @@ from ..inference.questions import ModelOptions
 from ..option_fields import add_option, add_options
 from ..paths import require_apart, to_path
 from . import answers, generation, training
-from .settings import Processes, Settings, Speed, image_size
-from .table import add_rows, cells_of, insert, markdown_table, read_rows, require_addable
+from .settings import ProcessSettings, TrainingSettings, GenerationSettings, image_size
+from .table import append_measurements, cells_of, insert_table, markdown_table, read_measurements, require_same_kind
 
 # By option, what measures, and the options that are not heeded by it; nothing else is refused.
-SHARED = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out", "rows"}
-OF_TRAINING = {each.name for of in (Settings, EngineSection) for each in fields(of)}
-OF_TRAINING |= {"gpus", "into"}
-OF_ANSWERS = {"answers", "answer_rows", "weights", *answers.KNOWN}
-KINDS = {
-    "answers": (answers.measure, OF_ANSWERS),
+COMMON_OPTIONS = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out", "rows"}
+TRAINING_OPTIONS = {each.name for of in (TrainingSettings, EngineSection) for each in fields(of)}
+TRAINING_OPTIONS |= {"gpus", "into"}
+ANSWER_OPTIONS = {"answers", "answer_rows", "weights", *answers.KNOWN}
+WORKLOADS = {
+    "answers": (answers.measure, ANSWER_OPTIONS),
     "generate": (
         generation.measure,
-        {each.name for each in fields(Speed)} | {"generate"},
+        {each.name for each in fields(GenerationSettings)} | {"generate"},
     ),
-    "training": (training.measure, OF_TRAINING),
+    "training": (training.measure, TRAINING_OPTIONS),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    for each in fields(Settings):
+    for each in fields(TrainingSettings):
         if each.metadata:
-            add_option(parser, each, several=each.name in training.VARIED)
-    for each in (*fields(EngineSection), *fields(Processes)):
+            add_option(parser, each, several=each.name in training.VARIED_SETTINGS)
+    for each in (*fields(EngineSection), *fields(ProcessSettings)):
         add_option(parser, each)
     add("--out", type=to_path, metavar="FILE", help="JSON array that rows are added to, one a line")
     shown = "measure nothing: table of these rows"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("--generate")
     add = group.add_argument
     add("--generate", action="store_true", help="measure generation, not training")
-    for each in fields(Speed):
+    for each in fields(GenerationSettings):
         if each.metadata:
             add_option(group, each)
     add_options(parser, ModelOptions, ["weights"])
@@ -58,33 +58,33 @@ def run(options: argparse.Namespace) -> None:
     """Measure what is asked for, or show the rows of files. Raises ``ValueError`` before anything
     runs if settings contradict each other or this machine cannot measure them."""
     kind = next((name for name in ("answers", "generate") if getattr(options, name)), "training")
-    measure, known = KINDS[kind]
-    for name in sorted(vars(options).keys() - known - SHARED):
+    measure, known = WORKLOADS[kind]
+    for name in sorted(vars(options).keys() - known - COMMON_OPTIONS):
         if getattr(options, name) != options.parser.get_default(name):
             raise ValueError(f"--{name.replace('_', '-')} is not of {kind}: leave it out")
     if options.out and options.model:
         require_apart(options.out, [("the model's folder", options.model)], "--out")
     if options.rows:
-        _show(options)
+        _print_table(options)
     elif options.into:
         raise ValueError("--into writes the table of rows that are there: name them with --rows")
     else:
-        _measure(options, kind, measure)
+        _measure_and_print(options, kind, measure)
 
 
-def _show(options: argparse.Namespace) -> None:
+def _print_table(options: argparse.Namespace) -> None:
     if options.out:
         raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
-    rows = [row for path in options.rows for row in read_rows(path)]
+    rows = [row for path in options.rows for row in read_measurements(path)]
     if options.into:
-        insert(markdown_table(rows), options.into)
+        insert_table(markdown_table(rows), options.into)
     else:
         print(markdown_table(rows), end="")
 
 
-def _measure(options: argparse.Namespace, kind: str, measure: Any) -> None:
+def _measure_and_print(options: argparse.Namespace, kind: str, measure: Any) -> None:
     if options.out:
-        require_addable(options.out, kind)
+        require_same_kind(options.out, kind)
     number, start = 0, time.monotonic()
     for number, row in enumerate(measure(options), 1):
         cells = cells_of(row)
@@ -94,5 +94,5 @@ def _measure(options: argparse.Namespace, kind: str, measure: Any) -> None:
         if "error" in row:
             print(row["error"])
         if options.out:
-            add_rows(options.out, [row])
+            append_measurements(options.out, [row])
     print(f"{number:,} rows measured in {time.monotonic() - start:.0f} s")

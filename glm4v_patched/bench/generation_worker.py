@@ -17,16 +17,16 @@ from torch import Tensor
 from ..installed_versions import versions
 
 
-def measure(settings: dict, out: Path) -> None:
+def measure_batches(settings: dict, out: Path) -> None:
     """Build the model, measure every batch, and write a row after each."""
     device = torch.device(settings["device"])
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(device)
     model = build(settings)
-    weights = bytes_a_token(model)
+    weights = weight_bytes_per_step(model)
     same = ("new_tokens", "prompt_tokens", "cache")
     common: dict[str, Any] = {name: settings[name] for name in same}
-    common |= {"device": name_of(device), "weights_gb": weights / 1e9}
+    common |= {"device": device_label(device), "weights_gb": weights / 1e9}
     common["bandwidth_gb_s"] = bandwidth / 1e9
     common["versions"] = versions(settings["packages"])
     rows: list[dict] = []
@@ -44,8 +44,8 @@ def measure(settings: dict, out: Path) -> None:
 def build(settings: dict) -> Any:
     """Ours, with random weights in bf16, made on the device; fp32 on a CPU. Those of the layers are
     then held as the settings say, one after the other."""
-    from ..engine.trainable import build_random
-    from ..models.loading import hold
+    from ..engine.trainable import build_random_model
+    from ..models.loading import build_on_device
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     file = settings["config"]
@@ -53,26 +53,26 @@ def build(settings: dict) -> Any:
     device = settings["device"]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
-        build = partial(build_random, ChatGLMConfig(**sizes), dtype=dtype)
-        model = hold(build, device, settings["weights"])
+        build = partial(build_random_model, ChatGLMConfig(**sizes), dtype=dtype)
+        model = build_on_device(build, device, settings["weights"])
     return model.eval().requires_grad_(False)
 
 
 def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) -> dict:
     """Seconds to the first token, and tokens a second after it."""
-    inputs = prompts(model.config, settings, batch, device)
+    inputs = image_prompts(model.config, settings, batch, device)
     new, caches, positions = settings["new_tokens"], None, 0
     if settings["cache"] != "dynamic":
         from ..inference.decoding.static_cache import StaticCaches
 
-        caches = StaticCaches(model, step=256)
+        caches = StaticCaches(model, length_multiple=256)
         images = model.config.vision.num_image_tokens + 2
         positions = images + settings["prompt_tokens"] + new
 
     def seconds(tokens: int) -> float:
         synchronize(device)
         began = time.perf_counter()
-        given = {} if caches is None else caches.options(batch, positions)
+        given = {} if caches is None else caches.generate_kwargs(batch, positions)
         with torch.no_grad():
             ids = model.generate(
                 **inputs, **given, max_new_tokens=tokens, do_sample=False, eos_token_id=None,
@@ -106,7 +106,7 @@ def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) 
     }
 
 
-def prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor]:
+def image_prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor]:
     """Rows of text around an image each, whose place is one id between begin and end."""
     generator = torch.Generator().manual_seed(0)
     begin, end = config.boi_token_id, config.eoi_token_id
@@ -122,16 +122,16 @@ def prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor
     return {name: values.to(device) for name, values in inputs.items()}
 
 
-def bytes_a_token(model: Any) -> int:
+def weight_bytes_per_step(model: Any) -> int:
     """Of the weights that one decoding step reads: the language model's, without its embeddings."""
     return sum(
-        bytes_held(each)
+        stored_bytes(each)
         for name, each in [*model.named_parameters(), *model.named_buffers()]  # scales of fp8
         if ".encoder." in name or ".output_layer." in name
     )
 
 
-def bytes_held(weight: Any) -> int:
+def stored_bytes(weight: Any) -> int:
     """Of a weight, with its scales where bitsandbytes holds it in fewer bytes. Nothing has been
     computed with it: LLM.int8's layers then take the scales away from their weights."""
     parts: list[Tensor] = []
@@ -161,9 +161,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def name_of(device: torch.device) -> str:
+def device_label(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 if __name__ == "__main__":
-    measure(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    measure_batches(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..engine.options import TRAINED, EngineOptions, EngineSection
 from ..inference.questions import CACHES
-from ..models.quantized_weights import check_weights, kept_cache
+from ..models.quantized_weights import check_weights_option, resolve_cache
 from ..option_fields import option
-from ..paths import expand
+from ..paths import expand_path
 
 # What bench calls otherwise than a recipe and its command.
-OWN_WORDS = {"engine.": "", "data.": "", "--processes": "--gpus"}
-OWN_WORDS |= {"--device cpu": "--device cpu --config FILE"}
+RECIPE_TO_BENCH_TERMS = {"engine.": "", "data.": "", "--processes": "--gpus"}
+RECIPE_TO_BENCH_TERMS |= {"--device cpu": "--device cpu --config FILE"}
 
 
 def image_size(text: str) -> str:
@@ -25,15 +25,15 @@ def image_size(text: str) -> str:
     return text
 
 
-def in_own_words(told: str) -> str:
+def in_bench_terms(told: str) -> str:
     """What a recipe would be told, for those who asked bench."""
-    for theirs, ours in OWN_WORDS.items():
+    for theirs, ours in RECIPE_TO_BENCH_TERMS.items():
         told = told.replace(theirs, ours)
     return told
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainingSettings:
     """What every process of a training measures; :class:`EngineSection` has options of its own."""
 
     trained: str = option("lora_lm", "what of the model", choices=TRAINED)
@@ -46,18 +46,18 @@ class Settings:
         None, "read samples from JPEG files of this size", metavar="WxH", type=image_size
     )
     model: str | None = option(
-        None, "these weights, not random ones", metavar="FOLDER", type=expand
+        None, "these weights, not random ones", metavar="FOLDER", type=expand_path
     )
     warm_up: int = option(3, "steps before the timed ones", ge=1)
     steps: int = option(5, "timed steps", ge=1)
-    config: str | None = option(None, "config.json of another size", metavar="FILE", type=expand)
+    config: str | None = option(None, "config.json of another size", metavar="FILE", type=expand_path)
     engine: EngineSection = EngineSection()
 
     def __post_init__(self) -> None:
         # Late, for it imports pydantic, which no other command needs.
         from ..finetune.recipe.rules import conflicts
 
-        of_recipe = [in_own_words(fault.text) for fault in conflicts(self.known())]
+        of_recipe = [in_bench_terms(fault.text) for fault in conflicts(self.recipe_fields())]
         if faults := [*of_recipe, *self._conflicts()]:
             raise ValueError("\n".join(faults))
 
@@ -77,16 +77,16 @@ class Settings:
     def text(self) -> str:
         return json.dumps(asdict(self))
 
-    def changed(self) -> dict[str, Any]:
+    def changed_values(self) -> dict[str, Any]:
         """What is not the default."""
         every: list[tuple[Any, Field]] = [
-            (self, each) for each in fields(Settings) if each.name != "engine"
+            (self, each) for each in fields(TrainingSettings) if each.name != "engine"
         ]
         every += [(self.engine, each) for each in fields(EngineSection)]
         found = {each.name: (getattr(of, each.name), each.default) for of, each in every}
         return {name: value for name, (value, default) in found.items() if value != default}
 
-    def known(self) -> dict[str, Any]:
+    def recipe_fields(self) -> dict[str, Any]:
         """What a recipe has, too, by its names there."""
         named = {f"engine.{name}": value for name, value in asdict(self.engine).items()}
         return named | {"trained": self.trained, "data.reuse_features": self.reuse_features}
@@ -102,7 +102,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Processes:
+class ProcessSettings:
     """Where it is measured."""
 
     gpus: int = option(2, "processes, one for each GPU", ge=1)
@@ -111,7 +111,7 @@ class Processes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
+class GenerationSettings:
     """What of generation is measured, and how. Fields without a help are options already."""
 
     batch: tuple[int, ...] = option((1, 8, 32), "rows at once, each number measured", ge=1)
@@ -124,16 +124,16 @@ class Speed:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        check_weights(self.weights, self.device, self.cache)
+        check_weights_option(self.weights, self.device, self.cache)
         if self.device == "cpu" and self.config is None:
-            raise ValueError(REAL_ON_CPU)
+            raise ValueError(FULL_SIZE_ON_CPU)
 
     @property
-    def kept(self) -> str:
+    def resolved_cache(self) -> str:
         """The cache that is measured."""
-        return kept_cache(self.cache, self.weights, "static")
+        return resolve_cache(self.cache, self.weights, "static")
 
 
-REAL_ON_CPU = (
+FULL_SIZE_ON_CPU = (
     "--device cpu with the real model, of 13.9 billion weights: expected --config of a small one"
 )

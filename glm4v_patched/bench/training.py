@@ -11,92 +11,92 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.environment import (
-    environment_alone,
-    python_module,
-    run_within,
+    single_process_environment,
+    python_module_command,
+    run_with_timeout,
     training_environment,
 )
 from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection, require_packages
 from ..installed_versions import versions
-from ..option_fields import given
-from .settings import REAL_ON_CPU, Settings, in_own_words
+from ..option_fields import to_cli_arguments
+from .settings import FULL_SIZE_ON_CPU, TrainingSettings, in_bench_terms
 
 # A row is measured for each combination of their values.
-VARIED = ("trained", "micro_batch", "text_tokens")
+VARIED_SETTINGS = ("trained", "micro_batch", "text_tokens")
 # Whose versions a row names.
-PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
+VERSIONED_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict]:
+def measure_training(options: argparse.Namespace) -> Iterator[dict]:
     """A row of each combination. Raises ``ValueError`` for what cannot be measured, and
     ``RuntimeError`` for what is not installed, before anything runs."""
     for choice in (*options.trained, options.optimizer):
         require_packages(choice)
-    asked, gpus, on_cpu = settings_asked(options), options.gpus, options.device == "cpu"
+    asked, gpus, on_cpu = requested_settings(options), options.gpus, options.device == "cpu"
     _require_machine(asked, gpus, on_cpu)
     for settings in asked:
         yield measure_in_processes(settings, gpus, options.timeout, on_cpu)
 
 
-def settings_asked(options: argparse.Namespace) -> list[Settings]:
+def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
     """Of every combination."""
 
     def asked(section: type) -> dict[str, Any]:
         return {each.name: getattr(options, each.name) for each in fields(section) if each.metadata}
 
-    engine, common = EngineSection(**asked(EngineSection)), asked(Settings)
+    engine, common = EngineSection(**asked(EngineSection)), asked(TrainingSettings)
     return [
-        Settings(**common | dict(zip(VARIED, varied, strict=True)), engine=engine)
-        for varied in product(*(common[name] for name in VARIED))
+        TrainingSettings(**common | dict(zip(VARIED_SETTINGS, varied, strict=True)), engine=engine)
+        for varied in product(*(common[name] for name in VARIED_SETTINGS))
     ]
 
 
-def _require_machine(measurements: Sequence[Settings], processes: int, on_cpu: bool) -> None:
+def _require_machine(measurements: Sequence[TrainingSettings], processes: int, on_cpu: bool) -> None:
     """Raise ``ValueError`` with a line for each thing that this machine lacks, as a recipe would be
     refused. What may fit is tried: only what is surely too large is refused."""
-    from ..finetune.preflight import faults_of_device
-    from ..models.placement import Device, place
+    from ..finetune.preflight import find_device_problems
+    from ..models.placement import Device, place_processes
 
     device: Device = "cpu" if on_cpu else "cuda"
     asked = measurements[0]
     try:
-        place(processes, device, asked.engine.zero_stage)
+        place_processes(processes, device, asked.engine.zero_stage)
     except ValueError as error:
-        raise ValueError(in_own_words(str(error))) from None
-    found = faults_of_device(asked.known(), device, processes)
-    faults = [in_own_words(fault.text) for fault in found]
+        raise ValueError(in_bench_terms(str(error))) from None
+    found = find_device_problems(asked.recipe_fields(), device, processes)
+    faults = [in_bench_terms(fault.text) for fault in found]
     if on_cpu and asked.config is None and asked.model is None:
-        faults.append(REAL_ON_CPU)
+        faults.append(FULL_SIZE_ON_CPU)
     if not faults:
-        faults = [line for asked in measurements if (line := _too_large(asked, processes, on_cpu))]
+        faults = [line for asked in measurements if (line := _memory_problem(asked, processes, on_cpu))]
     if faults:
         raise ValueError("\n".join(dict.fromkeys(faults)))
 
 
-def _too_large(settings: Settings, processes: int, on_cpu: bool) -> str:
+def _memory_problem(settings: TrainingSettings, processes: int, on_cpu: bool) -> str:
     # Late, for they import torch: the checks before are answered at once.
-    from ..engine.memory_check import fault_of_memory
-    from ..engine.memory_plan import within_limit
-    from .roofline import batch_of, config_of
+    from ..engine.memory_check import find_memory_problem
+    from ..engine.memory_plan import apply_memory_limit
+    from .roofline import benchmark_batch, config_of
 
-    free = 0.0 if on_cpu else min(gpu.memory for gpu in find_gpus().found[:processes])
+    free = 0.0 if on_cpu else min(gpu.memory for gpu in find_gpus().devices[:processes])
     config = config_of(settings)
-    free = within_limit(free, settings.engine.memory_limit)
-    batch = batch_of(settings, config, processes)
-    told = fault_of_memory(config, settings.engine_options(), batch, free)
+    free = apply_memory_limit(free, settings.engine.memory_limit)
+    batch = benchmark_batch(settings, config, processes)
+    told = find_memory_problem(config, settings.engine_options(), batch, free)
     at = f"{settings.trained}, micro-batch {settings.micro_batch}, on {processes} processes"
-    return told and f"{at}: {in_own_words(told)}"
+    return told and f"{at}: {in_bench_terms(told)}"
 
 
-def command_of(settings: Settings, gpus: int, on_cpu: bool) -> str:
+def command_of(settings: TrainingSettings, gpus: int, on_cpu: bool) -> str:
     """The shortest command line that measures this one row."""
     arguments = ["--trained", settings.trained, "--gpus", str(gpus)]
-    arguments += [*given(settings, but=["trained", "engine"]), *given(settings.engine)]
+    arguments += [*to_cli_arguments(settings, but=["trained", "engine"]), *to_cli_arguments(settings.engine)]
     return "glm4v-patched bench " + shlex.join([*arguments, *["--device", "cpu"] * on_cpu])
 
 
-def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: bool) -> dict:
+def measure_in_processes(settings: TrainingSettings, gpus: int, timeout: float, on_cpu: bool) -> dict:
     """One row; ``error`` says what went wrong where the processes failed or hung."""
     row = {
         "workload": settings.trained,
@@ -106,28 +106,28 @@ def measure_in_processes(settings: Settings, gpus: int, timeout: float, on_cpu: 
         "zero_stage": settings.engine.zero_stage,
         "fp8": settings.engine.fp8,
         "memory_limit_gib": settings.engine.memory_limit,
-        "settings": settings.changed(),
+        "settings": settings.changed_values(),
         "command": command_of(settings, gpus, on_cpu),
         "device": device_name(on_cpu),
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "row.json"
-        worker, environment = ["glm4v_patched.bench.worker"], environment_alone(on_cpu)
+        worker, environment = ["glm4v_patched.bench.worker"], single_process_environment(on_cpu)
         if settings.engine.zero_stage:
             launcher = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # at a free port
             worker = ["torch.distributed.run", *launcher, *worker]
             environment = training_environment(gpus, on_cpu)
-        command = python_module(*worker, settings.text(), str(out))
+        command = python_module_command(*worker, settings.text(), str(out))
         error = run(command, folder, environment, timeout)
         found = json.loads(out.read_text()) if out.exists() else {"error": error}
     if "error" not in found:
-        found["versions"] = versions((*PACKAGES, "glm4v-patched"))
+        found["versions"] = versions((*VERSIONED_PACKAGES, "glm4v-patched"))
     return row | found
 
 
 def device_name(on_cpu: bool) -> str:
-    return "cpu" if on_cpu else find_gpus().found[0].name
+    return "cpu" if on_cpu else find_gpus().devices[0].name
 
 
 def run(command: list[str], folder: Path, environment: Mapping[str, str], timeout: float) -> str:
@@ -135,7 +135,7 @@ def run(command: list[str], folder: Path, environment: Mapping[str, str], timeou
     so or the last ones; empty if nothing did."""
     printed = folder / "printed.txt"
     with printed.open("w") as file:
-        status = run_within(timeout, command, environment, file)
+        status = run_with_timeout(timeout, command, environment, file)
     if status == 0:
         return ""
     late = [f"not done after {timeout:.0f} s"] * (status is None)

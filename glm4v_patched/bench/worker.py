@@ -23,19 +23,19 @@ from transformers import TrainerCallback
 from ..data.collate import ConversationCollator
 from ..data.workers import loader_options, worker_start
 from ..engine.fp8 import require_fp8
-from ..engine.memory_plan import GIB, decide, free_memory
+from ..engine.memory_plan import GIB, decide_options, min_free_gpu_memory
 from ..engine.options import EngineOptions
-from ..engine.prepare import join_processes, local_device, prepare_model
-from ..engine.trainable import build_random
-from ..finetune.assembly import begin, build_trainer
-from ..finetune.process import leave
+from ..engine.prepare import join_process_group, local_device, prepare_model
+from ..engine.trainable import build_random_model
+from ..finetune.assembly import init_training, build_trainer
+from ..finetune.process import exit_process
 from ..finetune.trainer import RecipeTrainer
 from ..finetune.training_arguments import LoopOptions, engine_arguments
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .roofline import batch_of, measured_ceiling, useful_flop
-from .samples import SameBatch, config_and_processor, conversations
-from .settings import Settings
+from .roofline import benchmark_batch, measured_ceiling, useful_flop
+from .samples import ConstantBatchCollator, config_and_processor, conversations
+from .settings import TrainingSettings
 
 LEARNING_RATE = 1e-5
 
@@ -62,14 +62,14 @@ class StepTimer(TrainerCallback):
         self._began = timer()
 
 
-def measure(settings: Settings) -> dict:
+def measure_steps(settings: TrainingSettings) -> dict:
     """Train a model with random weights, and return what was seen."""
     on_gpu = local_device().type == "cuda"
     ceiling = measured_ceiling(*(8192, 20) if on_gpu else (512, 3))
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         timed = StepTimer(settings.warm_up)
-        trainer, options, config = _trainer_of(settings, Path(folder), timed)
+        trainer, options, config = _build_benchmark_trainer(settings, Path(folder), timed)
         trainer.train()
     require_learning(trainer)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
@@ -93,19 +93,19 @@ def measure(settings: Settings) -> dict:
     }
 
 
-def _trainer_of(
-    settings: Settings, folder: Path, timed: StepTimer
+def _build_benchmark_trainer(
+    settings: TrainingSettings, folder: Path, timed: StepTimer
 ) -> tuple[RecipeTrainer, EngineOptions, ChatGLMConfig]:
     """The recipe's trainer of the model and the samples, in processes that have joined."""
     config, processor = config_and_processor(settings)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    batch, asked = batch_of(settings, config, processes), settings.engine_options()
+    batch, asked = benchmark_batch(settings, config, processes), settings.engine_options()
     require_fp8(asked, config)
     if torch.cuda.is_available():
-        join_processes(asked)  # all of them decide by the least of what is free
-    options = decide(config, asked, batch, free_memory(asked.memory_limit))
+        join_process_group(asked)  # all of them decide by the least of what is free
+    options = decide_options(config, asked, batch, min_free_gpu_memory(asked.memory_limit))
     steps = settings.warm_up + settings.steps
-    arguments = begin(
+    arguments = init_training(
         options,
         engine_arguments(options, on_cpu=not torch.cuda.is_available())
         | loader_options({}, processes, settings.micro_batch, config.vision.image_size)
@@ -121,12 +121,12 @@ def _trainer_of(
         },
     )
     samples: Any = range(settings.micro_batch * processes * steps)  # each once
-    collator: Any = SameBatch(config, settings, seed=arguments.process_index)
+    collator: Any = ConstantBatchCollator(config, settings, seed=arguments.process_index)
     if processor is not None:
         samples = conversations(processor, settings, folder, len(samples))
         collator = ConversationCollator(processor)
     trainer = build_trainer(
-        partial(prepare_model, options, _builder(settings, config, options)),
+        partial(prepare_model, options, _model_builder(settings, config, options)),
         arguments,
         LoopOptions(max_nonfinite_steps=1, worker_start=worker_start(options.offload)),
         callbacks=[timed],
@@ -137,8 +137,8 @@ def _trainer_of(
     return trainer, options, config
 
 
-def _builder(
-    settings: Settings, config: ChatGLMConfig, options: EngineOptions
+def _model_builder(
+    settings: TrainingSettings, config: ChatGLMConfig, options: EngineOptions
 ) -> Callable[..., GLM4VForCausalLM]:
     """What is given what ``from_pretrained`` is: that of a folder, or random weights."""
     if settings.model is not None:
@@ -147,21 +147,21 @@ def _builder(
     def build(**given: Any) -> GLM4VForCausalLM:
         # Under ZeRO-3 DeepSpeed itself puts every new weight on the GPU, sharded.
         with nullcontext() if options.zero_stage == 3 else local_device():
-            return build_random(config, **given)
+            return build_random_model(config, **given)
 
     return build
 
 
 def require_learning(trainer: RecipeTrainer) -> None:
     """Raise ``RuntimeError`` for a training in which nothing can have been learned."""
-    if trainer.watch.verdict is not None:
-        raise RuntimeError(trainer.watch.verdict)
+    if trainer.divergence.verdict is not None:
+        raise RuntimeError(trainer.divergence.verdict)
     if not any(entry.get("grad_norm") for entry in trainer.state.log_history):
         raise RuntimeError("the gradients of all steps were 0: nothing was learned")
 
 
 if __name__ == "__main__":
-    row = measure(Settings.read(sys.argv[1]))
+    row = measure_steps(TrainingSettings.read(sys.argv[1]))
     if int(os.environ.get("RANK", 0)) == 0:
         Path(sys.argv[2]).write_text(json.dumps(row))
-    leave()
+    exit_process()

@@ -11,15 +11,15 @@ from packaging.version import Version
 from ..terminal_text import printable
 
 # What the published code was made for, and works with.
-TRANSFORMERS = "4.44.2"
+RECOMMENDED_TRANSFORMERS = "4.44.2"
 OLDEST_TRANSFORMERS, FIRST_BROKEN_TRANSFORMERS = "4.42", "4.45"
-CURE = (
-    f"give --python PATH of an environment with transformers {TRANSFORMERS}, accelerate, tiktoken, "
+PYTHON_CURE = (
+    f"give --python PATH of an environment with transformers {RECOMMENDED_TRANSFORMERS}, accelerate, tiktoken, "
     "pillow and torch (docs/troubleshooting.md)"
 )
 # What the process is given of this one's environment. Tokens have many names: all else is left out.
-KEPT_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
-KEPT_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
+PASSED_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
+PASSED_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
 
 
 def describe_code(folder: Path) -> str:
@@ -37,7 +37,7 @@ def describe_code(folder: Path) -> str:
     )
 
 
-def check_python(python: str) -> str:
+def find_python_versions(python: str) -> str:
     """The transformers that a Python has.
 
     Raises:
@@ -53,19 +53,19 @@ def check_python(python: str) -> str:
         raise RuntimeError(f"{python} cannot be run: {error}") from None
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
-        raise RuntimeError(f"{python} cannot be used: {last}; {CURE}")
+        raise RuntimeError(f"{python} cannot be used: {last}; {PYTHON_CURE}")
     found, torch = json.loads(done.stdout.splitlines()[-1])
     if not Version(OLDEST_TRANSFORMERS) <= Version(found) < Version(FIRST_BROKEN_TRANSFORMERS):
         raise RuntimeError(
             f"{python} has transformers {found}; the published code works with "
-            f">={OLDEST_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}; {CURE}"
+            f">={OLDEST_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}; {PYTHON_CURE}"
         )
     return f"transformers {found}, torch {torch}"
 
 
-def environment_of_the_original(home: Path) -> dict[str, str]:
+def isolated_environment(home: Path) -> dict[str, str]:
     """Without tokens: neither in variables, nor where the Hub's client would look for them."""
-    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    kept = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     return kept | {
         "HOME": str(home),
         "HF_HOME": str(home / "huggingface"),

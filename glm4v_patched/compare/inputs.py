@@ -8,20 +8,20 @@ from torch import Tensor
 
 from ..data.collate import ConversationCollator
 from ..demo.images import draw_data_set
-from ..models.base import Base
+from ..models.base import ModelSource
 from ..models.loading import load_processor
 from ..remote.loss import IGNORE_INDEX
 
 # Rows of two lengths, so that one is padded in their batch.
-WORDS = (
+SAMPLE_TEXTS = (
     ("Hello.", "Hello to you."),
     ("What do you see?", "A shape on a dark ground."),
     ("Which shape is it, and which color does it have?", "A circle, I think."),
 )
 
 
-def write_rows(folder: Path, model: Path) -> int:
-    """Write the inputs of each case to ``folder/rows.safetensors``.
+def write_cases(folder: Path, model: Path) -> int:
+    """Write the inputs of each case to ``folder/cases.safetensors``.
 
     Args:
         model: Folder of the published model, whose tokenizer and image size are used.
@@ -32,7 +32,7 @@ def write_rows(folder: Path, model: Path) -> int:
     Raises:
         ValueError, OSError: its tokenizer cannot be loaded.
     """
-    processor = load_processor(Base(str(model)))
+    processor = load_processor(ModelSource(str(model)))
     collator = ConversationCollator(processor)
     side = processor.tokenizer.image_size
     drawn = draw_data_set(folder / "images", 2, seed=0, side=side)
@@ -42,31 +42,31 @@ def write_rows(folder: Path, model: Path) -> int:
             {"role": "user", "content": question} | ({"image": image} if image else {}),
             {"role": "assistant", "content": answer},
         ]
-        for (question, answer), image in zip(WORDS, [None, *images], strict=True)
+        for (question, answer), image in zip(SAMPLE_TEXTS, [None, *images], strict=True)
     )
     grown, pixel_inputs = collator.encode([text, first, second])
-    rows = [_three_ids(ids, collator, processor) for ids in grown]
+    rows = [_unexpand(ids, collator, processor) for ids in grown]
     pixels: Tensor = pixel_inputs["pixel_values"]
     cases = {
-        "text": _batch([rows[0]], collator),
-        "image": _batch([rows[1]], collator) | {"images": pixels[:1]},
-        "other image": _batch([rows[2]], collator) | {"images": pixels[1:]},
-        "batch": _batch(rows[1:], collator) | {"images": pixels},
-        "swapped": _batch(rows[1:], collator) | {"images": pixels.flip(0)},
-        "prompt text": {"input_ids": _prompt(rows[0], collator)},
-        "prompt image": {"input_ids": _prompt(rows[1], collator), "images": pixels[:1]},
+        "text": _left_padded_batch([rows[0]], collator),
+        "image": _left_padded_batch([rows[1]], collator) | {"images": pixels[:1]},
+        "other image": _left_padded_batch([rows[2]], collator) | {"images": pixels[1:]},
+        "batch": _left_padded_batch(rows[1:], collator) | {"images": pixels},
+        "swapped": _left_padded_batch(rows[1:], collator) | {"images": pixels.flip(0)},
+        "prompt text": {"input_ids": _prompt_ids(rows[0], collator)},
+        "prompt image": {"input_ids": _prompt_ids(rows[1], collator), "images": pixels[:1]},
     }
     tensors = {f"{case}/{name}": t for case, inputs in cases.items() for name, t in inputs.items()}
     tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "rows.safetensors")
+    save_file(tensors, folder / "cases.safetensors")
     return max(map(len, grown))
 
 
-def learned(folder: Path) -> dict[str, int]:
+def count_supervised_tokens(folder: Path) -> dict[str, int]:
     """Of each case, how many positions are labels that a loss counts."""
     from safetensors.torch import load_file
 
-    rows = load_file(folder / "rows.safetensors")
+    rows = load_file(folder / "cases.safetensors")
     found = {}
     for key, tensor in rows.items():
         case, _, name = key.partition("/")
@@ -75,7 +75,7 @@ def learned(folder: Path) -> dict[str, int]:
     return found
 
 
-def _three_ids(ids: list[int], collator: ConversationCollator, processor) -> list[int]:
+def _unexpand(ids: list[int], collator: ConversationCollator, processor) -> list[int]:
     """A grown row with one id in the place of all that stand for its image."""
     fill = processor.image_token_id
     row: list[int] = []
@@ -87,7 +87,7 @@ def _three_ids(ids: list[int], collator: ConversationCollator, processor) -> lis
     return row
 
 
-def _batch(rows: list[list[int]], collator: ConversationCollator) -> dict[str, Tensor]:
+def _left_padded_batch(rows: list[list[int]], collator: ConversationCollator) -> dict[str, Tensor]:
     """Padded on the left, with the mask and the positions that the published tokenizer makes."""
     length = max(map(len, rows))
     batch: dict[str, list[list[int]]] = {
@@ -102,6 +102,6 @@ def _batch(rows: list[list[int]], collator: ConversationCollator) -> dict[str, T
     return {name: torch.tensor(values) for name, values in batch.items()}
 
 
-def _prompt(row: list[int], collator: ConversationCollator) -> Tensor:
+def _prompt_ids(row: list[int], collator: ConversationCollator) -> Tensor:
     end = row.index(collator.assistant_id) + 1
     return torch.tensor([row[:end]])

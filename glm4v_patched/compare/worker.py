@@ -15,25 +15,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 # Whose gradients are compared: an early and a late weight of each part, for memory's sake.
-IN_TOWER = (
+VISION_GRADIENTS = (
     "transformer.vision.transformer.layers.{last_of_tower}.mlp.fc2.weight",
     "transformer.vision.conv.bias",
     "transformer.vision.linear_proj.linear_proj.weight",
     "transformer.vision.boi",
 )
-IN_LANGUAGE = (
+LANGUAGE_GRADIENTS = (
     "transformer.encoder.layers.0.self_attention.query_key_value.weight",
     "transformer.encoder.layers.{last}.mlp.dense_4h_to_h.weight",
     "transformer.encoder.final_layernorm.weight",
 )
 # Of the end of each row, which no padding is in: all logits would be half a GB a row.
-POSITIONS = 8
+NUM_LAST_POSITIONS = 8
 
 
-def run(job):
+def run_job(job):
     torch.manual_seed(0)
-    model = load(job).to(job["device"])
-    names = trained_names(model.config)
+    model = load_model(job).to(job["device"])
+    names = gradient_names(model.config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
     tensors: dict = {}
@@ -42,17 +42,17 @@ def run(job):
         inputs = {name: tensor.to(job["device"]) for name, tensor in inputs.items()}
         of_case = told[case] = {}
         labels = inputs.pop("labels", None)
-        attempt(of_case, "logits", logits, model.eval(), inputs, case, tensors)
+        record_result(of_case, "logits", logits, model.eval(), inputs, case, tensors)
         if labels is not None:
             arguments = dict(inputs, labels=labels)
-            attempt(of_case, "loss", loss, model.train(), arguments, case, tensors)
+            record_result(of_case, "loss", loss, model.train(), arguments, case, tensors)
         if "answers" in job and case.startswith("prompt"):
-            answer(model.eval(), inputs, job["answers"], of_case)
+            generate_greedily(model.eval(), inputs, job["answers"], of_case)
     save_file(tensors, job["tensors"])
     Path(job["told"]).write_text(json.dumps(told), encoding="utf-8")
 
 
-def load(job):
+def load_model(job):
     dtype = getattr(torch, job["dtype"])
     if job["ours"]:
         from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -65,11 +65,11 @@ def load(job):
     return AutoModelForCausalLM.from_pretrained(job["folder"], **options)
 
 
-def trained_names(config):
+def gradient_names(config):
     vision = config.vision_config
     layers = vision["num_hidden_layers"] if isinstance(vision, dict) else vision.num_hidden_layers
     ends = {"last": config.num_layers - 1, "last_of_tower": layers - 1}
-    return [name.format(**ends) for name in IN_TOWER + IN_LANGUAGE]
+    return [name.format(**ends) for name in VISION_GRADIENTS + LANGUAGE_GRADIENTS]
 
 
 def read_cases(path):
@@ -81,7 +81,7 @@ def read_cases(path):
     return cases
 
 
-def attempt(told, name, compute, *arguments):
+def record_result(told, name, compute, *arguments):
     """What it computes, or the error that it ends with; the other rows go on."""
     try:
         told[name] = compute(*arguments)
@@ -94,7 +94,7 @@ def attempt(told, name, compute, *arguments):
 
 @torch.no_grad()
 def logits(model, inputs, case, tensors):
-    found = model(**inputs).logits[:, -POSITIONS:].float().cpu().contiguous()
+    found = model(**inputs).logits[:, -NUM_LAST_POSITIONS:].float().cpu().contiguous()
     tensors[f"{case}/logits"] = found
     return list(found.shape)
 
@@ -111,7 +111,7 @@ def loss(model, inputs, case, tensors):
     return float(value)
 
 
-def answer(model, prompt, number, told):
+def generate_greedily(model, prompt, number, told):
     """Greedy tokens of ``generate``; where that fails, of plain forward passes without a cache."""
     length = prompt["input_ids"].shape[1]
 
@@ -127,9 +127,9 @@ def answer(model, prompt, number, told):
         return grown["input_ids"][0, length:].tolist()
 
     with torch.no_grad():
-        attempt(told, "generate", generate)
-        attempt(told, "answer", step_by_step if "error" in told["generate"] else generate)
+        record_result(told, "generate", generate)
+        record_result(told, "answer", step_by_step if "error" in told["generate"] else generate)
 
 
 if __name__ == "__main__":
-    run(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    run_job(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -14,7 +14,7 @@ import yaml
 
 from ..terminal_text import listed
 from .folders import Folder, find_matching
-from .messages import as_words
+from .messages import describe_value
 
 README, STANDALONE = "README.md", ".huggingface.yaml"
 MOST_CHARACTERS = 2**20
@@ -54,7 +54,7 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
     card = _read_card(folder)
     where, config = _choose_config(folder, card, name)
     if unknown := [key for key in config if key not in OF_CONFIG]:
-        raise ValueError(f"{where}: the key {as_words(unknown[0])} is not read; take it out")
+        raise ValueError(f"{where}: the key {describe_value(unknown[0])} is not read; take it out")
     files, before = folder.files, ""
     if config.get("data_dir"):
         before = _as_text(config["data_dir"], f"{where}: data_dir").strip("/") + "/"
@@ -99,7 +99,7 @@ class _Loader(BaseLoader):
         if len(values) < len(node.value):
             keys = Counter(key.value for key, _ in node.value)
             [(twice, times)] = keys.most_common(1)
-            problem = f"the key {as_words(twice)} stands {times} times"
+            problem = f"the key {describe_value(twice)} stands {times} times"
             raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
         return values
 
@@ -133,7 +133,7 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
         isinstance(of, dict) and isinstance(of.get("config_name"), str) for of in configs
     ):
         expected = "a list of {config_name: NAME, data_files: FILES}"
-        raise ValueError(f"{where} is {as_words(configs)}; expected {expected}")
+        raise ValueError(f"{where} is {describe_value(configs)}; expected {expected}")
     if not configs and name in (None, "default"):
         return where, {}
     names = [of["config_name"] for of in configs]
@@ -157,7 +157,7 @@ def _patterns_of_config(where: str, given: Any) -> dict[str, list[Any]]:
         entry = {"split": "train", "path": item} if isinstance(item, str) else item
         if not isinstance(entry, dict) or entry.keys() != {"split", "path"}:
             expected = "a path, or a list of paths or of {split: NAME, path: FILES}"
-            raise ValueError(f"{where} is {as_words(given)}; expected {expected}")
+            raise ValueError(f"{where} is {describe_value(given)}; expected {expected}")
         split_files = patterns.setdefault(_as_text(entry["split"], f"{where}: split"), [])
         split_files += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
     return patterns
@@ -186,13 +186,13 @@ def _files_of_patterns(
 
 def _as_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where} is {as_words(value)}; expected text")
+        raise ValueError(f"{where} is {describe_value(value)}; expected text")
     return value
 
 
 def _describe_other(folder: Folder, where: str, named: str) -> str:
     return (
-        f"{where} names {as_words(named)}, which is no file inside of {folder.path}; a set may "
+        f"{where} names {describe_value(named)}, which is no file inside of {folder.path}; a set may "
         "name its own files only: correct it, or name the other files in the recipe itself"
     )
 

@@ -1,6 +1,6 @@
 """Checks sets of conversations before anything is trained on them, and says what was found.
 
-Every row is read, rendered and counted, every image decoded to its end (:func:`check_sets`). The
+Every row is read, rendered and counted, every image decoded to its end (:func:`check_sources`). The
 rows go to a file (:mod:`stored_rows`), from which training processes read them, and what was found
 beside it (:class:`checked_data.CheckedData`). Images that were good once are remembered
 (:mod:`check_cache`) and not decoded again until they change.
@@ -27,12 +27,12 @@ from tqdm import tqdm
 from ..terminal_text import shorten
 from .check_cache import Memory, default_path
 from .checked_data import RULES, CheckedData, row_digests
-from .collate import ConversationCollator, Size
-from .decoding import Facts, read_facts_of_all
-from .image_files import Stamp, times_of
+from .collate import ConversationCollator, SampleSize
+from .decoding import Facts, check_image_files
+from .image_files import FileStamp, times_of
 from .messages import images_of, replace_images
-from .rows import CURE, Fault, Row, describe_faults, read_rows
-from .source import Source
+from .rows import CURE, RowProblem, ConversationRow, describe_problems, iter_rows
+from .source import DataSource
 from .stored_rows import ROWS_AT_ONCE, StoredRows, column, store_rows, values
 
 # So much of the work is not lost if it is stopped.
@@ -42,7 +42,7 @@ MOST_CHARACTERS = 2**20
 # A file that changes twice within a tick of its file system's clock has one time for both.
 NANOSECONDS_UNTIL_SURE = 2 * 10**9
 
-Sources = Sequence[Source]
+Sources = Sequence[DataSource]
 # Anew for each row would take longer than the row.
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -51,14 +51,14 @@ class _Read(NamedTuple):
     """Rows as they were read, and which of them are good."""
 
     sources: Sources
-    files: list[Stamp]
+    files: list[FileStamp]
     rows: StoredRows
-    faults: list[list[Fault]]
+    faults: list[list[RowProblem]]
     """Of each set."""
     good: list[int]
 
 
-def check_sets(
+def check_sources(
     sources: Sources,
     processor,
     max_positions: int,
@@ -116,17 +116,17 @@ def check_sets(
     return replace(checked, eval=evaluated, asked=asked)
 
 
-def require_images(path: str | Path | Source, memory: Path | None = None) -> None:
-    """Decode every image of a file's rows, as :func:`check_sets` does, of rows to be answered.
+def require_images(path: str | Path | DataSource, memory: Path | None = None) -> None:
+    """Decode every image of a file's rows, as :func:`check_sources` does, of rows to be answered.
 
     Raises:
         ValueError: some cannot be used: lists up to 20 rows.
     """
-    rows = [row for row in read_rows(path, to_learn=False) if isinstance(row, Row)]
+    rows = [row for row in iter_rows(path, for_training=False) if isinstance(row, ConversationRow)]
     images = _check_images([of for row in rows for of in row.images], memory or default_path())
     found = [(row.line, _fault_of_images(row.images, images)) for row in rows]
-    if faults := [Fault(line, fault) for line, fault in found if fault is not None]:
-        text = describe_faults(path, faults, len(rows))
+    if faults := [RowProblem(line, fault) for line, fault in found if fault is not None]:
+        text = describe_problems(path, faults, len(rows))
         raise ValueError(f"{text}\n{CURE}")
 
 
@@ -138,10 +138,10 @@ def _read(
     collator: ConversationCollator,
     memory: Path | None,
     first: int | None = None,
-) -> tuple[list[Stamp], StoredRows]:
+) -> tuple[list[FileStamp], StoredRows]:
     """The files of sets, and their rows, read and measured; or the first ones."""
     streamed = first is not None
-    files = [] if streamed else [Stamp.of(path) for source in sources for path in source.files]
+    files = [] if streamed else [FileStamp.of(path) for source in sources for path in source.files]
     rows = store_rows(_rows_of(sources, collator, first), memory and memory.parent)
     if changed := next((stamp for stamp in files if stamp.has_changed()), None):
         raise ValueError(f"{changed.path} has changed while it was read: start again")
@@ -155,7 +155,7 @@ def _rows_of(
     for number, source in enumerate(sources):
         if first is not None:
             source = replace(source, max_samples=min(first, source.max_samples or first))
-        read = iter(tqdm(read_rows(source), desc="reading rows", disable=None, delay=5))
+        read = iter(tqdm(iter_rows(source), desc="reading rows", disable=None, delay=5))
         while some := [*islice(read, ROWS_AT_ONCE)]:
             stored = [_as_stored(row, number) for row in some]
             good = [at for at, row in enumerate(stored) if row["fault"] is None]
@@ -165,10 +165,10 @@ def _rows_of(
             yield stored
 
 
-def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
-    messages = [] if isinstance(row, Fault) else row.messages
+def _as_stored(row: ConversationRow | RowProblem, source: int) -> dict[str, Any]:
+    messages = [] if isinstance(row, RowProblem) else row.messages
     text = ENCODER.encode(messages)
-    fault = row.text if isinstance(row, Fault) else fault_of_text(text)
+    fault = row.text if isinstance(row, RowProblem) else fault_of_text(text)
     if fault is not None:  # Arrow takes no half of a surrogate pair
         text, fault = "", fault.encode("utf-8", "backslashreplace").decode()
     return {
@@ -178,7 +178,7 @@ def _as_stored(row: Row | Fault, source: int) -> dict[str, Any]:
         "line": row.line,
         "digest": _digest_messages(messages),
         "fault": fault,
-        **dict.fromkeys(Size._fields, 0),
+        **dict.fromkeys(SampleSize._fields, 0),
     }
 
 
@@ -202,7 +202,7 @@ def fault_of_text(text: str) -> str | None:
     return f"{told}: shorten the conversation"
 
 
-def measure(conversations: list[list[dict]], collator: ConversationCollator) -> list[Size | str]:
+def measure(conversations: list[list[dict]], collator: ConversationCollator) -> list[SampleSize | str]:
     """The size of each conversation, or why it cannot be rendered."""
     if not conversations:
         return []
@@ -240,24 +240,24 @@ def _find_faults(
     facts: dict[str, Facts],
     max_positions: int,
     pack_to: int | None,
-) -> tuple[list[list[Fault]], list[int]]:
+) -> tuple[list[list[RowProblem]], list[int]]:
     """What is wrong with rows of each set, and which rows are good."""
-    faults: list[list[Fault]] = [[] for _ in sources]
+    faults: list[list[RowProblem]] = [[] for _ in sources]
     good = []
-    found = values(rows, "source", "line", "fault", "images", *Size._fields)
+    found = values(rows, "source", "line", "fault", "images", *SampleSize._fields)
     for row, (source, line, fault, images, *size) in enumerate(found):
         fault = fault or _fault_of_images(images, facts)
-        fault = fault or fault_of_size(len(images), Size(*size), max_positions, pack_to)
+        fault = fault or fault_of_size(len(images), SampleSize(*size), max_positions, pack_to)
         if fault is None:
             good.append(row)
         else:
-            faults[source].append(Fault(line, fault))
+            faults[source].append(RowProblem(line, fault))
     return faults, good
 
 
 def _refuse_or_tell(given: list[_Read], on_bad: Literal["fail", "skip"]) -> None:
     told = [
-        describe_faults(source, faults, count)
+        describe_problems(source, faults, count)
         for read in given
         for source, faults, count in zip(
             read.sources, read.faults, _counts(read.sources, read.rows), strict=True
@@ -292,7 +292,7 @@ def _keep(
             files=tuple(read.files),
             pack_to=pack_to,
             rows=mine,
-            images=tuple(Stamp(path, *facts[path][:4]) for path in shown),
+            images=tuple(FileStamp(path, *facts[path][:4]) for path in shown),
             skipped=0 if side else skipped,
         )
 
@@ -332,7 +332,7 @@ def _check_images(paths: Iterable[str], memory: Path | None) -> dict[str, Facts]
             if times == tuple(before):
                 found[path] = Facts(*times, sha256, None)
         new = [path for path in keys if path not in found]
-        answers = read_facts_of_all(new)
+        answers = check_image_files(new)
         bar = tqdm(answers, "decoding images", len(new), disable=None, delay=1)
         # Said, for Python holds what a generator holds until nobody holds the generator.
         with closing(answers):
@@ -361,7 +361,7 @@ def fault_of_image(path: str, facts: Facts) -> str | None:
 
 
 def fault_of_size(
-    num_images: int, size: Size, max_positions: int, pack_to: int | None
+    num_images: int, size: SampleSize, max_positions: int, pack_to: int | None
 ) -> str | None:
     """What is wrong with what a conversation takes, with so many images."""
     if size.num_images != num_images:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..atomic import fault_of_file
+from ..atomic import find_file_problem
 
 VERSION = 2
 MOST_BYTES = 2**28
@@ -46,7 +46,7 @@ class Memory:
             return
         with self._given_up_at_errors():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if fault := fault_of_file(path, alone=True):
+            if fault := find_file_problem(path, alone=True):
                 raise OSError(f"it {fault}")
             self.file = path.open("a+b")
             if self.file.tell() > MOST_BYTES:

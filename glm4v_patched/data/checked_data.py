@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 from ..atomic import write_atomically
 from ..terminal_text import listed, own_command
 from .columns import IMAGE_FILES
-from .image_files import IMAGE_NAMES, Stamp
-from .left_out import ANY_WORD
+from .image_files import IMAGE_NAMES, FileStamp
+from .missing_media import ANY_WORD
 from .packing import share_out
-from .rows import folder_of_images, place
-from .source import Source
-from .stored_rows import Conversations, StoredRows, column, read_stored, values, write_stored
+from .rows import folder_of_images, row_location
+from .source import DataSource
+from .stored_rows import ConversationDataset, StoredRows, column, read_stored, values, write_stored
 
 MOST_NAMES = 10_000  # looked at in a folder
 RULES = 8
@@ -41,7 +41,7 @@ class Counts(NamedTuple):
     """Positions that are labels."""
 
 
-class BatchRows(NamedTuple):
+class BatchSequences(NamedTuple):
     """The rows of batches: packed ones, if they are packed."""
 
     lengths: np.ndarray
@@ -52,7 +52,7 @@ class BatchRows(NamedTuple):
     """The conversations of each, of packed ones."""
 
     @property
-    def samples_per_row(self) -> float:
+    def samples_per_sequence(self) -> float:
         """Conversations, in the mean."""
         return 1 if self.shares is None else sum(map(len, self.shares)) / len(self.shares)
 
@@ -72,11 +72,11 @@ class CheckedData:
         asked: What ``data.eval`` was: null, a share, or the paths of its sets.
     """
 
-    sources: tuple[Source, ...]
-    files: tuple[Stamp, ...]
+    sources: tuple[DataSource, ...]
+    files: tuple[FileStamp, ...]
     pack_to: int | None
     rows: StoredRows
-    images: tuple[Stamp, ...]
+    images: tuple[FileStamp, ...]
     skipped: int
     eval: "CheckedData | None" = None
     asked: Any = None
@@ -87,7 +87,7 @@ class CheckedData:
         return self.sources[0].path
 
     @property
-    def stamps(self) -> dict[str, Stamp]:
+    def stamps(self) -> dict[str, FileStamp]:
         """What each image was, by its path."""
         return {image.path: image for image in self.images}
 
@@ -126,7 +126,7 @@ class CheckedData:
         return tuple(self._digests[row] for row in self.order.tolist())
 
     @cached_property
-    def row_lines(self) -> tuple[int | str, ...]:
+    def row_labels(self) -> tuple[int | str, ...]:
         """The line of each conversation; where there are several sets, with the name of its own."""
         lines = self.column("line").tolist()
         if len(self.sources) == 1:
@@ -140,7 +140,7 @@ class CheckedData:
         sums = [int(self.column(name).sum()) for name in ("num_images", "positions", "learned")]
         return Counts(len(self.order), *sums)
 
-    def find_doubts(self) -> Iterator[str]:
+    def find_warnings(self) -> Iterator[str]:
         """Yield what is most likely a mistake in sets: samples without an image where others have
         one, images beside a set that shows none, and words that stand for what is not there."""
         of_set, images = column(self.rows, "source"), column(self.rows, "num_images")
@@ -158,29 +158,29 @@ class CheckedData:
                     f"them{self._first_of(words)}"
                 )
         if self.eval is not None and not isinstance(self.asked, float):
-            yield from self.eval.find_doubts()
+            yield from self.eval.find_warnings()
 
     def _first_of(self, rows: np.ndarray) -> str:
         row = self.rows[int(rows[0])]
-        return f"; the first is {place(self.sources[row['source']], row['line'])}"
+        return f"; the first is {row_location(self.sources[row['source']], row['line'])}"
 
-    def batch_rows(self) -> BatchRows:
+    def batch_sequences(self) -> BatchSequences:
         """The rows that batches are made of, for ``pack_to``."""
         lengths, images = self.column("positions"), self.column("num_images")
         if self.pack_to is None:
-            return BatchRows(lengths, images, None)
+            return BatchSequences(lengths, images, None)
         shares = share_out(lengths.tolist(), self.pack_to)
         lengths, images = (
             np.array([of_each[share].sum() for share in shares]) for of_each in (lengths, images)
         )
-        return BatchRows(lengths, images, shares)
+        return BatchSequences(lengths, images, shares)
 
-    def place(self, conversation: int) -> str:
+    def row_location(self, conversation: int) -> str:
         """Where a conversation stands, for people."""
         row = self.rows[int(self.order[conversation])]
-        return place(self.sources[row["source"]], row["line"])
+        return row_location(self.sources[row["source"]], row["line"])
 
-    def conversations(self) -> Conversations:
+    def conversations(self) -> ConversationDataset:
         """The conversations of an epoch, which are read from the disk.
 
         Raises:
@@ -192,7 +192,7 @@ class CheckedData:
                     f"{file.path} has changed since it was checked: start the training again, so "
                     "that it is checked"
                 )
-        return Conversations(self.rows, self.order)
+        return ConversationDataset(self.rows, self.order)
 
     def write(self, path: Path) -> "CheckedData":
         """Write what was found to a JSON file, and the rows beside it, which are read there."""
@@ -233,15 +233,15 @@ class CheckedData:
     @classmethod
     def _of(cls, found: dict, folder: Path) -> "CheckedData":
         name, number = found["rows"]
-        sources = [Source(**of | {"ignore": tuple(of["ignore"])}) for of in found["sources"]]
-        stamps = {of: tuple(Stamp(*item) for item in found[of]) for of in ("files", "images")}
+        sources = [DataSource(**of | {"ignore": tuple(of["ignore"])}) for of in found["sources"]]
+        stamps = {of: tuple(FileStamp(*item) for item in found[of]) for of in ("files", "images")}
         evaluated = found["eval"] and cls._of(found["eval"], folder)
         rows = read_stored(folder / name, number)
         made = {"sources": tuple(sources), "rows": rows, "eval": evaluated} | stamps
         return cls(**found | made)
 
 
-def _doubt_of_images(source: Source, without: int, number: int) -> str | None:
+def _doubt_of_images(source: DataSource, without: int, number: int) -> str | None:
     """Say that samples of a set have no image, if other samples have one, if a key that is called
     as images are is left out, or if there are images beside the set."""
     told = f"{without:,} of {number:,} samples have no image"

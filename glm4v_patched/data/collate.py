@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..remote.loss import IGNORE_INDEX
-from .image_files import Stamp
-from .messages import images_of, learned_turns, without_marks
+from .image_files import FileStamp
+from .messages import images_of, learned_turns, drop_train_flags
 
 
-class Size(NamedTuple):
+class SampleSize(NamedTuple):
     """What a conversation takes and teaches."""
 
     positions: int
@@ -32,7 +32,7 @@ class ConversationCollator:
     False`` is not.
     """
 
-    def __init__(self, processor, stamps: Mapping[str, Stamp] = MappingProxyType({})):
+    def __init__(self, processor, stamps: Mapping[str, FileStamp] = MappingProxyType({})):
         """
         Args:
             stamps: What images were that must not change.
@@ -77,7 +77,7 @@ class ConversationCollator:
                         "start again"
                     )
         encoded = self.processor.apply_chat_template(
-            [without_marks(conversation) for conversation in conversations],
+            [drop_train_flags(conversation) for conversation in conversations],
             tokenize=True,
             return_dict=True,
             return_tensors=None,
@@ -87,10 +87,10 @@ class ConversationCollator:
             images["pixel_values"] = torch.as_tensor(encoded["pixel_values"])
         return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
 
-    def measure(self, conversations: list[list[dict]]) -> list[Size]:
+    def measure(self, conversations: list[list[dict]]) -> list[SampleSize]:
         """Sizes of what :meth:`encode` makes of each; images are not opened."""
         rows = self.processor.tokenizer.encode_chats(
-            [without_marks(conversation) for conversation in conversations],
+            [drop_train_flags(conversation) for conversation in conversations],
             chat_template=self.processor.chat_template,
         )["input_ids"]
         sizes = []
@@ -101,7 +101,7 @@ class ConversationCollator:
             positions = len(ids) + images * (self.processor.num_image_tokens - 1)
             labels = self.labels(ids, conversation)
             learned = len(labels) - labels.count(IGNORE_INDEX)
-            sizes.append(Size(positions, len(ids), images, learned))
+            sizes.append(SampleSize(positions, len(ids), images, learned))
         return sizes
 
     def labels(self, ids: list[int], conversation: Sequence[dict] = ()) -> list[int]:

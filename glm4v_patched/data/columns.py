@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any
 
 from ..terminal_text import listed, shorten
-from .messages import MOST_KEYS_LISTED, as_words, quoted
+from .messages import MOST_KEYS_LISTED, describe_value, quoted
 
 NAMES = ("question", "answer", "image", "system", "turns", "history")
 LISTS = ("question", "image")
@@ -29,18 +29,18 @@ NO_CELL = object()
 Columns = Mapping[str, Any]
 
 
-def fault_of_columns(columns: Any) -> str | None:
+def find_columns_problem(columns: Any) -> str | None:
     """What is wrong with such a value of a recipe."""
     example = "expected {question: COLUMN, answer: COLUMN, image: COLUMN}"
     if not isinstance(columns, Mapping) or not columns:
-        return f"is {as_words(columns)}; {example}"
+        return f"is {describe_value(columns)}; {example}"
     for name, value in columns.items():
         if name not in NAMES:
-            return f"has {as_words(name)}; expected {', '.join(NAMES)}"
+            return f"has {describe_value(name)}; expected {', '.join(NAMES)}"
         values = value if isinstance(value, list) and value and name in LISTS else [value]
         for one in values:
             if not isinstance(one, str) or not one.strip():
-                return f"{name} is {as_words(one)}; expected the name of a column, or words"
+                return f"{name} is {describe_value(one)}; expected the name of a column, or words"
             try:
                 _parts(one)
             except ValueError as error:
@@ -78,7 +78,7 @@ def describe_columns(row: dict, names: Iterable[str]) -> str:
         value = value_of(row, name)
         if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:  # an image in a table
             value = value.get("bytes") or value.get("path")
-        return f"{quoted(name)} ({shorten(as_words(value), MOST_OF_A_LOOK)})"
+        return f"{quoted(name)} ({shorten(describe_value(value), MOST_OF_A_LOOK)})"
 
     return listed([look(name) for name in names], MOST_KEYS_LISTED)
 
@@ -161,7 +161,7 @@ def _as_text(value: Any, name: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     cure = f"; {name}.0 is its first" if isinstance(value, list) else ""
-    raise ValueError(f"{name} is {as_words(value)}; expected text{cure}")
+    raise ValueError(f"{name} is {describe_value(value)}; expected text{cure}")
 
 
 def images_of_columns(row: dict, names: str | list[str] | None) -> list:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from .image_limits import SMALLER, TooLargeError, measure, open_image
+from .image_limits import SMALLER, TooLargeError, count_decoded_pixels, open_image
 from .workers import cores
 
 MOST_PIXELS = 120 * 10**6
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
 NOT_READ = Facts(-1, -1, -1, "", None)
 
 
-def read_facts(path: str) -> Facts:
+def check_image_file(path: str) -> Facts:
     """Read an image and decode all of it."""
     try:
         # Before it is opened: a pipe would be waited for.
@@ -57,14 +57,14 @@ def read_facts(path: str) -> Facts:
 
 def may_be_decoded(path: str) -> bool:
     """Return whether a file's header, which is all that is decoded, says that it is an image, and
-    none that costs more than :func:`read_facts` takes."""
+    none that costs more than :func:`check_image_file` takes."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > MOST_BYTES:
             return False
         with open(path, "rb") as file:
             content = file.read()
         with warnings.catch_warnings(action="ignore"), open_image(content) as image:
-            measure(image, content, MOST_PIXELS)
+            count_decoded_pixels(image, content, MOST_PIXELS)
             return True
     except Exception:  # Pillow raises whatever its readers raise
         return False
@@ -80,7 +80,7 @@ def find_fault(content: bytes) -> str | None:
     warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
         with open_image(content) as image:
-            measure(image, content, MOST_PIXELS)
+            count_decoded_pixels(image, content, MOST_PIXELS)
             # As the image processor will; where nothing changes it copies nothing.
             image = as_image(image)
             if image.mode != "RGB":
@@ -100,12 +100,12 @@ def find_fault(content: bytes) -> str | None:
     return None
 
 
-def read_facts_of_all(paths: Sequence[str]) -> Generator[Facts, None, None]:
-    """:func:`read_facts` for each path, in order.
+def check_image_files(paths: Sequence[str]) -> Generator[Facts, None, None]:
+    """:func:`check_image_file` for each path, in order.
 
     In threads, a core each: Pillow and hashlib compute without Python's lock. What was asked for is
     given up where no more answers are wanted.
     """
     with ThreadPoolExecutor(min(cores(), MOST_THREADS)) as threads:
         for start in range(0, len(paths), ASKED_AT_ONCE):
-            yield from threads.map(read_facts, paths[start : start + ASKED_AT_ONCE])
+            yield from threads.map(check_image_file, paths[start : start + ASKED_AT_ONCE])

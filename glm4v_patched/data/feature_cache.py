@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..atomic import write_atomically
-from ..engine.deepspeed.internals import gathered
+from ..engine.deepspeed.internals import gathered_weight
 from ..remote.modeling_chatglm import ChatGLMModel
 from ..remote.sharding import must_run_on_every_process
 
@@ -321,7 +321,7 @@ def digest_weights(module: nn.Module) -> str:
     mine = {}
     weights = [*module.named_parameters(), *module.named_buffers()]
     for number, (name, weight) in enumerate(weights):
-        with gathered(weight):
+        with gathered_weight(weight):
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             if number % _processes() == rank:
                 mine[name] = _sha256(whole).hexdigest()

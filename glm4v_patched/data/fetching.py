@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 from urllib.request import getproxies
 
-from .messages import as_words
+from .messages import describe_value
 from .public_addresses import is_public
 
 SECONDS_TO_ANSWER = 60
@@ -50,8 +50,8 @@ def fetch(url: str, most: int = MOST_BYTES_FETCHED, seconds: float = SECONDS_TO_
             told = f"it took over {seconds:g} s"
         elif isinstance(error, OSError) and getproxies():
             told += f"; no proxy is used, which could lead inside: {CURE}"
-        led = "" if place == url else f" (it leads to {as_words(place)})"
-        raise ValueError(f"the image {as_words(url)} cannot be fetched{led}: {told}") from None
+        led = "" if place == url else f" (it leads to {describe_value(place)})"
+        raise ValueError(f"the image {describe_value(url)} cannot be fetched{led}: {told}") from None
 
 
 def _ask(url: str, most: int, end: float) -> tuple[bytes, str | None]:
@@ -94,7 +94,7 @@ def _read(answer: http.client.HTTPResponse, most: int) -> tuple[bytes, str | Non
     if answer.status in REDIRECTS and (leads_to := answer.getheader("Location")):
         return b"", leads_to
     if answer.status != 200:
-        raise ValueError(f"HTTP {answer.status} {as_words(answer.reason)}")
+        raise ValueError(f"HTTP {answer.status} {describe_value(answer.reason)}")
     content = bytearray()
     while len(content) <= most and (part := answer.read1(2**16)):
         content += part

@@ -21,7 +21,7 @@ from .columns import (
     value_of,
 )
 from .image_files import IMAGE_NAMES
-from .messages import MARKS, as_words, quoted, read_each, refuse_keys
+from .messages import MARKS, describe_value, quoted, read_each, refuse_keys
 
 Found = tuple[Any, list | None]
 """The messages of a row, and its images; None if it names none."""
@@ -78,7 +78,7 @@ class Format(NamedTuple):
 
 
 ASIDE = {"system": "system", "history": "history"}
-FORMATS = {
+ROW_FORMATS = {
     "messages": Format(("messages",)),
     # ShareGPT's, LLaVA's, LLaMA-Factory's
     "conversations": Format(
@@ -108,10 +108,10 @@ BESIDE_TURNS = ("source",)
 def find_format(row: Mapping) -> str | None:
     """The format of a row by its keys: of one that has those that tell it, or of which it has
     nothing but keys of it; None if there is none."""
-    for name, of in FORMATS.items():
+    for name, of in ROW_FORMATS.items():
         if {*of.needs} <= row.keys():
             return name
-    known = (n for n, of in FORMATS.items() if of.needs[0] in row and row.keys() <= {*of.keys})
+    known = (n for n, of in ROW_FORMATS.items() if of.needs[0] in row and row.keys() <= {*of.keys})
     return next(known, None)
 
 
@@ -134,8 +134,8 @@ def read_as(name: str, row: dict) -> Found:
     Raises:
         ValueError: it has, or lacks one.
     """
-    of = FORMATS[name]
-    others = {key for other in FORMATS.values() for key in other.needs}
+    of = ROW_FORMATS[name]
+    others = {key for other in ROW_FORMATS.values() for key in other.needs}
     cure = f'the first row of this file has "{of.needs[0]}"; write a file for each format'
     cures = ROW_CURES | dict.fromkeys(others, cure)
     if all(row.get(key) is None for key in ROW_IMAGES):
@@ -176,7 +176,7 @@ def _prompt_and_completion(row: dict) -> list:
         if isinstance(value, str):
             value = [{"role": role, "content": value}]
         if not isinstance(value, list):
-            raise ValueError(f"{key} is {as_words(value)}; expected text, or a list of messages")
+            raise ValueError(f"{key} is {describe_value(value)}; expected text, or a list of messages")
         parts.append(value)
     prompt, completion = parts
     spoken = [
@@ -232,7 +232,7 @@ def _turns_of(
     """Turns as messages: of ``role`` or ``from``, pairs, or objects with the keys that ``columns``
     names."""
     if not isinstance(turns, list):
-        raise ValueError(f"{name} is {as_words(turns)}; expected a list")
+        raise ValueError(f"{name} is {describe_value(turns)}; expected a list")
     parts = [columns[part] for part in ("question", "answer") if part in columns] if columns else []
     named = {key for words in parts for key in named_columns(words)}
 
@@ -246,7 +246,7 @@ def _turns_of(
         if isinstance(turn, list) and len(turn) == 2:
             return _exchange(*(turn if turn[1] is not None else turn[:1]))
         expected = '{"from": "human", "value": "..."} or [question, answer]'
-        raise ValueError(f"is {as_words(turn)}; expected {expected}")
+        raise ValueError(f"is {describe_value(turn)}; expected {expected}")
 
     return sum(read_each(turns, "turn", read, f" of {name}"), [])
 
@@ -257,6 +257,6 @@ def _turn(turn: dict) -> dict:
         raise ValueError('the key "value" is missing')
     who = turn["from"]
     if not isinstance(who, str) or who not in ROLES_OF_SHAREGPT:
-        raise ValueError(f'"from" is {as_words(who)}; expected system, human, gpt or observation')
+        raise ValueError(f'"from" is {describe_value(who)}; expected system, human, gpt or observation')
     message = {"role": ROLES_OF_SHAREGPT[who], "content": turn["value"]}
     return message | {key: turn[key] for key in MARKS if key in turn}

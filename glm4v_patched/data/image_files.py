@@ -19,7 +19,7 @@ from ..atomic import explain_failed_writes, write_atomically
 from ..paths import is_within
 from .check_cache import default_path
 from .fetching import fetch
-from .messages import as_words, refuse_keys
+from .messages import describe_value, refuse_keys
 
 IMAGE_NAMES = re.compile(
     r"(?:image|img|picture|photo)(?:s?_?(?:path|file|name|file_?name|url|uri|link|src|id))?s?"
@@ -31,7 +31,7 @@ IMAGE_NAMES = re.compile(
 URL_CURE = "expected a path: save the image beside the rows, or set data.allow_urls: true"
 
 
-class Stamp(NamedTuple):
+class FileStamp(NamedTuple):
     """A file as it was when it was checked: one of rows, or an image."""
 
     path: str
@@ -57,7 +57,7 @@ class Stamp(NamedTuple):
         times = times_of(self.path)
         if times == self[1:4]:
             return False
-        return times is None or Stamp.of(self.path).sha256 != self.sha256
+        return times is None or FileStamp.of(self.path).sha256 != self.sha256
 
 
 def times_of(path: str) -> tuple[int, int, int] | None:
@@ -108,9 +108,9 @@ class ImageFiles:
         if not isinstance(image, str) or not image:
             none = image is None or image == ""
             cure = "; leave the key out where there is no image" if none else ""
-            raise ValueError(f"image is {as_words(image)}; expected the path of one image{cure}")
+            raise ValueError(f"image is {describe_value(image)}; expected the path of one image{cure}")
         if image[:5].lower() == "data:":
-            return self._written(from_data_url(image))
+            return self._written(decode_data_url(image))
         if image[:8].lower().startswith(("http://", "https://")):
             return self._fetched(image)
         return self._named(image)
@@ -119,20 +119,20 @@ class ImageFiles:
         """The absolute path of a file that is named by its path."""
         if image[:7].lower() == "file://":
             path = url2pathname(image[7:])
-            raise ValueError(f"image is {as_words(image)}; write the path: {as_words(path)}")
+            raise ValueError(f"image is {describe_value(image)}; write the path: {describe_value(path)}")
         if "://" in image[:12]:
-            raise ValueError(f"image is {as_words(image)}; {URL_CURE.partition(',')[0]}")
+            raise ValueError(f"image is {describe_value(image)}; {URL_CURE.partition(',')[0]}")
         if "\0" in image:
-            raise ValueError(f"image is {as_words(image)}; a path holds no character of code 0")
+            raise ValueError(f"image is {describe_value(image)}; a path holds no character of code 0")
         if image.endswith(("/", "/.", "/..")) or image in (".", ".."):
-            raise ValueError(f"image is {as_words(image)}, a folder; expected the path of a file")
+            raise ValueError(f"image is {describe_value(image)}, a folder; expected the path of a file")
         # Of many rows with one folder, abspath() would take a third of the time.
         path = os.path.normpath(os.path.join(self.folder, image))
         if "\\" in image:
             self._refuse_backslashes(image, path)
         if not self.may_name(path):
             raise ValueError(
-                f"image is {as_words(image)}, outside of {self.within}; expected an image in the "
+                f"image is {describe_value(image)}, outside of {self.within}; expected an image in the "
                 "table, or a path in data.image_folder: a data set of the Hub names no other files"
             )
         return path
@@ -145,11 +145,11 @@ class ImageFiles:
         """Raise ``ValueError`` if there is no such file, and one by the name with slashes."""
         slashes = image.replace("\\", "/")
         if not os.path.lexists(path) and os.path.lexists(os.path.join(self.folder, slashes)):
-            raise ValueError(f"image is {as_words(image)}; write {as_words(slashes)}")
+            raise ValueError(f"image is {describe_value(image)}; write {describe_value(slashes)}")
 
     def _fetched(self, url: str) -> str:
         if not self.allow_urls:
-            raise ValueError(f"image is {as_words(url)}; {URL_CURE}")
+            raise ValueError(f"image is {describe_value(url)}; {URL_CURE}")
         name = f"url-{hashlib.sha256(url.encode()).hexdigest()}"
         path = self._store() / name
         if path.is_file():
@@ -184,16 +184,16 @@ class ImageFiles:
         return str(path)
 
 
-def from_data_url(url: str) -> bytes:
+def decode_data_url(url: str) -> bytes:
     """Raises ``ValueError`` if it is no base64."""
     head, comma, content = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise ValueError(f"image is {as_words(url)}; expected data:image/...;base64,...")
+        raise ValueError(f"image is {describe_value(url)}; expected data:image/...;base64,...")
     try:
         # Lines may be broken anywhere.
         return base64.b64decode("".join(content.split()), validate=True)
     except ValueError as error:
-        raise ValueError(f"image is {as_words(url)}, which is no base64: {error}") from None
+        raise ValueError(f"image is {describe_value(url)}, which is no base64: {error}") from None
 
 
 def _require_image(url: str, content: bytes) -> None:
@@ -205,8 +205,8 @@ def _require_image(url: str, content: bytes) -> None:
     except Image.DecompressionBombError:
         return
     except Exception as error:  # Pillow raises whatever its readers raise
-        begin = as_words(content[:40].decode("ascii", "replace"))
+        begin = describe_value(content[:40].decode("ascii", "replace"))
         raise ValueError(
-            f"the image {as_words(url)} is {len(content):,} bytes that are no image, and begin "
+            f"the image {describe_value(url)} is {len(content):,} bytes that are no image, and begin "
             f"with {begin} ({type(error).__name__}); it is not kept, and fetched again next time"
         ) from None

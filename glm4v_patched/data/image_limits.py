@@ -50,7 +50,7 @@ def most_parts(content: bytes) -> int:
     return MOST_PARTS + len(content) // 512
 
 
-def measure(image: Image.Image, content: bytes, most_pixels: int) -> int:
+def count_decoded_pixels(image: Image.Image, content: bytes, most_pixels: int) -> int:
     """Return the pixels that an image counts as, from its header.
 
     Raises:

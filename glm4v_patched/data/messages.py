@@ -53,7 +53,7 @@ CURES = {
 # <|image_pad|>, <start_of_image>, <image_soft_token>, <__media__>, &lt;image&gt; and the like. Not
 # HTML's <img src=...> and Markdown's ![...](...), which are words. What was matched is not tried in
 # another way (++): words of 60,000 blanks would take a minute, "<image" with 40 digits for ever.
-PLACE = re.compile(
+IMAGE_PLACEHOLDER_RE = re.compile(
     r"(?:<|\[|&lt;)\s*+[|_]*(?:(?:begin|start|end)_of_)?(?:image|img|picture|media)"
     r"(?:here|[\s_:-]*+(?:pad|soft|token|placeholder|start|end|\d++))*+"
     r"[|_]*\s*+/?\s*+(?:>|\]|&gt;)"
@@ -61,7 +61,7 @@ PLACE = re.compile(
     re.IGNORECASE,
 )
 A_PATH = re.compile(r"<img>([^<\s][^<]*+)</img>", re.IGNORECASE)  # Qwen-VL's
-PLACES_AT_THE_ENDS = re.compile(
+EDGE_PLACEHOLDERS_RE = re.compile(
     r"\A\s*+(?:<image>\s*+)+|(?<!\s)(?<!<image>)(?:\s*+<image>)++\s*+\Z", re.IGNORECASE
 )
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -77,13 +77,13 @@ MAY_FOLLOW = {
 }
 
 
-def check_messages(messages: Any, to_learn: bool = True, images: list | None = None) -> list[dict]:
+def check_messages(messages: Any, for_training: bool = True, images: list | None = None) -> list[dict]:
     """The messages in the form that is described above, but for their images, which are still as
     they stand in the file.
 
     Args:
         messages: Of a file: ours, or as in OpenAI's API, TRL, ms-swift and LLaMA-Factory.
-        to_learn: Whether they have to end with the assistant. Without, they may also end with a
+        for_training: Whether they have to end with the assistant. Without, they may also end with a
             question, to be answered.
         images: Of the row, for the places ``<image>`` in the messages.
 
@@ -91,12 +91,12 @@ def check_messages(messages: Any, to_learn: bool = True, images: list | None = N
         ValueError: says which message is wrong, and what to write.
     """
     if not isinstance(messages, list) or not messages:
-        least = 2 if to_learn else 1
-        raise ValueError(f"messages is {as_words(messages)}; expected a list of at least {least}")
+        least = 2 if for_training else 1
+        raise ValueError(f"messages is {describe_value(messages)}; expected a list of at least {least}")
     drafts = read_each(messages, "message", _draft)
     _fill_places(drafts, images)
     checked = read_each(drafts, "message", _finished)
-    _check_turns(checked, to_learn)
+    _check_turns(checked, for_training)
     return checked
 
 
@@ -146,7 +146,7 @@ def text_of(message: dict) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
-def without_marks(messages: Sequence[dict]) -> list[dict]:
+def drop_train_flags(messages: Sequence[dict]) -> list[dict]:
     """The messages as the processor takes them: without ``train``."""
     return [{k: of for k, of in message.items() if k != "train"} for message in messages]
 
@@ -180,7 +180,7 @@ def refuse_keys(
 
 def _draft(message: Any) -> Draft:
     if not isinstance(message, dict):
-        raise ValueError(f'is {as_words(message)}; expected {{"role": "user", "content": "..."}}')
+        raise ValueError(f'is {describe_value(message)}; expected {{"role": "user", "content": "..."}}')
     refuse_keys((key for key in message if key not in MARKS), KEYS, "a message", CURES)
     for key in ("role", "content"):
         if key not in message:
@@ -188,12 +188,12 @@ def _draft(message: Any) -> Draft:
     made = {key: message[key] for key in ("role", "content", "metadata", "tools") if key in message}
     role, images = message["role"], [message["image"]] if "image" in message else []
     if role not in ROLES:
-        raise ValueError(f"the role {as_words(role)} is not one of {', '.join(ROLES)}")
+        raise ValueError(f"the role {describe_value(role)} is not one of {', '.join(ROLES)}")
     if isinstance(made["content"], list):
         made["content"], shown = _read_parts(made["content"])
         images += shown
     if not isinstance(made["content"], str):
-        raise ValueError(f"content is {as_words(made['content'])}; expected text")
+        raise ValueError(f"content is {describe_value(made['content'])}; expected text")
     if "tools" in message:
         _check_tools(message["tools"], role)
     if "metadata" in message:
@@ -210,7 +210,7 @@ def _mark(message: dict) -> dict:
         is_number = key == "weight"  # 0 or 1, as OpenAI has it
         if isinstance(message[key], bool) is is_number or message[key] not in (0, 1):
             expected = "0 or 1" if is_number else "true or false"
-            raise ValueError(f"{key} is {as_words(message[key])}; expected {expected}")
+            raise ValueError(f"{key} is {describe_value(message[key])}; expected {expected}")
         if message["role"] != "assistant":
             raise ValueError(
                 f"has {key} and the role {message['role']}: only the assistant's turns are "
@@ -223,7 +223,7 @@ def _check_tools(tools: Any, role: str) -> None:
     if role != "system":
         raise ValueError(f"has tools; expected them in a system message, and this is of {role}")
     if not isinstance(tools, list) or not tools:
-        raise ValueError(f"tools is {as_words(tools)}; expected a list of functions")
+        raise ValueError(f"tools is {describe_value(tools)}; expected a list of functions")
     for number, tool in enumerate(tools, start=1):
         described = tool if isinstance(tool, dict) else {}
         function = described.get("function", tool)
@@ -239,9 +239,9 @@ def _check_tools(tools: Any, role: str) -> None:
 
 def _check_metadata(metadata: Any, role: str) -> None:
     is_line = isinstance(metadata, str) and not re.search(r"[\r\n]", metadata)
-    if not is_line or PLACE.search(metadata) or (metadata and role != "assistant"):
+    if not is_line or IMAGE_PLACEHOLDER_RE.search(metadata) or (metadata and role != "assistant"):
         raise ValueError(
-            f"metadata is {as_words(metadata)}, of {role}; expected the name of the tool that the "
+            f"metadata is {describe_value(metadata)}, of {role}; expected the name of the tool that the "
             "assistant calls, one line"
         )
 
@@ -269,10 +269,10 @@ def _read_part(part: Any) -> str | list:
     if kind == "text":
         refuse_keys(part, ("type", "text"), "a part")
         if not isinstance(part.get("text"), str):
-            raise ValueError(f"text is {as_words(part.get('text'))}; expected text")
+            raise ValueError(f"text is {describe_value(part.get('text'))}; expected text")
         return part["text"]
     if kind not in ("image", "image_url"):
-        raise ValueError(f"has the type {as_words(kind)}; expected text or image")
+        raise ValueError(f"has the type {describe_value(kind)}; expected text or image")
     refuse_keys(part, ("type", *IMAGE_SOURCES), "a part")
     given = [key for key in IMAGE_SOURCES if part.get(key) is not None]
     if len(given) > 1:
@@ -292,7 +292,7 @@ def _fill_places(drafts: list[Draft], images: list | None) -> None:
     asked = [draft for draft in drafts if draft[0]["role"] == "user"]
     for message, shown in asked if images is not None else ():
         if not shown:
-            shown += [AT_PLACE] * len(PLACE.findall(message["content"]))
+            shown += [AT_PLACE] * len(IMAGE_PLACEHOLDER_RE.findall(message["content"]))
     there = images or []
     if asked and not any(shown for _, shown in drafts):
         asked[0][1].extend(there)  # the model has all images of a message before its words
@@ -327,7 +327,7 @@ def _finished(draft: Draft) -> dict:
     words = _without_places(message["content"], role, len(images))
     if not words.strip() and not (images or "tools" in message):
         raise ValueError(
-            f"the content of {role} is {as_words(words)}, which is empty: write what is said, or "
+            f"the content of {role} is {describe_value(words)}, which is empty: write what is said, or "
             "leave the row out"
         )
     message = message | {"content": words}
@@ -347,7 +347,7 @@ def _finished(draft: Draft) -> dict:
 
 def _without_places(content: str, role: str, images: int) -> str:
     """The words without the places of images at their beginning or end."""
-    places = PLACE.findall(content)
+    places = IMAGE_PLACEHOLDER_RE.findall(content)
     if not places:
         return content
     counted = f"places for images: {len(places)} ({places[0]}), images: {images}"
@@ -355,8 +355,8 @@ def _without_places(content: str, role: str, images: int) -> str:
         raise ValueError(f"{counted}: only the user shows images; take {places[0]} out")
     if len(places) != images:
         raise ValueError(f'{counted}: give the message as many images ("image": "a.png")')
-    words = PLACES_AT_THE_ENDS.sub("", content)
-    left = PLACE.search(words)
+    words = EDGE_PLACEHOLDERS_RE.sub("", content)
+    left = IMAGE_PLACEHOLDER_RE.search(words)
     if left is not None:
         raise ValueError(
             f"{left[0]} cannot be the image's place: the model has an image before the words; "
@@ -365,11 +365,11 @@ def _without_places(content: str, role: str, images: int) -> str:
     return words
 
 
-def _check_turns(messages: list[dict], to_learn: bool) -> None:
+def _check_turns(messages: list[dict], for_training: bool) -> None:
     roles = [message["role"] for message in messages]
-    if roles == ["system"] and not to_learn:
+    if roles == ["system"] and not for_training:
         raise ValueError("is a message of system alone; expected a question of the user after it")
-    if roles[-1] != "assistant" and to_learn:
+    if roles[-1] != "assistant" and for_training:
         raise ValueError(
             f"ends with a message of {roles[-1]}; expected one of the assistant, to be learned"
         )
@@ -384,7 +384,7 @@ def _check_turns(messages: list[dict], to_learn: bool) -> None:
             f"{' or '.join(MAY_FOLLOW[before])}{cure}"
         )
     learned = learned_turns(messages)
-    if to_learn and not any(learned):
+    if for_training and not any(learned):
         raise ValueError(
             f"has train: false in each of its {len(learned)} turns of the assistant: nothing of it "
             "would be learned; leave the row out"
@@ -395,7 +395,7 @@ def quoted(text: str) -> str:
     return f'"{shorten(text)}"'
 
 
-def as_words(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """A value for a message."""
     if isinstance(value, (dict, list)):
         kind = "object" if isinstance(value, dict) else "list"

@@ -52,7 +52,7 @@ def share_out(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return rows
 
 
-class PackedRows(Sequence):
+class PackedDataset(Sequence):
     """Rows of conversations, each read when it is asked for.
 
     Args:

@@ -17,10 +17,10 @@ from .columns import NO_CELL, describe_unnamed, named_columns, unnamed_columns
 from .folders import hub_cache_of
 from .formats import Found, describe_unknown, find_format, read_as, read_columns
 from .image_files import ImageFiles
-from .left_out import require_nothing_left_out
-from .messages import as_words, check_messages, images_of, replace_images
-from .source import Source, fault_of_set
-from .text_rows import OF_LINES, TOO_DEEP, Fault, Numbered, kind_of_file, read_text
+from .missing_media import require_nothing_left_out
+from .messages import describe_value, check_messages, images_of, replace_images
+from .source import DataSource, find_source_problem
+from .text_rows import OF_LINES, TOO_DEEP, RowProblem, Numbered, kind_of_file, read_text
 
 CURE = (
     "correct them (paths of images are relative to the file's folder, or to data.image_folder; "
@@ -30,7 +30,7 @@ MOST_FAULTS_LISTED = 20
 MOST_LINES_LISTED = 8  # of the rows that have one fault
 
 
-class Row(NamedTuple):
+class ConversationRow(NamedTuple):
     """A conversation that can be rendered; its images have not been looked for."""
 
     line: int
@@ -43,7 +43,7 @@ class Row(NamedTuple):
         return images_of(self.messages)
 
 
-def read_conversations(path: str | Path | Source) -> list[list[dict]]:
+def read_conversations(path: str | Path | DataSource) -> list[list[dict]]:
     """Read a set of conversations, of which every row must be usable; image paths become absolute.
 
     Images must be there and are not opened: :mod:`check` decodes them.
@@ -51,13 +51,13 @@ def read_conversations(path: str | Path | Source) -> list[list[dict]]:
     Raises:
         ValueError: lists up to 20 unusable lines; or there is none at all.
     """
-    rows, faults = split_rows(read_rows(path))
+    rows, faults = split_usable_rows(iter_rows(path))
     if faults:
-        raise ValueError(describe_faults(path, faults, len(rows) + len(faults)))
+        raise ValueError(describe_problems(path, faults, len(rows) + len(faults)))
     return [row.messages for row in rows]
 
 
-def require_first_rows(sources: Sequence[Source]) -> None:
+def require_first_rows(sources: Sequence[DataSource]) -> None:
     """See at once what would make all of a file's rows unusable, such as keys of another format.
 
     What is fetched is left for the check, which looks at every row.
@@ -67,37 +67,37 @@ def require_first_rows(sources: Sequence[Source]) -> None:
     """
     for source in sources:
         if source.is_local and not source.allow_urls:
-            rows, faults = split_rows(islice(read_rows(source), MOST_FAULTS_LISTED + 1))
+            rows, faults = split_usable_rows(islice(iter_rows(source), MOST_FAULTS_LISTED + 1))
             if not rows:
                 all_of_it = len(faults) <= MOST_FAULTS_LISTED
                 number = len(faults) if all_of_it else None
-                text = describe_faults(source, faults[:MOST_FAULTS_LISTED], number)
+                text = describe_problems(source, faults[:MOST_FAULTS_LISTED], number)
                 raise ValueError(f"{text}\n{CURE}")
 
 
-def split_rows(read: "Iterable[Row | Fault]") -> tuple[list[Row], list[Fault]]:
+def split_usable_rows(read: "Iterable[Row | Fault]") -> tuple[list[ConversationRow], list[RowProblem]]:
     """Rows of which all images are there, and the faults of others."""
-    rows: list[Row] = []
-    faults: list[Fault] = []
+    rows: list[ConversationRow] = []
+    faults: list[RowProblem] = []
     for row in read:
-        if isinstance(row, Fault):
+        if isinstance(row, RowProblem):
             faults.append(row)
         elif lost := next((of for of in row.images if not os.path.isfile(of)), None):
             fault = "is no file" if os.path.exists(lost) else "does not exist"
-            faults.append(Fault(row.line, f"the image {shorten(lost)} {fault}"))
+            faults.append(RowProblem(row.line, f"the image {shorten(lost)} {fault}"))
         else:
             rows.append(row)
     return rows, faults
 
 
-def describe_faults(path: str | Path | Source, faults: list[Fault], number: int | None) -> str:
+def describe_problems(path: str | Path | DataSource, faults: list[RowProblem], number: int | None) -> str:
     """Up to 20 of them with file and line, each once, and how many of ``number`` rows they are;
     None, if they are the first rows, and it is not known how many there are."""
     source = as_source(path)
     told = f"none of its first {len(faults):,} rows can be used"
     if number is not None:
         told = f"{len(faults):,} of {number:,} rows cannot be used"
-    same: dict[str, list[Fault]] = {}
+    same: dict[str, list[RowProblem]] = {}
     for fault in faults:
         same.setdefault(fault.text, []).append(fault)
     lines, start = [f"{source.path}: {told}:"], before_number(source)
@@ -108,37 +108,37 @@ def describe_faults(path: str | Path | Source, faults: list[Fault], number: int 
     return "\n".join(lines) + (f"\n  and {more:,} more" if more else "")
 
 
-def place(source: Source, number: int) -> str:
+def row_location(source: DataSource, number: int) -> str:
     """Where a row stands, for people."""
     return f"{before_number(source)}{number}"
 
 
-def before_number(source: Source) -> str:
+def before_number(source: DataSource) -> str:
     """What stands before a row's number: the file, of which it is a line if that has lines."""
     path = Path(source.path)
     return f"{path}:" if path.is_file() and kind_of_file(path) in OF_LINES else f"{path}, row "
 
 
-def as_source(path: str | Path | Source) -> Source:
-    return path if isinstance(path, Source) else Source(str(path))
+def as_source(path: str | Path | DataSource) -> DataSource:
+    return path if isinstance(path, DataSource) else DataSource(str(path))
 
 
-def read_rows(
-    path: str | Path | Source, to_learn: bool = True, share: tuple[int, int] = (0, 1)
-) -> Iterator[Row | Fault]:
+def iter_rows(
+    path: str | Path | DataSource, for_training: bool = True, share: tuple[int, int] = (0, 1)
+) -> Iterator[ConversationRow | RowProblem]:
     """Each row, in order; lines that are blank are none.
 
     Args:
-        to_learn: As :func:`check_messages` takes it.
+        for_training: As :func:`check_messages` takes it.
         share: ``(k, n)``: of n processes that share the rows, those of process k.
 
     Raises:
         ValueError: the source cannot be read, or has no row.
     """
     source = as_source(path)
-    if fault := fault_of_set(source):  # before it is opened: a pipe would be waited for
+    if fault := find_source_problem(source):  # before it is opened: a pipe would be waited for
         raise ValueError(f"{source.path}: {fault}")
-    reader, number = _RowReader(source, to_learn), -1
+    reader, number = _RowReader(source, for_training), -1
     for number, (line, row) in enumerate(islice(_given_rows(source), source.max_samples)):
         is_own = number % share[1] == share[0]
         if is_own or not reader.is_known:
@@ -149,7 +149,7 @@ def read_rows(
         raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
 
 
-def folder_of_images(source: Source) -> str:
+def folder_of_images(source: DataSource) -> str:
     """Return what paths of images are relative to."""
     if source.image_folder:
         return source.image_folder
@@ -162,8 +162,8 @@ class _RowReader:
     """Makes messages of the rows of a set, by its columns or a format: that which is named, or the
     one of the first row that has any."""
 
-    def __init__(self, source: Source, to_learn: bool):
-        self.source, self.to_learn = source, to_learn
+    def __init__(self, source: DataSource, for_training: bool):
+        self.source, self.for_training = source, for_training
         self.format = None if source.format == "auto" else source.format
         folder = folder_of_images(source)
         # What comes from the Hub may name no file of this machine.
@@ -181,21 +181,21 @@ class _RowReader:
         """Whether all rows to come are read in one way, whoever reads which."""
         return bool(self.source.columns or self.format)
 
-    def read(self, line: int, row: Any) -> Row | Fault:
-        if isinstance(row, Fault):
+    def read(self, line: int, row: Any) -> ConversationRow | RowProblem:
+        if isinstance(row, RowProblem):
             return row
         try:
-            return Row(line, self._messages_of(row))
+            return ConversationRow(line, self._messages_of(row))
         except ValueError as error:
-            return Fault(line, sys.intern(str(error)))  # of many rows, often the same
+            return RowProblem(line, sys.intern(str(error)))  # of many rows, often the same
         except RecursionError:
-            return Fault(line, TOO_DEEP)
+            return RowProblem(line, TOO_DEEP)
 
     def _messages_of(self, row: Any) -> list[dict]:
         if not isinstance(row, dict):
-            raise ValueError(f'is {as_words(row)}; expected {{"messages": [...]}}')
+            raise ValueError(f'is {describe_value(row)}; expected {{"messages": [...]}}')
         messages, shown = self._find(row)
-        checked = check_messages(messages, self.to_learn, shown)
+        checked = check_messages(messages, self.for_training, shown)
         checked = replace_images(checked, self.files.path_of)
         require_nothing_left_out(row, checked, self.source, self.files)
         return checked
@@ -218,7 +218,7 @@ class _RowReader:
         return read_as(self.format, row)
 
 
-def _given_rows(source: Source) -> Numbered:
+def _given_rows(source: DataSource) -> Numbered:
     """The number of each row and its value as it stands, or a fault."""
     path = Path(source.path)
     if source.is_local and path.is_file() and (kind := kind_of_file(path)) != "table":

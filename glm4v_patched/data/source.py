@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..paths import expand, is_within
-from .columns import IMAGE_FILES, fault_of_columns, named_columns
+from ..paths import expand_path, is_within
+from .columns import IMAGE_FILES, find_columns_problem, named_columns
 from .folders import matches
-from .formats import FORMATS
-from .messages import as_words, quoted, read_each
+from .formats import ROW_FORMATS
+from .messages import describe_value, quoted, read_each
 
 MOST_REPEATED = 1_000_000
 OF_CSV = (".csv", ".tsv")
@@ -31,7 +31,7 @@ CURE_OF_FOLDER = (
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A set of rows, and how it is read.
 
     Attributes:
@@ -39,7 +39,7 @@ class Source:
             the Hub.
         format: A name of :data:`formats.FORMATS`, or "auto".
         weight: How often each of its rows comes in an epoch.
-        split, subset, revision: Of what has them, by :func:`fault_of_set`; of one that has splits,
+        split, subset, revision: Of what has them, by :func:`find_source_problem`; of one that has splits,
             "train" by default.
         image_folder: What paths of images are relative to; default the folder of the file.
         ignore: Keys of a row that are left out.
@@ -72,7 +72,7 @@ class Source:
         return os.path.lexists(self.path) or not is_id or suffix_of(self.path) in OF_FILES
 
 
-def folders_of_set(source: Source, name: str) -> list[tuple[str, str]]:
+def folders_of_source(source: DataSource, name: str) -> list[tuple[str, str]]:
     """Return the folders that a set is read from, for :func:`paths.require_apart`.
 
     An ``image_folder`` around the set itself, such as ``.``, is a prefix of paths and no folder of
@@ -92,13 +92,13 @@ def suffix_of(path: str | Path) -> str:
     return os.path.splitext(name)[1]
 
 
-def fault_of_path(path: str) -> str | None:
+def find_path_problem(path: str) -> str | None:
     """Why no rows can be read from a path, as far as is seen without reading."""
     if not os.path.lexists(path):
         if files := _files_of_pattern(path):
-            faults = ((file, fault_of_path(file)) for file in files)
+            faults = ((file, find_path_problem(file)) for file in files)
             return next((f"{file}: {fault}" for file, fault in faults if fault), None)
-        return "there is no such file" if Source(path).is_local else None
+        return "there is no such file" if DataSource(path).is_local else None
     if os.path.isdir(path):
         files = [str(of) for of in Path(path).rglob("*") if suffix_of(of) in OF_FILES + IMAGE_FILES]
         if not files:
@@ -106,7 +106,7 @@ def fault_of_path(path: str) -> str | None:
         others = [file for file in files if not (os.path.isfile(file) or os.path.isdir(file))]
         return f"{others[0]} is a link to nothing, or a pipe" if others else None
     if not os.path.isfile(path):
-        return "no file, but a link to nothing, a pipe, a socket or a device"
+        return "not a regular file, but a broken link, a pipe, a socket or a device"
     if not os.access(path, os.R_OK):
         return "it may not be read"
     if path.lower().endswith((*(f".tar{suffix}" for suffix in COMPRESSED), ".tgz")):
@@ -121,7 +121,7 @@ def _files_of_pattern(path: str) -> list[str]:
 def named_paths(value: str | Sequence[Any]) -> list[str]:
     """Return the paths, ids and patterns of :func:`make_sources`'s sets as they were given."""
     values = [value] if isinstance(value, str) else value
-    return [expand(each if isinstance(each, str) else each["path"]) for each in values]
+    return [expand_path(each if isinstance(each, str) else each["path"]) for each in values]
 
 
 def pattern_reaches(pattern: str, folder: str) -> bool:
@@ -141,9 +141,9 @@ def is_saved(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in SAVED)
 
 
-def fault_of_set(source: Source) -> str | None:
-    """What :func:`fault_of_path` says, or which field would have no effect on such a set."""
-    if fault := fault_of_path(source.path):
+def find_source_problem(source: DataSource) -> str | None:
+    """What :func:`find_path_problem` says, or which field would have no effect on such a set."""
+    if fault := find_path_problem(source.path):
         return fault
     has: tuple[str, ...] = ("split", "subset")
     if not os.path.lexists(source.path):
@@ -168,11 +168,11 @@ def fault_of_set(source: Source) -> str | None:
     return both and f"{quoted(both)} is in columns and in ignore: take it out of one of them"
 
 
-def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[Source, ...]:
+def make_sources(value: Any, defaults: Mapping[str, Any]) -> tuple[DataSource, ...]:
     """The sets of a recipe's ``data.train`` or ``data.eval``.
 
     Args:
-        value: A path, or a list of paths and of mappings with fields of :class:`Source`.
+        value: A path, or a list of paths and of mappings with fields of :class:`DataSource`.
         defaults: Fields for sets that do not have them.
 
     Raises:
@@ -194,7 +194,7 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: type(value) in (int, float) and 0 < value <= MOST_REPEATED,
         f"a number above 0, of {MOST_REPEATED:,} at most",
     ),
-    "format": (lambda value: value in ("auto", *FORMATS), f"auto, {', '.join(FORMATS)}"),
+    "format": (lambda value: value in ("auto", *ROW_FORMATS), f"auto, {', '.join(ROW_FORMATS)}"),
     "ignore": (
         lambda value: isinstance(value, list) and all(isinstance(key, str) for key in value),
         "a list of names",
@@ -204,33 +204,33 @@ EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[Source]:
+def _make_sources(given: Any, defaults: Mapping[str, Any]) -> list[DataSource]:
     """A set; of a pattern of files, one for each."""
     given = {"path": given} if isinstance(given, str) else given
     if not isinstance(given, dict):
-        raise ValueError(f"is {as_words(given)}; expected a path, or {{path: FILE, weight: 1.0}}")
-    names = [field.name for field in fields(Source)]
+        raise ValueError(f"is {describe_value(given)}; expected a path, or {{path: FILE, weight: 1.0}}")
+    names = [field.name for field in fields(DataSource)]
     for name, value in given.items():
         if name not in names:
             raise ValueError(
-                f"{as_words(name)} is not a field of a set; expected {', '.join(names)}"
+                f"{describe_value(name)} is not a field of a set; expected {', '.join(names)}"
             )
         is_right, expected = EXPECTED.get(name, (_is_text, "text"))
         if name == "columns":
-            if fault := fault_of_columns(value):
+            if fault := find_columns_problem(value):
                 raise ValueError(f"columns {fault}")
         elif not is_right(value):
-            raise ValueError(f"{name} is {as_words(value)}; expected {expected}")
+            raise ValueError(f"{name} is {describe_value(value)}; expected {expected}")
     if "path" not in given:
         raise ValueError("path is missing; expected {path: FILE, weight: 1.0}")
     values = dict(defaults) | given
     if "format" in given and "columns" not in given:
         values.pop("columns", None)
     values["ignore"] = tuple(values.get("ignore", ()))
-    values["path"] = expand(values["path"])
+    values["path"] = expand_path(values["path"])
     if (folder := values.get("image_folder")) is not None:
-        values["image_folder"] = os.path.abspath(expand(folder))
-    source = Source(**values)
+        values["image_folder"] = os.path.abspath(expand_path(folder))
+    source = DataSource(**values)
     if not source.is_local:
         return [source]
     is_there = os.path.lexists(source.path)

@@ -145,7 +145,7 @@ def values(rows: StoredRows, *names: str) -> Iterator[tuple]:
         yield from zip(*batch.to_pydict().values(), strict=True)
 
 
-class Conversations(Sequence):
+class ConversationDataset(Sequence):
     """Conversations, each read from the disk when it is asked for: a data set for torch.
 
     Args:
@@ -159,12 +159,12 @@ class Conversations(Sequence):
         return len(self.order)
 
     @property
-    def most_images(self) -> int:
+    def max_images(self) -> int:
         """Of one conversation."""
         return int(column(self.rows, "num_images")[self.order].max(initial=0))
 
     def __getitem__(self, index):
         if isinstance(index, slice):
-            return Conversations(self.rows, self.order[index])
+            return ConversationDataset(self.rows, self.order[index])
         number = self.rows.numbers[self.order[index]]
         return json.loads(self.rows.table.column("messages")[int(number)].as_py())

@@ -17,12 +17,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from .check import ENCODER, fault_of_image, fault_of_size, fault_of_text, measure
 from .collate import ConversationCollator
-from .decoding import may_be_decoded, read_facts
+from .decoding import may_be_decoded, check_image_file
 from .messages import images_of
-from .rows import Row, before_number, read_rows
-from .source import Source
+from .rows import ConversationRow, before_number, iter_rows
+from .source import DataSource
 
-FAULTS, UNREADABLE = "faults", "unreadable"
+ROW_PROBLEMS, UNREADABLE = "faults", "unreadable"
 """In a batch: what is wrong with rows that are not in it, a line each with the place; and why a set
 cannot be read on, after which no run may go on."""
 NOTHING_LEARNED: list[dict] = [
@@ -41,7 +41,7 @@ class Streamed(NamedTuple):
     """Whether the set cannot be read on."""
 
 
-class Stream(IterableDataset):
+class StreamDataset(IterableDataset):
     """The rows of one training process, without an end; each pass through a set in another order.
 
     Args:
@@ -54,7 +54,7 @@ class Stream(IterableDataset):
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[DataSource],
         batch_size: int,
         share: tuple[int, int] = (0, 1),
         seed: int = 0,
@@ -94,7 +94,7 @@ class Stream(IterableDataset):
                 held[at] = row
             yield from (held[at] for at in draws.permutation(len(held)))
 
-    def _rows(self, source: Source) -> Iterator[Streamed]:
+    def _rows(self, source: DataSource) -> Iterator[Streamed]:
         """The rows of a pass, and faults where they stand: a row that is corrected, or that one
         reader alone cannot fetch, moves no other. Where the set cannot be read on, it has no end.
         """
@@ -106,8 +106,8 @@ class Stream(IterableDataset):
         )
         try:
             start = before_number(source)
-            for found in read_rows(source, share=self.share):
-                if isinstance(found, Row):
+            for found in iter_rows(source, share=self.share):
+                if isinstance(found, ConversationRow):
                     is_empty = False
                     yield Streamed(found.messages, f"{start}{found.line}")
                 else:
@@ -119,7 +119,7 @@ class Stream(IterableDataset):
             yield Streamed([], where, fault, is_last=True)
 
 
-class StreamCollator:
+class StreamingCollator:
     """Makes batches of rows that nobody has looked at.
 
     A row that cannot be learned from is not in its batch, and the batch says so under
@@ -146,7 +146,7 @@ class StreamCollator:
         for row, fault in found:
             if fault is not None:
                 told[row.is_last].append(f"{row.place}: {fault}")
-        return {**batch, FAULTS: told[False], UNREADABLE: told[True]}
+        return {**batch, ROW_PROBLEMS: told[False], UNREADABLE: told[True]}
 
     def _batch(self, conversations: Iterable[list[dict]]) -> dict[str, torch.Tensor] | str:
         """Return a batch, or why there is none."""
@@ -179,5 +179,5 @@ class StreamCollator:
 
 
 def _fault_of_images(paths: list[str]) -> str | None:
-    faults = (fault_of_image(path, read_facts(path)) for path in paths)
+    faults = (fault_of_image(path, check_image_file(path)) for path in paths)
     return next(filter(None, faults), None)

@@ -21,8 +21,8 @@ from .cards import choose_split, read_subset
 from .columns import IMAGE_FILES, NO_CELL
 from .folders import Folder, HubFolder
 from .formats import find_format
-from .source import COMPRESSED, CURE_OF_FOLDER, OF_CSV, OF_FILES, SAVED, Source, is_saved, suffix_of
-from .text_rows import OF_LINES, Fault, Numbered, kind_of_file, read_text
+from .source import COMPRESSED, CURE_OF_FOLDER, OF_CSV, OF_FILES, SAVED, DataSource, is_saved, suffix_of
+from .text_rows import OF_LINES, RowProblem, Numbered, kind_of_file, read_text
 
 KINDS = {
     "parquet": (".parquet",),
@@ -55,7 +55,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 """Of files in archives of WebDataset by their suffix; others stay bytes."""
 
 
-def read_table(source: Source) -> Numbered:
+def read_table(source: DataSource) -> Numbered:
     """The number of each row, from 1, and its values by the names of columns, :data:`NO_CELL` for
     null: images are their bytes or paths, and classes their names.
 
@@ -65,7 +65,7 @@ def read_table(source: Source) -> Numbered:
     """
     with _errors_of(source):
         for number, row in enumerate(_open(source), start=1):
-            if isinstance(row, Fault):
+            if isinstance(row, RowProblem):
                 yield number, row._replace(line=number)
                 continue
             full = {key: NO_CELL if of is None else of for key, of in row.items()}
@@ -73,7 +73,7 @@ def read_table(source: Source) -> Numbered:
 
 
 @contextmanager
-def _errors_of(source: Source) -> Iterator[None]:
+def _errors_of(source: DataSource) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
@@ -84,7 +84,7 @@ def _errors_of(source: Source) -> Iterator[None]:
         raise ValueError(f"{source.path} cannot be read: {error}") from error
 
 
-def _open(source: Source) -> Iterator[Any]:
+def _open(source: DataSource) -> Iterator[Any]:
     path = Path(source.path)
     if path.is_file():
         kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
@@ -97,7 +97,7 @@ def _open(source: Source) -> Iterator[Any]:
     return _open_folder(folder, source)
 
 
-def _saved_files(folder: Folder, source: Source) -> list[str]:
+def _saved_files(folder: Folder, source: DataSource) -> list[str]:
     """Return the files of a set, or of one of the splits, that ``save_to_disk`` wrote.
 
     Raises:
@@ -122,7 +122,7 @@ def _saved_files(folder: Folder, source: Source) -> list[str]:
     return files
 
 
-def _open_folder(folder: Folder, source: Source) -> Iterator[Any]:
+def _open_folder(folder: Folder, source: DataSource) -> Iterator[Any]:
     of_split, classes = read_subset(folder, source.subset, source.split)
     kind, files = _kind_of_files(of_split)
     described = [file for file in files if os.path.basename(file) in METADATA]
@@ -178,13 +178,13 @@ def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
         is_table = suffix_of(file) == ".parquet"
         rows = _rows_of_tables("parquet", folder, [file], {}) if is_table else None
         for row in rows or _rows_of_text(folder, [file]):
-            if isinstance(row, Fault):
+            if isinstance(row, RowProblem):
                 yield row
                 continue
             try:
                 yield _with_image(row, folder, os.path.dirname(file))
             except ValueError as error:
-                yield Fault(0, f"{folder.path}/{file}: {error}")
+                yield RowProblem(0, f"{folder.path}/{file}: {error}")
 
 
 def _with_image(row: dict, folder: Folder, below: str) -> dict:
@@ -224,7 +224,7 @@ def _refuse_pairs(folder: Folder, files: list[str]) -> None:
 def _is_row(folder: Folder, file: str) -> bool:
     """Return whether a JSON file is a row of a known format, which names its images itself."""
     path = folder.local_path(file)
-    rows = [row for _, row in read_text(Source(path), kind_of_file(Path(path)))]
+    rows = [row for _, row in read_text(DataSource(path), kind_of_file(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
 
@@ -233,12 +233,12 @@ def _rows_of_text(folder: Folder, files: list[str]) -> Iterator[Any]:
     for file in files:
         path = folder.local_path(file)
         kind = kind_of_file(Path(path))
-        for line, row in read_text(Source(path), kind):
-            if isinstance(row, Fault):
+        for line, row in read_text(DataSource(path), kind):
+            if isinstance(row, RowProblem):
                 before = f"{path}:" if kind in OF_LINES else f"{path}, row "
-                row = Fault(0, f"{before}{line}: {row.text}")
+                row = RowProblem(0, f"{before}{line}: {row.text}")
             elif not isinstance(row, dict):
-                row = Fault(0, f"{path}: row {line} is no object")
+                row = RowProblem(0, f"{path}: row {line} is no object")
             yield row
 
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
 from .columns import IMAGE_FILES, NO_CELL
-from .formats import FORMATS
+from .formats import ROW_FORMATS
 from .messages import MOST_KEYS_LISTED, quoted
-from .source import OF_CSV, Source, suffix_of
+from .source import OF_CSV, DataSource, suffix_of
 
 UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -53,7 +53,7 @@ TOO_DEEP = "objects or lists are nested too deeply"
 MOST_OF_DOCUMENT = 2**28
 """Characters of a JSON array or object, of which all is in memory."""
 BLANK = re.compile(r"[ \t\r\n]*")
-KEYS_OF_ROWS = {"image", *(key for of in FORMATS.values() for key in of.needs)}
+KEYS_OF_ROWS = {"image", *(key for of in ROW_FORMATS.values() for key in of.needs)}
 CHARACTERS_TO_TELL = 2**16  # what a file is
 BESIDE_ROWS = ("info", "licenses", "categories")
 """Lists beside the rows, in files as COCO's."""
@@ -64,7 +64,7 @@ OF_CELLS = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
 OF_NAMES = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
 
 
-class Fault(NamedTuple):
+class RowProblem(NamedTuple):
     """A line that cannot be used, and why."""
 
     line: int
@@ -76,7 +76,7 @@ Numbered = Iterator[tuple[int, Any]]
 :class:`Fault`."""
 
 
-def read_text(source: Source, kind: str) -> Numbered:
+def read_text(source: DataSource, kind: str) -> Numbered:
     """Rows of a file of such a kind, of :func:`kind_of_file`.
 
     Raises:
@@ -237,7 +237,7 @@ def _lines(path: Path) -> Numbered:
         read_line = partial(lines.readline, MOST_CHARACTERS)
         for line, text in enumerate(iter(read_line, ""), start=1):
             if len(text) == MOST_CHARACTERS and text[-1] != "\n":
-                yield line, Fault(line, TOO_LONG)
+                yield line, RowProblem(line, TOO_LONG)
                 while text and text[-1] != "\n":
                     text = read_line()
             elif text.strip():
@@ -254,11 +254,11 @@ def _parse(line: int, text: str, read: _Json) -> Any:
             told += "; it is Python's way to write it: write it with json.dumps"
         elif text[error.pos :].strip() == ",":  # behind a whole value
             told += "; leave out the comma: lines are no list"
-        return Fault(line, read.fault_of(text) or told)
+        return RowProblem(line, read.fault_of(text) or told)
     except RecursionError:
-        return Fault(line, TOO_DEEP)
+        return RowProblem(line, TOO_DEEP)
     fault = read.fault_of(text)
-    return value if fault is None else Fault(line, fault)
+    return value if fault is None else RowProblem(line, fault)
 
 
 def _array(path: Path) -> Numbered:
@@ -350,7 +350,7 @@ def _csv(path: Path) -> Numbered:
             fault = fault or fault_of_bytes("".join(cells))
             row = {name: cell or NO_CELL for name, cell in zip(names, cells, strict=False)}
             if cells or fault:
-                yield line, row if fault is None else Fault(line, fault)
+                yield line, row if fault is None else RowProblem(line, fault)
 
 
 def _elements(path: Path) -> Iterator[tuple[str, int, Any]]:
@@ -432,7 +432,7 @@ class _Document:
         except RecursionError:
             raise self.error(TOO_DEEP) from None
         fault = self.read.fault_of(self.text[begin : self.at])
-        return value if fault is None else Fault(number, fault)
+        return value if fault is None else RowProblem(number, fault)
 
     def error(self, told: str) -> ValueError:
         line = 1 + self.text.count("\n", 0, self.at)

@@ -26,7 +26,7 @@ def loader_options(
     machine, for one of its processes.
 
     Each gets its share of the cores but one, at most 8 workers, and not more than
-    :func:`workers_with_room`; without a core to spare it decodes itself.
+    :func:`workers_that_fit`; without a core to spare it decodes itself.
 
     Workers end with an epoch: those that persist would leave the random numbers of later epochs
     others than without workers, or than after a resumption.
@@ -61,10 +61,10 @@ def worker_start(offload: object, asked: Mapping[str, Any] = MappingProxyType({}
 def default_workers(processes: int, images: int, side: int) -> int:
     """How many workers suit this machine; 0 for none."""
     workers = min(cores() // processes - 1, MOST_WORKERS)
-    return workers_with_room(max(workers, 0), processes, images, side)
+    return workers_that_fit(max(workers, 0), processes, images, side)
 
 
-def workers_with_room(workers: int, processes: int, images: int, side: int = 1120) -> int:
+def workers_that_fit(workers: int, processes: int, images: int, side: int = 1120) -> int:
     """How many of so many workers fit, with their batches, into half of the shared memory that is
     free now.
 

@@ -22,15 +22,15 @@ from ..data.rows import read_conversations, write_conversations
 from ..engine.deepspeed.config import require_deepspeed
 from ..engine.gpus import find_gpus
 from ..engine.options import EngineSection
-from ..finetune.job import resolve
+from ..finetune.job import resolve_recipe
 from ..finetune.launch import launch
 from ..finetune.plots import plot_loss
 from ..finetune.recipe.sections import Data, Recipe, TrainerFields
 from ..finetune.run_folder import locked
 from ..inference.contact_sheet import draw_sheet
-from ..inference.questions import Question, digest_images, question_of
+from ..inference.questions import Question, digest_image_files, make_question
 from ..inference.scoring import exact_match, swap_images
-from ..models.placement import Device, Placement, place
+from ..models.placement import Device, Placement, place_processes
 from .images import draw_data_set
 from .tiny_model import IMAGE_SIDE, build_from_scratch
 
@@ -38,11 +38,11 @@ NUM_TRAIN, NUM_HELD_OUT = 2400, 96
 MICRO_BATCH, LEARNING_RATE, SEED = 16, 2e-3, 0
 ZERO_STAGE: Final = 3
 # What it writes to its folder, and what says that it did.
-WRITTEN = ["data", "initial", "trained", "requests.json", "replies.json"]
-WRITTEN += ["loss.png", "answers.png", "metrics.json"]
-RECORD = "demo.txt"
+OUTPUT_NAMES = ["data", "initial", "trained", "requests.json", "replies.json"]
+OUTPUT_NAMES += ["loss.png", "answers.png", "metrics.json"]
+MARKER_FILE = "demo.txt"
 # Run as a file and never imported: it makes this package unimportable.
-JUDGE = Path(__file__).with_name("fresh_process.py")
+ANSWER_SCRIPT = Path(__file__).with_name("fresh_process.py")
 
 
 def place_demo(processes: int | None, device: Device | None) -> Placement:
@@ -52,12 +52,12 @@ def place_demo(processes: int | None, device: Device | None) -> Placement:
         RecipeError: there are GPUs, but fewer than the processes that are asked for.
     """
     gpus = find_gpus()
-    if device is None and not gpus.found:
+    if device is None and not gpus.devices:
         print(f"the demo runs on the CPU, as there is no GPU: {gpus.reason}", flush=True)
         device = "cpu"
     if processes is None:
         processes = 1 if device != "cpu" and len(gpus) == 1 else 2
-    return place(processes, device or "cuda")
+    return place_processes(processes, device or "cuda")
 
 
 def run_demo(out: Path, placement: Placement, steps: int) -> dict:
@@ -74,26 +74,26 @@ def run_demo(out: Path, placement: Placement, steps: int) -> dict:
     with locked(out):
         out = out.resolve()
         _require_replaceable(out)
-        (out / RECORD).write_text("What lies beside this file was written by glm4v-patched demo.\n")
-        return _run(out, placement, steps)
+        (out / MARKER_FILE).write_text("What lies beside this file was written by glm4v-patched demo.\n")
+        return _train_and_evaluate(out, placement, steps)
 
 
 def _require_replaceable(out: Path) -> None:
     """Raises ``ValueError`` if the demo would write over another's files."""
-    present = [name for name in WRITTEN if os.path.lexists(out / name)]
+    present = [name for name in OUTPUT_NAMES if os.path.lexists(out / name)]
     cure = "expected --out to be another folder"
-    if present and not (out / RECORD).is_file():
+    if present and not (out / MARKER_FILE).is_file():
         raise ValueError(f"{out} holds {', '.join(present)}, which no demo has written; {cure}")
     for name in present:
         if (out / name).is_symlink():
             raise ValueError(f"{out / name} is a link, and would be written through; {cure}")
 
 
-def _run(out: Path, placement: Placement, steps: int) -> dict:
+def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
     started = time.time()
     disable_progress_bar()  # of files of a tiny model
-    rows = _draw(out / "data", "train", NUM_TRAIN, SEED)
-    held_out = read_conversations(_draw(out / "data", "held_out", NUM_HELD_OUT, SEED + 1))
+    rows = _write_data_set(out / "data", "train", NUM_TRAIN, SEED)
+    held_out = read_conversations(_write_data_set(out / "data", "held_out", NUM_HELD_OUT, SEED + 1))
     build_from_scratch(out / "initial", read_conversations(rows), SEED)
     print(f"data: {rows}, {len(held_out)} conversations held out", flush=True)
 
@@ -116,12 +116,12 @@ def _run(out: Path, placement: Placement, steps: int) -> dict:
         "activation checkpointing",
         flush=True,
     )
-    launch(resolve(recipe), placement, overwrite=True)
+    launch(resolve_recipe(recipe), placement, overwrite=True)
     report = json.loads((out / "trained" / "training.json").read_text())
 
-    questions = [question_of(row, messages) for row, messages in enumerate(held_out)]
-    swapped = swap_images(questions, digest_images(questions))
-    before, after, after_swapped = _ask_fresh_process(
+    questions = [make_question(row, messages) for row, messages in enumerate(held_out)]
+    swapped = swap_images(questions, digest_image_files(questions))
+    before, after, after_swapped = _answer_in_fresh_process(
         out,
         [
             (out / "initial", questions),
@@ -147,18 +147,18 @@ def _run(out: Path, placement: Placement, steps: int) -> dict:
     return metrics
 
 
-def _draw(folder: Path, name: str, number: int, seed: int) -> Path:
+def _write_data_set(folder: Path, name: str, number: int, seed: int) -> Path:
     """A file of so many conversations about images beside it."""
     conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
     return folder / f"{name}.jsonl"
 
 
-def _ask_fresh_process(out: Path, requests: list[tuple[Path, list[Question]]]) -> list[list[str]]:
+def _answer_in_fresh_process(out: Path, requests: list[tuple[Path, list[Question]]]) -> list[list[str]]:
     asked, answered = out / "requests.json", out / "replies.json"
     listed = [{"model": str(m), "prompts": [q.prompt for q in asks]} for m, asks in requests]
     asked.write_text(json.dumps(listed))
-    done = subprocess.run([sys.executable, str(JUDGE), str(asked), str(answered)], check=False)
+    done = subprocess.run([sys.executable, str(ANSWER_SCRIPT), str(asked), str(answered)], check=False)
     if done.returncode:
         raise RuntimeError(
             f"the process that judges the saved model failed with exit status {done.returncode}; "

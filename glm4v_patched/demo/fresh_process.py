@@ -20,7 +20,7 @@ BATCH = 32
 MAX_NEW_TOKENS = 32
 
 
-def answer(folder: str, prompts: list[list[dict]]) -> list[str]:
+def answer_prompts(folder: str, prompts: list[list[dict]]) -> list[str]:
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     if torch.cuda.is_available():
@@ -45,5 +45,5 @@ def answer(folder: str, prompts: list[list[dict]]) -> list[str]:
 if __name__ == "__main__":
     disable_progress_bar()  # of files of a tiny model
     requests = json.loads(Path(sys.argv[1]).read_text())
-    replies = [answer(request["model"], request["prompts"]) for request in requests]
+    replies = [answer_prompts(request["model"], request["prompts"]) for request in requests]
     Path(sys.argv[2]).write_text(json.dumps(replies, ensure_ascii=False))

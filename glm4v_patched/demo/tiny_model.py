@@ -21,7 +21,7 @@ IMAGE_SIDE = 56
 PATCH_SIDE = 14
 
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
 
 def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int) -> None:
@@ -67,7 +67,7 @@ def build_processor(
     )
 
 
-def special_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
+def special_token_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
     """What a config says of a tokenizer's special tokens."""
     vocabulary = tokenizer.get_vocab()
     ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
@@ -83,8 +83,8 @@ def special_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
 def tiny_config(
     tokenizer: ChatGLM4Tokenizer,
     image_side: int = IMAGE_SIDE,
-    language: Mapping[str, Any] = NOTHING,
-    tower: Mapping[str, Any] = NOTHING,
+    language: Mapping[str, Any] = NO_OVERRIDES,
+    tower: Mapping[str, Any] = NO_OVERRIDES,
 ) -> ChatGLMConfig:
     """A config for this tokenizer and images of ``image_side`` pixels.
 
@@ -113,6 +113,6 @@ def tiny_config(
         "multi_query_group_num": 2,
         "seq_length": 1024,
         "initializer_range": 0.05,
-        **special_ids(tokenizer),
+        **special_token_ids(tokenizer),
     }
     return ChatGLMConfig(**fields | dict(language), vision_config=vision | dict(tower))

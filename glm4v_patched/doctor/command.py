@@ -7,7 +7,7 @@ from itertools import islice
 from ..finetune.arguments import DEVICES
 from ..paths import to_path
 from ..terminal_text import printable
-from .findings import FAILS, as_json, table
+from .findings import FAILS, findings_to_json, format_findings
 from .machine import check_machine
 from .packages import check_packages
 
@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
         overrides = [*options.overrides, *options.rest]
         found += check_recipe(options.recipe, overrides, options.processes, options.device)
     seconds = time.perf_counter() - start
-    told = as_json(found, seconds) if options.json else table(found, seconds)
-    print(printable(told, kept="\n"))
+    told = findings_to_json(found, seconds) if options.json else format_findings(found, seconds)
+    print(printable(told, allow="\n"))
     return int(any(each.verdict == FAILS for each in found))
 
 
@@ -45,25 +45,25 @@ def _show_rows(options: argparse.Namespace) -> int:
     why they cannot be used; 1 if some cannot."""
     if options.recipe is None or options.rows < 1:
         raise ValueError(f"--rows {options.rows} is for the data of a recipe: name one, and N >= 1")
-    from ..data.rows import Fault, place, read_rows
-    from ..finetune.recipe.model import base_of
+    from ..data.rows import RowProblem, row_location, iter_rows
+    from ..finetune.recipe.model import resolve_base
     from ..finetune.recipe.sections import Recipe
     from ..finetune.recipe.shipped import find_recipe
     from ..finetune.summary import show_sample
-    from ..models.base import pin
+    from ..models.base import pin_revision
     from ..models.loading import load_processor
 
     recipe = Recipe.read(find_recipe(options.recipe), [*options.overrides, *options.rest])
-    processor, unusable = load_processor(pin(base_of(recipe))), 0
+    processor, unusable = load_processor(pin_revision(resolve_base(recipe))), 0
     for source in recipe.data.all_sources():
-        for row in islice(read_rows(source), options.rows):
-            told = f"{place(source, row.line)}:"
+        for row in islice(iter_rows(source), options.rows):
+            told = f"{row_location(source, row.line)}:"
             try:
-                if isinstance(row, Fault):
+                if isinstance(row, RowProblem):
                     raise ValueError(row.text)
                 told += "".join(f"\n  image {image}" for image in row.images)
                 told += f"\n{show_sample(processor, row.messages)}"
             except (ValueError, OSError) as error:
                 told, unusable = f"{told}\n  {error}", unusable + 1
-            print(printable(told, kept="\n\t"), flush=True)
+            print(printable(told, allow="\n\t"), flush=True)
     return int(unusable > 0)

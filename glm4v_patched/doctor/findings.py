@@ -9,7 +9,7 @@ from typing import Final, Literal
 OK: Final = "ok"
 WARNING: Final = "warning"
 FAILS: Final = "fails"
-WIDTH = 100
+TABLE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Finding:
     cure: str = ""
 
 
-def finding(check: str, verdict: Literal["warning", "fails"], text: str) -> Finding:
+def finding_from_error(check: str, verdict: Literal["warning", "fails"], text: str) -> Finding:
     """Of a message as this package's errors are: what is wrong, then ``; expected`` and the cure,
     or a sentence or a command behind a colon."""
     for sign in ("; ", ": "):
@@ -33,7 +33,7 @@ def finding(check: str, verdict: Literal["warning", "fails"], text: str) -> Find
     return Finding(check, verdict, text)
 
 
-def table(findings: Sequence[Finding], seconds: float) -> str:
+def format_findings(findings: Sequence[Finding], seconds: float) -> str:
     """What will fail comes last, where it is read first."""
     order = (OK, WARNING, FAILS)
     ordered = sorted(findings, key=lambda each: order.index(each.verdict))
@@ -55,7 +55,7 @@ def table(findings: Sequence[Finding], seconds: float) -> str:
 
 
 def _wrapped(start: str, text: str) -> list[str]:
-    width = max(WIDTH - len(start), 40)
+    width = max(TABLE_WIDTH - len(start), 40)
     lines: list[str] = []
     for line in text.splitlines():
         # A path stays whole, so that it can be copied.
@@ -64,7 +64,7 @@ def _wrapped(start: str, text: str) -> list[str]:
     return [start + first, *(" " * len(start) + line for line in others)]
 
 
-def as_json(findings: Sequence[Finding], seconds: float) -> str:
+def findings_to_json(findings: Sequence[Finding], seconds: float) -> str:
     return json.dumps(
         {
             "fails": any(each.verdict == FAILS for each in findings),

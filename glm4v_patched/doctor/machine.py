@@ -8,26 +8,26 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..engine.folders import fault_of_folder, nearest
+from ..engine.folders import find_folder_problem, nearest_existing
 from ..engine.gpus import (
     Gpu,
-    cuda_of_driver,
-    cuda_of_torch,
+    driver_cuda_version,
+    torch_cuda_version,
     find_gpus,
-    memory_in_use,
+    query_gpu_memory_use,
 )
 from ..engine.ram import free_ram
-from ..terminal_text import in_bytes
+from ..terminal_text import format_bytes
 from .findings import FAILS, OK, WARNING, Finding
 
 GB, GIB = 10**9, 2**30
 PUBLISHED_WEIGHTS = 28 * GB
-TAKEN = 2 * GIB  # of a GPU: more than a desktop takes
+MAX_IDLE_GPU_MEMORY = 2 * GIB  # of a GPU: more than a desktop takes
 # A container has 64 MB of it unless told otherwise. NCCL takes about 10 MB for a pair of processes,
 # and each worker that prepares images keeps some of 15 MB there.
-SHARED_MEMORY = GIB
-TEMPORARY = GB
-OPEN_FILES = 4096
+MIN_SHARED_MEMORY = GIB
+MIN_TEMPORARY_SPACE = GB
+MIN_OPEN_FILES = 4096
 # bf16 in hardware, and Triton's compiler.
 AMPERE = (8, 0)
 
@@ -39,15 +39,15 @@ def check_machine(on_cpu: bool) -> Iterator[Finding]:
     gpus = find_gpus()
     if on_cpu:
         yield Finding("GPUs", OK, "none is to be used (--device cpu)")
-    elif not gpus.found:
+    elif not gpus.devices:
         cure = "train where there is one; for trials of small models: --device cpu"
         yield Finding("GPUs", WARNING, f"none: {gpus.reason}", cure)
     else:
-        yield from _check_gpus(gpus.found)
+        yield from _check_gpus(gpus.devices)
         yield _check_compiler()
     yield from _check_disks()
     yield _check_shared_memory()
-    yield Finding("memory", OK, f"{in_bytes(free_ram())} are free")
+    yield Finding("memory", OK, f"{format_bytes(free_ram())} are free")
     yield from _check_limits()
 
 
@@ -63,15 +63,15 @@ def _check_gpus(gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
     if old:
         text = f"{'; '.join(old)}: it computes bf16 many times slower, and fp16 overflows"
         yield Finding("bf16", WARNING, text, "use a GPU of the Ampere generation or newer")
-    for use in memory_in_use():
-        if use.used > TAKEN:
+    for use in query_gpu_memory_use():
+        if use.used > MAX_IDLE_GPU_MEMORY:
             text = f"{use.used / GIB:.0f} of {use.total / GIB:.0f} GiB are taken"
             cure = "end what runs there (nvidia-smi), or leave it out by CUDA_VISIBLE_DEVICES"
             yield Finding(f"GPU {use.index}", WARNING, text, cure)
 
 
 def _check_driver() -> Finding:
-    built, runs = cuda_of_torch(), cuda_of_driver()
+    built, runs = torch_cuda_version(), driver_cuda_version()
     if built is None or runs is None:
         return Finding("driver", WARNING, "nothing says which CUDA it runs")
     text = f"it runs CUDA {_dotted(runs)}, and torch is built with {_dotted(built)}"
@@ -99,7 +99,7 @@ def _check_compiler() -> Finding:
 
 
 def _check_disks() -> Iterator[Finding]:
-    yield _check_disk("temporary files", Path(tempfile.gettempdir()), TEMPORARY, "TMPDIR")
+    yield _check_disk("temporary files", Path(tempfile.gettempdir()), MIN_TEMPORARY_SPACE, "TMPDIR")
     cache = hub_cache()
     there = any(cache.glob("models--*--glm-4v-9b/snapshots/*/config.json"))
     yield _check_disk("cache of the Hub", cache, 0 if there else PUBLISHED_WEIGHTS, "HF_HOME")
@@ -114,13 +114,13 @@ def hub_cache() -> Path:
 
 def _check_disk(name: str, folder: Path, wanted: int, variable: str) -> Finding:
     cure = f"set {variable} to a folder on a larger disk"
-    if fault := fault_of_folder(str(folder)):
+    if fault := find_folder_problem(str(folder)):
         return Finding(f"disk: {name}", FAILS, f"{folder}: {fault}", cure)
-    free = shutil.disk_usage(nearest(str(folder))).free
-    text = f"{in_bytes(free)} are free in {folder}"
+    free = shutil.disk_usage(nearest_existing(str(folder))).free
+    text = f"{format_bytes(free)} are free in {folder}"
     if free >= wanted:
         return Finding(f"disk: {name}", OK, text)
-    return Finding(f"disk: {name}", WARNING, f"{text}, and {in_bytes(wanted)} may be needed", cure)
+    return Finding(f"disk: {name}", WARNING, f"{text}, and {format_bytes(wanted)} may be needed", cure)
 
 
 def _check_shared_memory() -> Finding:
@@ -130,7 +130,7 @@ def _check_shared_memory() -> Finding:
         return Finding(check, FAILS, "it is not there, or may not be written", cure)
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB are free"
-    if usage.free >= SHARED_MEMORY:
+    if usage.free >= MIN_SHARED_MEMORY:
         return Finding(check, OK, text)
     told = "NCCL and the workers that prepare images may end in a bus error"
     return Finding(check, WARNING, f"{text}: {told}", cure)
@@ -138,7 +138,7 @@ def _check_shared_memory() -> Finding:
 
 def _check_limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES or soft >= hard:
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES or soft >= hard:
         yield Finding("open files", OK, f"at most {soft:,} in a process")
     else:
         text = f"at most {soft:,} in a process, of {hard:,} that are allowed: workers that prepare"

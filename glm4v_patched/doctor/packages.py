@@ -18,29 +18,29 @@ from ..engine.deepspeed.config import SUPPORTED_DEEPSPEED
 from ..terminal_text import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
-OURS = "glm4v-patched"
+DISTRIBUTION = "glm4v-patched"
 # A version of one of these that another one does not allow ends in errors far from their cause.
-JOINED = ["torch", "transformers", "deepspeed", "accelerate", "peft", "torchvision", "torchaudio"]
-JOINED += ["tokenizers", "huggingface-hub", "safetensors", "bitsandbytes", "liger-kernel", "triton"]
+INTERDEPENDENT_PACKAGES = ["torch", "transformers", "deepspeed", "accelerate", "peft", "torchvision", "torchaudio"]
+INTERDEPENDENT_PACKAGES += ["tokenizers", "huggingface-hub", "safetensors", "bitsandbytes", "liger-kernel", "triton"]
 
 
 def check_packages() -> Iterator[Finding]:
     yield from _check_requirements()
-    yield from _check_each_other()
+    yield from _check_interdependence()
 
 
-def _installed(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     with suppress(PackageNotFoundError):
         return version(name)
     return None
 
 
 def _check_requirements() -> Iterator[Finding]:
-    if _installed(OURS) is not None:
-        wanted = [Requirement(text) for text in requires(OURS) or []]
-        python = SpecifierSet(metadata(OURS)["Requires-Python"])
+    if _installed_version(DISTRIBUTION) is not None:
+        wanted = [Requirement(text) for text in requires(DISTRIBUTION) or []]
+        python = SpecifierSet(metadata(DISTRIBUTION)["Requires-Python"])
     else:
-        text = f"{OURS} is not installed by pip, so that nothing says which versions it needs"
+        text = f"{DISTRIBUTION} is not installed by pip, so that nothing says which versions it needs"
         yield Finding("packages", WARNING, text, pip_install("glm4v-patched[train]"))
         wanted, python = [Requirement(SUPPORTED_DEEPSPEED)], SpecifierSet()
     found = platform.python_version()
@@ -56,7 +56,7 @@ def _check_requirements() -> Iterator[Finding]:
 def _check_requirement(requirement: Requirement) -> Finding:
     name, range_ = requirement.name, requirement.specifier
     cure = pip_install(f"{name}{range_}")
-    if (installed := _installed(name)) is None:
+    if (installed := _installed_version(name)) is None:
         return Finding(name, FAILS, "is not installed", cure)
     found = Version(installed)
     if range_.contains(found, prereleases=True):
@@ -69,8 +69,8 @@ def _check_requirement(requirement: Requirement) -> Finding:
     return Finding(name, verdict, f"{found}, tested with {str(range_) or 'any'}", cure)
 
 
-def _check_each_other() -> Iterator[Finding]:
-    there = {name: found for name in JOINED if (found := _installed(name)) is not None}
+def _check_interdependence() -> Iterator[Finding]:
+    there = {name: found for name in INTERDEPENDENT_PACKAGES if (found := _installed_version(name)) is not None}
     is_sound = True
     for name in there:
         for requirement in map(Requirement, requires(name) or []):

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.options import EngineOptions
-from ..finetune.job import resolve
+from ..finetune.job import resolve_recipe
 from ..finetune.launch import require_model
-from ..finetune.preflight import check
+from ..finetune.preflight import validate_recipe
 from ..finetune.recipe.file import RecipeError
-from ..finetune.run_folder import require_free, require_usable
-from ..models.base import Base
+from ..finetune.run_folder import require_lockable, require_usable
+from ..models.base import ModelSource
 from ..models.placement import Device
-from .findings import FAILS, OK, WARNING, Finding, finding
+from .findings import FAILS, OK, WARNING, Finding, finding_from_error
 
 # What a tokenizer that cannot be loaded raises, too.
-ERRORS = (ValueError, OSError, KeyError, TypeError, ImportError)
+CHECK_ERRORS = (ValueError, OSError, KeyError, TypeError, ImportError)
 # Faults that say nothing of model and data.
-OF_THE_MACHINE = {"--device", "--processes", "engine"}
-FEWER = "fewer rows (trainer.per_device_train_batch_size), shorter ones, more GPUs with "
-FEWER += "engine.zero_stage: 3, engine.optimizer: adamw_8bit, or another trained: lora_lm, qlora"
+MACHINE_OPTIONS = {"--device", "--processes", "engine"}
+MEMORY_CURE = "fewer rows (trainer.per_device_train_batch_size), shorter ones, more GPUs with "
+MEMORY_CURE += "engine.zero_stage: 3, engine.optimizer: adamw_8bit, or another trained: lora_lm, qlora"
 
 
 def check_recipe(
@@ -39,23 +39,23 @@ def check_recipe(
     def looking_at(what: str) -> Iterator[None]:
         try:
             yield
-        except ERRORS as error:
-            found.append(finding(what, FAILS, str(error)))
+        except CHECK_ERRORS as error:
+            found.append(finding_from_error(what, FAILS, str(error)))
 
     try:
-        recipe, placement = check(path, overrides, processes, device)
+        recipe, placement = validate_recipe(path, overrides, processes, device)
         found.append(Finding("recipe", OK, f"{path}: {placement.processes} processes"))
     except RecipeError as error:
-        found += [finding("recipe", FAILS, line) for line in str(error).splitlines()]
-        recipe, placement = error.found
-        if recipe is None or error.names - OF_THE_MACHINE:
+        found += [finding_from_error("recipe", FAILS, line) for line in str(error).splitlines()]
+        recipe, placement = error.recipe_and_placement
+        if recipe is None or error.names - MACHINE_OPTIONS:
             text = "not looked at: the recipe has to be right first"
             return [*found, Finding("model, data, memory", WARNING, text)]
     except RuntimeError as error:  # transformers, of which it has a field, cannot be imported
-        return [finding("recipe", FAILS, str(error))]
-    job = resolve(recipe)
+        return [finding_from_error("recipe", FAILS, str(error))]
+    job = resolve_recipe(recipe)
     with looking_at("folder (out)"):
-        require_free(job.out)
+        require_lockable(job.out)
         require_usable(job.out, job.inputs, job.trainer.length, job.has_adapters)
         found.append(Finding("folder (out)", OK, f"{job.out} can be written, and has no run"))
     with looking_at("model"):
@@ -72,37 +72,37 @@ def check_recipe(
         checked = check_data(job)
         told = describe_data(checked, job.data.is_streamed)
         found.append(Finding("data", WARNING if checked.skipped else OK, told))
-        found += [Finding("data, doubtful", WARNING, doubt) for doubt in checked.find_doubts()]
+        found += [Finding("data, warning", WARNING, doubt) for doubt in checked.find_warnings()]
         if placement is not None:
             with looking_at("memory and disk"):
                 plan = make_plan(job, placement, checked)
-                plan.require_room()
+                plan.require_memory_and_disk()
                 told = f"{describe_memory(plan) or 'a step fits'} ({describe_policies(plan)})"
                 fits = Finding("memory and disk", OK, told)
-                found.append(replace(fits, verdict=WARNING, cure=FEWER) if plan.is_tight else fits)
+                found.append(replace(fits, verdict=WARNING, cure=MEMORY_CURE) if plan.is_tight else fits)
                 found += _implementations(job.base, plan.options)
     return found
 
 
-def _implementations(base: Base, options: EngineOptions) -> Iterator[Finding]:
+def _implementations(base: ModelSource, options: EngineOptions) -> Iterator[Finding]:
     """Which implementations modules get in training and in answers, of a model without weights."""
     import torch
 
     from ..engine.implementations import (
         TRAINING,
-        Use,
-        explain,
-        summarize,
+        ModelUsage,
+        explain_implementations,
+        summarize_explanations,
         use_implementations,
     )
-    from ..engine.trainable import build_random, select_weights
-    from ..models.loading import config_of
+    from ..engine.trainable import build_random_model, select_weights
+    from ..models.loading import load_model_config
 
-    for use in (Use.training(options), Use.inference()):
+    for use in (ModelUsage.training(options), ModelUsage.inference()):
         with torch.device("meta"):
-            model: Any = build_random(config_of(base), dtype=torch.bfloat16)
+            model: Any = build_random_model(load_model_config(base), dtype=torch.bfloat16)
             if use.purpose == TRAINING:
                 model = select_weights(model, options.trained, options.lora)
         use_implementations(model, use)
-        told = "\n".join(summarize(explain(model, use)))
+        told = "\n".join(summarize_explanations(explain_implementations(model, use)))
         yield Finding(f"implementations: {use.purpose}", OK, told)

@@ -12,13 +12,13 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python_module(module: str, *arguments: str) -> list[str]:
+def python_module_command(module: str, *arguments: str) -> list[str]:
     """The command that runs a module with this Python, which imports nothing from the current
     folder: that may be somebody else's, with a ``numpy.py`` of its own."""
     return [sys.executable, *([] if _is_at_root() else ["-P"]), "-m", module, *arguments]
 
 
-def environments_of_ranks(processes: int) -> list[dict[str, str]]:
+def rank_environments(processes: int) -> list[dict[str, str]]:
     """What tells each of so many processes of this machine which one it is, and where to meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,7 +30,7 @@ def environments_of_ranks(processes: int) -> list[dict[str, str]]:
     ]
 
 
-def run_within(
+def run_with_timeout(
     seconds: float, command: list[str], environment: Mapping[str, str], output: IO | None = None
 ) -> int | None:
     """The exit status of a command, which prints to ``output``; ``None`` if it was not done in time
@@ -43,7 +43,7 @@ def run_within(
             return None
 
 
-def end_with_stdin() -> None:
+def exit_when_stdin_closes() -> None:
     """End this process when its standard input ends: when whoever holds the other end is gone,
     however that died. Each process has a session of its own, so no signal to a group reaches it."""
 
@@ -80,13 +80,13 @@ def training_environment(processes: int, on_cpu: bool = False) -> dict[str, str]
         # pieces.
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if not _is_at_root():
-        # torch's launcher starts its processes by itself, with no -P as in python_module.
+        # torch's launcher starts its processes by itself, with no -P as in python_module_command.
         defaults["PYTHONSAFEPATH"] = "1"
     cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    return defaults | os.environ | cpu | {"PATH": path_of_processes()}
+    return defaults | os.environ | cpu | {"PATH": path_with_interpreter()}
 
 
-def environment_alone(on_cpu: bool) -> dict[str, str]:
+def single_process_environment(on_cpu: bool) -> dict[str, str]:
     """The environment of a process that trains alone, without ZeRO. It sees one GPU: the Trainer
     would spread it over all."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -94,7 +94,7 @@ def environment_alone(on_cpu: bool) -> dict[str, str]:
     return training_environment(1, on_cpu) | one
 
 
-def path_of_processes() -> str:
+def path_with_interpreter() -> str:
     """``PATH`` with the programs of this Python environment first: torch starts ``ninja`` by name,
     and pip puts it beside the interpreter."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -3,10 +3,10 @@
 import os
 
 
-def fault_of_folder(folder: str) -> str | None:
+def find_folder_problem(folder: str) -> str | None:
     """Why a folder cannot be written, or made."""
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        return "no folder, but a file or a link to nothing"
+        return "not a folder but a file or a broken link"
     place = nearest(folder)
     if not os.path.isdir(place):
         return f"{place} is no folder"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ..remote.configuration_chatglm import ChatGLMConfig
-from .gpus import fault_of_fp8
+from .gpus import find_fp8_problem
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions
 
 MULTIPLE = 16
@@ -13,16 +13,16 @@ MULTIPLE = 16
 
 TARGETS = {"tower": TOWER_TARGETS, "language_model": LANGUAGE_TARGETS}
 
-_on_cpu = False
+_allow_cpu = False
 """For tests: products of fp8 on a CPU, which are slow there."""
 
 
-def is_target(part: str, layer: str) -> bool:
+def is_fp8_candidate(part: str, layer: str) -> bool:
     """Return whether a linear layer is one of those of the towers' layers."""
     return layer in TARGETS.get(part, ())
 
 
-def why_bf16(part: str, layer: str, is_fused: bool) -> str | None:
+def bf16_reason(part: str, layer: str, has_fused_quantization: bool) -> str | None:
     """Return why a linear layer stays in bf16 where fp8 is asked for, or None.
 
     On one H200, of 25,604 rows, in ms: bf16; fp8, and quantizing the input by itself:
@@ -31,14 +31,14 @@ def why_bf16(part: str, layer: str, is_fused: bool) -> str | None:
 
     Args:
         part: One of :data:`options.PARTS`.
-        is_fused: A kernel that makes the activations of ``fc2`` quantizes them: layers are
+        has_fused_quantization: A kernel that makes the activations of ``fc2`` quantizes them: layers are
             compiled, or the model is for inference.
     """
-    if not is_target(part, layer):
+    if not is_fp8_candidate(part, layer):
         return "it is outside of the towers' layers, or an adapter's"
     if (part, layer) == ("tower", "dense"):
         return "no kernel that makes its input quantizes it, so that fp8 gains nothing"
-    if (part, layer) == ("tower", "fc2") and not is_fused:
+    if (part, layer) == ("tower", "fc2") and not has_fused_quantization:
         return "fp8 gains nothing here where layers are not compiled"
     return None
 
@@ -52,7 +52,7 @@ def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
     """
     if not options.fp8:
         return
-    require_products()
+    require_fp8_matmul()
     for name, size in _sizes(config):
         if size % MULTIPLE:
             raise ValueError(
@@ -61,18 +61,18 @@ def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
             )
 
 
-def require_products() -> None:
+def require_fp8_matmul() -> None:
     """Raise ``RuntimeError`` if this process cannot multiply in fp8."""
     if not hasattr(torch, "_scaled_mm"):
         raise RuntimeError(
             f"torch {torch.__version__} has no torch._scaled_mm, with which fp8 multiplies; "
             "install a tested one (README, What you need), or leave out fp8"
         )
-    if not _on_cpu:
+    if not _allow_cpu:
         if not torch.cuda.is_available():
-            raise RuntimeError("fp8 runs on a GPU, and torch sees none; leave out fp8")
+            raise RuntimeError("fp8 needs a GPU, and torch sees none; leave out fp8")
         found = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        if fault := fault_of_fp8(*found):
+        if fault := find_fp8_problem(*found):
             raise RuntimeError(fault)
 
 

@@ -54,7 +54,7 @@ def find_gpus() -> Gpus:
 
     No context is made, so that nothing is taken of a GPU's memory.
     """
-    if cuda_of_torch() is None:
+    if torch_cuda_version() is None:
         return Gpus((), "this torch was built without CUDA (its version ends in +cpu)")
     driver = _load_driver()
     if driver is None:
@@ -91,7 +91,7 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
     return Gpu(name.value.decode(errors="replace"), memory.value, (major, minor))
 
 
-def free_on_gpus(number: int) -> list[int]:
+def free_bytes_per_gpu(number: int) -> list[int]:
     """Bytes free on the first so many GPUs, less what a process of CUDA takes by itself, whose
     context is given back at once. ``RuntimeError`` if there are fewer, or the driver says none."""
     driver = ctypes.CDLL("libcuda.so.1")
@@ -116,7 +116,7 @@ def _require(status: Any, about: str) -> None:
         raise RuntimeError(f"NVIDIA's driver gave error {status} about {about}")
 
 
-def cuda_of_driver() -> tuple[int, int] | None:
+def driver_cuda_version() -> tuple[int, int] | None:
     """The newest CUDA that the driver runs, as (major, minor); None where there is no driver."""
     number, driver = ctypes.c_int(), _load_driver()
     if driver is None or driver.cuDriverGetVersion(byref(number)):
@@ -124,7 +124,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def cuda_of_torch() -> tuple[int, int] | None:
+def torch_cuda_version() -> tuple[int, int] | None:
     """The CUDA that torch was built with; read without importing it. None for none."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
@@ -136,7 +136,7 @@ def cuda_of_torch() -> tuple[int, int] | None:
     return int(major), int(minor.partition(".")[0] or 0)
 
 
-def fault_of_fp8(name: str, capability: tuple[int, int]) -> str | None:
+def find_fp8_problem(name: str, capability: tuple[int, int]) -> str | None:
     """Why a GPU cannot multiply in fp8."""
     if capability >= OLDEST_FOR_FP8:
         return None
@@ -147,7 +147,7 @@ def fault_of_fp8(name: str, capability: tuple[int, int]) -> str | None:
     )
 
 
-def memory_in_use() -> list[Use]:
+def query_gpu_memory_use() -> list[Use]:
     """Of all GPUs of the machine; none where ``nvidia-smi`` does not say."""
     query = "--query-gpu=index,memory.used,memory.total"
     lines = _nvidia_smi(query, "--format=csv,noheader,nounits").splitlines()

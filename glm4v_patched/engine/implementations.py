@@ -6,7 +6,7 @@ when it is used. :func:`use_implementations` changes the classes of a model's mo
 
 An implementation may compute by itself what its submodules compute. Hooks, adapters, quantized
 weights and other wrappers around such a submodule would then be passed over, so that
-:func:`why_not` looks for them in every call: they come and go while a model is in use.
+:func:`find_blocker` looks for them in every call: they come and go while a model is in use.
 """
 
 import gc
@@ -24,19 +24,19 @@ from transformers.activations import ACT2FN
 from ..remote import visual
 from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
 from .activation_checkpointing import checkpointed_layers
-from .fp8 import MULTIPLE, is_target, why_bf16
+from .fp8 import MULTIPLE, is_fp8_candidate, bf16_reason
 from .kernels import flash_attention_3
 from .kernels.flash_attention_3 import FrozenTowerAttention
-from .kernels.fp8_linear import FrozenTowerMLP, HeldLinear, Linear
+from .kernels.fp8_linear import FrozenTowerMLP, Fp8StoredLinear, Fp8DynamicLinear
 from .kernels.inference_layers import (
-    ReadBlock,
-    ReadMLP,
-    ReadPatchEmbedding,
-    ReadSelfAttention,
-    ReadTowerLayer,
-    ReadTowerMLP,
+    InferenceBlock,
+    InferenceMLP,
+    InferencePatchEmbedding,
+    InferenceSelfAttention,
+    InferenceTowerLayer,
+    InferenceTowerMLP,
 )
-from .kernels.recorded_calls import RecordedTower
+from .kernels.cuda_graphs import GraphedTower
 from .options import EngineOptions, trains_tower
 
 Kinds = tuple[type[nn.Module], ...]
@@ -50,9 +50,9 @@ class Use:
 
     purpose: str  # one of TRAINING, INFERENCE, CUDA_GRAPHS
     fp8: bool = False
-    holds_fp8: bool = False  # frozen weights, between their uses
-    keeps_transposed: bool = False
-    is_fused: bool = False  # compiled, or by kernels that quantize what they make
+    stores_fp8: bool = False  # frozen weights, between their uses
+    stores_transposed: bool = False
+    has_fused_quantization: bool = False  # compiled, or by kernels that quantize what they make
     trains_tower: bool = False
 
     @classmethod
@@ -60,15 +60,15 @@ class Use:
         return cls(
             purpose=TRAINING,
             fp8=options.fp8,
-            holds_fp8=options.holds_fp8,
-            keeps_transposed=options.keeps_transposed,
-            is_fused=options.compile is True,
+            stores_fp8=options.stores_fp8,
+            stores_transposed=options.stores_transposed,
+            has_fused_quantization=options.compile is True,
             trains_tower=trains_tower(options.trained),
         )
 
     @classmethod
     def inference(cls, fp8: bool = False) -> "Use":
-        return cls(purpose=INFERENCE, fp8=fp8, holds_fp8=fp8, is_fused=True)
+        return cls(purpose=INFERENCE, fp8=fp8, stores_fp8=fp8, has_fused_quantization=True)
 
 
 TRAINING, INFERENCE, CUDA_GRAPHS = "training", "inference", "CUDA graphs"
@@ -111,20 +111,20 @@ class Row:
     set_up: Callable[[Any, Place, Use], None] | None = None
 
 
-def why_not(module: Any, kinds: Kinds = ANY, hooks_count: bool = True) -> str | None:
+def find_blocker(module: Any, kinds: Kinds = ANY, hooks_block: bool = True) -> str | None:
     """Return why what a module computes may not be computed by another one, or None.
 
     Args:
         kinds: Classes that are known, to the exclusion of their subclasses; implementations of the
             table by their own class.
-        hooks_count: Hooks are in the way, too: of a module that stays, and is called, they are not.
+        hooks_block: Hooks are in the way, too: of a module that stays, and is called, they are not.
     """
     kind = type(module)
     if kinds and kind not in kinds and IMPLEMENTED.get(kind) not in kinds:
         return f"it is a {kind.__module__}.{kind.__qualname__}"
     if "forward" in module.__dict__:
         return "its forward was replaced, as offloading does"
-    if hooks_count and (module._forward_hooks or module._forward_pre_hooks):
+    if hooks_block and (module._forward_hooks or module._forward_pre_hooks):
         return "it has hooks"
     # Packages that hold weights in fewer bytes leave torch's own class.
     if kind is nn.Linear and kinds and type(module.weight) is not nn.Parameter:
@@ -136,26 +136,26 @@ def _fp8_is_out(place: Place, use: Use) -> str | None:
     linear = place.module
     if not use.fp8:
         return "fp8 is off"
-    if reason := why_bf16(place.part, place.inner_name, use.is_fused):
+    if reason := bf16_reason(place.part, place.inner_name, use.has_fused_quantization):
         return reason
     if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
         sizes = f"{linear.in_features} x {linear.out_features}"
         return f"its size is {sizes}, and fp8 takes multiples of {MULTIPLE}"
-    return why_not(linear, (nn.Linear, Linear), hooks_count=False)
+    return find_blocker(linear, (nn.Linear, Linear), hooks_block=False)
 
 
 def _holding_is_out(place: Place, use: Use) -> str | None:
     if reason := _fp8_is_out(place, use):
         return reason
     is_trained = use.purpose == TRAINING and place.module.weight.requires_grad
-    if is_trained or not use.holds_fp8:
+    if is_trained or not use.stores_fp8:
         return "its weight is trained, saved, or gathered by hpZ"
     return None
 
 
-def _hold(linear: HeldLinear, place: Place, use: Use) -> None:
+def _hold(linear: Fp8StoredLinear, place: Place, use: Use) -> None:
     has_gradient = place.part == "language_model" or use.trains_tower
-    linear.quantize_weight(keeps_transposed=use.keeps_transposed and has_gradient)
+    linear.quantize_weight(stores_transposed=use.stores_transposed and has_gradient)
 
 
 def _fused_gelu_is_out(place: Place, use: Use) -> str | None:
@@ -163,7 +163,7 @@ def _fused_gelu_is_out(place: Place, use: Use) -> str | None:
         return "fp8 is off"
     # In training of compiled layers: they are gathered whole under ZeRO-3, for fc1 and fc2 are not
     # called.
-    if not use.is_fused:
+    if not use.has_fused_quantization:
         return "layers are not compiled"
     return "the tower is trained" if use.trains_tower else None
 
@@ -174,7 +174,7 @@ def _flash_attention_is_out(place: Place, use: Use) -> str | None:
         return "the tower is trained, and FlashAttention-3 has no backward pass here"
     if config._attn_implementation != "sdpa":
         return f"attn_implementation is {config._attn_implementation}, not sdpa"
-    return flash_attention_3.fault(config.vision.hidden_size // place.module.num_heads)
+    return flash_attention_3.find_fa3_problem(config.vision.hidden_size // place.module.num_heads)
 
 
 def _triton_is_out(_place: Place, _use: Use) -> str | None:
@@ -186,7 +186,7 @@ def _triton_is_out(_place: Place, _use: Use) -> str | None:
 def _block_is_out(place: Place, use: Use) -> str | None:
     """Of modules that may return partial sums, which blocks alone take."""
     layer: Any = place.layer
-    if layer is None or why_not(layer, (GLMBlock, ReadBlock), hooks_count=False):
+    if layer is None or find_blocker(layer, (GLMBlock, InferenceBlock), hooks_block=False):
         return "it is not in a GLMBlock, or in one that something is wrapped around"
     if place.module not in (layer.self_attention, layer.mlp):
         return "something is wrapped around it"
@@ -196,36 +196,36 @@ def _block_is_out(place: Place, use: Use) -> str | None:
 def _recording_is_out(place: Place, _use: Use) -> str | None:
     """Hooks inside would be called while it is recorded, and not when it is replayed."""
     inner = [module for module in place.module.modules() if module is not place.module]
-    reason = next((found for each in inner if (found := why_not(each))), None)
+    reason = next((found for each in inner if (found := find_blocker(each))), None)
     return reason and f"of a module in it: {reason}"
 
 
 GELU: Kinds = (type(ACT2FN["gelu"]),)
-IN_FP8: Kinds = (Linear, HeldLinear)
-LINEAR: Kinds = (nn.Linear, HeldLinear)
+IN_FP8: Kinds = (Linear, Fp8StoredLinear)
+LINEAR: Kinds = (nn.Linear, Fp8StoredLinear)
 
 # Of several for one class, the faster one is first.
 TABLE = (
-    Row(nn.Linear, HeldLinear, (TRAINING, INFERENCE), _holding_is_out, set_up=_hold),
+    Row(nn.Linear, Fp8StoredLinear, (TRAINING, INFERENCE), _holding_is_out, set_up=_hold),
     Row(nn.Linear, Linear, (TRAINING,), _fp8_is_out),
     Row(visual.Attention, FrozenTowerAttention, (TRAINING, INFERENCE), _flash_attention_is_out),
     Row(
-        visual.MLP,
+        visual.VisionMLP,
         FrozenTowerMLP,
         (TRAINING, INFERENCE),
         _fused_gelu_is_out,
         needs={"fc1": IN_FP8, "activation_fn": GELU, "fc2": IN_FP8},
     ),
     Row(
-        visual.MLP,
-        ReadTowerMLP,
+        visual.VisionMLP,
+        InferenceTowerMLP,
         (INFERENCE,),
         _triton_is_out,
         needs={"fc1": ANY, "activation_fn": GELU},
     ),
     Row(
         visual.PatchEmbedding,
-        ReadPatchEmbedding,
+        InferencePatchEmbedding,
         (INFERENCE,),
         _triton_is_out,
         method="project",
@@ -233,47 +233,47 @@ TABLE = (
     ),
     Row(
         visual.TransformerLayer,
-        ReadTowerLayer,
+        InferenceTowerLayer,
         (INFERENCE,),
         _triton_is_out,
         method="layer_forward",
         needs={"input_layernorm": (nn.LayerNorm,), "post_attention_layernorm": (nn.LayerNorm,)},
-        fuses={"mlp": (FrozenTowerMLP,), "mlp.fc1": (HeldLinear,)},
+        fuses={"mlp": (FrozenTowerMLP,), "mlp.fc1": (Fp8StoredLinear,)},
     ),
     Row(
         SelfAttention,
-        ReadSelfAttention,
+        InferenceSelfAttention,
         (INFERENCE,),
         _block_is_out,
         fuses={"": ANY, "query_key_value": LINEAR, "dense": LINEAR},
     ),
     Row(
         MLP,
-        ReadMLP,
+        InferenceMLP,
         (INFERENCE,),
         _block_is_out,
         fuses={"": ANY, "dense_h_to_4h": LINEAR, "dense_4h_to_h": LINEAR},
     ),
     Row(
         GLMBlock,
-        ReadBlock,
+        InferenceBlock,
         (INFERENCE,),
         _triton_is_out,
         method="layer_forward",
         fuses={
             "": ANY,
             "input_layernorm": (RMSNorm,),
-            "self_attention": (ReadSelfAttention,),
-            "self_attention.query_key_value": (HeldLinear,),
+            "self_attention": (InferenceSelfAttention,),
+            "self_attention.query_key_value": (Fp8StoredLinear,),
             "post_attention_layernorm": (RMSNorm,),
-            "mlp": (ReadMLP,),
-            "mlp.dense_h_to_4h": (HeldLinear,),
-            "behind": (ReadBlock,),
+            "mlp": (InferenceMLP,),
+            "mlp.dense_h_to_4h": (Fp8StoredLinear,),
+            "behind": (InferenceBlock,),
         },
     ),
     Row(
         visual.EVA2CLIPModel,
-        RecordedTower,
+        GraphedTower,
         (CUDA_GRAPHS,),
         _recording_is_out,
         set_up=lambda tower, *_: tower.set_up(),
@@ -293,7 +293,7 @@ def _guarded(row: Row) -> type[nn.Module]:
 
     def compute(self: Any, *given: Any, **named: Any) -> Any:
         for name, kinds in row.needs.items():
-            if why_not(getattr(self, name), kinds) is not None:
+            if find_blocker(getattr(self, name), kinds) is not None:
                 return published(self, *given, **named)
         return fast(self, *given, **named)
 
@@ -302,10 +302,10 @@ def _guarded(row: Row) -> type[nn.Module]:
         if outer and not fuses(self, outer):
             return False
         module = getattr(self, outer) if outer else self
-        return why_not(getattr(module, inner) if inner else module, row.fuses[name]) is None
+        return find_blocker(getattr(module, inner) if inner else module, row.fuses[name]) is None
 
     def overwrites(self: Any, name: str) -> bool:
-        return why_not(getattr(self, name)) is None
+        return find_blocker(getattr(self, name)) is None
 
     name = row.implementation.__name__
     members: dict[str, Any] = {row.method: compute, "fuses": fuses, "overwrites": overwrites}
@@ -340,7 +340,7 @@ def use_implementations(model: nn.Module, use: Use) -> None:
     for module in model.modules():
         if isinstance(module, GLMTransformer):
             for block, behind in pairwise(module.layers):
-                if isinstance(block, ReadBlock) and isinstance(behind, ReadBlock):
+                if isinstance(block, InferenceBlock) and isinstance(behind, InferenceBlock):
                     vars(block)["behind"] = behind  # torch does not see it
     if use.fp8:
         gc.collect()  # what DeepSpeed hung on weights refers to itself
@@ -358,7 +358,7 @@ def _why_not_row(row: Row, place: Place, use: Use) -> str | None:
     if reason := row.condition(place, use):
         return reason
     for name, kinds in row.needs.items():
-        if reason := why_not(getattr(place.module, name), kinds, hooks_count=False):
+        if reason := find_blocker(getattr(place.module, name), kinds, hooks_block=False):
             return f"of its {name}: {reason}"
     return None
 
@@ -388,7 +388,7 @@ def explain(model: nn.Module, use: Use) -> list[Explained]:
         rows = [row for row in _rows() if isinstance(place.module, row.module)]
         rows = [row for row in rows if use.purpose in row.purposes]
         is_linear = bool(rows) and rows[0].module is nn.Linear
-        is_other_linear = is_linear and not is_target(place.part, place.inner_name)
+        is_other_linear = is_linear and not is_fp8_candidate(place.part, place.inner_name)
         if not rows or is_other_linear:  # outside of the towers' layers, or an adapter's
             continue
         has = next((row for row in rows if row.implementation is IMPLEMENTED.get(kind)), None)
@@ -397,7 +397,7 @@ def explain(model: nn.Module, use: Use) -> list[Explained]:
             if reason is None and has is not rows[0]:
                 reason = _why_not_row(rows[0], place, use)
         elif kind is not rows[0].module:  # a subclass, of adapters or of another package
-            reason = why_not(place.module, (rows[0].module,))
+            reason = find_blocker(place.module, (rows[0].module,))
         else:
             reason = _why_not_row(rows[-1], place, use)
         implementation = None if has is None else has.implementation
@@ -410,11 +410,11 @@ def explain(model: nn.Module, use: Use) -> list[Explained]:
 def _hindrance(row: Row, module: Any) -> str | None:
     """Why an implementation that a module has leaves something to others at the moment."""
     for name, kinds in row.needs.items():
-        if reason := why_not(getattr(module, name), kinds):
+        if reason := find_blocker(getattr(module, name), kinds):
             return f"as published at the moment, for its {name}: {reason}"
     for name in row.fuses:
         inner = getattr(module, name, None) if name and "." not in name else None
-        if isinstance(inner, nn.Module) and (reason := why_not(inner)):
+        if isinstance(inner, nn.Module) and (reason := find_blocker(inner)):
             return f"without its {name}: {reason}"
     return None
 

@@ -10,13 +10,13 @@ from functools import partial
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .activation_policies import POLICIES, LayerSizes, Policy, policies_of_layers
-from .fp8 import why_bf16
+from .fp8 import bf16_reason
 from .options import (
     LANGUAGE_TARGETS,
     TOWER_TARGETS,
     EngineOptions,
     is_lora,
-    parts_trained,
+    trained_parts,
     trains_tower,
 )
 
@@ -35,8 +35,8 @@ class Batch:
     """The batch of one process in a step; lengths in positions, images included."""
 
     rows: int
-    row_length: int  # of the longest row
-    images_per_row: float = 1.0
+    sequence_length: int  # of the longest row
+    images_per_sequence: float = 1.0
     processes: int = 1  # that take part in the step, each with such a batch
     accumulates: bool = False  # gradients of earlier micro-batches are there while one is computed
 
@@ -97,7 +97,7 @@ def stacks_with_backward(
     config: ChatGLMConfig, options: EngineOptions, batch: Batch
 ) -> list[Stack]:
     """Return the layers of the tower, if it has a backward pass, and of the language model."""
-    positions = batch.rows * batch.images_per_row * config.vision.num_positions
+    positions = batch.num_sequences * batch.images_per_sequence * config.vision.num_positions
     towers = policies_of_layers(options.tower, config.vision.num_hidden_layers)
     blocks = policies_of_layers(options.language, config.num_layers)
     tower, language = tower_sizes(config, options), language_sizes(config, options, batch)
@@ -105,7 +105,7 @@ def stacks_with_backward(
     inside = INSIDE_BACKWARD_FP8 if options.fp8 and not options.compile else INSIDE_BACKWARD
     stacks = [
         Stack(towers, positions, tower, inside * config.vision.intermediate_size),
-        Stack(blocks, batch.rows * batch.row_length, language, inside * 2 * config.ffn_hidden_size),
+        Stack(blocks, batch.num_sequences * batch.sequence_length, language, inside * 2 * config.ffn_hidden_size),
     ]
     return stacks if trains_tower(options.trained) else stacks[1:]
 
@@ -118,17 +118,17 @@ def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
         part: One of :data:`options.PARTS`.
         layer: Its name in :func:`linear_layers`.
     """
-    if part in parts_trained(options.trained):
+    if part in trained_parts(options.trained):
         return True
     if options.zero_stage == 3 and not options.gathers_whole_layers:
         return not multiplies_in_fp8(options, part, layer)
     has_adapters = part == "language_model" or options.trained == "lora_all"
-    return is_lora(options.trained) and has_adapters and layer in options.lora.names
+    return is_lora(options.trained) and has_adapters and layer in options.lora.target_names
 
 
 def multiplies_in_fp8(options: EngineOptions, part: str, layer: str) -> bool:
     """Return whether a linear layer multiplies in fp8, as :mod:`implementations` has it."""
-    return options.fp8 and why_bf16(part, layer, bool(options.compile)) is None
+    return options.fp8 and bf16_reason(part, layer, bool(options.compile)) is None
 
 
 def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
@@ -162,7 +162,7 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
     fused, projected = linear["query_key_value"][1], linear["dense"][0]
     saved_of = partial(is_input_saved, options, "language_model")
     # Trained embeddings are fp32, and so is the sum that goes from block to block.
-    is_sum_fp32 = is_autocast(options) and "language_model" in parts_trained(options.trained)
+    is_sum_fp32 = is_autocast(options) and "language_model" in trained_parts(options.trained)
     residual = width * (FP32 // BF16 if is_sum_fp32 else 1)
     # The norms' inputs, the attention's output, and the fused projection, of which v is a part.
     saved = 2 * residual + projected + fused + up + up // 2 * saved_of("dense_4h_to_h")
@@ -181,7 +181,7 @@ def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
         elementwise_work=WORK_OF_A_CHANNEL * (4 * width + 2 * fused + 1.5 * up),
         wide_work=width * up,
         narrow_work=width * (projected + fused),
-        attention_work=batch.row_length * projected,
+        attention_work=batch.sequence_length * projected,
     )
     if options.trained != "qlora":
         return sizes

@@ -29,7 +29,7 @@ from .options import (
     ALL_WEIGHTS,
     EngineOptions,
     is_lora,
-    parts_trained,
+    trained_parts,
     trains_tower,
     trains_vision,
 )
@@ -41,9 +41,9 @@ CANDIDATES = ("none", "linear", "every 4", "every 3", "every 2", "selective", "a
 SOME_GATHERED = (1e9, 5e8)
 GATHERED_AHEAD = 2e8  # deepspeed_config's prefetch bucket; as many are on their way back
 # What a GPU keeps beside torch's own memory: the driver's context and NCCL's buffers.
-OUTSIDE_TORCH = 2 * GIB
+NON_TORCH_BYTES = 2 * GIB
 # Freed memory that gathers of weights still hold, and what the allocator cannot use.
-ALLOCATOR_SHARE = 0.05
+ALLOCATOR_OVERHEAD = 0.05
 # Of all weights: smaller adapters take less than the estimate errs.
 ADAPTERS_THAT_COUNT = 0.001
 # Bytes of a logit at the loss: itself and its gradient in bf16, log-softmax and its
@@ -54,12 +54,12 @@ LOSS = 2 * BF16 + 2 * FP32
 STEPS_THAT_PAY_FOR_COMPILING = 300
 
 
-def free_memory(limit: float | None = None) -> float:
+def min_free_gpu_memory(limit: float | None = None) -> float:
     """Bytes free on this process's GPU, the least of all processes, as they have to choose alike;
     0 without a GPU. ``limit``: GiB that torch may allocate."""
     if not torch.cuda.is_available():
         return 0.0
-    free = within_limit(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), limit)
+    free = apply_memory_limit(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), limit)
     if not torch.distributed.is_initialized():
         return float(free)
     least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
@@ -67,9 +67,9 @@ def free_memory(limit: float | None = None) -> float:
     return least.item()
 
 
-def within_limit(free: float, limit: float | None) -> float:
+def apply_memory_limit(free: float, limit: float | None) -> float:
     """Of so many free bytes of a GPU, those that are to be used; ``limit`` in GiB, of torch's."""
-    return free if limit is None else min(free, limit * GIB + OUTSIDE_TORCH)
+    return free if limit is None else min(free, limit * GIB + NON_TORCH_BYTES)
 
 
 def decide(
@@ -84,10 +84,10 @@ def decide(
     the estimate may err, and an out-of-memory error is no worse than a refusal.
 
     Args:
-        free: Of each GPU (:func:`free_memory`), 0 for none.
+        free: Of each GPU (:func:`min_free_gpu_memory`), 0 for none.
         steps: How many will be trained; None for so many that compiling pays.
     """
-    room = (free - OUTSIDE_TORCH) * (1 - ALLOCATOR_SHARE)
+    room = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     if options.compile == "auto":
         pays = steps is None or steps >= STEPS_THAT_PAY_FOR_COMPILING
         # Layers of 4 bits are bitsandbytes's, which are not compiled.
@@ -99,7 +99,7 @@ def decide(
             tower="full",
             language="full",
             stage3_max_live_parameters=min(SOME_GATHERED),
-            keep_transposed=False,
+            store_transposed=False,
         )
         without, with_it = (
             estimate(config, replace(smallest, offload=offload), batch) for offload in (False, True)
@@ -118,7 +118,7 @@ def decide(
 
     def cost(choice: EngineOptions) -> tuple[float, bool, float]:
         again = recomputed_flop(config, choice, batch)
-        return again, not choice.keep_transposed, -_live(choice)
+        return again, not choice.store_transposed, -_live(choice)
 
     return min(fitting, key=cost)
 
@@ -137,14 +137,14 @@ def _choices(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOp
         towers if options.tower == "auto" else (options.tower,),
         CANDIDATES if options.language == "auto" else (options.language,),
         gathered if asked is None else (asked,),
-        (True, False) if options.keeps_transposed else (options.keep_transposed,),
+        (True, False) if options.stores_transposed else (options.store_transposed,),
     ):
         yield replace(
             options,
             tower=tower,
             language=language,
             stage3_max_live_parameters=live,
-            keep_transposed=transposed,
+            store_transposed=transposed,
         )
 
 
@@ -165,7 +165,7 @@ def estimate(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> flo
 
 
 def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
-    """Weights of the vision part (tower and adapter), and of the language model."""
+    """Weights of the vision part (tower and projector), and of the language model."""
     vision, width = config.vision, config.hidden_size
     tower, language = linear_layers(config)
     of_layer = sum(map(prod, tower.values())) + 9 * vision.hidden_size + vision.intermediate_size
@@ -178,7 +178,7 @@ def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
 
 
 def count_projection(config: ChatGLMConfig) -> int:
-    """Weights of the adapter between tower and language model, which the vision part includes."""
+    """Weights of the projector between tower and language model, which the vision part includes."""
     width, inner = config.hidden_size, config.ffn_hidden_size
     # Biases and vectors at its width last.
     return width * (4 * config.vision.hidden_size + width + 3 * inner) + 5 * width
@@ -196,7 +196,7 @@ def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
     return sum(
         layers * (lora.rank * sum(sides[name]) + sides[name][1] * bool(lora.use_dora))
         for layers, sides in stacks
-        for name in lora.names
+        for name in lora.target_names
         if name in sides
     )
 
@@ -205,8 +205,8 @@ def count_trained(config: ChatGLMConfig, options: EngineOptions) -> int:
     """Weights that are trained."""
     of_vision, of_language = count_parameters(config)
     projection = count_projection(config)
-    sizes = {"tower": of_vision - projection, "adapter": projection, "language_model": of_language}
-    parts = parts_trained(options.trained)
+    sizes = {"tower": of_vision - projection, "projector": projection, "language_model": of_language}
+    parts = trained_parts(options.trained)
     return count_lora(config, options) + sum(sizes[part] for part in parts)
 
 
@@ -247,7 +247,7 @@ def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) 
 
 def count_held(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
     """Weights of tower and language model that are stored in fp8."""
-    if not options.holds_fp8:
+    if not options.stores_fp8:
         return 0, 0
     tower, language = linear_layers(config)
     of_layer = sum(
@@ -261,7 +261,7 @@ def _saved_by_fp8(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Bytes that held weights take less than those in bf16."""
     of_tower, of_language = count_held(config, options)
     transposed = of_language + (of_tower if trains_tower(options.trained) else 0)
-    return (BF16 - 1) * (of_tower + of_language) - options.keeps_transposed * transposed
+    return (BF16 - 1) * (of_tower + of_language) - options.stores_transposed * transposed
 
 
 def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
@@ -276,9 +276,9 @@ def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> 
     """Return the bytes that forward leaves for backward: activations of layers, of the projector
     and before the final norm, and weights that autograd holds."""
     layers = sum(stack.kept for stack in stacks_with_backward(config, options, batch))
-    outside = batch.rows * batch.row_length * config.hidden_size
+    outside = batch.num_sequences * batch.sequence_length * config.hidden_size
     if trains_vision(options.trained):
-        images = batch.rows * batch.images_per_row * config.vision.num_image_tokens
+        images = batch.num_sequences * batch.images_per_sequence * config.vision.num_image_tokens
         outside += images * _projector_channels(config, options)
     return _width(options) * (layers + outside) + BF16 * _weights_held(config, options)
 
@@ -286,7 +286,7 @@ def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> 
 def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
     """Of one image token: what the projector, which is never checkpointed, saves."""
     width, inner = config.hidden_size, config.ffn_hidden_size
-    inputs = (2 * width + inner) * is_input_saved(options, "adapter", "linear_proj")
+    inputs = (2 * width + inner) * is_input_saved(options, "projector", "linear_proj")
     return 2 * width * norm_width(options) + 3 * inner + inputs
 
 
@@ -311,7 +311,7 @@ def _weights_held(config: ChatGLMConfig, options: EngineOptions) -> float:
             for name, sides in linear.items()
             if not multiplies_in_fp8(options, part, name)
         )
-        if is_autocast(options) and part in parts_trained(options.trained):
+        if is_autocast(options) and part in trained_parts(options.trained):
             held += number * of_layer  # autocast caches them until forward ends
         elif is_gathered:
             kept = [each.name for each in policies_of_layers(policy, number)]
@@ -331,8 +331,8 @@ def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> fl
         gathered *= 1 - sum(count_held(config, options)) / everything / 2
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
     width = _width(options)
-    text = batch.row_length - batch.images_per_row * config.vision.num_image_tokens
-    positions = min(options.loss_chunk_size or config.loss_chunk_size, batch.rows * text)
+    text = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
+    positions = min(options.loss_chunk_size or config.loss_chunk_size, batch.num_sequences * text)
     inside = width * max(each.inside for each in stacks_with_backward(config, options, batch))
     if options.trained == "qlora":  # a layer's weight, in bf16 again
         inside += BF16 * max(map(prod, linear_layers(config)[1].values()))

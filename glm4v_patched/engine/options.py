@@ -9,12 +9,11 @@ from ..terminal_text import pip_install
 from .activation_policies import EVERY, POLICIES
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
-"""full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the language
+"""full: all weights; lm: all but the vision tower and its projector; lora_lm: LoRA on the language
 model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits."""
 
-PARTS = ("tower", "adapter", "language_model")
-"""Of the model: the vision tower's layers and embeddings; what projects its output (the adapter, no
-LoRA); the rest. What is trained may also be some of them, as "tower+adapter"."""
+PARTS = ("tower", "projector", "language_model")
+"""Of the model: the vision tower's layers and embeddings; what projects its output (the projector); the rest. What is trained may also be some of them, as "tower+projector"."""
 
 Precision = Literal["bf16", "fp32"]
 """Of the computation and of what is saved."""
@@ -42,7 +41,7 @@ PACKAGES = {
     "serve": ["starlette", "uvicorn"],
 }
 # What transformers needs to load weights that were saved quantized, by the method in their config.
-OF_QUANTIZERS = {
+QUANTIZER_PACKAGES = {
     "aqlm": ["aqlm"],
     "auto-round": ["auto_round"],
     "awq": ["gptqmodel"],
@@ -55,7 +54,7 @@ OF_QUANTIZERS = {
     "torchao": ["torchao"],
     "vptq": ["vptq"],
 }
-PACKAGES |= OF_QUANTIZERS
+PACKAGES |= QUANTIZER_PACKAGES
 
 _POLICY: dict[str, Any] = {
     "pattern": f"^(auto|{'|'.join(POLICIES)}|every [1-9][0-9]{{0,8}})$",
@@ -187,7 +186,7 @@ class EngineOptions(EngineSection):
     lora: LoraOptions = LoraOptions()
     # Weights that are held in fp8 and not sharded are kept transposed, too, for the backward pass,
     # which otherwise transposes each where it is used; decide() may turn it off for its memory.
-    keep_transposed: bool = True
+    store_transposed: bool = True
     attn_implementation: str | None = None  # of transformers; None is its choice
     # DeepSpeed's: weights that may stay gathered between a layer's forward and its backward.
     stage3_max_live_parameters: float | None = None
@@ -206,19 +205,19 @@ class EngineOptions(EngineSection):
         return {"tower": self.tower, "language": self.language, "gathered": live}
 
     @property
-    def holds_fp8(self) -> bool:
+    def stores_fp8(self) -> bool:
         """Whether frozen weights are in fp8 also between their uses: under LoRA, where they are not
         saved. Second copies (hpZ) are DeepSpeed's to gather, which takes one type at a time."""
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
 
     @property
-    def keeps_transposed(self) -> bool:
-        return self.keep_transposed and self.holds_fp8 and self.zero_stage < 3
+    def stores_transposed(self) -> bool:
+        return self.store_transposed and self.stores_fp8 and self.zero_stage < 3
 
     @property
-    def quantizes_built(self) -> bool:
+    def shrinks_after_build(self) -> bool:
         """Whether frozen weights are on one GPU, smaller than they are built."""
-        return self.trained == "qlora" or (self.holds_fp8 and self.zero_stage < 3)
+        return self.trained == "qlora" or (self.stores_fp8 and self.zero_stage < 3)
 
     @property
     def gathers_whole_layers(self) -> bool:
@@ -227,7 +226,7 @@ class EngineOptions(EngineSection):
         fails where the recomputation runs a collective that the forward did not run."""
         asked = [POLICIES.get(name) for name in (self.tower, self.language)]
         selective = any(policy and policy.widest_linear is not None for policy in asked)
-        return self.zero_stage == 3 and (self.compile is True or self.holds_fp8 or selective)
+        return self.zero_stage == 3 and (self.compile is True or self.stores_fp8 or selective)
 
 
 def check_trained(trained: str) -> None:
@@ -245,7 +244,7 @@ def is_lora(trained: str) -> bool:
     return trained in ("lora_lm", "lora_all", "qlora")
 
 
-def parts_trained(trained: str) -> frozenset[str]:
+def trained_parts(trained: str) -> frozenset[str]:
     """The parts whose own weights are trained; none of LoRA."""
     if is_lora(trained):
         return frozenset()
@@ -256,25 +255,25 @@ def parts_with_rates(trained: str) -> frozenset[str]:
     """The parts that may have learning rates of their own: those in which anything is trained."""
     if trained == "lora_all":
         return frozenset({"tower", "language_model"})
-    return parts_trained(trained) or frozenset({"language_model"})
+    return trained_parts(trained) or frozenset({"language_model"})
 
 
-def part_of(name: str) -> str:
+def part_of_parameter(name: str) -> str:
     """The part of the model that a weight belongs to, by its name."""
     if ".vision." not in name:
         return "language_model"
     inside = (".vision.transformer.", ".vision.patch_embedding.")  # of "transformer.vision."
-    return "tower" if any(start in name for start in inside) else "adapter"
+    return "tower" if any(start in name for start in inside) else "projector"
 
 
 def trains_tower(trained: str) -> bool:
     """Whether gradients flow through the vision tower."""
-    return trained == "lora_all" or "tower" in parts_trained(trained)
+    return trained == "lora_all" or "tower" in trained_parts(trained)
 
 
 def trains_vision(trained: str) -> bool:
     """Whether what an image becomes changes with every step."""
-    return trains_tower(trained) or "adapter" in parts_trained(trained)
+    return trains_tower(trained) or "projector" in trained_parts(trained)
 
 
 def require_packages(choice: str, typed: str | None = None) -> None:

@@ -11,11 +11,11 @@ from torch import nn
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .activation_checkpointing import checkpoint_layers, compile_layers
 from .deepspeed import internals
-from .deepspeed.zero3 import adapt_zero3, wait_for_every_gather
+from .deepspeed.zero3 import adapt_zero3, serialize_gloo_gathers
 from .implementations import Use, use_implementations
 from .memory_plan import GIB
 from .options import EngineOptions
-from .trainable import continue_adapters, quantization_options, select_weights, upcast_trained
+from .trainable import load_trainable_adapters, quantization_options, select_weights, upcast_trained
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -45,10 +45,10 @@ def prepare_model(
         adapters: peft's adapters to go on with, instead of new ones.
     """
     assert options.is_decided, "memory_plan.decide() comes first"
-    if not options.quantizes_built:
+    if not options.shrinks_after_build:
         _limit_memory(options)
     if options.zero_stage == 3:
-        wait_for_every_gather()
+        serialize_gloo_gathers()
     dtype = DTYPES[options.precision]
     given: dict[str, Any] = {"dtype": dtype}
     if options.attn_implementation is not None:
@@ -60,7 +60,7 @@ def prepare_model(
     if options.loss_chunk_size is not None:
         built.config.loss_chunk_size = options.loss_chunk_size
     if adapters is not None:
-        model = continue_adapters(built, adapters)
+        model = load_trainable_adapters(built, adapters)
     else:
         model = select_weights(built, options.trained, options.lora)
     if options.zero_stage == 0:
@@ -85,11 +85,11 @@ def _limit_memory(options: EngineOptions) -> None:
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
 
 
-def join_processes(options: EngineOptions) -> None:
+def join_process_group(options: EngineOptions) -> None:
     """Make this process one of DeepSpeed's group, on its own GPU; nothing without ZeRO."""
     local_device()
     if options.zero_stage:
         import deepspeed
 
-        with internals.nothing_compiled():
+        with internals.skip_collectives_compilation():
             deepspeed.init_distributed(verbose=False)

@@ -11,24 +11,24 @@ from transformers import BitsAndBytesConfig
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .options import LoraOptions, check_trained, is_lora, part_of, parts_trained
+from .options import LoraOptions, check_trained, is_lora, part_of_parameter, trained_parts
 
-PLAIN_LORA = LoraOptions()
+DEFAULT_LORA = LoraOptions()
 
 # LLM.int8 multiplies columns of activations in which a number is larger in 16 bits.
 INT8_THRESHOLD = 6.0
 
 
 def select_weights(
-    model: GLM4VForCausalLM, trained: str, lora: LoraOptions = PLAIN_LORA
+    model: GLM4VForCausalLM, trained: str, lora: LoraOptions = DEFAULT_LORA
 ) -> nn.Module:
     """Freeze what is not trained; for LoRA, return peft's model around this one. ``qlora`` takes a
     model that was loaded in 4 bits, or went through :func:`quantize`."""
     check_trained(trained)
     if not is_lora(trained):
-        parts = parts_trained(trained)
+        parts = trained_parts(trained)
         for name, parameter in model.named_parameters():
-            if part_of(name) not in parts:
+            if part_of_parameter(name) not in parts:
                 parameter.requires_grad_(False)
         return model
     from peft import LoraConfig, get_peft_model
@@ -40,7 +40,7 @@ def select_weights(
         lora_dropout=lora.dropout or 0.0,
         use_rslora=bool(lora.use_rslora),
         use_dora=bool(lora.use_dora),
-        target_modules=rf".*{towers}\..*\.({'|'.join(lora.names)})",
+        target_modules=rf".*{towers}\..*\.({'|'.join(lora.target_names)})",
         task_type="CAUSAL_LM",
     )
     # In the dtype of the weights: ZeRO keeps fp32 masters, and DeepSpeed before 0.19.3 cannot
@@ -48,7 +48,7 @@ def select_weights(
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def continue_adapters(model: nn.Module, folder: Path, name: str = "default") -> nn.Module:
+def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default") -> nn.Module:
     """Put peft's adapters from a folder on the model they are of, to be trained on.
 
     Args:
@@ -110,7 +110,7 @@ def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: i
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def build_random(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
+def build_random_model(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
     """A model with random weights, on torch's default device, given what ``from_pretrained`` takes:
     ``dtype`` and the like, and :func:`quantization_options`."""
     quantization = given.pop("quantization_config", None)

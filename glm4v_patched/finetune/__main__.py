@@ -21,25 +21,25 @@ from typing import Any
 
 from ..engine.environment import training_environment
 from ..models.base import read_report
-from ..models.placement import Placement, place
+from ..models.placement import Placement, place_processes
 from ..terminal_text import error_text
 from .arguments import add_recipe, add_start
 from .ending import describe_end
-from .job import resolve
+from .job import resolve_recipe
 from .launch import prepared
-from .preflight import check
-from .process import leave, run
+from .preflight import validate_recipe
+from .process import exit_process, run
 from .recipe.file import RecipeError
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Data may be checked for hours; who waits is ended by its launcher if process 0 is gone.
 LONGEST_WAIT = timedelta(days=7)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _parse(argv)
+    options = _parse_arguments(argv)
     try:
-        rank, placement = _place(options.device == "cpu")
+        rank, placement = _rank_and_placement(options.device == "cpu")
         here = placement.local_processes or placement.processes
         # Before torch is imported, which reads some of it.
         os.environ.update(training_environment(here, placement.on_cpu))
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m glm4v_patched.finetune", description="A recipe on several machines."
     )
@@ -65,12 +65,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _place(on_cpu: bool) -> tuple[int, Placement]:
+def _rank_and_placement(on_cpu: bool) -> tuple[int, Placement]:
     """Which one of all processes this is, and where all run.
 
     Raises ``ValueError`` if no launcher has started this process.
     """
-    if missing := [name for name in VARIABLES if not os.environ.get(name)]:
+    if missing := [name for name in LAUNCHER_VARIABLES if not os.environ.get(name)]:
         raise ValueError(
             f"{', '.join(missing)} not set: this is started by torchrun or by DeepSpeed's "
             "launcher, on each machine (docs/more_machines.md); on one machine: glm4v-patched "
@@ -98,10 +98,10 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
     """What the first process does: prepare, and have the others begin."""
     try:
         here = placement.local_processes, options.device
-        recipe, _ = check(options.recipe, options.overrides, *here, placement.processes)
-        job = resolve(recipe)
+        recipe, _ = validate_recipe(options.recipe, options.overrides, *here, placement.processes)
+        job = resolve_recipe(recipe)
         # Of all processes: there may be more than this machine has GPUs, but not without ZeRO.
-        place(placement.processes, "cpu", job.options.zero_stage)
+        place_processes(placement.processes, "cpu", job.options.zero_stage)
         start = options.resume_from or options.resume, options.overwrite
         accept = options.accept_changed_data
         with prepared(job, placement, *start, accept) as plan:
@@ -125,7 +125,7 @@ def _lead(options: argparse.Namespace, placement: Placement, store: Any) -> int:
             store.set("plan", "null")
             store.set("go", "")
         raise
-    leave(status)
+    exit_process(status)
 
 
 def _follow(rank: int, store: Any) -> int:
@@ -134,7 +134,7 @@ def _follow(rank: int, store: Any) -> int:
         path, text = Path(told[0]), told[1]
         store.set(f"seen/{rank}", "" if _text(path) == text else socket.gethostname())
         if store.get("go"):
-            leave(run(path))
+            exit_process(run(path))
     print("glm4v_patched.finetune: not begun; process 0 says why", file=sys.stderr)
     return 1
 

@@ -9,10 +9,10 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..atomic import write_atomically
-from ..models.base import Base
+from ..models.base import ModelSource
 from .ending import saved
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 PACKAGES = ("peft", "transformers", "torch")
 TEXT = """
 # LoRA adapters for glm-4v
@@ -46,13 +46,13 @@ With {packages}. What the license of the base model says of models made from it 
 
 
 # Where the base is a folder of somebody's: it is named when the adapters are built for the Hub.
-NOT_ON_HUB, BASE = "a model that is not on the Hub", '"BASE"'
-WHERE = "`BASE` is a folder of the model; `training.json` has the digests of its files."
-PLACE = "`ADAPTERS` is this folder, or its id on the Hub."
+NOT_ON_HUB, BASE_PLACEHOLDER = "a model that is not on the Hub", '"BASE"'
+BASE_LOCATION = "`BASE` is a folder of the model; `training.json` has the digests of its files."
+ADAPTERS_LOCATION = "`ADAPTERS` is this folder, or its id on the Hub."
 
 
 def write_card(
-    folder: Path, base: Base, shown: Mapping[str, Any], report: Mapping[str, Any], rows: int
+    folder: Path, base: ModelSource, shown: Mapping[str, Any], report: Mapping[str, Any], rows: int
 ) -> None:
     """Write it in place of the empty one that peft leaves.
 
@@ -75,15 +75,15 @@ def write_card(
         rows=rows,
         steps=report["steps"]["done"],
         scores=f"On rows that were not trained on: {told}." if told else "They were not evaluated.",
-        where=f"{PLACE} {WHERE}",
-        model=BASE,
+        where=f"{ADAPTERS_LOCATION} {BASE_LOCATION}",
+        model=BASE_PLACEHOLDER,
         recipe=yaml.safe_dump(dict(shown), sort_keys=False),
         packages=", ".join(f"{name} {version(name)}" for name in PACKAGES),
     )
     card = f"---\n{data.to_yaml()}\n---\n{text}"
     if not Path(base.model).is_dir():
         card = name_base(card, base.model, base.revision or "main")
-    write_atomically(folder / CARD, card)
+    write_atomically(folder / CARD_FILE, card)
 
 
 def name_base(text: str, model: str, revision: str) -> str:
@@ -92,7 +92,7 @@ def name_base(text: str, model: str, revision: str) -> str:
     data: Any = card.data
     data.base_model = model
     named = f"[{model}](https://huggingface.co/{model}) at `{revision}`"
-    new = {NOT_ON_HUB: named, BASE: f'"{model}", revision="{revision}"', f" {WHERE}": ""}
+    new = {NOT_ON_HUB: named, BASE_PLACEHOLDER: f'"{model}", revision="{revision}"', f" {BASE_LOCATION}": ""}
     for old, shown in new.items():
         card.text = card.text.replace(old, shown)
     return f"---\n{data.to_yaml()}\n---\n{card.text}"

@@ -18,14 +18,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..data.feature_cache import TowerFeatures
 from ..engine.options import EngineOptions
-from ..engine.prepare import join_processes
-from ..terminal_text import doing
+from ..engine.prepare import join_process_group
+from ..terminal_text import show_progress
 from .progress import quiet_transformers
 from .trainer import RecipeTrainer
 from .training_arguments import LoopOptions
 
 
-def begin(options: EngineOptions, arguments: Mapping[str, Any]) -> TrainingArguments:
+def init_training(options: EngineOptions, arguments: Mapping[str, Any]) -> TrainingArguments:
     """Make this process one of the run's; its ``TrainingArguments``.
 
     They come before the model: they make ``from_pretrained`` load straight into ZeRO-3's shards.
@@ -36,15 +36,15 @@ def begin(options: EngineOptions, arguments: Mapping[str, Any]) -> TrainingArgum
     if not arguments.get("use_cpu") and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
     if torch.cuda.is_available():
-        join_processes(options)
+        join_process_group(options)
     made = TrainingArguments(**arguments)
-    join_processes(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
+    join_process_group(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
     set_seed(made.seed)  # adapters are random
     quiet_transformers()
     return made
 
 
-def features_of(reuse: bool | str, model: nn.Module) -> TowerFeatures | None:
+def make_feature_cache(reuse: bool | str, model: nn.Module) -> TowerFeatures | None:
     """What keeps the tower's features, if they are to be kept: ``data.reuse_features``."""
     return None if reuse is False else TowerFeatures(model, None if reuse is True else reuse)
 
@@ -70,7 +70,7 @@ def build_trainer(
     """
     if arguments.process_index:
         disable_progress_bar()
-    with doing("loading the model", tells=arguments.process_index == 0):
+    with show_progress("loading the model", enabled=arguments.process_index == 0):
         model = build()
     disable_progress_bar()
     callbacks = [*callbacks]
@@ -79,7 +79,7 @@ def build_trainer(
     trainer = RecipeTrainer(
         model,
         loop,
-        features=features_of(reuse_features, model),
+        features=make_feature_cache(reuse_features, model),
         args=arguments,
         callbacks=callbacks,
         **data,

@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic import write_atomically
-from ..models.base import digest
-from ..patch.config_json import read_object
+from ..models.base import digest_file
+from ..patch.config_json import read_json_object
 from ..terminal_text import listed, shorten
 
-MANIFEST = "complete.json"
+CHECKPOINT_MANIFEST = "complete.json"
 NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
-FAULTS_TOLD = 8
+MAX_LISTED_PROBLEMS = 8
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowDigests:
     """The rows that are learned, in their order.
 
     Args:
@@ -50,40 +50,40 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumeFingerprint:
     """What a run and its continuation must have in common."""
 
     settings: dict[str, Any]
     base: dict[str, str]
-    rows: Rows
+    rows: RowDigests
 
 
-def write_manifest(checkpoint: Path, origin: Origin) -> None:
+def write_checkpoint_manifest(checkpoint: Path, fingerprint: ResumeFingerprint) -> None:
     """Declare everything in a checkpoint folder to be complete, once it is on the disk."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    files = [path for path in files if path.name != MANIFEST]
+    files = [path for path in files if path.name != CHECKPOINT_MANIFEST]
     # Else a power cut could leave the manifest and not the files.
     for path in [*files, *{path.parent for path in files}]:
         _flush(path)
-    manifest: dict[str, Any] = asdict(origin)
+    manifest: dict[str, Any] = asdict(fingerprint)
     manifest["files"] = {
         path.relative_to(checkpoint).as_posix(): {
             "bytes": path.stat().st_size,
-            "sha256": digest(path),
+            "sha256": digest_file(path),
         }
         for path in files
     }
     manifest["sha256"] = _digest_of(manifest)
-    write_atomically(checkpoint / MANIFEST, json.dumps(manifest, indent=2))
+    write_atomically(checkpoint / CHECKPOINT_MANIFEST, json.dumps(manifest, indent=2))
     _flush(checkpoint)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
     """Raises ``FileNotFoundError``, or ``ValueError`` for anything else that is no manifest."""
-    path = checkpoint / MANIFEST
+    path = checkpoint / CHECKPOINT_MANIFEST
     if not path.exists():
         raise FileNotFoundError(path)
-    manifest = read_object(path)
+    manifest = read_json_object(path)
     if manifest.pop("sha256", None) != _digest_of(manifest):
         raise ValueError("its contents have changed: another sha256 is expected of them")
     return manifest
@@ -104,45 +104,45 @@ def _flush(path: Path) -> None:
 def delete_all_but_newest(folder: Path, number: int, best: str | None = None) -> None:
     complete = [
         checkpoint
-        for checkpoint in checkpoints_in(folder)
-        if not checkpoint.is_symlink() and not find_faults(checkpoint, contents=False)
+        for checkpoint in list_checkpoints(folder)
+        if not checkpoint.is_symlink() and not find_checkpoint_problems(checkpoint, contents=False)
     ]
     for checkpoint in complete[:-number]:
         if best is None or checkpoint.name != Path(best).name:
             shutil.rmtree(checkpoint)
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint folders, complete or not, in the order of their steps."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    return sorted(found, key=checkpoint_step)
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def find_faults(checkpoint: Path, contents: bool = True) -> list[str]:
+def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[str]:
     """What is wrong with a checkpoint, one line a file; nothing if it is complete.
 
     Args:
         contents: Whether to read the files, too; else their sizes are looked at alone.
     """
     try:
-        manifest = read_manifest(checkpoint)
+        manifest = read_checkpoint_manifest(checkpoint)
         files = [(name, of["bytes"], of["sha256"]) for name, of in manifest["files"].items()]
         if not files:
-            return [f"{MANIFEST} is damaged: it lists no file"]
+            return [f"{CHECKPOINT_MANIFEST} is damaged: it lists no file"]
         if odd := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
-            return [f"{MANIFEST} is damaged: {shorten(odd[0])} is no file of the checkpoint"]
+            return [f"{CHECKPOINT_MANIFEST} is damaged: {shorten(odd[0])} is no file of the checkpoint"]
     except FileNotFoundError:
-        return [f"{MANIFEST} is missing: the checkpoint was not written to its end"]
+        return [f"{CHECKPOINT_MANIFEST} is missing: the checkpoint was not written to its end"]
     except (LookupError, TypeError, AttributeError) as error:
-        return [f"{MANIFEST} is damaged: it does not list files as expected ({error!r})"]
+        return [f"{CHECKPOINT_MANIFEST} is damaged: it does not list files as expected ({error!r})"]
     except ValueError as error:
-        return [f"{MANIFEST} is damaged: {error}"]
+        return [f"{CHECKPOINT_MANIFEST} is damaged: {error}"]
     faults = []
     for name, size, sha256 in files:
         path = checkpoint / name
@@ -150,7 +150,7 @@ def find_faults(checkpoint: Path, contents: bool = True) -> list[str]:
             found = path.stat().st_size
             if found != size:
                 faults.append(f"{name}: expected {size} bytes, found {found}")
-            elif contents and digest(path) != sha256:
+            elif contents and digest_file(path) != sha256:
                 faults.append(f"{name} has changed since it was written: its sha256 is another")
         except OSError as error:
             faults.append(f"{name}: expected {size} bytes, and {error.strerror}")
@@ -159,8 +159,8 @@ def find_faults(checkpoint: Path, contents: bool = True) -> list[str]:
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step; warns of incomplete ones that are newer."""
-    for checkpoint in reversed(checkpoints_in(folder)):
-        faults = find_faults(checkpoint)
+    for checkpoint in reversed(list_checkpoints(folder)):
+        faults = find_checkpoint_problems(checkpoint)
         if not faults:
             return checkpoint
         logger.warning("%s is incomplete and not used:\n  - %s", checkpoint, _in_lines(faults))
@@ -170,17 +170,17 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 def require_checkpoint(folder: Path, checkpoint: Path) -> None:
     """Raise ``ValueError`` for a checkpoint that is incomplete, not in ``folder``, or followed by
     complete ones, which would be overwritten."""
-    present = checkpoints_in(folder)
+    present = list_checkpoints(folder)
     if checkpoint.resolve() not in [path.resolve() for path in present]:
-        found = listed([path.name for path in present], FAULTS_TOLD) or "none"
+        found = listed([path.name for path in present], MAX_LISTED_PROBLEMS) or "none"
         raise ValueError(f"{checkpoint} is not a checkpoint in {folder}; there: {found}")
-    if faults := find_faults(checkpoint):
+    if faults := find_checkpoint_problems(checkpoint):
         raise ValueError(
             f"{checkpoint} is incomplete:\n  - {_in_lines(faults)}\n"
             "continue from the last complete checkpoint instead: --resume"
         )
-    later = [path for path in present if step_of(path) > step_of(checkpoint)]
-    if complete := [path.name for path in later if not find_faults(path)]:
+    later = [path for path in present if checkpoint_step(path) > checkpoint_step(checkpoint)]
+    if complete := [path.name for path in later if not find_checkpoint_problems(path)]:
         raise ValueError(
             f"continuing from {checkpoint.name} would overwrite {listed(complete)}; move them out "
             f"of {folder}, or continue from the last one (--resume)"
@@ -192,8 +192,8 @@ def set_incomplete_aside(folder: Path, after_step: int) -> None:
 
     Nothing is deleted; a warning gives the new names.
     """
-    for checkpoint in checkpoints_in(folder):
-        if step_of(checkpoint) <= after_step or not find_faults(checkpoint):
+    for checkpoint in list_checkpoints(folder):
+        if checkpoint_step(checkpoint) <= after_step or not find_checkpoint_problems(checkpoint):
             continue
         aside = folder / f"incomplete-{checkpoint.name}"
         number = 1
@@ -204,13 +204,13 @@ def set_incomplete_aside(folder: Path, after_step: int) -> None:
         logger.warning("%s is now %s; delete it if you do not need it", checkpoint, aside)
 
 
-def require_same_settings(checkpoint: Path, settings: dict, base: dict[str, str]) -> None:
+def require_same_run(checkpoint: Path, settings: dict, base: dict[str, str]) -> None:
     """Raise ``ValueError`` naming what differs from the run that wrote a complete checkpoint.
 
     Args:
         settings, base: Of :class:`Origin`.
     """
-    written = read_manifest(checkpoint)
+    written = read_checkpoint_manifest(checkpoint)
     differences = _differences(written["settings"], settings)
     differences += [f"of the model, {told}" for told in _differences(written["base"], base)]
     if differences:
@@ -220,13 +220,13 @@ def require_same_settings(checkpoint: Path, settings: dict, base: dict[str, str]
         )
 
 
-def changes_of_data(checkpoint: Path, rows: Rows, accept: bool) -> list[str]:
+def data_changes(checkpoint: Path, rows: RowDigests, accept: bool) -> list[str]:
     """What is different in ``rows``, a line each, since a complete checkpoint was written.
 
     Raises:
         ValueError: something is, and it is not to be accepted.
     """
-    there, changes = read_manifest(checkpoint).get("rows", {}), []
+    there, changes = read_checkpoint_manifest(checkpoint).get("rows", {}), []
     if there.get("digest") != rows.digest:
         told = f"rows: {there.get('number', '?')} there, {rows.number} now; "
         changes.append(told + "others, or in another order")
@@ -250,4 +250,4 @@ def _differences(there: dict, now: dict) -> list[str]:
 
 
 def _in_lines(faults: list[str]) -> str:
-    return listed(faults, FAULTS_TOLD, between="\n  - ")
+    return listed(faults, MAX_LISTED_PROBLEMS, between="\n  - ")

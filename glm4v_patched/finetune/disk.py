@@ -5,17 +5,17 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from ..engine.folders import nearest
+from ..engine.folders import nearest_existing
 from ..engine.memory_plan import count_lora, count_parameters, count_trained
 from ..engine.options import EngineOptions, is_lora
 from ..remote.configuration_chatglm import ChatGLMConfig
-from ..terminal_text import in_bytes
+from ..terminal_text import format_bytes
 from .recipe.trainer import TrainerFields
 
 FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
 
 
-class Space(NamedTuple):
+class DiskSpace(NamedTuple):
     """Bytes: of what is saved at the end, of a checkpoint, of all together, and what is free."""
 
     model: int
@@ -27,7 +27,7 @@ class Space(NamedTuple):
 
 def needed_space(
     out: str, config: ChatGLMConfig, options: EngineOptions, checkpoints: int
-) -> Space:
+) -> DiskSpace:
     """What a run takes of the disk.
 
     Args:
@@ -37,23 +37,23 @@ def needed_space(
     model, checkpoint = saved_bytes(config, options)
     there = len([*Path(out).glob("checkpoint-*")])  # of a run to be continued
     total = model + max(checkpoints - there, 0) * checkpoint
-    return Space(model, checkpoint, checkpoints, total, shutil.disk_usage(nearest(out)).free)
+    return DiskSpace(model, checkpoint, checkpoints, total, shutil.disk_usage(nearest_existing(out)).free)
 
 
-def require_space(out: str, space: Space) -> None:
+def require_disk_space(out: str, space: DiskSpace) -> None:
     """Raise ``ValueError`` if the disk of a run's folder is too small."""
     if space.total <= space.free:
         return
-    saved = f"the model ({in_bytes(space.model)})"
+    saved = f"the model ({format_bytes(space.model)})"
     if space.number:
-        saved += f" and up to {space.number} checkpoints at once ({in_bytes(space.checkpoint)} "
+        saved += f" and up to {space.number} checkpoints at once ({format_bytes(space.checkpoint)} "
         saved += "each)"
     cure = "expected a folder on a larger disk"
     if space.number > 1:
         cure += ", or fewer checkpoints (trainer.save_total_limit, trainer.save_steps)"
     raise ValueError(
-        f"out is {out}: {in_bytes(space.free)} are free there, and {saved} take "
-        f"{in_bytes(space.total)}; {cure}"
+        f"out is {out}: {format_bytes(space.free)} are free there, and {saved} take "
+        f"{format_bytes(space.total)}; {cure}"
     )
 
 
@@ -68,13 +68,13 @@ def checkpoints_at_once(
         steps: Of the run, where max_steps does not say it. Until it is known, one checkpoint is
             counted where nothing limits them.
     """
-    limit, strategy = trainer.save_total_limit, trainer.saving
+    limit, strategy = trainer.save_total_limit, trainer.effective_save_strategy
     # The best one is kept beside the newest.
     most = math.inf if limit is None else limit + 1 + trainer.load_best_model_at_end
     if strategy == "no":
         return int(may_end_with_one)
     steps = trainer.max_steps or steps
-    at_start = bool(trainer.others.get("eval_on_start")) and (
+    at_start = bool(trainer.undeclared_fields.get("eval_on_start")) and (
         trainer.load_best_model_at_end or strategy == "best"
     )
     if strategy == "steps" and steps is not None:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ..engine.deepspeed.internals import is_sharded, own_shard
+from ..engine.deepspeed.internals import is_sharded, unpadded_shard
 from ..terminal_text import listed
 
 logger = logging.getLogger(__name__)
 
-READ_EVERY = 10
+CHECK_INTERVAL = 10
 NAMED = 5
 
 
@@ -31,7 +31,7 @@ class Diverged(NoResult):
     """Loss, gradients or weights are NaN or infinite."""
 
 
-class DivergenceWatch(TrainerCallback):
+class DivergenceMonitor(TrainerCallback):
     """Ends a run after so many steps in a row whose loss or gradient norm is NaN or infinite.
 
     It ends after at most :data:`READ_EVERY` - 1 more steps, and ``verdict`` says why; else that is
@@ -57,13 +57,13 @@ class DivergenceWatch(TrainerCallback):
         # Of the whole run: one that is continued ends where it would have ended.
         self.limit = min(self.limit, state.max_steps)
         told = "the model holds NaN or infinity before the first step"
-        require_finite(model.named_parameters(), told)
+        require_finite_weights(model.named_parameters(), told)
 
     def see(self, loss: Tensor, norm: Tensor | float | None) -> Tensor:
         """Take note of a batch; returns the loss, or 0 for one that is not finite.
 
         Added to others, such a loss would hide all that follow. What was left out here,
-        :meth:`left_out_of_log` gives back.
+        :meth:`pop_nonfinite_loss` gives back.
 
         Args:
             loss: Without dimensions.
@@ -78,7 +78,7 @@ class DivergenceWatch(TrainerCallback):
         self._left_out += torch.where(finite, 0, loss)
         return kept
 
-    def left_out_of_log(self) -> float:
+    def pop_nonfinite_loss(self) -> float:
         """0, or the NaN or infinity among all processes' losses since the last call."""
         total = self._left_out.clone()
         if dist.is_initialized():
@@ -98,9 +98,9 @@ class DivergenceWatch(TrainerCallback):
         # The same on all processes: they wait for each other here.
         is_last = step >= state.max_steps
         asked = control.should_log or control.should_save or control.should_evaluate
-        if step % READ_EVERY and not (asked or is_last):
+        if step % CHECK_INTERVAL and not (asked or is_last):
             return control
-        now, most, ended = highest(counts)
+        now, most, ended = max_over_processes(counts)
         self.is_bad = now > 0
         if now and control.should_save:
             logger.warning("no checkpoint is saved after step %d, which was not finite", step)
@@ -120,7 +120,7 @@ class DivergenceWatch(TrainerCallback):
         return control
 
 
-def highest(counts: Tensor) -> list[int]:
+def max_over_processes(counts: Tensor) -> list[int]:
     """The highest of each count among all processes, which all must ask."""
     if dist.is_initialized():
         counts = counts.clone()
@@ -128,12 +128,12 @@ def highest(counts: Tensor) -> list[int]:
     return counts.tolist()
 
 
-def as_json(number: float) -> float | str:
+def json_number(number: float) -> float | str:
     """A number that JSON has; for others "nan", "inf" or "-inf", which ``float`` reads."""
     return number if math.isfinite(number) else str(number)
 
 
-def require_finite(named: Iterable[tuple[str, nn.Parameter]], told: str) -> None:
+def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], told: str) -> None:
     """Raise :class:`Diverged`, on all processes, which all must ask, if one holds NaN or infinity
     among its weights; ``told`` begins the message.
 
@@ -145,7 +145,7 @@ def require_finite(named: Iterable[tuple[str, nn.Parameter]], told: str) -> None
         if parameter.is_floating_point():
             names.append(name.removeprefix("base_model.model."))
             # What this process holds; under ZeRO-3 without the padding of the last shard.
-            parts.append(own_shard(parameter) if is_sharded(parameter) else parameter.data)
+            parts.append(unpadded_shard(parameter) if is_sharded(parameter) else parameter.data)
     if not parts:
         return
     with torch.no_grad():
@@ -154,6 +154,6 @@ def require_finite(named: Iterable[tuple[str, nn.Parameter]], told: str) -> None
         suspects = (~torch.stack([part.sum().float() for part in parts]).isfinite()).int()
         for index in suspects.nonzero().flatten().tolist():
             suspects[index] = (~parts[index].isfinite()).any()
-    found = [name for name, bad in zip(names, highest(suspects), strict=True) if bad]
+    found = [name for name, bad in zip(names, max_over_processes(suspects), strict=True) if bad]
     if found:
         raise Diverged(f"{told}, in {len(found)} tensors: {listed(found, NAMED)}")

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..data.checked_data import CheckedData
-from ..inference.answer_worker import Answerer, batches
+from ..inference.answer_worker import Answerer, split_into_batches
 from ..inference.contact_sheet import draw_sheet
-from ..inference.questions import Generation, question_of
+from ..inference.questions import Generation, make_question
 from ..inference.scoring import exact_match
-from ..models.loading import Loaded
+from ..models.loading import LoadedModel
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-class Sample:
+class EvalGenerations:
     """Some of the rows for evaluation, spread evenly, which are answered at each evaluation."""
 
     def __init__(
@@ -50,12 +50,12 @@ class Sample:
             number: How many rows are answered, at most.
             positions: Entries of the model's position table.
         """
-        with_room = (checked.column("in_table") + max_new_tokens <= positions).nonzero()[0]
+        with_room = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
         step = max(len(with_room) / max(number, 1), 1)
         chosen = [int(with_room[int(n * step)]) for n in range(min(number, len(with_room)))]
         conversations = checked.conversations()
-        self.questions = [question_of(row, conversations[row]) for row in chosen]
-        self.rows = [checked.row_lines[row] for row in chosen]
+        self.questions = [make_question(row, conversations[row]) for row in chosen]
+        self.rows = [checked.row_labels[row] for row in chosen]
         self.processor, self.batch_size, self.sheet = processor, batch_size, sheet
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
@@ -73,11 +73,11 @@ class Sample:
         usual = model.generation_config
         try:
             with in_eval_mode(model):
-                loaded = Loaded(model, self.processor)
-                answerer = Answerer(loaded, self.generation, refuses=False)
+                loaded = LoadedModel(model, self.processor)
+                answerer = Answerer(loaded, self.generation, check_finite=False)
                 answers = [
                     answer.text
-                    for some in batches(self.questions, self.batch_size)
+                    for some in split_into_batches(self.questions, self.batch_size)
                     for answer in answerer.answer([question.prompt for question in some])
                 ]
         finally:
@@ -89,7 +89,7 @@ class Sample:
         return sum(right) / len(right)
 
 
-def share_of_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
+def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
     """This process's batches of row numbers, and 1 for each that counts.
 
     All have as many batches, because they gather weights together: where one has none left, it

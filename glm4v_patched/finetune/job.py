@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.options import EngineOptions, is_lora
-from ..models.base import Base
+from ..models.base import ModelSource
 from .recipe.data import Data
 from .recipe.file import write_values
-from .recipe.model import base_of
+from .recipe.model import resolve_base
 from .recipe.sections import Recipe, may_change
 from .recipe.trainer import TrainerFields
 
@@ -25,7 +25,7 @@ class Job:
 
     Args:
         out: The run's folder.
-        base: Of :func:`base_of`.
+        base: Of :func:`resolve_base`.
         inputs: The files that the run reads; of a model's folder, which may be links to elsewhere,
             each.
         options: Of the engine, "auto" where that is left open.
@@ -38,7 +38,7 @@ class Job:
     """
 
     out: Path
-    base: Base
+    base: ModelSource
     inputs: tuple[Path, ...]
     options: EngineOptions
     data: Data
@@ -54,7 +54,7 @@ class Job:
         """Whether adapters are trained, and saved alone."""
         return is_lora(self.options.trained)
 
-    def with_base(self, base: Base) -> "Job":
+    def with_base(self, base: ModelSource) -> "Job":
         """This training of the same model, which is pinned."""
         return replace(self, base=base)
 
@@ -71,13 +71,13 @@ class Job:
         write_values(path, values)
 
 
-def resolve(recipe: Recipe) -> Job:
+def resolve_recipe(recipe: Recipe) -> Job:
     """Turn a recipe, which is right by itself, into what is asked for.
 
     Raises:
         ValueError: it cannot go on with the adapters that it starts from.
     """
-    base = base_of(recipe)
+    base = resolve_base(recipe)
     models = [Path(name) for name in {recipe.model, base.model} if Path(name).is_dir()]
     return Job(
         out=Path(recipe.out),
@@ -107,14 +107,14 @@ def _decisive(recipe: Recipe) -> dict[str, Any]:
 def _plain_values(recipe: Recipe) -> dict[str, Any]:
     given = recipe.model_dump(mode="json", exclude_defaults=True)
     names = ("trained", "lora", "engine", "trainer")
-    return _plain({name: given[name] for name in names if name in given}) or {}
+    return _without_paths({name: given[name] for name in names if name in given}) or {}
 
 
-def _plain(value: Any) -> Any:
+def _without_paths(value: Any) -> Any:
     """The value without texts that may name files; None where nothing is left."""
     if isinstance(value, dict):
-        inner = {name: _plain(one) for name, one in value.items()}
+        inner = {name: _without_paths(one) for name, one in value.items()}
         return {name: one for name, one in inner.items() if one is not None} or None
     if isinstance(value, list):
-        return [one for one in map(_plain, value) if one is not None] or None
+        return [one for one in map(_without_paths, value) if one is not None] or None
     return value if not isinstance(value, str) or PLAIN.fullmatch(value) else None

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 
 from ..data.rows import require_first_rows
 from ..engine.environment import (
-    environment_alone,
-    environments_of_ranks,
-    python_module,
+    single_process_environment,
+    rank_environments,
+    python_module_command,
     training_environment,
 )
-from ..models.base import pin, read_report, require_recorded_base
-from ..models.check_weights import require_whole
+from ..models.base import pin_revision, read_report, require_recorded_base
+from ..models.check_weights import require_complete_model
 from ..models.placement import Placement
-from ..terminal_text import doing, own_command, printable
+from ..terminal_text import show_progress, own_command, printable
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside
 from .job import Job
 from .run_folder import (
     CHECKED_DATA,
     RECIPE,
-    begin,
+    start_record,
     close_record,
     locked,
-    require_free,
+    require_lockable,
     require_usable,
 )
 
@@ -60,8 +60,8 @@ def launch(
     run can write to ``job.out``.
 
     Args:
-        job: Of :func:`job.resolve`.
-        placement: Of :func:`preflight.check`.
+        job: Of :func:`job.resolve_recipe`.
+        placement: Of :func:`preflight.validate_recipe`.
         resume: True, to continue from the last complete checkpoint in ``job.out``, or from the
             beginning if there is none; or the checkpoint there to continue from. Incomplete
             checkpoints in the way are renamed.
@@ -83,7 +83,7 @@ def launch(
         if dry_run:
             print("nothing was trained, and nothing written (--dry-run)", flush=True)
         else:
-            _train(plan)
+            _run_training(plan)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def prepared(
     :func:`launch` does."""
     folder, start = job.out, (resume, overwrite, accept_changed_data)
     if not writes:
-        require_free(folder)
+        require_lockable(folder)
         yield _decide(job, placement, *start)[0]
         return
     with locked(folder):
@@ -124,23 +124,23 @@ def _decide(
     remove = require_usable(job.out, job.inputs, length, job.has_adapters, *starts)
     if job.data.on_bad == "fail":
         require_first_rows(job.data.all_sources())
-    with doing("looking at the model"):  # transformers is imported
+    with show_progress("looking at the model"):  # transformers is imported
         job = require_model(job)
     # Late: what comes before is answered at once.
-    with doing("loading torch and transformers"):
-        from ..models.loading import config_of
-        from .disk import checkpoints_at_once, needed_space, require_space
-        from .plan import check_data, make_plan, starting_point
-        from .summary import describe
+    with show_progress("loading torch and transformers"):
+        from ..models.loading import load_model_config
+        from .disk import checkpoints_at_once, needed_space, require_disk_space
+        from .plan import check_data, make_plan, find_start_checkpoint
+        from .summary import describe_plan
     out, checkpoints = str(job.out), checkpoints_at_once(job.trainer, job.data.ends_at_bad_row)
-    require_space(out, needed_space(out, config_of(job.base), job.options, checkpoints))
+    require_disk_space(out, needed_space(out, load_model_config(job.base), job.options, checkpoints))
     # What is to be removed is nothing to continue from.
-    checkpoint = None if remove else starting_point(job, placement.processes, resume)
-    with doing("reading rows and images"):
+    checkpoint = None if remove else find_start_checkpoint(job, placement.processes, resume)
+    with show_progress("reading rows and images"):
         checked = check_data(job)
     plan = make_plan(job, placement, checked, checkpoint, accept)
-    print(printable(describe(plan, checked), kept="\n\t"), flush=True)
-    plan.require_room()
+    print(printable(describe_plan(plan, checked), allow="\n\t"), flush=True)
+    plan.require_memory_and_disk()
     if checkpoint is not None:
         print(f"training continues from {checkpoint}, after step {plan.steps_done}", flush=True)
     elif resume:
@@ -152,7 +152,7 @@ def _decide(
 @contextmanager
 def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]:
     """Remove what is in the way, and list what the run has written, however it ends."""
-    begin(folder, remove)
+    start_record(folder, remove)
     try:
         yield
     except BaseException:
@@ -165,9 +165,9 @@ def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]
 def require_model(job: Job) -> Job:
     """Return the job with its model pinned. Raises ``ValueError`` if it is not there, not whole, or
     another than its adapters were trained on."""
-    base = pin(job.base)
+    base = pin_revision(job.base)
     require_recorded_base(base)
-    require_whole(base.model, base.revision, job.from_scratch, job.options.trained)
+    require_complete_model(base.model, base.revision, job.from_scratch, job.options.trained)
     if base.adapters is not None:
         from ..models.limits import require_adapters  # late: transformers and peft are imported
 
@@ -175,16 +175,16 @@ def require_model(job: Job) -> Job:
     return job.with_base(base)
 
 
-def _train(plan: "Plan") -> None:
+def _run_training(plan: "Plan") -> None:
     settings = plan.path.with_name(RECIPE)
     processes, on_cpu = plan.placement.processes, plan.placement.on_cpu
-    environments = [environment_alone(on_cpu)]
+    environments = [single_process_environment(on_cpu)]
     if plan.options.zero_stage:
         common = training_environment(processes, on_cpu)
-        environments = [common | each for each in environments_of_ranks(processes)]
-    command = python_module("glm4v_patched.finetune.process", str(plan.path))
+        environments = [common | each for each in rank_environments(processes)]
+    command = python_module_command("glm4v_patched.finetune.process", str(plan.path))
     try:
-        ended = _run(command, environments)
+        ended = _run_processes(command, environments)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
         told = f"training was stopped by {number.name}{_how_to_resume(plan)}"
@@ -209,7 +209,7 @@ def _how_to_resume(plan: "Plan") -> str:
     return f"\nto continue from {place}:\n  {command}"
 
 
-def _run(command: list[str], environments: list[dict[str, str]]) -> str:
+def _run_processes(command: list[str], environments: list[dict[str, str]]) -> str:
     """Run a command in so many processes, which all end with this one.
 
     Returns:

@@ -15,35 +15,35 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..atomic import write_atomically
-from ..data.check import check_sets
-from ..data.checked_data import BatchRows, CheckedData
+from ..data.check import check_sources
+from ..data.checked_data import BatchSequences, CheckedData
 from ..data.workers import loader_options
 from ..engine import memory_check
-from ..engine.gpus import free_on_gpus
+from ..engine.gpus import free_bytes_per_gpu
 from ..engine.memory_plan import (
     GIB,
-    OUTSIDE_TORCH,
+    NON_TORCH_BYTES,
     Batch,
-    decide,
-    estimate,
-    free_memory,
-    within_limit,
+    decide_options,
+    estimate_peak_bytes,
+    min_free_gpu_memory,
+    apply_memory_limit,
 )
 from ..engine.options import EngineOptions
-from ..models.base import Base, identify, read_report
-from ..models.loading import config_of, load_processor
+from ..models.base import ModelSource, identify, read_report
+from ..models.loading import load_model_config, load_processor
 from ..models.placement import Placement
 from .checkpoints import (
-    Origin,
-    Rows,
-    changes_of_data,
+    ResumeFingerprint,
+    RowDigests,
+    data_changes,
     last_complete_checkpoint,
-    read_manifest,
+    read_checkpoint_manifest,
     require_checkpoint,
-    require_same_settings,
-    step_of,
+    require_same_run,
+    checkpoint_step,
 )
-from .disk import Space, checkpoints_at_once, needed_space, require_space
+from .disk import DiskSpace, checkpoints_at_once, needed_space, require_disk_space
 from .job import Job
 from .recipe.trainer import is_longer
 from .run_folder import CHECKED_DATA, PLAN
@@ -87,7 +87,7 @@ class Plan:
 
     arguments: dict[str, Any]
     loop: LoopOptions
-    base: Base
+    base: ModelSource
     files: dict[str, str]
     data: str
     placement: Placement
@@ -104,7 +104,7 @@ class Plan:
     steps_an_epoch: int
     free: float
     needed: float
-    space: Space
+    space: DiskSpace
     checkpoint: Path | None = None
     changes: tuple[str, ...] = ()
 
@@ -129,12 +129,12 @@ class Plan:
     @property
     def steps_done(self) -> int:
         """Those before the checkpoint."""
-        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+        return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint)
 
     @property
     def is_tight(self) -> bool:
         """Whether a step may not fit onto a GPU, as estimated."""
-        return 0 < self.free < self.needed + OUTSIDE_TORCH
+        return 0 < self.free < self.needed + NON_TORCH_BYTES
 
     def write(self) -> None:
         write_atomically(self.path, TypeAdapter(Plan).dump_json(self, indent=2) + b"\n")
@@ -147,28 +147,28 @@ class Plan:
         """What the check found. Raises ``ValueError`` if it is of another check."""
         path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
-        if (found := digest_of(checked)) != self.data:
+        if (found := digest_data(checked)) != self.data:
             raise ValueError(
                 f"{path} has rows with digest {found}, and the run was planned with {self.data}: "
                 "start the training again, so that they are checked"
             )
         return checked
 
-    def origin(self, checked: CheckedData) -> Origin:
+    def fingerprint(self, checked: CheckedData) -> ResumeFingerprint:
         decides = self.arguments["load_best_model_at_end"] or self.loop.patience is not None
         decides = decides or self.arguments["save_strategy"] == "best"
-        return Origin(self.settings, self.files, rows_of(checked, decides))
+        return ResumeFingerprint(self.settings, self.files, digest_rows(checked, decides))
 
-    def require_room(self) -> None:
+    def require_memory_and_disk(self) -> None:
         """Raise ``ValueError`` where the training surely does not fit into this machine's memory,
         or onto its disk."""
-        config, share = config_of(self.base), self.placement.share
-        fault = memory_check.fault_of_memory(config, self.options, self.batch, self.free, share)
+        config, share = load_model_config(self.base), self.placement.share
+        fault = memory_check.find_memory_problem(config, self.options, self.batch, self.free, share)
         if fault:
             raise ValueError(fault)
-        require_space(str(self.out), self.space)
+        require_disk_space(str(self.out), self.space)
 
-    def require_true(self) -> None:
+    def require_same_conditions(self) -> None:
         """See that this process, which has joined the others, finds what was planned with.
 
         Raises:
@@ -188,8 +188,8 @@ class Plan:
         if not self.free:
             return
         # What is outside of torch is there by now: the driver's context, and NCCL's buffers.
-        free = free_memory(self.options.memory_limit)
-        if free < self.free - OUTSIDE_TORCH:
+        free = min_free_gpu_memory(self.options.memory_limit)
+        if free < self.free - NON_TORCH_BYTES:
             raise RuntimeError(
                 f"the run was planned with {self.free / GIB:.1f} GiB free on each GPU, and a GPU "
                 f"has {free / GIB:.1f} GiB now: something else uses it. Start the training again, "
@@ -208,25 +208,25 @@ def make_plan(
 
     Args:
         job: Whose model is pinned.
-        checkpoint: Of :func:`starting_point`.
+        checkpoint: Of :func:`find_start_checkpoint`.
         accept_changed_data: Whether the checkpoint's rows may have been others.
 
     Raises:
         ValueError: they were, and may not; or the run would have no batch, no evaluation that it
             needs, or no learning rate that can train.
     """
-    config, trainer = config_of(job.base), job.trainer
-    rows = checked.batch_rows()
+    config, trainer = load_model_config(job.base), job.trainer
+    rows = checked.batch_sequences()
     require_batches(job, len(rows.lengths), placement.processes)
-    batch = batch_of(job, rows, placement.processes)
+    batch = largest_batch(job, rows, placement.processes)
     steps_an_epoch = trainer.steps_in_epoch(len(rows.lengths), placement.processes)
     steps = trainer.total_steps(steps_an_epoch)
     require_evaluations(trainer, checked, steps, steps_an_epoch)
     here = placement.local_processes or placement.processes
-    free = 0.0 if placement.on_cpu else float(min(free_on_gpus(here)))
-    free = within_limit(free, job.options.memory_limit)
-    options = decide(config, job.options, batch, free, steps)
-    images = int(batch.images_per_row) * batch.rows
+    free = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(here)))
+    free = apply_memory_limit(free, job.options.memory_limit)
+    options = decide_options(config, job.options, batch, free, steps)
+    images = int(batch.images_per_sequence) * batch.num_sequences
     arguments = training_arguments(
         job,
         options,
@@ -235,7 +235,7 @@ def make_plan(
         on_cpu=placement.on_cpu,
         evaluates=checked.eval is not None,
         continues=checkpoint is not None,
-        loading=loader_options(trainer.others, here, images, config.vision.image_size),
+        loading=loader_options(trainer.undeclared_fields, here, images, config.vision.image_size),
     )
     require_schedule(arguments)
     checkpoints = checkpoints_at_once(trainer, job.data.ends_at_bad_row, steps)
@@ -244,7 +244,7 @@ def make_plan(
         loop=loop_options(job, options),
         base=job.base,
         files=identify(job.base),
-        data=digest_of(checked),
+        data=digest_data(checked),
         placement=placement,
         options=options,
         stream_buffer=job.data.shuffle_buffer if job.data.is_streamed else None,
@@ -258,25 +258,25 @@ def make_plan(
         steps=steps,
         steps_an_epoch=steps_an_epoch,
         free=free,
-        needed=estimate(config, options, batch),
+        needed=estimate_peak_bytes(config, options, batch),
         space=needed_space(str(job.out), config, options, checkpoints),
         checkpoint=checkpoint,
     )
     if checkpoint is None:
         return plan
-    changes = changes_of_data(checkpoint, plan.origin(checked).rows, accept_changed_data)
+    changes = data_changes(checkpoint, plan.fingerprint(checked).rows, accept_changed_data)
     return replace(plan, changes=tuple(changes))
 
 
-def digest_of(checked: CheckedData) -> str:
+def digest_data(checked: CheckedData) -> str:
     """sha256 of the rows that are learned and evaluated, their sets and how they are packed."""
-    learned = [repr(checked.sources), repr(checked.asked), repr(checked.pack_to)]
+    learned = [repr(checked.sources), repr(checked.eval_option), repr(checked.pack_to)]
     learned += checked.row_digests
     evaluated = [] if checked.eval is None else ["evaluated", *checked.eval.row_digests]
-    return _sha256([*learned, *evaluated])
+    return _sha256_of_lines([*learned, *evaluated])
 
 
-def starting_point(job: Job, processes: int, resume: bool | Path) -> Path | None:
+def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path | None:
     """The checkpoint in ``out`` to continue from, or None to start from the beginning.
 
     Args:
@@ -302,23 +302,23 @@ def starting_point(job: Job, processes: int, resume: bool | Path) -> Path | None
             )
         return None
     settings = job.settings(processes)
-    there = read_manifest(checkpoint)["settings"]
+    there = read_checkpoint_manifest(checkpoint)["settings"]
     length = {f"trainer.{name}": value for name, value in job.trainer.length.items()}
     if is_longer({name: there[name] for name in length if name in there}, length):
         settings |= {name: there[name] for name in length}
-    require_same_settings(checkpoint, settings, identify(job.base))
+    require_same_run(checkpoint, settings, identify(job.base))
     return checkpoint
 
 
 def check_data(job: Job) -> CheckedData:
-    """Check the rows that are asked for, for the model; :func:`check_sets` has more.
+    """Check the rows that are asked for, for the model; :func:`check_sources` has more.
 
     What is returned belongs into ``CHECKED_DATA`` in ``out``, where every process reads it.
 
     Raises:
         ValueError: rows cannot be used, or their images would have another size than the model's.
     """
-    processor, config = load_processor(job.base), config_of(job.base)
+    processor, config = load_processor(job.base), load_model_config(job.base)
     places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
     if places != wanted:
         raise ValueError(
@@ -326,30 +326,30 @@ def check_data(job: Job) -> CheckedData:
             f"{wanted:,}: image_size was lost when the tokenizer was saved; expected "
             f'"image_size": {config.vision.image_size} in tokenizer_config.json'
         )
-    return check_sets(
+    return check_sources(
         job.data.sources(),
         processor,
         config.seq_length,
         evaluate=job.data.evaluated(),
         pack_to=job.data.pack_to,
         on_bad=job.data.on_bad,
-        first=job.data.first,
+        num_precheck=job.data.first,
     )
 
 
-def batch_of(job: Job, rows: BatchRows, processes: int) -> Batch:
+def largest_batch(job: Job, rows: BatchSequences, processes: int) -> Batch:
     """The largest batch of one of so many processes."""
     longest = int(rows.lengths.max())
     return Batch(
-        rows=job.trainer.per_device_train_batch_size,
-        row_length=int(longest * LONGER) if job.data.is_streamed else longest,
-        images_per_row=int(rows.images.max()),
+        num_sequences=job.trainer.per_device_train_batch_size,
+        sequence_length=int(longest * LONGER) if job.data.is_streamed else longest,
+        images_per_sequence=int(rows.images.max()),
         processes=processes,
         accumulates=job.trainer.gradient_accumulation_steps > 1,
     )
 
 
-def rows_of(checked: CheckedData, with_evaluated: bool) -> Rows:
+def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
     """What a run that continues has to have the same.
 
     Args:
@@ -357,9 +357,9 @@ def rows_of(checked: CheckedData, with_evaluated: bool) -> Rows:
     """
     evaluated = None
     if checked.eval is not None and with_evaluated:
-        evaluated = _sha256(checked.eval.row_digests)
-    return Rows(len(checked.row_digests), _sha256(checked.row_digests), evaluated)
+        evaluated = _sha256_of_lines(checked.eval.row_digests)
+    return RowDigests(len(checked.row_digests), _sha256_of_lines(checked.row_digests), evaluated)
 
 
-def _sha256(lines: Iterable[str]) -> str:
+def _sha256_of_lines(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -10,19 +10,19 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..engine.environment import end_with_stdin
-from ..terminal_text import doing
+from ..engine.environment import exit_when_stdin_closes
+from ..terminal_text import show_progress
 
 
 def main() -> NoReturn:
-    end_with_stdin()
-    leave(run(Path(sys.argv[1])))
+    exit_when_stdin_closes()
+    exit_process(run(Path(sys.argv[1])))
 
 
 def run(plan: Path) -> int:
     """Train what was planned; the exit status. Of a training that has no result, whoever has
     planned it tells what is in the report."""
-    with doing("loading torch and transformers", tells=os.environ.get("RANK", "0") == "0"):
+    with show_progress("loading torch and transformers", enabled=os.environ.get("RANK", "0") == "0"):
         from .divergence import NoResult
         from .plan import Plan
         from .worker import train
@@ -33,7 +33,7 @@ def run(plan: Path) -> int:
     return 0
 
 
-def leave(status: int = 0) -> NoReturn:
+def exit_process(status: int = 0) -> NoReturn:
     """End this process without waiting for threads of DeepSpeed and inductor, when all is saved:
     they may be killed by Python half-way at its end, which aborts a process that has done its
     work."""

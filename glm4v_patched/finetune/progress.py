@@ -13,8 +13,8 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from ..terminal_text import doing
-from .checkpoints import checkpoints_in, step_of
+from ..terminal_text import show_progress
+from .checkpoints import list_checkpoints, checkpoint_step
 from .plots import plot_loss
 from .run_folder import PLOT
 
@@ -71,7 +71,7 @@ class Progress(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self._last = time.monotonic()
-        self._words.enter_context(doing(self.first_step, tells=state.is_world_process_zero))
+        self._words.enter_context(show_progress(self.first_step, enabled=state.is_world_process_zero))
 
     def on_step_end(self, args, state, control, **kwargs):
         now = time.monotonic()
@@ -140,7 +140,7 @@ class Progress(TrainerCallback):
         if importlib.util.find_spec("matplotlib") is None:
             return
         folder = Path(args.output_dir)
-        saved = sorted(map(step_of, checkpoints_in(folder)))
+        saved = sorted(map(checkpoint_step, list_checkpoints(folder)))
         asked = state.log_history, folder / PLOT, saved, state.best_global_step
         # In a thread: matplotlib's parser of fonts keeps errors that it caught, and with them
         # all that called it: here the training's frames, with its model and its workers.

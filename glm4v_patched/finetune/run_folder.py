@@ -19,15 +19,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..atomic import (
-    fault_of_file,
+    find_file_problem,
     remove_partial,
     require_file,
     take_lock,
     write_atomically,
 )
-from ..engine.folders import fault_of_folder
-from ..models.base import REPORT, read_report
-from ..patch.config_json import read_object
+from ..engine.folders import find_folder_problem
+from ..models.base import TRAINING_REPORT, read_report
+from ..patch.config_json import read_json_object
 from ..terminal_text import listed
 from .recipe.trainer import is_longer
 
@@ -50,13 +50,13 @@ PLOT, SHEET = "loss.png", "answers.png"
 STATE = [PLOT, SHEET, RECIPE, PLAN, CHECKED_DATA, "data.arrow", "data_eval.arrow"]
 
 
-def names_of_run(folder: Path, adapters: bool = True) -> list[str]:
+def run_file_names(folder: Path, adapters: bool = True) -> list[str]:
     """What is in a folder under names that a run writes, ``run.json`` aside.
 
     Args:
         adapters: Whether the run trains adapters; peft writes a README.md beside them.
     """
-    patterns = [*MODEL, *CODE, *STATE, REPORT, *(["README.md"] if adapters else [])]
+    patterns = [*MODEL, *CODE, *STATE, TRAINING_REPORT, *(["README.md"] if adapters else [])]
     return sorted(
         path.name
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -79,7 +79,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = _take_lock(folder / LOCK)
     except OSError as error:
-        raise _unusable(folder, fault_of_folder(str(folder)) or error.strerror) from None
+        raise _unusable(folder, find_folder_problem(str(folder)) or error.strerror) from None
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         command = f"{socket.gethostname()}, since {since}: {shlex.join(sys.argv)}"
@@ -96,9 +96,9 @@ def locked(folder: Path) -> Iterator[None]:
                 each.rmdir()
 
 
-def require_free(folder: Path) -> None:
+def require_lockable(folder: Path) -> None:
     """Raise ``ValueError`` where :func:`locked` would; changes nothing."""
-    if fault := fault_of_folder(str(folder)):
+    if fault := find_folder_problem(str(folder)):
         raise _unusable(folder, fault)
     with suppress(FileNotFoundError):
         os.close(_take_lock(folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH))
@@ -139,7 +139,7 @@ def _not_ours(path: Path) -> str:
     return f"{path} {told}"
 
 
-def fault_of_images(folder: Path) -> str | None:
+def find_foreign_images(folder: Path) -> str | None:
     """What images a folder holds that has been no run's: its files would lie among them."""
     if not folder.is_dir() or read_record(folder) is not None:
         return None
@@ -165,7 +165,7 @@ def require_usable(
         length: How long the run is to be.
         adapters: Whether it trains adapters.
         overwrite: Whether what earlier runs wrote there may go: only names that
-            :func:`names_of_run` knows, where ``run.json`` says that they are of runs.
+            :func:`run_file_names` knows, where ``run.json`` says that they are of runs.
 
     Returns:
         What is to be removed there, for :func:`begin`.
@@ -175,7 +175,7 @@ def require_usable(
     """
     report = read_report(folder)
     recorded, finished = read_record(folder), report.get("finished")
-    present = names_of_run(folder, adapters)
+    present = run_file_names(folder, adapters)
     for path in inputs:
         relative = Path(os.path.relpath(path.resolve(), folder.resolve())).parts
         if relative[0] in {*present, RECIPE, CHECKED_DATA, RECORD, LOCK}:
@@ -186,13 +186,13 @@ def require_usable(
     extends = is_longer(report.get("length"), length)
     if resume and finished and not extends:
         raise ValueError(
-            f"the training in {folder} is finished ({REPORT}), there is nothing to continue; to "
+            f"the training in {folder} is finished ({TRAINING_REPORT}), there is nothing to continue; to "
             "make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train on "
             "other data, give a new run that folder as model"
         )
     if recorded is not None and not finished:
         # What a run leaves that was stopped before it had anything to lose.
-        present = [name for name in present if name not in (*STATE, REPORT)]
+        present = [name for name in present if name not in (*STATE, TRAINING_REPORT)]
     foreign = sorted({*present} - (recorded or set()))
     if resume:  # what was stopped may have been moved here, without its record
         foreign = [n for n in foreign if not CHECKPOINTS.fullmatch(n) and n not in STATE]
@@ -217,29 +217,29 @@ def require_usable(
     return present
 
 
-def begin(folder: Path, remove: list[str]) -> None:
+def start_record(folder: Path, remove: list[str]) -> None:
     """Remove what :func:`require_usable` said, and say that what comes now is a run's."""
-    remove_partial(folder, [*STATE, RECORD, REPORT])
+    remove_partial(folder, [*STATE, RECORD, TRAINING_REPORT])
     # Written anew already, or about to be.
     if remove := [name for name in remove if name not in STATE]:
         for name in remove:
             _remove(folder / name)
         print(f"removed from {folder}: {listed(remove, most=100)}", flush=True)
-    present = names_of_run(folder)
+    present = run_file_names(folder)
     ours = read_record(folder) is not None
     if ours or all(CHECKPOINTS.fullmatch(name) or name in STATE for name in present):
         _write_record(folder, None)
-    (folder / REPORT).unlink(missing_ok=True)
+    (folder / TRAINING_REPORT).unlink(missing_ok=True)
 
 
 def read_record(folder: Path) -> set[str] | None:
     """The names that runs have written in a folder: all that is there now under a run's names
     if the last run was killed (SIGKILL) before it could list them. None if no run says so."""
-    if fault_of_file(folder / RECORD):
+    if find_file_problem(folder / RECORD):
         return None
     try:
-        written = read_object(folder / RECORD)["written"]
-        return {*names_of_run(folder)} if written is None else {*map(str, written)}
+        written = read_json_object(folder / RECORD)["written"]
+        return {*run_file_names(folder)} if written is None else {*map(str, written)}
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -247,7 +247,7 @@ def read_record(folder: Path) -> set[str] | None:
 def close_record(folder: Path, adapters: bool) -> None:
     """List what a run has written, when it has ended, well or not."""
     if read_record(folder) is not None:
-        _write_record(folder, names_of_run(folder, adapters))
+        _write_record(folder, run_file_names(folder, adapters))
 
 
 def _write_record(folder: Path, names: list[str] | None) -> None:

@@ -7,8 +7,8 @@ from enum import Enum
 
 import torch
 
-from ..engine.deepspeed.internals import CHECKPOINT_ENGINE, IN_CHECKPOINTS, resolve
-from ..patch.patch_set import PatchSet, Swap
+from ..engine.deepspeed.internals import CHECKPOINT_ENGINE, CHECKPOINT_CLASSES, import_deepspeed_name
+from ..patch.patch_set import PatchSet, AttributePatch
 
 
 @contextmanager
@@ -20,9 +20,9 @@ def loading_safely() -> Iterator[None]:
     Raises:
         RuntimeError: DeepSpeed has moved what is replaced or let in here.
     """
-    for name in (CHECKPOINT_ENGINE, *IN_CHECKPOINTS):
-        resolve(name)
-    patches = PatchSet([Swap(CHECKPOINT_ENGINE, "load", lambda original: _load)])
+    for name in (CHECKPOINT_ENGINE, *CHECKPOINT_CLASSES):
+        import_deepspeed_name(name)
+    patches = PatchSet([AttributePatch(CHECKPOINT_ENGINE, "load", lambda original: _load)])
     patches.apply()
     try:
         yield
@@ -32,7 +32,7 @@ def loading_safely() -> Iterator[None]:
 
 def _load(engine, path: str, map_location=None):
     try:
-        let_in = [resolve(name) for name in IN_CHECKPOINTS]
+        let_in = [import_deepspeed_name(name) for name in CHECKPOINT_CLASSES]
         with torch.serialization.safe_globals([*let_in, (_member, "builtins.getattr")]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:

@@ -11,7 +11,7 @@ from transformers import SchedulerType, get_scheduler
 
 from ..terminal_text import error_text
 from .recipe.file import shown
-from .recipe.trainer import BY_METRIC
+from .recipe.trainer import METRIC_SCHEDULES
 
 # A longer run is looked at in so many steps, spread evenly. A schedule that follows the evaluations
 # is given so many that are each better than the last, and so many that are not.
@@ -45,7 +45,7 @@ def require_schedule(arguments: Arguments) -> None:
             f"{error_text(error)}"
         ) from None
     highest = arguments["learning_rate"]
-    most = math.inf if name in BY_METRIC else highest
+    most = math.inf if name in METRIC_SCHEDULES else highest
     for step, rate in rates:
         if not 0 <= rate <= most * (1 + ROUNDING) or rate == math.inf:
             raise ValueError(
@@ -61,7 +61,7 @@ def require_schedule(arguments: Arguments) -> None:
         )
 
 
-def doubts_of_schedule(arguments: Arguments) -> Iterator[str]:
+def schedule_warnings(arguments: Arguments) -> Iterator[str]:
     """What of the learning rates is most likely a mistake."""
     steps = arguments["max_steps"]
     looked_at = [(step, rate) for step, rate in learning_rates(arguments) if step < steps]
@@ -91,7 +91,7 @@ def learning_rates(arguments: Arguments) -> list[tuple[int, float]]:
         [torch.nn.Parameter(torch.zeros(1))], lr=arguments["learning_rate"]
     )
     scheduler = _build(arguments, optimizer, _kwargs(arguments))
-    if arguments["lr_scheduler_type"] not in BY_METRIC:
+    if arguments["lr_scheduler_type"] not in METRIC_SCHEDULES:
         [factor] = scheduler.lr_lambdas
         return [(n, float(arguments["learning_rate"] * factor(n))) for n in _some_steps(arguments)]
     rates = [(0, arguments["learning_rate"])]
@@ -142,7 +142,7 @@ def _require_kwargs(arguments: Arguments) -> None:
                 f"trainer.lr_scheduler_kwargs has {key} {shown(value)}; expected a number from 0, "
                 "text, true or false"
             )
-    if name not in BY_METRIC:
+    if name not in METRIC_SCHEDULES:
         return
     greater = arguments.get("greater_is_better")
     if greater is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ..data.checked_data import CheckedData
 from .job import Job
-from .recipe.trainer import BY_METRIC, TrainerFields
+from .recipe.trainer import METRIC_SCHEDULES, TrainerFields
 
 
 def require_batches(job: Job, rows: int, processes: int) -> None:
@@ -39,7 +39,7 @@ def require_evaluations(
     if not (every := asked.eval_every(steps_an_epoch)):
         return
     delay, unit = asked.eval_delay(steps_an_epoch), f"every {every:,} steps"
-    if asked.evaluating == "epoch":
+    if asked.effective_eval_strategy == "epoch":
         unit = f"after every epoch of {every:,} steps"
     if delay > steps:
         raise ValueError(
@@ -62,5 +62,5 @@ def _that_need_evaluations(asked: TrainerFields) -> Iterator[str]:
         yield "trainer.early_stopping_patience"
     if asked.save_strategy == "best":
         yield "trainer.save_strategy best"
-    if asked.lr_scheduler_type in BY_METRIC:
+    if asked.lr_scheduler_type in METRIC_SCHEDULES:
         yield f"trainer.lr_scheduler_type {asked.lr_scheduler_type}"

@@ -8,29 +8,29 @@ from ..data.collate import ConversationCollator
 from ..engine.gpus import find_gpus
 from ..engine.memory_plan import (
     GIB,
-    OUTSIDE_TORCH,
+    NON_TORCH_BYTES,
     count_parameters,
     count_trained,
-    offloaded,
+    offloaded_bytes,
 )
 from ..engine.ram import free_ram
-from ..models.loading import config_of, load_processor
+from ..models.loading import load_model_config, load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
-from ..terminal_text import in_bytes
+from ..terminal_text import format_bytes
 from .plan import Plan
-from .schedule import doubts_of_schedule
+from .schedule import schedule_warnings
 
 LONGEST_SAMPLE = 1500  # characters
 HIGHEST_RATE = 1e-2  # far above what trains a model of any size
 
 
-def describe(plan: Plan, checked: CheckedData) -> str:
+def describe_plan(plan: Plan, checked: CheckedData) -> str:
     """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
-    options, config = plan.options, config_of(plan.base)
+    options, config = plan.options, load_model_config(plan.base)
     processes, stage = plan.placement.processes, options.zero_stage
-    where = "CPU" if plan.placement.on_cpu else find_gpus().found[0].name
+    where = "CPU" if plan.placement.on_cpu else find_gpus().devices[0].name
     told = {
         "changed": _describe_changes(plan),
         "data": describe_data(checked, plan.is_streamed),
@@ -45,8 +45,8 @@ def describe(plan: Plan, checked: CheckedData) -> str:
         "disk": _describe_disk(plan),
     }
     lines = [f"{name:<12}{text}" for name, text in told.items() if text]
-    doubts = [*find_doubts(plan), *checked.find_doubts()]
-    lines += [f"{'doubtful':<12}{text}" for text in doubts]
+    doubts = [*find_warnings(plan), *checked.find_warnings()]
+    lines += [f"{'warning':<12}{text}" for text in doubts]
     lines.append("the first row, with what is learned of it between [[ and ]]:")
     lines.append(show_sample(load_processor(plan.base), checked.conversations()[0]))
     return "\n".join(lines)
@@ -91,8 +91,8 @@ def _describe_changes(plan: Plan) -> str:
 def describe_data(checked: CheckedData, is_streamed: bool) -> str:
     counts = checked.counts
     told = "a stream, of which were looked at " if is_streamed else ""
-    told += f"{counts.rows:,} rows, {counts.images:,} images; {counts.positions:,} positions, "
-    told += f"of which {counts.learned:,} are learned"
+    told += f"{counts.samples:,} rows, {counts.images:,} images; {counts.tokens:,} positions, "
+    told += f"of which {counts.supervised:,} are learned"
     return told + (f"; {checked.skipped:,} rows left out" if checked.skipped else "")
 
 
@@ -102,7 +102,7 @@ def _describe_evaluation(plan: Plan, checked: CheckedData) -> str:
     told = f"every {plan.arguments['eval_steps']} steps and at the end"
     if plan.arguments["eval_strategy"] == "no":
         told = "never"
-    return f"{told}, on {checked.eval.counts.rows:,} rows"
+    return f"{told}, on {checked.eval.counts.samples:,} rows"
 
 
 def _describe_steps(plan: Plan) -> str:
@@ -128,33 +128,33 @@ def describe_policies(plan: Plan) -> str:
     options = plan.options
     return (
         f"tower {options.tower}, language {options.language}, offload {options.offload}, compile "
-        f"{options.compile} (for rows of up to {plan.batch.row_length:,} positions)"
+        f"{options.compile} (for rows of up to {plan.batch.sequence_length:,} positions)"
     )
 
 
 def describe_memory(plan: Plan) -> str:
     if not plan.free:
         return ""  # of a machine's own it is not estimated
-    room = (plan.free - OUTSIDE_TORCH) / GIB
+    room = (plan.free - NON_TORCH_BYTES) / GIB
     told = f"{plan.needed / GIB:.1f} GiB on each GPU, of {room:.1f} GiB that are free"
     return told + ": it may not suffice" * plan.is_tight
 
 
 def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
-    if not (needed := offloaded(config, plan.options) * plan.placement.share):
+    if not (needed := offloaded_bytes(config, plan.options) * plan.placement.share):
         return ""
-    return f"{in_bytes(needed)} of the machine's memory, of which {in_bytes(free_ram())} are free"
+    return f"{format_bytes(needed)} of the machine's memory, of which {format_bytes(free_ram())} are free"
 
 
 def _describe_disk(plan: Plan) -> str:
     space = plan.space
-    told = f"{in_bytes(space.total)}: the model {in_bytes(space.model)}"
+    told = f"{format_bytes(space.total)}: the model {format_bytes(space.model)}"
     if space.number:
-        told += f", {space.number} checkpoints at once of {in_bytes(space.checkpoint)}"
-    return f"{told}; {in_bytes(space.free)} are free"
+        told += f", {space.number} checkpoints at once of {format_bytes(space.checkpoint)}"
+    return f"{told}; {format_bytes(space.free)} are free"
 
 
-def find_doubts(plan: Plan) -> Iterator[str]:
+def find_warnings(plan: Plan) -> Iterator[str]:
     """What is told of values that are most likely mistakes."""
     rate = plan.arguments["learning_rate"]
     if rate > HIGHEST_RATE:
@@ -163,7 +163,7 @@ def find_doubts(plan: Plan) -> Iterator[str]:
             "in a step, and most are below 0.1; usual are 1e-4 for LoRA and 1e-5 for the weights "
             "themselves"
         )
-    yield from doubts_of_schedule(plan.arguments)
+    yield from schedule_warnings(plan.arguments)
     if plan.effective_batch > plan.rows and not plan.is_streamed:
         yield (
             f"the effective batch, {plan.effective_batch:,}, is larger than the number of rows, "

@@ -17,19 +17,19 @@ from transformers import Trainer, TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..atomic import give_usual_modes
+from ..atomic import apply_umask
 from ..data.feature_cache import TowerFeatures
-from ..data.stored_rows import Conversations
-from ..data.stream import FAULTS, UNREADABLE, Stream
-from ..data.workers import BATCHES_AHEAD, workers_with_room
-from ..engine.options import part_of
+from ..data.stored_rows import ConversationDataset
+from ..data.stream import ROW_PROBLEMS, UNREADABLE, StreamDataset
+from ..data.workers import BATCHES_AHEAD, workers_that_fit
+from ..engine.options import part_of_parameter
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .checkpoints import Origin, delete_all_but_newest, find_faults, write_manifest
-from .divergence import Diverged, DivergenceWatch, highest, require_finite
-from .evaluation import Sample, in_eval_mode, share_of_batches
-from .row_faults import RowFaults
+from .checkpoints import ResumeFingerprint, delete_all_but_newest, find_checkpoint_problems, write_checkpoint_manifest
+from .divergence import Diverged, DivergenceMonitor, max_over_processes, require_finite_weights
+from .evaluation import EvalGenerations, in_eval_mode, shard_batches
+from .bad_rows import BadRowTracker
 from .training_arguments import LoopOptions
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class RecipeTrainer(Trainer):
         loop: LoopOptions,
         features: TowerFeatures | None = None,
         eval_collator: Callable | None = None,
-        sample: Sample | None = None,
+        sample: EvalGenerations | None = None,
         **options,
     ):
         for name in PRIVATE:
@@ -67,8 +67,8 @@ class RecipeTrainer(Trainer):
             )
         self.rates, self.sample, self.worker_start = loop.rates, sample, loop.worker_start
         self.eval_collator = eval_collator or options["data_collator"]
-        self.watch = DivergenceWatch(loop.max_nonfinite_steps)
-        self.faults = RowFaults(ends=loop.fail_on_bad_rows)
+        self.watch = DivergenceMonitor(loop.max_nonfinite_steps)
+        self.faults = BadRowTracker(ends=loop.fail_on_bad_rows)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
@@ -85,7 +85,7 @@ class RecipeTrainer(Trainer):
         self._defaults: dict[str, Any] = {}
         super().__init__(model=model, **options)
         self.add_callback(self.watch)
-        if isinstance(self.train_dataset, Stream):
+        if isinstance(self.train_dataset, StreamDataset):
             self.add_callback(self.faults)
         self.inner.config.skip_logits = True
 
@@ -101,7 +101,7 @@ class RecipeTrainer(Trainer):
         groups = optimizer.param_groups
         if self.rates is not None:
             assert self.model is not None
-            parts = {id(p): part_of(name) for name, p in self.model.named_parameters()}
+            parts = {id(p): part_of_parameter(name) for name, p in self.model.named_parameters()}
             groups = [
                 {
                     **group,
@@ -121,7 +121,7 @@ class RecipeTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_train_dataloader(self):
-        if isinstance(self.train_dataset, Stream):
+        if isinstance(self.train_dataset, StreamDataset):
             # accelerate would share its rows out a second time, or send all from one process.
             args, rows = self.args, self.train_dataset
             workers, ahead = args.dataloader_num_workers, args.dataloader_prefetch_factor
@@ -150,7 +150,7 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
-        self.faults.see(inputs.pop(FAULTS, []), inputs.pop(UNREADABLE, []))
+        self.faults.see(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE, []))
         self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
         # Until all batches of a step are there, DeepSpeed has the norm of the step before.
@@ -196,11 +196,11 @@ class RecipeTrainer(Trainer):
         """The mean loss of all supervised tokens of ``rows``, and their number; the same on all
         processes, of which each computes its share. No random number is drawn."""
         each, workers = self.args.per_device_eval_batch_size, self.args.dataloader_num_workers
-        if workers and isinstance(rows, Conversations):
+        if workers and isinstance(rows, ConversationDataset):
             # Those of training still hold batches in shared memory.
             here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            workers = workers_with_room(workers, here, rows.most_images * each)
-        share, weights = share_of_batches(len(rows), each)
+            workers = workers_that_fit(workers, here, rows.max_images * each)
+        share, weights = shard_batches(len(rows), each)
         loader = self._loader(rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=share)
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with in_eval_mode(self.model_wrapped):
@@ -255,7 +255,7 @@ class RecipeTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *rest) -> None:
         if "loss" in logs:
-            logs["loss"] += self.watch.left_out_of_log()
+            logs["loss"] += self.watch.pop_nonfinite_loss()
         super().log(logs, *rest)
 
     def _require_finite_loss(self) -> None:
@@ -273,7 +273,7 @@ class RecipeTrainer(Trainer):
             self.compute_loss_context_manager(),
         ):
             loss = self.compute_loss(model, self._prepare_inputs(dict(inputs)))
-        if highest((~torch.isfinite(loss)).long().reshape(1))[0]:
+        if max_over_processes((~torch.isfinite(loss)).long().reshape(1))[0]:
             raise Diverged(
                 "the loss of the last batch is NaN or infinite with the weights of step "
                 f"{self.state.global_step}, which are not saved"
@@ -283,7 +283,7 @@ class RecipeTrainer(Trainer):
         """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
         assert self.model is not None
         trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-        require_finite(trained, "weights have become NaN or infinite")
+        require_finite_weights(trained, "weights have become NaN or infinite")
         self._require_finite_loss()
         config = self.inner.config
         config.eos_token_id = self.stop_ids
@@ -297,7 +297,7 @@ class RecipeTrainer(Trainer):
         folder = Path(output_dir or cast(str, self.args.output_dir))
         if self.has_adapters:
             custom_object_save(self.inner, folder)
-        give_usual_modes(folder)
+        apply_umask(folder)
 
 
 class CheckpointSchedule(TrainerCallback):
@@ -313,8 +313,8 @@ class CheckpointSchedule(TrainerCallback):
             are those that are links, nor the one with the best evaluation.
     """
 
-    def __init__(self, origin: Origin, keep: int | None = None):
-        self.origin, self.keep = origin, keep
+    def __init__(self, fingerprint: ResumeFingerprint, keep: int | None = None):
+        self.fingerprint, self.keep = fingerprint, keep
 
     def on_train_begin(self, args, state, control, **kwargs):
         # The Trainer goes by what the checkpoint's run was asked for: how often it saved and
@@ -323,7 +323,7 @@ class CheckpointSchedule(TrainerCallback):
         if state.best_global_step is not None and args.load_best_model_at_end:
             best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             state.best_model_checkpoint = str(best)
-            if find_faults(best, contents=False):
+            if find_checkpoint_problems(best, contents=False):
                 told = "%s, with the best evaluation, is not complete: the best of those to come is"
                 logger.warning(told + " taken", best)
                 state.best_metric = state.best_global_step = state.best_model_checkpoint = None
@@ -347,6 +347,6 @@ class CheckpointSchedule(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
             saved = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_manifest(saved, self.origin)
+            write_checkpoint_manifest(saved, self.fingerprint)
             if self.keep is not None:
                 delete_all_but_newest(folder, self.keep, state.best_model_checkpoint)

@@ -11,10 +11,10 @@ from ..engine.options import EngineOptions
 from .job import Job
 
 # The Trainer's names.
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
+TRAINER_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
 # Fields of ``trainer`` that it is not given: they are of :class:`LoopOptions`, or in the steps.
-NOT_HANDED_ON = {"early_stopping_patience", "early_stopping_threshold", "save_total_limit"}
-NOT_HANDED_ON |= {"num_train_epochs"}
+NOT_TRAINING_ARGUMENTS = {"early_stopping_patience", "early_stopping_threshold", "save_total_limit"}
+NOT_TRAINING_ARGUMENTS |= {"num_train_epochs"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def loop_options(job: Job, options: EngineOptions) -> LoopOptions:
         keep_checkpoints=asked.save_total_limit,
         patience=asked.early_stopping_patience,
         threshold=asked.early_stopping_threshold,
-        worker_start=worker_start(options.offload, asked.others),
+        worker_start=worker_start(options.offload, asked.undeclared_fields),
     )
 
 
@@ -73,7 +73,7 @@ def training_arguments(
     """
     asked = job.trainer
     eval_every = asked.eval_every(steps_an_epoch)
-    given = asked.model_dump(exclude_none=True, exclude=NOT_HANDED_ON)
+    given = asked.model_dump(exclude_none=True, exclude=NOT_TRAINING_ARGUMENTS)
     decided: dict[str, Any] = {
         "output_dir": str(job.out),
         # Of epochs, too: schedule, log and estimates agree on them before the first step.
@@ -83,16 +83,16 @@ def training_arguments(
         "warmup_steps": asked.warmup(steps),
         # By steps, also where it is asked for at the end of an epoch: there the Trainer evaluates
         # after it has saved, and a run that continues from that checkpoint would not.
-        "save_strategy": "steps" if asked.saving == "epoch" else asked.saving,
+        "save_strategy": "steps" if asked.effective_save_strategy == "epoch" else asked.effective_save_strategy,
         "save_steps": asked.save_every(steps_an_epoch),
         "eval_strategy": "steps" if evaluates and eval_every else "no",
         "eval_steps": eval_every,
         "eval_delay": asked.eval_delay(steps_an_epoch),
         # A checkpoint has the evaluation of the start.
-        "eval_on_start": bool(asked.others.get("eval_on_start")) and not continues,
+        "eval_on_start": bool(asked.undeclared_fields.get("eval_on_start")) and not continues,
         "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
         "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
-        "logging_strategy": "no" if asked.others.get("logging_strategy") == "no" else "steps",
+        "logging_strategy": "no" if asked.undeclared_fields.get("logging_strategy") == "no" else "steps",
         "logging_steps": asked.log_every(steps, steps_an_epoch),
         "ignore_data_skip": job.data.is_streamed,  # which begins where it is to go on
     }
@@ -102,7 +102,7 @@ def training_arguments(
 def engine_arguments(options: EngineOptions, on_cpu: bool) -> dict[str, Any]:
     """Fields for options that are decided, whatever is learned; the bench has no others of ours."""
     return {
-        "optim": OPTIMIZERS[options.optimizer],
+        "optim": TRAINER_OPTIMIZERS[options.optimizer],
         "bf16": options.precision == "bf16",
         "use_cpu": on_cpu,
         "deepspeed": deepspeed_config(options),

@@ -14,21 +14,21 @@ from transformers import TrainerState, TrainingArguments
 from ..atomic import write_atomically
 from ..data.checked_data import CheckedData
 from ..data.collate import ConversationCollator
-from ..data.image_files import Stamp
-from ..data.packing import PackedRows, PackingCollator
-from ..data.stream import Stream, StreamCollator
+from ..data.image_files import FileStamp
+from ..data.packing import PackedDataset, PackingCollator
+from ..data.stream import StreamDataset, StreamingCollator
 from ..engine.fp8 import require_fp8
 from ..engine.memory_plan import GIB
 from ..engine.options import EngineOptions, is_lora
-from ..engine.prepare import DTYPES, prepare_model
-from ..models.base import REPORT, Base, identify
-from ..models.loading import config_of, load_processor
+from ..engine.prepare import PRECISION_DTYPES, prepare_model
+from ..models.base import TRAINING_REPORT, ModelSource, identify
+from ..models.loading import load_model_config, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .adapter_card import write_card
-from .assembly import begin, build_trainer
+from .assembly import init_training, build_trainer
 from .checkpoints import last_complete_checkpoint
-from .divergence import Diverged, NoResult, as_json
-from .evaluation import Sample
+from .divergence import Diverged, NoResult, json_number
+from .evaluation import EvalGenerations
 from .plan import Plan
 from .progress import Progress
 from .run_folder import SHEET, remove_weights
@@ -46,15 +46,15 @@ def train(plan: Plan) -> None:
 
     Raises:
         ValueError, RuntimeError: what was planned with is not true here
-            (:meth:`Plan.require_true`), or the data has changed since.
+            (:meth:`Plan.require_same_conditions`), or the data has changed since.
         Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
             ``out``. On all processes, as is the next.
         BadRow: a row of a stream cannot be used; a checkpoint is in ``out``.
         NoResult: no step was made, or fewer than planned without a reason; no model is left.
-        SystemExit: the GPU of this process cannot be used (:func:`assembly.begin`).
+        SystemExit: the GPU of this process cannot be used (:func:`assembly.init_training`).
     """
     error: NoResult | None = None
-    trainer, progress = _trainer_of(plan)
+    trainer, progress = _make_trainer(plan)
     try:
         with loading_safely() if plan.options.zero_stage else nullcontext():
             checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
@@ -65,7 +65,7 @@ def train(plan: Plan) -> None:
             trainer.faults.conclude(trainer.state.global_step)
         _require_result(plan, trainer.state)
         if plan.options.zero_stage == 0:
-            _round_trained(trainer.inner, DTYPES[plan.options.precision])
+            _round_trained(trainer.inner, PRECISION_DTYPES[plan.options.precision])
         trainer.save_model()
     except Diverged as diverged:
         error = Diverged(f"training diverged: {diverged}{_how_to_go_on(plan)}")
@@ -77,31 +77,31 @@ def train(plan: Plan) -> None:
         report = _report(plan, trainer, progress.found(), error)
         if error is None and is_lora(plan.options.trained):
             write_card(plan.out, plan.base, plan.shown, report, plan.rows)
-        write_atomically(plan.out / REPORT, json.dumps(report, indent=2, allow_nan=False))
+        write_atomically(plan.out / TRAINING_REPORT, json.dumps(report, indent=2, allow_nan=False))
     if error is not None:
         # No process may leave, and have torch end the others, before the report is there.
         trainer.args.distributed_state.wait_for_everyone()
         raise error
 
 
-def _trainer_of(plan: Plan) -> tuple[RecipeTrainer, Progress]:
+def _make_trainer(plan: Plan) -> tuple[RecipeTrainer, Progress]:
     """The planned model, rows and callbacks, in processes that have joined."""
     checked, processor = plan.checked_data(), load_processor(plan.base)
-    require_fp8(plan.options, config_of(plan.base))
-    arguments = begin(plan.options, plan.arguments)
-    plan.require_true()
+    require_fp8(plan.options, load_model_config(plan.base))
+    arguments = init_training(plan.options, plan.arguments)
+    plan.require_same_conditions()
     trainer = build_trainer(
         partial(build_model, plan.options, plan.base),
         arguments,
         plan.loop,
-        callbacks=[CheckpointSchedule(plan.origin(checked), plan.loop.keep_checkpoints)],
+        callbacks=[CheckpointSchedule(plan.fingerprint(checked), plan.loop.keep_checkpoints)],
         reuse_features=plan.reuse_features,
         processing_class=processor,
         **_training_rows(plan, checked, processor, arguments),
         **_evaluated_rows(plan, checked, processor),
     )
     progress = Progress(
-        plan.effective_batch * checked.batch_rows().samples_per_row,
+        plan.effective_batch * checked.batch_sequences().samples_per_sequence,
         compiles=plan.options.compile is True,
         shows_bar=not arguments.disable_tqdm,
         has_epochs=not plan.is_streamed,
@@ -115,7 +115,7 @@ def _training_rows(
 ) -> dict[str, Any]:
     """What is learned: conversations, packed or not, or a stream."""
     if plan.stream_buffer is not None:
-        stream = Stream(
+        stream = StreamDataset(
             checked.sources,
             arguments.train_batch_size,
             (arguments.process_index, arguments.world_size),
@@ -124,16 +124,16 @@ def _training_rows(
             plan.steps_done * arguments.train_batch_size * arguments.gradient_accumulation_steps,
         )
         collator = ConversationCollator(processor, _stamps(checked))
-        positions = config_of(plan.base).seq_length
-        longest = plan.batch.row_length
+        positions = load_model_config(plan.base).seq_length
+        longest = plan.batch.sequence_length
         return {
             "train_dataset": stream,
-            "data_collator": StreamCollator(collator, longest, positions),
+            "data_collator": StreamingCollator(collator, longest, positions),
         }
-    rows, shares = checked.conversations(), checked.batch_rows().shares
+    rows, shares = checked.conversations(), checked.batch_sequences().packs
     if shares is not None:
         collator = PackingCollator(processor, _stamps(checked))
-        return {"train_dataset": PackedRows(rows, shares), "data_collator": collator}
+        return {"train_dataset": PackedDataset(rows, shares), "data_collator": collator}
     return {
         "train_dataset": rows,
         "data_collator": ConversationCollator(processor, _stamps(checked)),
@@ -145,8 +145,8 @@ def _evaluated_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[st
         return {}
     number, max_new_tokens = plan.answers
     each, sheet = plan.arguments["per_device_eval_batch_size"], plan.out / SHEET
-    positions = config_of(plan.base).seq_length
-    sample = Sample(checked.eval, processor, sheet, number, max_new_tokens, each, positions)
+    positions = load_model_config(plan.base).seq_length
+    sample = EvalGenerations(checked.eval, processor, sheet, number, max_new_tokens, each, positions)
     return {
         "eval_dataset": checked.eval.conversations(),
         "eval_collator": ConversationCollator(processor, _stamps(checked)),
@@ -154,7 +154,7 @@ def _evaluated_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[st
     }
 
 
-def _stamps(checked: CheckedData) -> dict[str, Stamp]:
+def _stamps(checked: CheckedData) -> dict[str, FileStamp]:
     """Of all images, by their paths."""
     return checked.stamps | ({} if checked.eval is None else checked.eval.stamps)
 
@@ -193,7 +193,7 @@ def _report(
 ) -> dict[str, Any]:
     def entries(kind: str, *names: str) -> list[dict[str, Any]]:
         found = [entry for entry in trainer.state.log_history if kind in entry]
-        return [{n: as_json(e[n]) for n in ("step", kind, *names) if n in e} for e in found]
+        return [{n: json_number(e[n]) for n in ("step", kind, *names) if n in e} for e in found]
 
     if "peak_allocated_gib" in measured:
         measured = measured | {"predicted_gib": plan.needed / GIB}
@@ -217,7 +217,7 @@ def _report(
     return report
 
 
-def build_model(options: EngineOptions, base: Base) -> nn.Module:
+def build_model(options: EngineOptions, base: ModelSource) -> nn.Module:
     """The model, loaded and prepared (:func:`prepare_model`)."""
     load = partial(GLM4VForCausalLM.from_pretrained, base.model, revision=base.revision or "main")
     model = prepare_model(options, load, base.adapters)

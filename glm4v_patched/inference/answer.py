@@ -12,16 +12,16 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
-from ..engine.environment import python_module, training_environment
-from ..models.base import Base, identify
-from .answers_file import AnswersFile, Line, open_answers
-from .questions import Question, Request, digest_images, digest_questions, read_questions
+from ..engine.environment import python_module_command, training_environment
+from ..models.base import ModelSource, identify
+from .answers_file import AnswersFile, AnswerLine, open_answers
+from .questions import Question, AnswerOptions, digest_image_files, digest_questions, read_questions
 
 if TYPE_CHECKING:
     from .answer_worker import Answer
 
 
-def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Line]:
+def answer_file(request: AnswerOptions, out: Path, overwrite: bool = False) -> list[AnswerLine]:
     """Answer every row of the data, and write ``out``, a line a row, as the answers come.
 
     Lines that are there, of the same model, data and options, are kept. With ``overwrite``, they
@@ -34,18 +34,18 @@ def answer_file(request: Request, out: Path, overwrite: bool = False) -> list[Li
     base = request.find()
     request.require_apart(base, out)
     questions = read_questions(request.data)
-    settings = settings_of(request, base, questions, digest_images(questions))
+    settings = settings_of(request, base, questions, digest_image_files(questions))
     return answer_questions(request, base, questions, settings, out, overwrite)
 
 
 def answer_questions(
-    request: Request,
-    base: Base,
+    request: AnswerOptions,
+    base: ModelSource,
     questions: Sequence[Question],
     settings: Mapping[str, Any],
     out: Path | None,
     overwrite: bool,
-) -> list[Line]:
+) -> list[AnswerLine]:
     """:func:`answer_file` of questions that were read, and their :func:`settings_of`; without
     ``out`` nothing is written."""
     from ..data.check import require_images
@@ -64,7 +64,7 @@ def answer_questions(
 
 
 def _answer_missing(
-    request: Request, base: Base, file: AnswersFile, missing: Sequence[Question]
+    request: AnswerOptions, base: ModelSource, file: AnswersFile, missing: Sequence[Question]
 ) -> None:
     try:
         for line in _answer(request, base, missing, len(file.questions)):
@@ -77,7 +77,7 @@ def _answer_missing(
         raise
 
 
-def _answer(request: Request, base: Base, questions: Sequence[Question], of: int) -> Iterator[Line]:
+def _answer(request: AnswerOptions, base: ModelSource, questions: Sequence[Question], of: int) -> Iterator[AnswerLine]:
     """Answer questions, and show how far it is with all ``of`` them."""
     from tqdm import tqdm
 
@@ -85,7 +85,7 @@ def _answer(request: Request, base: Base, questions: Sequence[Question], of: int
     bar: dict[str, Any] = {"total": of, "initial": of - len(questions), "disable": None}
     with tqdm(**bar, unit="row", desc="answering") as progress:
         for question, answer in answers(request, base, questions):
-            yield Line(question, *answer)
+            yield AnswerLine(question, *answer)
             progress.update()
             first = first or time.monotonic() - start
     print(describe_speed(len(questions), time.monotonic() - start, first), flush=True)
@@ -101,7 +101,7 @@ def describe_speed(rows: int, seconds: float, first: float) -> str:
 
 
 def settings_of(
-    request: Request, base: Base, questions: Sequence[Question], images: Mapping[str, str]
+    request: AnswerOptions, base: ModelSource, questions: Sequence[Question], images: Mapping[str, str]
 ) -> dict[str, Any]:
     """What decides the answers. Batches and processes do not, but for rounding."""
     options = asdict(request.generation) | {"weights": request.weights}
@@ -110,7 +110,7 @@ def settings_of(
 
 
 def answers(
-    request: Request, base: Base, questions: Sequence[Question]
+    request: AnswerOptions, base: ModelSource, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
     """Each question with its answer, in order; several processes are started for several."""
     from .answer_worker import Answer, answer_parts, batches
@@ -129,13 +129,13 @@ def answers(
 
 
 def _answers_of_processes(
-    request: Request,
-    base: Base,
+    request: AnswerOptions,
+    base: ModelSource,
     parts: Sequence[Sequence[Question]],
     every: list[dict[str, str]],
 ) -> Generator[list[Any], None, None]:
     """Answers to batches that processes take in turn, in order."""
-    command = python_module("glm4v_patched.inference.answer_worker")
+    command = python_module_command("glm4v_patched.inference.answer_worker")
     # In a session of its own: Ctrl-C is ours to answer.
     how: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
     processes: list[Any] = [Popen(command, env=each, **how) for each in every]

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from ..engine.environment import end_with_stdin
+from ..engine.environment import exit_when_stdin_closes
 from ..models import loading
-from ..models.base import Base
-from ..models.loading import Loaded, load_processor
+from ..models.base import ModelSource
+from ..models.loading import LoadedModel, load_processor
 from .decoding.static_cache import StaticCaches, chosen
 from .nonfinite import NonFiniteLogits, RequireFinite, describe_cause
-from .questions import Generation, ModelOptions, Question, Request
+from .questions import Generation, ModelOptions, Question, AnswerOptions
 
 # Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
 STEP = 1024
@@ -55,11 +55,11 @@ class Answerer:
     """Answers questions with one model.
 
     With a ``static`` cache steps are recorded on a GPU, for each number of rows, and nothing waits
-    between them (:func:`loop.draw_ahead`). Beams have a ``dynamic`` one.
+    between them (:func:`loop.decode_without_sync`). Beams have a ``dynamic`` one.
     """
 
     def __init__(
-        self, loaded: Loaded, generation: Generation, cache: str = "dynamic", refuses: bool = True
+        self, loaded: LoadedModel, generation: Generation, cache: str = "dynamic", refuses: bool = True
     ):
         """
         Args:
@@ -126,7 +126,7 @@ class Answerer:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
             with torch.no_grad():
                 if self.caches is not None:
-                    options |= self.caches.options(rows, length + generation.max_new_tokens)
+                    options |= self.caches.generate_kwargs(rows, length + generation.max_new_tokens)
                 elif self.refuses:
                     others = options.get("logits_processor", [])
                     options["logits_processor"] = [*others, RequireFinite()]
@@ -162,10 +162,10 @@ class Answerer:
 
 
 def load_answerer(
-    options: ModelOptions, base: Base, generation: Generation, tells: bool = True
+    options: ModelOptions, base: ModelSource, generation: Generation, tells: bool = True
 ) -> Answerer:
     """Load what ``options`` have found."""
-    loaded = loading.load(base, options.device, options.weights, tells)
+    loaded = loading.load_with_processor(base, options.device, options.weights, tells)
     cache = chosen(options.cache, options.device, base, options.weights)
     return Answerer(loaded, generation, cache)
 
@@ -194,7 +194,7 @@ def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
 
 
 def answer_parts(
-    request: Request, base: Base, parts: Iterable[Sequence[Question]], tells: bool = True
+    request: AnswerOptions, base: ModelSource, parts: Iterable[Sequence[Question]], tells: bool = True
 ) -> Generator[list[Answer], None, None]:
     """Load a model and answer batch after batch. Images of the next ones are read meanwhile, in
     threads, and those of the first ones while the model is loaded; the next batch is copied to the
@@ -234,10 +234,10 @@ def answer_parts(
         readers.shutdown(cancel_futures=True)
 
 
-def require_room(base: Base, questions: Sequence[Question], new: int) -> None:
+def require_room(base: ModelSource, questions: Sequence[Question], new: int) -> None:
     """Raise ``ValueError`` naming the rows that leave no room for an answer of so many tokens; no
     image is opened."""
-    processor, limit = load_processor(base), loading.config_of(base).seq_length
+    processor, limit = load_processor(base), loading.load_model_config(base).seq_length
     found: list[tuple[int, int]] = []
     for some in batches(questions, 64):
         lengths = positions_of(processor, [question.prompt for question in some])
@@ -262,7 +262,7 @@ def serve() -> None:
     # What libraries print is for people, and not for the process that reads the answers.
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
     request, base, parts = pickle.load(sys.stdin.buffer)
-    end_with_stdin()
+    exit_when_stdin_closes()
     try:
         for answers in answer_parts(request, base, parts, tells=False):
             pickle.dump([*map(tuple, answers)], replies)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..atomic import explain_failed_writes, open_atomically, require_file, take_lock
 from ..data.messages import images_of, text_of
-from ..data.rows import Source
+from ..data.rows import DataSource
 from ..terminal_text import shorten
 from .questions import Question
 from .scoring import exact_match
@@ -24,7 +24,7 @@ DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What reading of JSON that is not as it was written ends with."""
 
 
-class Line(NamedTuple):
+class AnswerLine(NamedTuple):
     """An answer in the file."""
 
     question: Question
@@ -48,7 +48,7 @@ def open_answers(
     path: Path,
     questions: Sequence[Question],
     settings: Mapping[str, Any],
-    data: Source,
+    data: DataSource,
     overwrite: bool = False,
 ) -> Iterator["AnswersFile"]:
     """Open a file of answers to be continued, for this process alone.
@@ -66,7 +66,7 @@ def open_answers(
         if path.exists() and Path(other).exists() and path.samefile(other):
             raise ValueError(f"--out {path} is what is read; expected another file")
     if not overwrite:
-        require_same_settings(path, settings)  # before a file is made
+        require_same_answer_settings(path, settings)  # before a file is made
     with explain_failed_writes(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
@@ -78,12 +78,12 @@ def open_answers(
             raise ValueError(told) from None
         answers = AnswersFile(path, file, questions, settings, overwrite)
         if not overwrite:
-            require_same_settings(path, settings)  # which another process may have written
+            require_same_answer_settings(path, settings)  # which another process may have written
             answers.read()
         yield answers
 
 
-def require_same_settings(path: Path, settings: Mapping[str, Any]) -> None:
+def require_same_answer_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if the answers that are there belong to something else."""
     beside, has_answers = settings_path(path), path.exists() and path.stat().st_size > 0
     if not has_answers and not beside.exists():
@@ -124,7 +124,7 @@ class AnswersFile:
         self.path, self.file, self.overwrite = path, file, overwrite
         self.questions, self.settings = questions, settings
         self.has_begun = False
-        self.lines: dict[tuple[int, bool], Line] = {}
+        self.lines: dict[tuple[int, bool], AnswerLine] = {}
 
     def read(self) -> None:
         """Take over the lines that are there."""
@@ -140,7 +140,7 @@ class AnswersFile:
             try:
                 told = json.loads(text)
                 key = told["row"], told.get("swapped", False)
-                line = Line(known.pop(key), told["answer"], told["finish_reason"])
+                line = AnswerLine(known.pop(key), told["answer"], told["finish_reason"])
             except DAMAGED:
                 raise ValueError(
                     f"{self.path}:{number} is no answer to a row of the data that has none before "
@@ -154,7 +154,7 @@ class AnswersFile:
         """Questions without an answer, in order."""
         return [q for q in self.questions if (q.row, q.swapped) not in self.lines]
 
-    def add(self, line: Line) -> None:
+    def add(self, line: AnswerLine) -> None:
         """Write an answer; a process that is killed loses none that was added before."""
         if not self.has_begun:  # now there is something to put in place of what is there
             name = settings_path(self.path)
@@ -169,7 +169,7 @@ class AnswersFile:
                 content = content[os.write(self.file.fileno(), content) :]
         self.lines[line.question.row, line.question.swapped] = line
 
-    def all_lines(self) -> list[Line]:
+    def all_lines(self) -> list[AnswerLine]:
         """In the order of the questions, all of which are answered."""
         return [self.lines[question.row, question.swapped] for question in self.questions]
 

@@ -5,9 +5,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from ..data.decoding import read_facts
-from ..option_fields import of_options
-from ..paths import expand
+from ..data.decoding import check_image_file
+from ..option_fields import from_namespace
+from ..paths import expand_path
 from ..terminal_text import printable
 from .questions import Generation, ModelOptions
 
@@ -28,22 +28,22 @@ def chat(options: Namespace) -> None:
     for given, name in ((options.other, "a second model"), (options.port, "--port")):
         if given is not None:
             raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
-    generation = of_options(Generation, options)
+    generation = from_namespace(Generation, options)
     for image in options.image:
         check_image(image)
-    asked = of_options(ModelOptions, options)
+    asked = from_namespace(ModelOptions, options)
     base = asked.find()
 
-    from ..models.loading import config_of
+    from ..models.loading import load_model_config
     from .answer_worker import load_answerer
 
     answerer = load_answerer(asked, base, generation)
-    Chat(answerer, config_of(base).seq_length, options.system, options.image).run(sys.stdin)
+    Chat(answerer, load_model_config(base).seq_length, options.system, options.image).run(sys.stdin)
 
 
 def check_image(path: str) -> None:
     """Raise ``ValueError`` if an image is not there or cannot be decoded."""
-    if (fault := read_facts(path).fault) is not None:
+    if (fault := check_image_file(path).problem) is not None:
         raise ValueError(f"the image {path} {fault}")
 
 
@@ -92,7 +92,7 @@ class Chat:
             path = rest.strip().strip("\"'")
             if not path:
                 raise ValueError("/image: expected the path of an image after it")
-            path = expand(path)
+            path = expand_path(path)
             check_image(path)
             self.images.append(path)
         elif command == "/reset":
@@ -127,7 +127,7 @@ class Chat:
 
     def _say(self, text: str) -> None:
         """What a model or a file says may hold what a terminal would obey."""
-        self.output.write(printable(text, kept="\n\t"))
+        self.output.write(printable(text, allow="\n\t"))
         self.output.flush()
 
 

@@ -4,11 +4,11 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from ..option_fields import add_options, of_options
-from ..paths import expand, to_path
-from ..terminal_text import doing
-from .questions import Generation, ModelOptions, Request
-from .serving.limits import Limits
+from ..option_fields import add_options, from_namespace
+from ..paths import expand_path, to_path
+from ..terminal_text import show_progress
+from .questions import Generation, ModelOptions, AnswerOptions
+from .serving.limits import ServerLimits
 
 WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
 AS_THEY_COME = [each.name for each in fields(Generation) if each.name != "num_beams"]
@@ -28,11 +28,11 @@ def add_commands(commands) -> None:
     folder = "folder for answers, image sheet and metrics.json; default: nothing is written"
     evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=folder)
     own = "a function of your own, given an answer and a reference, that returns a number"
-    evaluate.add_argument("--metric", type=expand, metavar="FILE.py:FUNCTION", help=own)
+    evaluate.add_argument("--metric", type=expand_path, metavar="FILE.py:FUNCTION", help=own)
 
     merge = commands.add_parser("merge", help="make one model of LoRA adapters and their model")
     merge.set_defaults(run=_merge)
-    merge.add_argument("adapters", type=expand, metavar="ADAPTER", help="a folder of LoRA adapters")
+    merge.add_argument("adapters", type=expand_path, metavar="ADAPTER", help="a folder of LoRA adapters")
     merge.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     merge.add_argument("--revision", help="of the model under the adapters, if it is on the Hub")
 
@@ -44,11 +44,11 @@ def add_commands(commands) -> None:
     formats = ("fp8", "int8", "int4")
     export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits)
     shown = "rows with images, such as were trained on, by which rounding is chosen"
-    export.add_argument("--calibration", type=expand, required=True, metavar="FILE", help=shown)
+    export.add_argument("--calibration", type=expand_path, required=True, metavar="FILE", help=shown)
     taken = "rows of --calibration that are taken, evenly spread (default: 256)"
     export.add_argument("--rows", type=_at_least_one, default=256, metavar="N", help=taken)
     asked = "rows that are asked before and after, as evaluate does"
-    export.add_argument("--evaluate", type=expand, metavar="FILE", help=asked)
+    export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=asked)
     export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     _add_generation(export, ["max_new_tokens"])
     _add_fields(export)
@@ -57,13 +57,13 @@ def add_commands(commands) -> None:
     chat.set_defaults(run=_chat)
     _add_model(chat)
     second = "a second model for --web, shown beside the first"
-    chat.add_argument("other", type=expand, nargs="?", metavar="MODEL2", help=second)
+    chat.add_argument("other", type=expand_path, nargs="?", metavar="MODEL2", help=second)
     page = "show a page in the browser, which only this machine reaches"
     chat.add_argument("--web", action="store_true", help=page)
     chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
     shown = "an image that the first question shows; several are allowed"
     chat.add_argument(
-        "--image", type=expand, action="append", default=[], metavar="IMAGE", help=shown
+        "--image", type=expand_path, action="append", default=[], metavar="IMAGE", help=shown
     )
     chat.add_argument("--system", metavar="TEXT", help="what the system says first")
     _add_generation(chat, AS_THEY_COME)
@@ -76,7 +76,7 @@ def add_commands(commands) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser, names: list[str] | None = None) -> None:
-    parser.add_argument("model", type=expand, metavar="MODEL_OR_ADAPTER", help=WHAT)
+    parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=WHAT)
     add_options(parser, ModelOptions, names)
 
 
@@ -91,7 +91,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     beside = "LoRA adapters on the same model, which clients ask for by NAME; several are allowed"
     pair = _name_and_folder
     add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=beside)
-    add_options(parser, Limits)
+    add_options(parser, ServerLimits)
     body = "millions of bytes that a request may have (default: 32)"
     add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
     pixels = "millions of pixels that an image may have, a request 4 times (default: 50)"
@@ -99,10 +99,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=expand, metavar="MODEL_OR_ADAPTER", help=WHAT)
-    add_options(parser, Request)
+    parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=WHAT)
+    add_options(parser, AnswerOptions)
     what = "rows to answer: a file, a folder of tables or an id of the Hub, as in a recipe"
-    parser.add_argument("--data", type=expand, required=True, metavar="FILE", help=what)
+    parser.add_argument("--data", type=expand_path, required=True, metavar="FILE", help=what)
     add_field = _add_fields(parser)
     add_field("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
     replaced = "replace what --out has, instead of continuing it"
@@ -116,7 +116,7 @@ def _add_fields(parser: argparse.ArgumentParser):
     add("--columns", metavar="YAML", help=told)
     add(
         "--image-folder",
-        type=expand,
+        type=expand_path,
         metavar="FOLDER",
         help="what paths of images are relative to",
     )
@@ -141,26 +141,26 @@ def _name_and_folder(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, as red=trained_on_red")
-    return name, expand(folder)
+    return name, expand_path(folder)
 
 
 # The imports are late: --help is answered at once.
 
 
-def _request(options: argparse.Namespace, path: str) -> Request:
-    generation = of_options(Generation, options)
-    return of_options(Request, options, data=_source(options, path), generation=generation)
+def _request(options: argparse.Namespace, path: str) -> AnswerOptions:
+    generation = from_namespace(Generation, options)
+    return from_namespace(AnswerOptions, options, data=_source(options, path), generation=generation)
 
 
 def _source(options: argparse.Namespace, path: str):
     import yaml
 
-    from ..data.columns import fault_of_columns
-    from ..data.formats import FORMATS
-    from ..data.rows import Source
+    from ..data.columns import find_columns_problem
+    from ..data.formats import ROW_FORMATS
+    from ..data.rows import DataSource
 
-    if options.format not in ("auto", *FORMATS):
-        known = ", ".join(["auto", *FORMATS])
+    if options.format not in ("auto", *ROW_FORMATS):
+        known = ", ".join(["auto", *ROW_FORMATS])
         raise ValueError(f"--format {options.format}: expected one of {known}")
     if options.image_folder is not None and not Path(options.image_folder).is_dir():
         raise ValueError(f"--image-folder {options.image_folder}: there is no such folder")
@@ -170,11 +170,11 @@ def _source(options: argparse.Namespace, path: str):
             columns = yaml.safe_load(options.columns)
         except yaml.YAMLError as error:
             raise ValueError(f"--columns {options.columns}: no YAML: {error}") from None
-        if fault := fault_of_columns(columns):
+        if fault := find_columns_problem(columns):
             raise ValueError(f"--columns {fault}")
     names = ("format", "split", "image_folder", "allow_urls")
     given = {name: getattr(options, name) for name in names}
-    return Source(path, ignore=tuple(options.ignore), columns=columns, **given)
+    return DataSource(path, ignore=tuple(options.ignore), columns=columns, **given)
 
 
 def _answer(options: argparse.Namespace) -> None:
@@ -187,17 +187,17 @@ def _answer(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from .evaluate import describe, evaluate
+    from .evaluate import describe_scores, evaluate
 
     asked = _request(options, options.data)
     report = evaluate(asked, options.out, options.metric, options.overwrite)
-    print(describe(report, options.out))
+    print(describe_scores(report, options.out))
 
 
 def _merge(options: argparse.Namespace) -> None:
     from .merge import merge
 
-    with doing("merging the adapters into their model"):
+    with show_progress("merging the adapters into their model"):
         merge(options.adapters, options.out, options.revision)
     print(f"model {options.out}")
 

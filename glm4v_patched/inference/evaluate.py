@@ -10,9 +10,9 @@ from typing import Any
 from .. import __version__
 from ..atomic import explain_failed_writes, require_file, write_atomically
 from .answer import answer_questions, settings_of
-from .answers_file import Line
+from .answers_file import AnswerLine
 from .contact_sheet import draw_sheet
-from .questions import Request, digest_images, read_questions
+from .questions import AnswerOptions, digest_image_files, read_questions
 from .scoring import METRICS, Metric, load_metric, mean_score, swap_images
 
 ANSWERS, REPORT, SHEET = "answers.jsonl", "metrics.json", "answers.png"
@@ -20,7 +20,7 @@ VERSIONS = ("torch", "transformers")
 
 
 def evaluate(
-    request: Request,
+    request: AnswerOptions,
     out: Path | None = None,
     metric: str | None = None,
     overwrite: bool = False,
@@ -48,7 +48,7 @@ def evaluate(
     questions = read_questions(request.data, with_reference=True)
     for name, function in metrics.items():  # on something, before the model is loaded
         mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
-    images = digest_images(questions)
+    images = digest_image_files(questions)
     asked = [*questions, *swap_images(questions, images)]
     settings = settings_of(request, base, asked, images)
     answers = None if out is None else out / ANSWERS
@@ -56,7 +56,7 @@ def evaluate(
     report = {
         "model": request.model,
         "data": request.data.path,
-        **scores_of(lines, metrics),
+        **compute_scores(lines, metrics),
         "settings": settings,
         "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
     }
@@ -84,7 +84,7 @@ def _require_ours(out: Path, overwrite: bool) -> None:
             )
 
 
-def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, Any]:
+def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> dict[str, Any]:
     """Numbers of rows, and the mean of each metric with right and with swapped images."""
     right = [line for line in lines if not line.question.swapped]
     swapped = [line for line in lines if line.question.swapped]
@@ -97,7 +97,7 @@ def scores_of(lines: Sequence[Line], metrics: dict[str, Metric]) -> dict[str, An
     return scores
 
 
-def describe(report: dict[str, Any], out: Path | None = None) -> str:
+def describe_scores(report: dict[str, Any], out: Path | None = None) -> str:
     """The scores as a table, and what they are of."""
     names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
     wide = max(len(name) for name in names)

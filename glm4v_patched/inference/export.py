@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 
 from ..data.messages import images_of
-from ..data.rows import Source
-from ..data.source import folders_of_set
-from ..engine.gpus import free_on_gpus
+from ..data.rows import DataSource
+from ..data.source import folders_of_source
+from ..engine.gpus import free_bytes_per_gpu
 from ..engine.ram import free_ram
-from ..models.base import Base
+from ..models.base import ModelSource
 from ..models.check_weights import quantized_by
 from ..models.find import find_source
 from ..paths import require_apart
-from ..terminal_text import in_bytes, pip_install
-from .evaluate import describe, evaluate
+from ..terminal_text import format_bytes, pip_install
+from .evaluate import describe_scores, evaluate
 from .merge import (
     bytes_of,
     merge,
@@ -32,10 +32,10 @@ from .merge import (
     require_mergeable,
     require_new,
     require_space,
-    take_over,
+    copy_license_and_generation,
     weights_of,
 )
-from .questions import Request, read_questions, spread
+from .questions import AnswerOptions, read_questions, spread
 
 # Whose names, also such as it does not publish, layer_by_layer uses.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
@@ -54,7 +54,7 @@ class Format(NamedTuple):
         return OUTSIDE_LAYERS if self.tower else [*OUTSIDE_LAYERS, r"re:.*vision\..*"]
 
 
-FORMATS = {
+EXPORT_FORMATS = {
     "fp8": Format("FP8_DYNAMIC", 8, True),
     "int8": Format("W8A8", 8, True),
     "int4": Format("W4A16", 4, False),
@@ -72,22 +72,22 @@ class Report(NamedTuple):
     after: dict[str, Any] | None
 
     def __str__(self) -> str:
-        sizes = f"before {in_bytes(self.bytes_before)}, {self.format} {in_bytes(self.bytes_after)}"
+        sizes = f"before {format_bytes(self.bytes_before)}, {self.format} {format_bytes(self.bytes_after)}"
         lines = [f"{sizes}, quantized in {self.seconds:.0f} s"]
         for name, scores in (("before", self.before), (self.format, self.after)):
             if scores is not None:
-                lines += [name, describe(scores)]
+                lines += [name, describe_scores(scores)]
         return "\n".join(lines)
 
 
 def export(
     model: str,
     format: str,
-    calibration: Source,
+    calibration: DataSource,
     out: Path,
     *,
     rows: int = 256,
-    evaluation: Request | None = None,
+    evaluation: AnswerOptions | None = None,
     revision: str | None = None,
     device: str = "cuda",
 ) -> Report:
@@ -104,8 +104,8 @@ def export(
         ValueError: model, rows or ``out`` cannot be used, or disk or memory do not suffice.
         RuntimeError: a package is missing, or is another version than is needed.
     """
-    from ..data.check import check_sets, require_images
-    from ..models.loading import config_of, load_processor
+    from ..data.check import check_sources, require_images
+    from ..models.loading import load_model_config, load_processor
 
     require_new(out)
     require_compressor()
@@ -116,14 +116,14 @@ def export(
             "made of"
         )
     require_mergeable(base, out)
-    require_apart(out, folders_of_set(calibration, "--calibration"), "--out")
+    require_apart(out, folders_of_source(calibration, "--calibration"), "--out")
     if evaluation is not None:
-        require_apart(out, folders_of_set(evaluation.data, "--evaluate"), "--out")
+        require_apart(out, folders_of_source(evaluation.data, "--evaluate"), "--out")
         evaluation.place()
         read_questions(evaluation.data, with_reference=True)
         require_images(evaluation.data)
     processor = load_processor(base)
-    checked = check_sets([calibration], processor, config_of(base).seq_length)
+    checked = check_sources([calibration], processor, load_model_config(base).seq_length)
     conversations = spread(checked.conversations(), rows)
     if not any(map(images_of, conversations)):
         raise ValueError(
@@ -132,24 +132,24 @@ def export(
         )
     held = weights_of(base)
     weights = bytes_of(held)
-    saved, memory = needs_of(base, weights, FORMATS[format], processor, conversations)
+    saved, memory = needs_of(base, weights, EXPORT_FORMATS[format], processor, conversations)
     print(
-        f"{len(conversations):,} rows to calibrate with; weights {in_bytes(weights)}, written "
-        f"about {in_bytes(saved)}, memory about {in_bytes(memory)}",
+        f"{len(conversations):,} rows to calibrate with; weights {format_bytes(weights)}, written "
+        f"about {format_bytes(saved)}, memory about {format_bytes(memory)}",
         flush=True,
     )
     require_space(saved + weights * (base.adapters is not None), out)
-    free = free_ram() if device == "cpu" else free_on_gpus(1)[0]
+    free = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]
     if free < memory:
         raise ValueError(
-            f"{in_bytes(free)} of memory are free on the {device}, and this takes about "
-            f"{in_bytes(memory)}; expected fewer rows to calibrate with than "
+            f"{format_bytes(free)} of memory are free on the {device}, and this takes about "
+            f"{format_bytes(memory)}; expected fewer rows to calibrate with than "
             f"{len(conversations):,} (--rows), a larger machine, or --device cpu, which is slow"
         )
     with new_folder(out) as partial:
         if base.adapters is not None:
             merge(model, partial / "merged", revision)
-            base = Base(str(partial / "merged"))
+            base = ModelSource(str(partial / "merged"))
         before = after = None
         if evaluation is not None:
             evaluation = replace(evaluation, model=base.model, revision=base.revision)
@@ -157,11 +157,11 @@ def export(
         from .layer_by_layer import quantize
 
         start = time.monotonic()
-        of = FORMATS[format]
+        of = EXPORT_FORMATS[format]
         quantize(base, partial, of.scheme, of.ignore, conversations, device)
         gc.collect()  # of the model, before it is loaded again
         seconds = time.monotonic() - start
-        take_over(held, partial)
+        copy_license_and_generation(held, partial)
         shutil.rmtree(partial / "merged", ignore_errors=True)
     if evaluation is not None:
         after = evaluate(replace(evaluation, model=str(out), revision=None))
@@ -189,17 +189,17 @@ def require_compressor() -> None:
 
 
 def needs_of(
-    base: Base, weights: int, format: Format, processor: Any, conversations: Sequence[list[dict]]
+    base: ModelSource, weights: int, format: Format, processor: Any, conversations: Sequence[list[dict]]
 ) -> tuple[float, float]:
     """Bytes that an export writes, and takes of memory at the most, by the shapes of the model and
     the lengths of the rows; ``weights`` has those of the model."""
     import torch
 
     from ..data.collate import ConversationCollator
-    from ..models.loading import config_of
+    from ..models.loading import load_model_config
     from ..remote.modeling_chatglm import GLM4VForCausalLM
 
-    config = config_of(base)
+    config = load_model_config(base)
     with torch.device("meta"):
         transformer = GLM4VForCausalLM(config).transformer
     stacks = [transformer.encoder.layers, *[transformer.vision.transformer.layers] * format.tower]

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from .. import applied
 from ..data.collate import ConversationCollator
-from ..models.base import Base
-from ..models.loading import load
+from ..models.base import ModelSource
+from ..models.loading import load_with_processor
 from .nonfinite import require_finite_logits
 
 NAME = "glm4v_layer_by_layer"
@@ -80,7 +80,7 @@ def _inputs_of(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tu
 
 
 def quantize(
-    base: Base,
+    base: ModelSource,
     out: Path,
     scheme: str,
     ignore: list[str],
@@ -94,7 +94,7 @@ def quantize(
         ignore: Patterns of the names of layers that stay as they are.
     """
     model: Any
-    model, processor = load(base, device)
+    model, processor = load_with_processor(base, device)
     collate: Any = ConversationCollator(processor)
 
     def encode(row: list[list[dict]]) -> dict:

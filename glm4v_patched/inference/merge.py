@@ -14,14 +14,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import give_usual_modes, require_inside, write_atomically
-from ..engine.folders import nearest
-from ..models.base import ADAPTER_CONFIG, Base, folders_of
+from ..atomic import apply_umask, require_inside, write_atomically
+from ..engine.folders import nearest_existing
+from ..models.base import ADAPTER_CONFIG, ModelSource, folders_of
 from ..models.find import find_source
-from ..models.weight_files import INDEX, as_written, shards_of
-from ..patch.config_json import read_object
+from ..models.weight_files import WEIGHTS_INDEX, standard_index, shards_of
+from ..patch.config_json import read_json_object
 from ..paths import require_apart
-from ..terminal_text import in_bytes, listed
+from ..terminal_text import format_bytes, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ def require_new(out: Path) -> None:
         raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
 
 
-def require_mergeable(base: Base, out: Path) -> None:
+def require_mergeable(base: ModelSource, out: Path) -> None:
     """Raise ``ValueError`` if ``out`` is not apart from what is read, or adapters have fields that
     merging, which only adds to weights, would not honor; these are named."""
     require_apart(out, folders_of(base), "--out")
@@ -90,16 +90,16 @@ def require_mergeable(base: Base, out: Path) -> None:
         )
 
 
-def weights_of(base: Base) -> Path:
+def weights_of(base: ModelSource) -> Path:
     """The folder with the base model's weights, downloaded if it is on the Hub."""
     folder = Path(base.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        wanted = ["*.safetensors", INDEX, *TAKEN_OVER, "config.json"]
+        wanted = ["*.safetensors", WEIGHTS_INDEX, *TAKEN_OVER, "config.json"]
         folder = Path(snapshot_download(base.model, revision=base.revision, allow_patterns=wanted))
     shards = shards_of(folder)
-    for path in [*taken_over(folder), folder / "config.json", folder / INDEX]:
+    for path in [*taken_over(folder), folder / "config.json", folder / WEIGHTS_INDEX]:
         require_inside(path, folder)
     if not shards:
         raise ValueError(
@@ -114,12 +114,12 @@ def taken_over(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in TAKEN_OVER))
 
 
-def take_over(folder: Path, out: Path) -> None:
+def copy_license_and_generation(folder: Path, out: Path) -> None:
     """Copy licenses and options of generation to ``out``, where it has none; but for options that
     transformers does not know, which are logged."""
     from transformers import GenerationConfig
 
-    from ..remote.configuration_chatglm import known_part
+    from ..remote.configuration_chatglm import keep_known_settings
 
     for path in taken_over(folder):
         if (out / path.name).exists():
@@ -127,7 +127,7 @@ def take_over(folder: Path, out: Path) -> None:
         if path.name != GENERATION:
             shutil.copyfile(path, out / path.name)
             continue
-        known = known_part(read_object(path), vars(GenerationConfig()), GENERATION)
+        known = keep_known_settings(read_json_object(path), vars(GenerationConfig()), GENERATION)
         write_atomically(out / GENERATION, json.dumps(known, indent=2) + "\n")
 
 
@@ -137,11 +137,11 @@ def bytes_of(folder: Path) -> int:
 
 
 def require_space(needed: float, out: Path) -> None:
-    free = shutil.disk_usage(nearest(str(out))).free
+    free = shutil.disk_usage(nearest_existing(str(out))).free
     if free < needed:
         raise ValueError(
-            f"--out {out}: {in_bytes(free)} are free there, and the model takes "
-            f"{in_bytes(needed)}; expected a folder on a larger disk"
+            f"--out {out}: {format_bytes(free)} are free there, and the model takes "
+            f"{format_bytes(needed)}; expected a folder on a larger disk"
         )
 
 
@@ -152,7 +152,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        give_usual_modes(partial)
+        apply_umask(partial)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -161,7 +161,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 # From here on with torch
 
 
-def _write(base: Base, folder: Path, out: Path) -> None:
+def _write(base: ModelSource, folder: Path, out: Path) -> None:
     """Config, code and processor, as ``save_pretrained`` writes them, the base's license, and the
     merged weights, file by file."""
     import torch
@@ -181,10 +181,10 @@ def _write(base: Base, folder: Path, out: Path) -> None:
     custom_object_save(model, out)
     config.save_pretrained(out)
     load_processor(base).save_pretrained(out)
-    take_over(folder, out)
-    if (folder / INDEX).is_file():
-        index = as_written(read_object(folder / INDEX))
-        write_atomically(out / INDEX, json.dumps(index, indent=2) + "\n")
+    copy_license_and_generation(folder, out)
+    if (folder / WEIGHTS_INDEX).is_file():
+        index = standard_index(read_json_object(folder / WEIGHTS_INDEX))
+        write_atomically(out / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     layers = adapted_layers(base, model)
     missing = {*layers}
     for name in tqdm(shards_of(folder), unit="file", desc="merging", disable=None):
@@ -201,12 +201,12 @@ def _write(base: Base, folder: Path, out: Path) -> None:
         )
 
 
-def adapted_layers(base: Base, model: Any) -> dict[str, Any]:
+def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
     """peft's layers, by the names of the weights that they adapt; these are not there yet."""
     import torch
     from peft.tuners.lora import LoraLayer
 
-    from ..engine.trainable import continue_adapters
+    from ..engine.trainable import load_trainable_adapters
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -214,7 +214,7 @@ def adapted_layers(base: Base, model: Any) -> dict[str, Any]:
             nothing = torch.zeros(()).expand(module.weight.shape)
             module.weight = torch.nn.Parameter(nothing, requires_grad=False)
     assert base.adapters is not None
-    adapted = continue_adapters(model, base.adapters).requires_grad_(False).eval()
+    adapted = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
     layers = {
         f"{name.removeprefix(PREFIX)}.weight": module
         for name, module in adapted.named_modules()

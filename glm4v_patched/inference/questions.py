@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..data.image_files import Stamp
-from ..data.messages import images_of, replace_images, text_of, without_marks
-from ..data.rows import Fault, Source, describe_faults, read_rows, split_rows
-from ..data.source import folders_of_set
-from ..models.base import Base, folders_of
+from ..data.image_files import FileStamp
+from ..data.messages import images_of, replace_images, text_of, drop_train_flags
+from ..data.rows import RowProblem, DataSource, describe_problems, iter_rows, split_usable_rows
+from ..data.source import folders_of_source
+from ..models.base import ModelSource, folders_of
 from ..models.find import find_source
-from ..models.placement import Placement, place
-from ..models.quantized_weights import WEIGHTS, check_weights
-from ..option_fields import faults_of_fields, option
+from ..models.placement import Placement, place_processes
+from ..models.quantized_weights import WEIGHT_FORMATS, check_weights_option
+from ..option_fields import find_field_problems, option
 from ..paths import require_apart
 
 # Below, logits in fp32 become infinite, and no token can be drawn.
@@ -76,7 +76,7 @@ class Generation:
     seed: int = option(0, "of what is drawn")
 
     def __post_init__(self):
-        if wrong := "; ".join(faults_of_fields(self)):
+        if wrong := "; ".join(find_field_problems(self)):
             raise ValueError(wrong)
 
     @property
@@ -107,23 +107,23 @@ class ModelOptions:
     weights: str | None = option(
         None,
         "hold the layers' in fewer bytes: fp8 is faster, too; the others are bitsandbytes's",
-        choices=WEIGHTS,
+        choices=WEIGHT_FORMATS,
     )
     cache: str = option("auto", "of keys and values", choices=CACHES)
 
     def place(self) -> Placement:
         """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
-        check_weights(self.weights, self.device, self.cache)
-        return place(self.processes, self.device)  # type: ignore[arg-type]
+        check_weights_option(self.weights, self.device, self.cache)
+        return place_processes(self.processes, self.device)  # type: ignore[arg-type]
 
-    def find(self) -> Base:
+    def find(self) -> ModelSource:
         """Raises as :meth:`place` and :func:`find_source`."""
         self.place()
         return find_source(self.model, self.revision, self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelOptions):
+class AnswerOptions(ModelOptions):
     """What the command line asks for.
 
     Args:
@@ -131,32 +131,32 @@ class Request(ModelOptions):
         processes: None for one on each GPU; on a CPU, for a single one.
     """
 
-    data: Source
+    data: DataSource
     processes: int | None = option(
         None, "processes, each on a GPU of its own; default: all GPUs", metavar="N", ge=1
     )
     batch_size: int = option(8, "rows that a process answers at once", metavar="N", ge=1)
     generation: Generation = Generation()
 
-    def require_apart(self, base: Base, out: Path) -> None:
+    def require_apart(self, base: ModelSource, out: Path) -> None:
         """Raise ``ValueError`` unless ``out`` lies apart from the folders that are read."""
-        require_apart(out, [*folders_of(base), *folders_of_set(self.data, "--data")], "--out")
+        require_apart(out, [*folders_of(base), *folders_of_source(self.data, "--data")], "--out")
 
 
-def read_questions(path: str | Path | Source, with_reference: bool = False) -> list[Question]:
+def read_questions(path: str | Path | DataSource, with_reference: bool = False) -> list[Question]:
     """Read rows; where one ends with the assistant, that is its reference."""
     questions: list[Question] = []
-    rows, faults = split_rows(read_rows(path, to_learn=False))
+    rows, faults = split_usable_rows(iter_rows(path, for_training=False))
     for row in rows:
-        question = question_of(row.line, row.messages)
+        question = make_question(row.line, row.messages)
         if question.reference is not None or not with_reference:
             questions.append(question)
         else:
             told = f"ends with a message of {row.messages[-1]['role']}; expected the right answer "
-            faults.append(Fault(row.line, f"{told}as one of the assistant, to compare with"))
+            faults.append(RowProblem(row.line, f"{told}as one of the assistant, to compare with"))
     if faults:
         faults.sort(key=lambda fault: fault.line)
-        raise ValueError(describe_faults(path, faults, len(questions) + len(faults)))
+        raise ValueError(describe_problems(path, faults, len(questions) + len(faults)))
     return questions
 
 
@@ -166,16 +166,16 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[place * len(items) // number] for place in range(number)]
 
 
-def question_of(row: int, messages: list[dict]) -> Question:
+def make_question(row: int, messages: list[dict]) -> Question:
     """Of a conversation; what the assistant says at its end is the reference."""
     *prompt, last = messages
     if last["role"] != "assistant":
-        return Question(row, without_marks(messages))
+        return Question(row, drop_train_flags(messages))
     tool, words = last.get("metadata"), text_of(last)
-    return Question(row, without_marks(prompt), f"{tool}\n{words}" if tool else words)
+    return Question(row, drop_train_flags(prompt), f"{tool}\n{words}" if tool else words)
 
 
-def digest_images(questions: Sequence[Question]) -> dict[str, str]:
+def digest_image_files(questions: Sequence[Question]) -> dict[str, str]:
     """sha256 of each image's bytes, by its path; raises ``ValueError`` if one cannot be read."""
     from tqdm import tqdm
 
@@ -184,7 +184,7 @@ def digest_images(questions: Sequence[Question]) -> dict[str, str]:
     bar: dict[str, Any] = {"unit": "file", "desc": "reading images", "disable": None, "delay": 1}
     for path, row in tqdm(rows.items(), **bar):
         try:
-            digests[path] = Stamp.of(path).sha256
+            digests[path] = FileStamp.of(path).sha256
         except ValueError as error:
             raise ValueError(f"row {row}: the image {error}") from None
     return digests
@@ -194,7 +194,7 @@ def digest_questions(questions: Sequence[Question], images: Mapping[str, str]) -
     """sha256 of rows and references.
 
     Args:
-        images: Of :func:`digest_images`: they count by their bytes, and may move.
+        images: Of :func:`digest_image_files`: they count by their bytes, and may move.
     """
     digest = hashlib.sha256()
     for question in questions:

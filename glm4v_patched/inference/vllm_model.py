@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .vllm_plugin import TOWER_ADAPTERS, check_vllm, never_drawn, shared_positions, without_fill
+from .vllm_plugin import TOWER_ADAPTERS, check_vllm, never_generated_ids, shared_positions, without_fill
 
 check_vllm()
 
@@ -92,6 +92,6 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
         draw either; None in a process that gathers none."""
         logits = super().compute_logits(hidden_states)
         if logits is not None:
-            for each in never_drawn(self.config):
+            for each in never_generated_ids(self.config):
                 logits[:, each] = -float("inf")
         return logits

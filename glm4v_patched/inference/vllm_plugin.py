@@ -153,7 +153,7 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
         images: First id (its begin) and number of ids (begin and end included) of each image.
 
     Returns:
-        ``(length,)`` int64, as :func:`..remote.image_layout.grow_rows` counts them.
+        ``(length,)`` int64, as :func:`..remote.image_layout.expand_image_placeholders` counts them.
     """
     steps = torch.ones(length, dtype=torch.long)
     steps[:1] = 0
@@ -163,7 +163,7 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
     return steps.cumsum(0)
 
 
-def never_drawn(config: Any) -> list[int]:
+def never_generated_ids(config: Any) -> list[int]:
     """Ids that :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate either: a
     trainer that gets one among the drawn ids takes it for an image that was lost."""
     fill = getattr(config, "image_token_id", None)  # not in a published config

@@ -6,9 +6,9 @@ from dataclasses import replace
 from urllib.parse import urlencode
 
 from ..engine.options import require_packages
-from ..option_fields import of_options
+from ..option_fields import from_namespace
 from .questions import Generation, ModelOptions
-from .serving.limits import Limits
+from .serving.limits import ServerLimits
 from .serving.serve import hosts_of, listen
 
 HOST = "127.0.0.1"
@@ -24,7 +24,7 @@ def chat_in_browser(options: Namespace) -> None:
         raise ValueError(f"--image {options.image[0]}: with --web, images are given in the page")
     if options.other == options.model:
         raise ValueError(f"the second model ({options.other}) is the first one: give another")
-    asked, generation = of_options(ModelOptions, options), of_options(Generation, options)
+    asked, generation = from_namespace(ModelOptions, options), from_namespace(Generation, options)
     require_packages("serve", "chat --web")
     asked.place()
     listener = listen(HOST, PORT if options.port is None else options.port)
@@ -37,7 +37,7 @@ def chat_in_browser(options: Namespace) -> None:
     from .serving.connections import run_server
 
     queue = AnswerQueue({n: load_answerer(asked, base, generation) for n, base in bases.items()})
-    limits = Limits(
+    limits = ServerLimits(
         api_key=secrets.token_urlsafe(32),
         hosts=hosts_of(HOST, None),
         max_body_bytes=MAX_BODY_BYTES,

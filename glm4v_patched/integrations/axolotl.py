@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from .api_check import require_members
 
 TESTED = "0.19.0"
-ASSISTANT, NEXT_TURN = "<|assistant|>", "<|user|>"
+ASSISTANT_ROLE, USER_ROLE = "<|assistant|>", "<|user|>"
 
 
-class EndedRows:
+class EndOfTextProcessor:
     """A processor whose conversations end with ``<|endoftext|>``: the chat format has no end of the
     last turn, and from this one the model learns to stop."""
 
@@ -42,11 +42,11 @@ class GLM4VProcessingStrategy(processing_strategies.ProcessingStrategy):
 
     def __init__(self, processor, *args, **kwargs):
         super().__init__(processor, *args, **kwargs)
-        self.processor = EndedRows(processor)
+        self.processor = EndOfTextProcessor(processor)
 
     def _build_role_boundaries(self) -> list:
         encode = self.processor.tokenizer.encode
-        start, end = (encode(text, add_special_tokens=False) for text in (ASSISTANT, NEXT_TURN))
+        start, end = (encode(text, add_special_tokens=False) for text in (ASSISTANT_ROLE, USER_ROLE))
         boundary = processing_strategies.RoleBoundary
         return [boundary(role="assistant", start_tokens=start, end_tokens=end)]
 

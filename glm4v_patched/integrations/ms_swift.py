@@ -35,14 +35,14 @@ from transformers import AutoProcessor
 
 import glm4v_patched
 
-from ..patch.config_json import read_object, why_not_glm4v
-from ..patch.patch_set import PatchSet, Swap
+from ..patch.config_json import read_json_object, why_not_glm4v
+from ..patch.patch_set import PatchSet, AttributePatch
 from ..remote.image_processing_chatglm import as_image
 from .api_check import require_members
-from .image_places import BEGIN, END, PLACE, UNGROWN, images_first
+from .image_tags import BEGIN_OF_IMAGE, END_OF_IMAGE, IMAGE_TAG, UNEXPANDED_IMAGE, move_images_first
 
-NAME = "chatglm4v"
-NAME_OF_SWIFTS_OWN = "chatglm4v_of_swift"
+SWIFT_TYPE = "chatglm4v"
+STOCK_SWIFT_TYPE = "chatglm4v_of_swift"
 TESTED = "4.6.0"
 # A noncharacter, at which a text is cut before it is encoded: as in the model's own chat template,
 # the line feed after a role never becomes one token with what follows it.
@@ -53,10 +53,10 @@ class GLM4VLoader(ModelLoader):
     """By the Auto classes, which ``apply`` has patched."""
 
     def get_config(self, model_dir):
-        if reason := _why_not_glm4v(model_dir):
+        if reason := _glm4v_folder_problem(model_dir):
             raise ValueError(
                 f"{model_dir}: its config.json is not a glm-4v's: {reason}. cogagent-9b has "
-                f"--model_type and --template {NAME_OF_SWIFTS_OWN} while glm4v_patched is in force"
+                f"--model_type and --template {STOCK_SWIFT_TYPE} while glm4v_patched is in force"
             )
         return super().get_config(model_dir)
 
@@ -73,7 +73,7 @@ class GLM4VTemplate(Template):
     line feed, which is drawn and learned, as the prompt ends with the role.
     """
 
-    placeholder_tokens = [BEGIN, END]  # what truncation keeps; the fill id is added
+    placeholder_tokens = [BEGIN_OF_IMAGE, END_OF_IMAGE]  # what truncation keeps; the fill id is added
     support_padding_free = True  # positions that begin again part the samples of a row
 
     @staticmethod
@@ -88,8 +88,8 @@ class GLM4VTemplate(Template):
         if media_type != "image":
             raise ValueError(f"glm-4v takes images, no {media_type}")
         if self.mode in ("vllm", "lmdeploy", "sglang"):  # these grow the row themselves
-            return [UNGROWN]
-        begin, end = self.tokenizer.convert_tokens_to_ids([BEGIN, END])
+            return [UNEXPANDED_IMAGE]
+        begin, end = self.tokenizer.convert_tokens_to_ids([BEGIN_OF_IMAGE, END_OF_IMAGE])
         fill = [self.processor.image_token_id] * self.processor.num_image_tokens
         return [[begin, *fill, end]]
 
@@ -100,10 +100,10 @@ class GLM4VTemplate(Template):
         for message in inputs.messages:
             content = message["content"]
             if message["role"] == "user" and isinstance(content, str):
-                number, words = images_first(content)
-                message["content"] = f"{PLACE * number}{PIECE_BREAK}{words}" if number else words
+                number, words = move_images_first(content)
+                message["content"] = f"{IMAGE_TAG * number}{PIECE_BREAK}{words}" if number else words
             elif message["role"] == "assistant":
-                message["content"] = _on_new_line(content)
+                message["content"] = _start_on_new_line(content)
 
     def _tokenize(self, context, **kwargs):
         tokenize = super()._tokenize
@@ -112,27 +112,27 @@ class GLM4VTemplate(Template):
 
     def _encode(self, inputs):
         # GRPO encodes prompts without their images, to log them.
-        if inputs.images or self._is_learned(inputs):
-            _check_places(inputs)
+        if inputs.images or self._is_supervised(inputs):
+            _check_image_tags(inputs)
         encoded = super()._encode(inputs)
-        begin = self.tokenizer.convert_tokens_to_ids(BEGIN)
+        begin = self.tokenizer.convert_tokens_to_ids(BEGIN_OF_IMAGE)
         if (number := encoded["input_ids"].count(begin)) != len(inputs.images):
             raise ValueError(
-                f"a row has {len(inputs.images)} images and {number} times {BEGIN}: take that "
+                f"a row has {len(inputs.images)} images and {number} times {BEGIN_OF_IMAGE}: take that "
                 "token out of its texts"
             )
         if encoded.get("labels") is not None and self.use_chat_template:
-            self._learn_ends_of_turns(encoded)
+            self._supervise_turn_ends(encoded)
         if inputs.images:
             pixels = self.processor.image_processor(inputs.images, return_tensors="pt")
             encoded["pixel_values"] = pixels["pixel_values"]
         return encoded
 
-    def _is_learned(self, inputs: StdTemplateInputs) -> bool:
+    def _is_supervised(self, inputs: StdTemplateInputs) -> bool:
         last = inputs.messages[-1]
         return self.is_training and last["role"] == "assistant" and last["content"] is not None
 
-    def _learn_ends_of_turns(self, encoded: dict[str, Any]) -> None:
+    def _supervise_turn_ends(self, encoded: dict[str, Any]) -> None:
         """The next role ends an answer within a conversation: that is drawn, too."""
         roles = self.tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
         ids, labels, scale = encoded["input_ids"], encoded["labels"], encoded.get("loss_scale")
@@ -160,12 +160,12 @@ def register() -> None:
 
 
 def _register_template() -> None:
-    stock = TEMPLATE_MAPPING[NAME]
-    stock.template_type = NAME_OF_SWIFTS_OWN
+    stock = TEMPLATE_MAPPING[SWIFT_TYPE]
+    stock.template_type = STOCK_SWIFT_TYPE
     register_template(stock)
     register_template(
         TemplateMeta(
-            NAME,
+            SWIFT_TYPE,
             prefix=["[gMASK]<sop>"],
             system_prefix=[f"[gMASK]<sop><|system|>\n{PIECE_BREAK}{{{{SYSTEM}}}}"],
             prompt=[f"<|user|>\n{PIECE_BREAK}{{{{QUERY}}}}<|assistant|>"],
@@ -180,22 +180,22 @@ def _register_template() -> None:
 
 
 def _register_model() -> None:
-    stock = MODEL_MAPPING[NAME]
+    stock = MODEL_MAPPING[SWIFT_TYPE]
     glm4v = [
         group
         for group in stock.model_groups
         if any(model.hf_model_id == "zai-org/glm-4v-9b" for model in group.models)
     ]
     if not glm4v:
-        raise RuntimeError(f"ms-swift's model type {NAME} has no glm-4v-9b: install {TESTED}")
+        raise RuntimeError(f"ms-swift's model type {SWIFT_TYPE} has no glm-4v-9b: install {TESTED}")
     stock.model_groups = [group for group in stock.model_groups if group not in glm4v]
-    stock.model_type, stock.template = NAME_OF_SWIFTS_OWN, NAME_OF_SWIFTS_OWN
-    stock.candidate_templates = [NAME_OF_SWIFTS_OWN]
+    stock.model_type, stock.template = STOCK_SWIFT_TYPE, STOCK_SWIFT_TYPE
+    stock.candidate_templates = [STOCK_SWIFT_TYPE]
     stock.model_arch = stock.model_arch.arch_name  # from which registering made a record
     register_model(stock)
     register_model_arch(
         MultiModelKeys(
-            NAME,
+            SWIFT_TYPE,
             embedding="transformer.embedding.word_embeddings",
             module_list="transformer.encoder.layers",
             lm_head="transformer.output_layer",
@@ -207,11 +207,11 @@ def _register_model() -> None:
     )
     register_model(
         ModelMeta(
-            NAME,
+            SWIFT_TYPE,
             [ModelGroup([Model("ZhipuAI/glm-4v-9b", "zai-org/glm-4v-9b")])],
             GLM4VLoader,
-            template=NAME,
-            model_arch=NAME,
+            template=SWIFT_TYPE,
+            model_arch=SWIFT_TYPE,
             architectures=["GLM4VForCausalLM", *stock.architectures],
             is_multimodal=True,
         ),
@@ -219,39 +219,39 @@ def _register_model() -> None:
     )
 
 
-def _why_not_glm4v(folder: str) -> str | None:
+def _glm4v_folder_problem(folder: str) -> str | None:
     config = Path(folder) / "config.json"
     if not config.is_file():
         return "there is none"
-    return why_not_glm4v(read_object(config))
+    return why_not_glm4v(read_json_object(config))
 
 
-def _find_by_contents(original):
+def _match_by_config(original):
     """swift goes by the name of a folder, or by an architecture, which six others share."""
 
     def get_matched_model_meta(model_id_or_path):
-        if _why_not_glm4v(model_id_or_path) is None:
-            return deepcopy(MODEL_MAPPING[NAME])
+        if _glm4v_folder_problem(model_id_or_path) is None:
+            return deepcopy(MODEL_MAPPING[SWIFT_TYPE])
         return original(model_id_or_path)
 
     return get_matched_model_meta
 
 
-_patches = PatchSet([Swap("swift.model.model_meta", "get_matched_model_meta", _find_by_contents)])
+_patches = PatchSet([AttributePatch("swift.model.model_meta", "get_matched_model_meta", _match_by_config)])
 
 
-def _check_places(inputs: StdTemplateInputs) -> None:
+def _check_image_tags(inputs: StdTemplateInputs) -> None:
     """swift takes what places are left over for text, and the model would learn to read that."""
     texts = [inputs.system, *(message["content"] for message in inputs.messages)]
-    places = sum(text.count(PLACE) for text in texts if isinstance(text, str))
+    places = sum(text.count(IMAGE_TAG) for text in texts if isinstance(text, str))
     if places > len(inputs.images):
         raise ValueError(
-            f"a row has {len(inputs.images)} images and {places} places for them ({PLACE}) in "
+            f"a row has {len(inputs.images)} images and {places} places for them ({IMAGE_TAG}) in "
             'its messages: give each its image, in "images"'
         )
 
 
-def _on_new_line(content: Any) -> Any:
+def _start_on_new_line(content: Any) -> Any:
     """An answer begins on a new line; ids that the model drew have it already."""
     if isinstance(content, str):
         return f"\n{PIECE_BREAK}{content}"

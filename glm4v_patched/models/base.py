@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..patch.config_json import LARGEST_NUMBER, nonfinite_number, read_object, why_not_glm4v
+from ..patch.config_json import MAX_FLOAT32, find_nonfinite_number, read_json_object, why_not_glm4v
 from .weight_files import read_header
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-REPORT = "training.json"  # what a training leaves beside what it saves
+TRAINING_REPORT = "training.json"  # what a training leaves beside what it saves
 # All of a model's folder that changes what is computed.
 MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
@@ -44,7 +44,7 @@ BLOCK, BLOCKS = 64 * 2**10, 64
 
 
 @dataclass(frozen=True)
-class Base:
+class ModelSource:
     """A model, and the adapters on it."""
 
     model: str  # folder or id of the Hub of the weights that are no adapters
@@ -52,7 +52,7 @@ class Base:
     adapters: Path | None = None  # folder of the LoRA adapters on it
 
 
-def folders_of(base: Base) -> list[tuple[str, str | Path]]:
+def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
     """Return the folders that are read, for :func:`paths.require_apart`."""
     folders: list[tuple[str, str | Path]] = [("the model's folder", base.model)]
     if base.adapters is not None:
@@ -60,7 +60,7 @@ def folders_of(base: Base) -> list[tuple[str, str | Path]]:
     return folders
 
 
-def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
+def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
     """The model under the LoRA adapters in a folder; ``ValueError`` if there are no adapters, or a
     model beside them, or theirs is no glm-4v. ``revision``: of a model that is an id of the Hub."""
     if any(folder.glob("model*.safetensors")):
@@ -68,7 +68,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
             "move one of them away"
         )
-    config = read_object(folder / ADAPTER_CONFIG)
+    config = read_json_object(folder / ADAPTER_CONFIG)
     kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
     if kind != "LORA" or not isinstance(model, str) or not model:
         raise ValueError(
@@ -80,10 +80,10 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
             f"{folder / ADAPTER_CONFIG}: megatron_config is {megatron!r}, by which peft imports "
             f"the module {config.get('megatron_core')!r}; expected null"
         )
-    if found := nonfinite_number(config):
+    if found := find_nonfinite_number(config):
         raise ValueError(
             f"{folder / ADAPTER_CONFIG}: {found}; expected a finite number, at most "
-            f"{LARGEST_NUMBER:.2g}, which is float32's largest"
+            f"{MAX_FLOAT32:.2g}, which is float32's largest"
         )
     _require_kinds(folder, config)
     read_header(folder / ADAPTER_WEIGHTS)  # it is there, and can be read
@@ -94,7 +94,7 @@ def base_of_adapters(folder: Path, revision: str | None = None) -> Base:
                 "folder, which has no revisions; leave it out"
             )
         _require_glm4v(Path(model), folder)
-    return Base(model, revision or config.get("revision"), folder)
+    return ModelSource(model, revision or config.get("revision"), folder)
 
 
 def _require_kinds(folder: Path, config: dict) -> None:
@@ -128,7 +128,7 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
         raise ValueError(
             f"{adapters} are adapters of {model}, which holds adapters itself; expected a model"
         )
-    if reason := why_not_glm4v(read_object(model / "config.json")):
+    if reason := why_not_glm4v(read_json_object(model / "config.json")):
         raise ValueError(
             f"{adapters} are adapters of {model}, whose config.json is not a glm-4v's: {reason}"
         )
@@ -137,12 +137,12 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
 def read_report(folder: Path) -> dict:
     """``training.json``, or nothing if there is none that can be read."""
     try:
-        return read_object(folder / REPORT)
+        return read_json_object(folder / TRAINING_REPORT)
     except ValueError:
         return {}
 
 
-def require_recorded_base(base: Base) -> None:
+def require_recorded_base(base: ModelSource) -> None:
     """Raise ``ValueError`` if adapters were trained on a model that has changed since."""
     if base.adapters is None:
         return
@@ -167,7 +167,7 @@ def asking_hub(what: str) -> Iterator[None]:
         raise ValueError(f"{what} cannot be had from the Hub: {error}") from None
 
 
-def pin(base: Base) -> Base:
+def pin_revision(base: ModelSource) -> ModelSource:
     """The same with the commit of an id of the Hub, so that all processes load one and the same,
     now and when the run is continued; ``ValueError`` if there is no such model, or no answer."""
     if Path(base.model).is_dir():
@@ -191,22 +191,22 @@ def pin(base: Base) -> Base:
     return replace(base, revision=commit)
 
 
-def identify(base: Base) -> dict[str, str]:
+def identify(base: ModelSource) -> dict[str, str]:
     """Digests of the files of a model, and of adapters; of the Hub's, the commit."""
     found = {}
     folder = Path(base.model)
     if folder.is_dir():
         for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
-            found[path.name] = digest(path)
+            found[path.name] = digest_file(path)
     else:
         found["model on the Hub"] = f"{base.model} at {base.revision}"
     if base.adapters is not None:
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            found[f"adapters: {name}"] = digest(base.adapters / name)
+            found[f"adapters: {name}"] = digest_file(base.adapters / name)
     return found
 
 
-def digest(path: Path) -> str:
+def digest_file(path: Path) -> str:
     """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it,
     the first and the last among them, so that a changed byte between them is not noticed."""
     size = path.stat().st_size

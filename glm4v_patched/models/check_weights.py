@@ -1,6 +1,6 @@
 """The weights of a model's folder, or of a repository of the Hub: their files, names and shapes.
 
-What only reads files needs no torch; :func:`require_whole` does, for the model says itself which
+What only reads files needs no torch; :func:`require_complete_model` does, for the model says itself which
 weights it has.
 """
 
@@ -12,14 +12,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from ..engine.options import part_of, parts_trained
-from ..patch.config_json import read_object, why_not_glm4v
+from ..engine.options import part_of_parameter, trained_parts
+from ..patch.config_json import read_json_object, why_not_glm4v
 from ..terminal_text import listed
 from .base import asking_hub
 from .weight_files import (
-    INDEX,
+    WEIGHTS_INDEX,
     WHOLE,
-    Shape,
+    TensorInfo,
     check_header,
     check_index,
     require_agreement,
@@ -30,13 +30,13 @@ from .weight_files import (
 COMPUTED = "rotary_pos_emb.inv_freq"  # in published weights; no weight, and not read
 FLOATS = {"F64", "F32", "F16", "BF16"}
 NO_WEIGHTS = (
-    f"a folder without weights; expected {WHOLE}, or {INDEX} and its parts. Pickled weights "
+    f"a folder without weights; expected {WHOLE}, or {WEIGHTS_INDEX} and its parts. Pickled weights "
     "(*.bin) are not read: save the model once more with transformers, by save_pretrained"
 )
 PREFIX = "transformer."
 
 
-def fault_of_model_folder(folder: Path) -> str | None:
+def find_model_folder_problem(folder: Path) -> str | None:
     """Why a model, or adapters, cannot be loaded from a folder."""
     try:
         _require_model_folder(folder)
@@ -56,13 +56,13 @@ def _require_model_folder(folder: Path) -> None:
         return
     if not (folder / "config.json").exists():
         raise ValueError("a folder without config.json; expected one of a glm-4v")
-    if reason := why_not_glm4v(read_object(folder / "config.json")):
+    if reason := why_not_glm4v(read_json_object(folder / "config.json")):
         raise ValueError(f"its config.json is not a glm-4v's: {reason}")
     if not tensors_of(folder) and not shards_of(folder):
         raise ValueError(NO_WEIGHTS)
 
 
-def require_whole(
+def require_complete_model(
     model: str, revision: str | None = None, from_scratch: Sequence[str] = (), trained: str = "full"
 ) -> int:
     """See by names and shapes alone that a model has every weight of its config, and no other;
@@ -82,17 +82,17 @@ def require_whole(
 
     require_readable(model, revision)
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
-    return require_weights(model, config, _tensors(model, revision), from_scratch, trained)
+    return require_complete_weights(model, config, _tensors(model, revision), from_scratch, trained)
 
 
-def require_weights(
+def require_complete_weights(
     model: str,
     config: Any,
-    there: Mapping[str, Shape | None],
+    there: Mapping[str, TensorInfo | None],
     from_scratch: Sequence[str] = (),
     trained: str = "full",
 ) -> int:
-    """As :func:`require_whole`, of a config and what is ``there``: of ``None`` the name counts."""
+    """As :func:`require_complete_model`, of a config and what is ``there``: of ``None`` the name counts."""
     from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
 
     layers = max(config.num_layers, config.vision.num_hidden_layers)
@@ -113,14 +113,14 @@ def require_weights(
             f"expected beginnings of names that it lacks ({listed(missing) or 'none'})"
         )
     allowed = [name for name in missing if name.startswith(tuple(from_scratch))]
-    if idle := [name for name in allowed if part_of(name) not in parts_trained(trained)]:
+    if idle := [name for name in allowed if part_of_parameter(name) not in trained_parts(trained)]:
         raise ValueError(
             f"from_scratch has {idle[0]}, which {model} lacks and trained: {trained} does not "
-            f"train; expected trained to be full, or to have {part_of(idle[0])} among its parts"
+            f"train; expected trained to be full, or to have {part_of_parameter(idle[0])} among its parts"
         )
     lacking = [f"{name} {[*wanted[name]]}" for name in missing if name not in allowed]
     faults = (
-        (lacking, f"of {len(wanted)} weights are missing, which would begin at random"),
+        (lacking, f"of {len(wanted)} weights are missing, which would be randomly initialized"),
         (left_over, "weights have no place in the model of its config.json"),
         (unlike, "weights have other shapes than its config.json says"),
     )
@@ -146,7 +146,7 @@ def require_readable(model: str, revision: str | None = None) -> None:
     readers = {"config.json": _read_config, "generation_config.json": _read_generation_config}
     for name, read in readers.items():
         if file := cached_file(model, name, revision=revision, **silent):
-            values = read_object(Path(file))
+            values = read_json_object(Path(file))
             try:
                 read(values)
             except Exception as error:  # values that nobody foresaw raise any kind
@@ -197,7 +197,7 @@ def quantized_by(model: str, revision: str | None = None) -> str | None:
 
 
 def _compare(
-    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, Shape | None], quantized: bool
+    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, TensorInfo | None], quantized: bool
 ) -> tuple[list[str], list[str], list[str]]:
     """Names of the model's weights that are not there, and of those there that are not the model's;
     and those of another size, with their sides."""
@@ -230,7 +230,7 @@ def _compare(
     return missing, left_over, unlike
 
 
-def _tensors(model: str, revision: str | None) -> dict[str, Shape]:
+def _tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
     """Of a folder, or a repository of the Hub, of which the beginnings of the files are read."""
     folder = Path(model)
     if folder.is_dir():
@@ -245,14 +245,14 @@ def _tensors(model: str, revision: str | None) -> dict[str, Shape]:
     with asking_hub(f"the weights of {model}"):
         metadata = HfApi().get_safetensors_metadata(model, revision=revision)
     files = metadata.files_metadata.items()
-    headers = {shard: shapes_of(file, f"{model}: {shard}") for shard, file in files}
+    headers = {shard: tensors_of_hub_file(file, f"{model}: {shard}") for shard, file in files}
     if metadata.sharded:
         index = {"metadata": metadata.metadata, "weight_map": metadata.weight_map}
         require_agreement(check_index(index), headers)
     return {name: shape for tensors in headers.values() for name, shape in tensors.items()}
 
 
-def shapes_of(file: Any, place: str) -> dict[str, Shape]:
+def tensors_of_hub_file(file: Any, place: str) -> dict[str, TensorInfo]:
     """Return what a file on the Hub holds, by its ``SafetensorsFileMetadata``."""
     header = {
         name: {"dtype": of.dtype, "shape": of.shape, "data_offsets": [*of.data_offsets]}

@@ -3,29 +3,29 @@
 import os
 from pathlib import Path
 
-from ..engine.options import OF_QUANTIZERS, require_packages
-from ..terminal_text import doing, printable
+from ..engine.options import QUANTIZER_PACKAGES, require_packages
+from ..terminal_text import show_progress, printable
 from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    Base,
+    ModelSource,
     asking_hub,
     base_of_adapters,
-    pin,
+    pin_revision,
     require_recorded_base,
 )
-from .check_weights import fault_of_model_folder, quantized_by, require_whole
+from .check_weights import find_model_folder_problem, quantized_by, require_complete_model
 
 # What is taken of adapters on the Hub; no code.
 OF_ADAPTERS = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, "training.json", "*token*.json", "*processor*.json"]
 OF_ADAPTERS += ["tokenizer.model", "chat_template.jinja"]
 
 
-def fault_of_model(model: str) -> str | None:
+def find_model_problem(model: str) -> str | None:
     """Why neither a model nor adapters can be loaded from a folder, or by an id of the Hub."""
     if os.path.isdir(model):
-        return fault_of_model_folder(Path(model))
-    expected = "expected a folder, or an id of the Hub as zai-org/glm-4v-9b"
+        return find_model_folder_problem(Path(model))
+    expected = "expected a folder, or an id of the Hub such as zai-org/glm-4v-9b"
     if os.path.lexists(model):
         return f"a file, or a link to nothing; {expected}"
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -39,7 +39,7 @@ def fault_of_model(model: str) -> str | None:
     return None if is_id else f"there is no such folder; {expected}"
 
 
-def find_source(name: str, revision: str | None = None, weights: str | None = None) -> Base:
+def find_source(name: str, revision: str | None = None, weights: str | None = None) -> ModelSource:
     """The model in a folder or of an id of the Hub, and the adapters on it, if it is theirs.
 
     ``ValueError`` if it is not there, not whole or no glm-4v, if its adapters are of a model that
@@ -50,15 +50,15 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
         revision: Of an id of the Hub; of a folder of adapters, that of their model there.
         weights: How they will be held: one of :data:`quantized_weights.WEIGHTS`, or as they are.
     """
-    if fault := fault_of_model(name):
+    if fault := find_model_problem(name):
         raise ValueError(f"{name}: {fault}")
     base = _find_base(name, revision)
     if weights is not None:
         require_packages(weights, f"--weights {weights}")
-    with doing(f"looking at {printable(name)}"):  # transformers is imported, and files are read
-        base = pin(base)
+    with show_progress(f"looking at {printable(name)}"):  # transformers is imported, and files are read
+        base = pin_revision(base)
         require_recorded_base(base)
-        require_whole(base.model, base.revision)
+        require_complete_model(base.model, base.revision)
         if base.adapters is not None:
             from .limits import require_adapters  # late: peft is imported
 
@@ -68,24 +68,24 @@ def find_source(name: str, revision: str | None = None, weights: str | None = No
             raise ValueError(
                 f"--weights {weights}: {base.model} was saved quantized by {method}; leave it out"
             )
-        if method not in OF_QUANTIZERS:
+        if method not in QUANTIZER_PACKAGES:
             raise ValueError(
                 f"{base.model}: config.json: quantization_config has quant_method {method!r:.60}; "
-                f"expected one of {', '.join(OF_QUANTIZERS)}, or no quantization_config"
+                f"expected one of {', '.join(QUANTIZER_PACKAGES)}, or no quantization_config"
             )
         require_packages(method, f"{base.model}, which was saved quantized by {method},")
     return base
 
 
-def _find_base(name: str, revision: str | None) -> Base:
+def _find_base(name: str, revision: str | None) -> ModelSource:
     fetched = adapters_of_hub(name, revision)
     folder = fetched or Path(name)
     if not (folder / ADAPTER_CONFIG).is_file():
         if revision is not None and folder.is_dir():
             raise ValueError(f"--revision {revision}: {name} is a folder, and has no revisions")
-        return Base(name, revision)
+        return ModelSource(name, revision)
     base = base_of_adapters(folder, revision if fetched is None else None)
-    if fault := fault_of_model(base.model):
+    if fault := find_model_problem(base.model):
         key = "base_model_name_or_path"
         cure = f"if that was moved, write where it is now as {key} in {folder / ADAPTER_CONFIG}"
         if fetched is not None:

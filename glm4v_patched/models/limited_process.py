@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..engine.environment import python_module
-from ..terminal_text import in_bytes, shorten
+from ..engine.environment import python_module_command
+from ..terminal_text import format_bytes, shorten
 
 STATUS = Path("/proc/self/statm")  # of Linux; elsewhere memory has no limit
 SECONDS, BYTES, CHARACTERS = 20, 2**30, 2**22  # of one request, and more of a long one
@@ -82,7 +82,7 @@ class LimitedProcess:
 
     def _ask(self, body: bytes, limits: Limits) -> dict:
         if (process := self._process) is None:
-            command, pipe = python_module("glm4v_patched.models.limited_process"), subprocess.PIPE
+            command, pipe = python_module_command("glm4v_patched.models.limited_process"), subprocess.PIPE
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
             self._process, self._replies = process, io.BufferedReader(process.stdout)  # type: ignore
         left = memoryview(_as_line(limits) + body)
@@ -146,10 +146,10 @@ def _answer(body: bytes, limits: Limits) -> bytes:
     try:
         reply = _as_line({"value": TASKS[task](*arguments)})
         if len(reply) > limits.answer:
-            problem = f"made a text of {in_bytes(len(reply))}"
-            raise LimitExceeded(f"{problem}, of {in_bytes(limits.answer)} at most")
+            problem = f"made a text of {format_bytes(len(reply))}"
+            raise LimitExceeded(f"{problem}, of {format_bytes(limits.answer)} at most")
     except MemoryError:
-        text = f"took more than {in_bytes(limits.memory)} of memory"
+        text = f"took more than {format_bytes(limits.memory)} of memory"
         reply = _as_line({"kind": LimitExceeded.__name__, "text": text})
     except Exception as error:
         reply = _as_line({"kind": type(error).__name__, "text": shorten(str(error), 500)})

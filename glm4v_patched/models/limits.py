@@ -14,11 +14,11 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from ..patch.config_json import read_bytes, read_object
-from ..remote.configuration_chatglm import Kind, require_kinds
+from ..patch.config_json import read_bytes_within_limit, read_json_object
+from ..remote.configuration_chatglm import ValueCheck, check_setting_types
 from ..remote.tokenization_chatglm import CHAT_TEMPLATE, SPLIT_PATTERN, render_jinja_template
 from ..terminal_text import shorten
-from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
+from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelSource
 from .limited_process import PROCESS, Failed, LimitExceeded
 from .weight_files import read_header
 
@@ -57,7 +57,7 @@ TOKEN = (lambda value: value is None or _is_token(value), "a token as text or as
 SIDE = (lambda value: value in ("left", "right"), "left or right")
 # What settings of the tokenizer may be; transformers raises errors of any kind for others, some of
 # them when the first text is encoded.
-TOKENIZER: dict[str, str | int | Kind] = {
+TOKENIZER: dict[str, str | int | ValueCheck] = {
     "added_tokens_decoder": (_are_tokens_by_id, "an object of tokens by their ids"),
     "clean_up_tokenization_spaces": "option",
     "image_size": (lambda value: value is None or type(value) is int, "pixels of a side, or null"),
@@ -133,11 +133,11 @@ def require_settings(place: str, revision: str) -> None:
             _require_setting(path, path.stat().st_mtime_ns)
     for path in (found for pattern in TEMPLATES for found in folder.glob(pattern)):
         try:
-            read_bytes(path).decode("utf-8")
+            read_bytes_within_limit(path).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
     if (path := folder / RANKS).exists():
-        longest = max(map(len, read_bytes(path).splitlines()), default=0)
+        longest = max(map(len, read_bytes_within_limit(path).splitlines()), default=0)
         if longest > LONGEST_RANK:
             problem = f"{path} has a line of {longest:,} bytes"
             raise ValueError(f"{problem}; expected at most {LONGEST_RANK:,}")
@@ -146,7 +146,7 @@ def require_settings(place: str, revision: str) -> None:
 @lru_cache
 def _require_setting(path: Path, changed: int) -> None:
     """Of a file that was ``changed`` then: to read a whole vocabulary takes a second."""
-    values = read_object(path)
+    values = read_json_object(path)
     named = sorted(key for key in OTHER_FILES & values.keys() if values[key] is not None)
     if found := next(iter(named), None):
         problem = (
@@ -159,9 +159,9 @@ def _require_setting(path: Path, changed: int) -> None:
             problem = f"{path}: {key} has {len(tokens):,} entries"
             raise ValueError(f"{problem}; expected at most {MOST_TOKENS:,}")
     if path.name in ("tokenizer_config.json", "special_tokens_map.json"):
-        require_kinds(values, TOKENIZER, str(path))
+        check_setting_types(values, TOKENIZER, str(path))
     if path.name == "added_tokens.json":
-        require_kinds(values, dict.fromkeys(values, ID), str(path))
+        check_setting_types(values, dict.fromkeys(values, ID), str(path))
     if path.name == "tokenizer.json":
         _require_plain_parts(f"{path}: normalizer", values.get("normalizer"), NORMALIZERS)
         _require_plain_parts(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), SPLITS)
@@ -195,7 +195,7 @@ def require_short_tokens(place: str, tokens: Iterable[object]) -> None:
         )
 
 
-def require_adapters(base: Base) -> None:
+def require_adapters(base: ModelSource) -> None:
     """Raise ``ValueError`` for adapters whose patterns would keep peft for minutes, or whose
     weights are not those that peft makes by their settings.
 
@@ -240,7 +240,7 @@ def require_adapters(base: Base) -> None:
 def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
     """Compare the regular expressions of adapters with the names of all ``modules``, as peft does
     in the process that loads them."""
-    config = read_object(path)
+    config = read_json_object(path)
     for key, (function, around) in PATTERNS.items():
         value, patterns = config.get(key), []
         if isinstance(value, str):

@@ -9,27 +9,27 @@ from typing import Any, NamedTuple
 import torch
 from jinja2.exceptions import TemplateError
 
-from ..engine.fp8 import require_products
-from ..engine.implementations import Use, use_implementations
-from ..engine.trainable import continue_adapters, quantization_options
+from ..engine.fp8 import require_fp8_matmul
+from ..engine.implementations import ModelUsage, use_implementations
+from ..engine.trainable import load_trainable_adapters, quantization_options
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from ..remote.processing_chatglm import ChatGLMProcessor
-from ..terminal_text import doing
-from .base import Base
+from ..terminal_text import show_progress
+from .base import ModelSource
 from .limits import LimitedTemplate, require_settings, require_short_tokens
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model in eval mode, with peft's around it if there are adapters, and its processor."""
 
     model: Any
     processor: ChatGLMProcessor
 
 
-def load(
-    base: Base, device: str = "cuda", weights: str | None = None, tells: bool = True
-) -> Loaded:
+def load_with_processor(
+    base: ModelSource, device: str = "cuda", weights: str | None = None, tells: bool = True
+) -> LoadedModel:
     """Load what :func:`find.find_source` found, in the dtype that it was saved in.
 
     Args:
@@ -47,12 +47,12 @@ def load(
         )
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
     build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
-    with doing("loading the model", tells):
-        model = hold(build, device, weights, base.adapters)
-    return Loaded(model.eval().requires_grad_(False), load_processor(base))
+    with show_progress("loading the model", tells):
+        model = build_on_device(build, device, weights, base.adapters)
+    return LoadedModel(model.eval().requires_grad_(False), load_processor(base))
 
 
-def hold(
+def build_on_device(
     build: Callable[..., Any], device: str, weights: str | None, adapters: Path | None = None
 ) -> Any:
     """A model on a device, with the weights of its layers held as :func:`load` has it, and with
@@ -60,7 +60,7 @@ def hold(
 
     Args:
         build: Given what else ``from_pretrained`` takes, returns the model: that function, of a
-            folder, or :func:`trainable.build_random`.
+            folder, or :func:`trainable.build_random_model`.
     """
     given: dict[str, Any] = {}
     if weights in ("4bit", "8bit"):
@@ -72,13 +72,13 @@ def hold(
             logger.addFilter(_is_no_cast)
         given = quantization_options(torch.bfloat16, torch.device(device), bits)
     elif weights == "fp8":
-        require_products()
+        require_fp8_matmul()
     elif device != "cpu":
         given = {"device_map": {"": torch.device(device)}}
     model = build(**given)
     if adapters is not None:
-        model = continue_adapters(model, adapters)
-    use_implementations(model, Use.inference(fp8=weights == "fp8"))
+        model = load_trainable_adapters(model, adapters)
+    use_implementations(model, ModelUsage.inference(fp8=weights == "fp8"))
     if weights == "fp8":  # layers are on a GPU already, which never holds them all in bf16
         model.to(torch.device(device))
     return model
@@ -89,12 +89,12 @@ def _is_no_cast(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
-def config_of(base: Base) -> ChatGLMConfig:
+def load_model_config(base: ModelSource) -> ChatGLMConfig:
     """The model's, which adapters share."""
     return ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
 
 
-def load_processor(base: Base) -> ChatGLMProcessor:
+def load_processor(base: ModelSource) -> ChatGLMProcessor:
     """That of the adapters; of a model, or of adapters that have none beside them, the model's.
     ``ValueError`` if a file of it cannot be read, or its chat template cannot be rendered."""
     place, revision = str(base.model), base.revision or "main"

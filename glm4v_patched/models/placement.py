@@ -8,7 +8,7 @@ from ..engine.gpus import find_gpus
 Device = Literal["cuda", "cpu"]
 
 
-class NoPlace(ValueError):
+class PlacementError(ValueError):
     """Processes do not fit here; ``field`` is what asks for them."""
 
     def __init__(self, field: str, text: str) -> None:
@@ -30,11 +30,11 @@ class Placement:
         return (self.local_processes or self.processes) / self.processes
 
 
-def place(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
+def place_processes(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
     """Where so many processes run: of None one on each GPU; on a CPU, or without ZeRO, a single
-    one. Raises :class:`NoPlace` for fewer GPUs than processes, or several and no ZeRO."""
+    one. Raises :class:`PlacementError` for fewer GPUs than processes, or several and no ZeRO."""
     if zero_stage == 0 and processes not in (None, 1):
-        raise NoPlace(
+        raise PlacementError(
             "engine.zero_stage",
             f"engine.zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
             "expected --processes 1, or engine.zero_stage 1, 2 or 3",
@@ -42,16 +42,16 @@ def place(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -
     if device == "cpu":
         return Placement(processes or 1, on_cpu=True)
     gpus = find_gpus()
-    if not gpus.found:
-        raise NoPlace(
+    if not gpus.devices:
+        raise PlacementError(
             "--device",
-            f"there is no GPU: {gpus.reason}; to use the CPU all the same: --device cpu",
+            f"there is no GPU: {gpus.reason}; to use the CPU: --device cpu",
         )
     wanted = processes or (1 if zero_stage == 0 else len(gpus))
     if len(gpus) < wanted:
-        raise NoPlace(
+        raise PlacementError(
             "--processes",
-            f"{wanted} processes on {len(gpus)} GPUs: each needs one of its own; expected "
+            f"{wanted} processes on {len(gpus)} GPUs: each process needs its own GPU; expected "
             f"--processes {len(gpus)}{' or fewer' * (len(gpus) > 1)}, or --device cpu",
         )
     return Placement(wanted)

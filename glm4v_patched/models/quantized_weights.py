@@ -1,20 +1,20 @@
 """Ways to hold the weights of the layers in fewer bytes; imports nothing, for ``--help``."""
 
-WEIGHTS = ("4bit", "8bit", "fp8")
+WEIGHT_FORMATS = ("4bit", "8bit", "fp8")
 """bitsandbytes: 4 bits (NF4, as qlora trains them), or 8 (LLM.int8); fp8: as training with
 ``engine.fp8`` holds frozen ones, and multiplies by them (:mod:`..engine.fp8`)."""
 
 
-def check_weights(weights: str | None, device: str, cache: str = "auto") -> None:
+def check_weights_option(weights: str | None, device: str, cache: str = "auto") -> None:
     """Raise ``ValueError`` if weights cannot be held so on a device, or with a cache."""
     if weights is None:
         return
     if device == "cpu":
         raise ValueError(f"--weights {weights} needs a GPU, and --device is cpu: leave one out")
-    kept_cache(cache, weights, "dynamic")
+    resolve_cache(cache, weights, "dynamic")
 
 
-def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
+def resolve_cache(cache: str, weights: str | None, otherwise: str) -> str:
     """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``.
 
     Args:
@@ -29,7 +29,7 @@ def kept_cache(cache: str, weights: str | None, otherwise: str) -> str:
     if cache == "auto":
         return otherwise if fixed else "dynamic"
     if cache != "dynamic" and not fixed:
-        told = f"--weights {weights}" if weights in WEIGHTS else f"a model saved by {weights}"
+        told = f"--weights {weights}" if weights in WEIGHT_FORMATS else f"a model saved by {weights}"
         raise ValueError(
             f"--cache {cache} with {told}: it is for steps that are recorded, and "
             "those of such layers are not; leave out --cache"

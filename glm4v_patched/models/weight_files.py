@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
-from ..patch.config_json import parse_object, read_object
+from ..patch.config_json import parse_json_object, read_json_object
 from ..terminal_text import shorten
 
 LONGEST_HEADER = 10**8  # of the safetensors library, in bytes
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 POINTER = b"version https://git-lfs"
 BITS = dict.fromkeys(("F64", "I64", "U64", "C64"), 64) | dict.fromkeys(("F32", "I32", "U32"), 32)
 BITS |= dict.fromkeys(("F16", "BF16", "I16", "U16"), 16) | dict.fromkeys(("BOOL", "I8", "U8"), 8)
@@ -24,14 +24,14 @@ KEYS = {"dtype", "shape", "data_offsets"}
 MOST_SIDES = 64  # of torch
 
 
-class Shape(NamedTuple):
+class TensorInfo(NamedTuple):
     """Of a tensor in a file: its sides, and its dtype as safetensors names it (``BF16``)."""
 
     sides: tuple[int, ...]
     dtype: str
 
 
-def read_header(weights: Path) -> dict[str, Shape]:
+def read_header(weights: Path) -> dict[str, TensorInfo]:
     """Return the shape of each tensor in a file of safetensors.
 
     Raises:
@@ -49,7 +49,7 @@ def read_header(weights: Path) -> dict[str, Shape]:
         raise ValueError(f"{_shown(weights)} cannot be read: {error.strerror}") from None
     if begin == POINTER:
         raise ValueError(
-            f"{_shown(weights)} is a pointer of git-lfs and has no weights; run git lfs pull there"
+            f"{_shown(weights)} is a git-lfs pointer and has no weights; run git lfs pull there"
         )
     if length > LONGEST_HEADER:
         raise ValueError(
@@ -58,13 +58,13 @@ def read_header(weights: Path) -> dict[str, Shape]:
         )
     if size < 8 + length:
         raise ValueError(_cut_short(_shown(weights), size, 8 + length))
-    header = parse_object(content, f"{_shown(weights)}: its header")
+    header = parse_json_object(content, f"{_shown(weights)}: its header")
     return check_header(header, _shown(weights), size - 8 - length, 8 + length)
 
 
 def check_header(
     header: dict[str, Any], place: str, held: int | None = None, begin: int = 0
-) -> dict[str, Shape]:
+) -> dict[str, TensorInfo]:
     """Return the shape of each tensor of a header; ``ValueError`` if it contradicts itself.
 
     Args:
@@ -95,7 +95,7 @@ def check_header(
             f"{place} has {begin + held:,} bytes, and its last tensor ends at {begin + end:,}; "
             "expected no bytes behind it: download the file again"
         )
-    return {name: Shape(tuple(of["shape"]), of["dtype"]) for name, of in header.items()}
+    return {name: TensorInfo(tuple(of["shape"]), of["dtype"]) for name, of in header.items()}
 
 
 def _require_fields(of: Any, place: str) -> None:
@@ -145,12 +145,12 @@ def shards_of(folder: Path) -> list[str]:
             whole file beside it.
     """
     has_whole = (folder / WHOLE).is_file()
-    if not (folder / INDEX).exists():
+    if not (folder / WEIGHTS_INDEX).exists():
         return [WHOLE] if has_whole else []
-    names = {*check_index(read_object(folder / INDEX)).values()}
+    names = {*check_index(read_json_object(folder / WEIGHTS_INDEX)).values()}
     if has_whole and WHOLE not in names:
         raise ValueError(
-            f"it holds {WHOLE}, which is what transformers reads, and an {INDEX} of other files; "
+            f"it holds {WHOLE}, which is what transformers reads, and an {WEIGHTS_INDEX} of other files; "
             "expected one of the two"
         )
     return sorted(names)
@@ -161,22 +161,22 @@ def check_index(index: Mapping[str, Any]) -> dict[str, str]:
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         raise ValueError(
-            f"its {INDEX} has weight_map {where!r:.60}; expected the file of each tensor"
+            f"its {WEIGHTS_INDEX} has weight_map {where!r:.60}; expected the file of each tensor"
         )
     if odd := [name for name in where.values() if not _is_bare(name)]:
         raise ValueError(
-            f"its {INDEX} names {odd[0]!r:.80}; expected names of files in that folder alone, "
+            f"its {WEIGHTS_INDEX} names {odd[0]!r:.80}; expected names of files in that folder alone, "
             "without another folder's"
         )
     if not isinstance(metadata := index.get("metadata"), dict):
         raise ValueError(
-            f"its {INDEX} has metadata {metadata!r:.60}, and transformers cannot load the weights "
+            f"its {WEIGHTS_INDEX} has metadata {metadata!r:.60}, and transformers cannot load the weights "
             'without it; expected an object: write "metadata": {} into it'
         )
     return where
 
 
-def as_written(index: Mapping[str, Any]) -> dict[str, Any]:
+def standard_index(index: Mapping[str, Any]) -> dict[str, Any]:
     """Return what transformers writes into an index, and nothing that others wrote beside it."""
     sizes = ("total_size", "total_parameters")
     metadata = {key: value for key, value in index["metadata"].items() if key in sizes}
@@ -190,7 +190,7 @@ def _is_bare(name: Any) -> bool:
     return PurePosixPath(name).name == PureWindowsPath(name).name == name
 
 
-def tensors_of(folder: Path) -> dict[str, Shape]:
+def tensors_of(folder: Path) -> dict[str, TensorInfo]:
     """Return what a model's files of safetensors hold, by the names of the tensors.
 
     Raises:
@@ -199,7 +199,7 @@ def tensors_of(folder: Path) -> dict[str, Shape]:
     shards = shards_of(folder)
     headers = {shard: read_header(folder / shard) for shard in shards}
     if WHOLE not in shards and shards:  # a whole file is read without its index
-        require_agreement(check_index(read_object(folder / INDEX)), headers)
+        require_agreement(check_index(read_json_object(folder / WEIGHTS_INDEX)), headers)
     return {name: shape for tensors in headers.values() for name, shape in tensors.items()}
 
 
@@ -210,6 +210,6 @@ def require_agreement(where: Mapping[str, str], headers: Mapping[str, Iterable[s
         name, shard = wrong[0]
         has = "has, and the index does not say so" if (name, shard) in there else "lacks"
         raise ValueError(
-            f"{len(wrong)} tensors are not where its {INDEX} says: {shorten(shard)} {has}: "
+            f"{len(wrong)} tensors are not where its {WEIGHTS_INDEX} says: {shorten(shard)} {has}: "
             f"{shorten(name)}; expected the index that was saved with these files"
         )

@@ -34,24 +34,24 @@ from ..remote.modeling_chatglm import (
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from ..terminal_text import pip_install
-from .adapter_names import answer_names
-from .patch_set import PatchSet, Swap
-from .repository import IMAGE_PROCESSOR_CONFIG, Repository, is_glm4v
+from .adapter_names import check_module_names
+from .patch_set import PatchSet, AttributePatch
+from .repository import IMAGE_PROCESSOR_CONFIG_FILE, Repository, is_glm4v
 
 logger = logging.getLogger(__name__)
 
 # Some are of newer transformers only.
-MODEL_CLASSES = [
+AUTO_MODEL_CLASSES = [
     name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
 ]
 
 # Where torchvision is absent, transformers 5.8 to 5.17 have a placeholder at the usual place, which
 # refuses everything. Ours needs no torchvision.
-IMAGE_PROCESSORS = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
-VIDEO_PROCESSORS = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
+AUTO_IMAGE_PROCESSOR = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
+AUTO_VIDEO_PROCESSOR = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
 
 # Where the Auto classes get the code of repositories from, each under a name of its own.
-CODE_LOADERS = [
+REMOTE_CODE_IMPORTERS = [
     f"transformers.models.auto.{module}"
     for module in (
         "auto_factory",
@@ -63,11 +63,11 @@ CODE_LOADERS = [
 ]
 
 # What the Auto classes take for themselves and our classes have no use for.
-AUTO_OPTIONS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
+AUTO_CLASS_KWARGS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
 
 
 @dataclass(frozen=True)
-class _Options:
+class _ApplyOptions:
     """What ``apply`` takes; ``None`` leaves the default."""
 
     fused_linear_cross_entropy: bool | None = None
@@ -81,18 +81,18 @@ class _Options:
             raise ValueError(f"attn_implementation is {attention!r}: give the name of one")
 
     @property
-    def of_loading(self) -> dict[str, str]:
+    def loading_kwargs(self) -> dict[str, str]:
         """What from_pretrained and from_config take, unless it is said there."""
         name = self.attn_implementation
         return {} if name is None else {"attn_implementation": name}
 
 
-class _Activation:
+class _PatchState:
     """What is in force: of one process, whoever asked for it."""
 
     lock = threading.RLock()
     patches: PatchSet | None = None
-    options = _Options()
+    options = _ApplyOptions()
 
 
 def require_tested_transformers(version: str) -> None:
@@ -128,20 +128,20 @@ def apply(
         ImportError: transformers is none of those that are tested.
         AttributeError: transformers has moved something; nothing was patched.
     """
-    options = _Options(fused_linear_cross_entropy, attn_implementation)
-    with _Activation.lock:
-        if _Activation.patches is None:
+    options = _ApplyOptions(fused_linear_cross_entropy, attn_implementation)
+    with _PatchState.lock:
+        if _PatchState.patches is None:
             require_tested_transformers(transformers.__version__)
-            patches = PatchSet(_swaps(options))
+            patches = PatchSet(_attribute_patches(options))
             patches.apply()
-            _Activation.patches, _Activation.options = patches, options
+            _PatchState.patches, _PatchState.options = patches, options
         for name, value in asdict(options).items():
             # Not said before is off.
-            if value is not None and (getattr(_Activation.options, name) or None) != (
+            if value is not None and (getattr(_PatchState.options, name) or None) != (
                 value or None
             ):
                 raise ValueError(
-                    f"applied already with {_Activation.options}, which {name}={value!r} "
+                    f"applied already with {_PatchState.options}, which {name}={value!r} "
                     "contradicts: revert() first"
                 )
 
@@ -149,16 +149,16 @@ def apply(
 def revert() -> None:
     """Undo :func:`apply`; models that were loaded stay as they are. ``RuntimeError`` if somebody
     replaced one of the same attributes since, with its name."""
-    with _Activation.lock:
-        if _Activation.patches is not None:
-            _Activation.patches.revert()
-            _Activation.patches = None
+    with _PatchState.lock:
+        if _PatchState.patches is not None:
+            _PatchState.patches.revert()
+            _PatchState.patches = None
 
 
 @contextmanager
 def applied(**options: Any) -> Iterator[None]:
     """:func:`apply` for a block; what was in force before it stays in force after it."""
-    begins = _Activation.patches is None
+    begins = _PatchState.patches is None
     apply(**options)
     try:
         yield
@@ -167,9 +167,9 @@ def applied(**options: Any) -> Iterator[None]:
             revert()
 
 
-def _swaps(options: _Options) -> list[Swap]:
+def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
     classes: dict[str, type[ChatGLMPreTrainedModel]] = dict.fromkeys(
-        MODEL_CLASSES, GLM4VForCausalLM
+        AUTO_MODEL_CLASSES, GLM4VForCausalLM
     )
     classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
     loaders: dict[str, Callable] = {
@@ -183,25 +183,25 @@ def _swaps(options: _Options) -> list[Swap]:
         "AutoVideoProcessor": _refuse_videos,
     }
     owners = {name: f"transformers:{name}" for name in loaders}
-    owners |= {"AutoImageProcessor": IMAGE_PROCESSORS, "AutoVideoProcessor": VIDEO_PROCESSORS}
+    owners |= {"AutoImageProcessor": AUTO_IMAGE_PROCESSOR, "AutoVideoProcessor": AUTO_VIDEO_PROCESSOR}
     swaps = [
-        Swap(owners[name], "from_pretrained", partial(_dispatch, load))
+        AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
     ]
     # In this order: on the way to the class, transformers 5.8 puts a new module in its own place.
-    there, package = map(pkgutil.resolve_name, (IMAGE_PROCESSORS, "transformers"))
+    there, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
     if package.AutoImageProcessor is not there:  # which keeps the placeholder, to be put back
-        swaps.append(Swap("transformers", "AutoImageProcessor", lambda placeholder: there))
+        swaps.append(AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: there))
     for name, model in classes.items():
-        make = partial(_make_model, options, model)
-        swaps.append(Swap(owners[name], "from_config", partial(_dispatch_config, make)))
+        make = partial(_build_model, options, model)
+        swaps.append(AttributePatch(owners[name], "from_config", partial(_dispatch_config, make)))
     swaps += [
-        Swap(module, "get_class_from_dynamic_module", _refuse_code) for module in CODE_LOADERS
+        AttributePatch(module, "get_class_from_dynamic_module", _refuse_code) for module in REMOTE_CODE_IMPORTERS
     ]
     if is_peft_available():
-        swaps.append(Swap("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
+        swaps.append(AttributePatch("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
         tuner = "peft.tuners.tuners_utils:BaseTuner"
-        swaps.append(Swap(tuner, "inject_adapter", answer_names))
+        swaps.append(AttributePatch(tuner, "inject_adapter", check_module_names))
     return swaps
 
 
@@ -215,13 +215,13 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
         if isinstance(config, PretrainedConfig):
             is_ours = is_glm4v(config.to_dict())
         else:
-            is_ours = repository.holds_glm4v()
+            is_ours = repository.contains_glm4v()
         if not is_ours:
             return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
-        if repository.silence is not None:
-            logger.warning("%s: what is in the cache is loaded", repository.silence)
+        if repository.hub_timeout is not None:
+            logger.warning("%s: what is in the cache is loaded", repository.hub_timeout)
             kwargs["local_files_only"] = True
-        return load(pretrained_model_name_or_path, *args, **_for_our_class(kwargs))
+        return load(pretrained_model_name_or_path, *args, **_drop_auto_kwargs(kwargs))
 
     return classmethod(from_pretrained)
 
@@ -231,13 +231,13 @@ def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
     def from_config(cls, /, config, **kwargs):
         if not (isinstance(config, PretrainedConfig) and is_glm4v(config.to_dict())):
             return original.__func__(cls, config, **kwargs)
-        return make(config, **_for_our_class(kwargs))
+        return make(config, **_drop_auto_kwargs(kwargs))
 
     return classmethod(from_config)
 
 
-def _for_our_class(options: dict) -> dict:
-    return {name: value for name, value in options.items() if name not in AUTO_OPTIONS}
+def _drop_auto_kwargs(options: dict) -> dict:
+    return {name: value for name, value in options.items() if name not in AUTO_CLASS_KWARGS}
 
 
 def _refuse_code(original: Callable) -> Callable:
@@ -246,34 +246,34 @@ def _refuse_code(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
-        if Repository(repository, kwargs).holds_glm4v():
+        if Repository(repository, kwargs).contains_glm4v():
             raise RuntimeError(
                 f"{class_reference} of {repository} would be loaded beside this package's code "
                 "for glm-4v: either a from_pretrained or from_config was taken from its Auto class "
                 "before apply(), which then has to be called earlier; or it is that of an Auto "
-                f"class without one of ours, which there are for {', '.join(MODEL_CLASSES)}"
+                f"class without one of ours, which there are for {', '.join(AUTO_MODEL_CLASSES)}"
             )
         return original(class_reference, repository, *args, **kwargs)
 
     return get_class_from_dynamic_module
 
 
-def _load_model(options: _Options, model_class, name_or_path, *args, config=None, **kwargs):
+def _load_model(options: _ApplyOptions, model_class, name_or_path, *args, config=None, **kwargs):
     if isinstance(config, PretrainedConfig):
-        config = ChatGLMConfig.of(config)
-    kwargs = options.of_loading | kwargs
+        config = ChatGLMConfig.from_config(config)
+    kwargs = options.loading_kwargs | kwargs
     loaded = model_class.from_pretrained(name_or_path, *args, config=config, **kwargs)
     _set_loss(loaded[0] if isinstance(loaded, tuple) else loaded, options)  # output_loading_info
     return loaded
 
 
-def _make_model(options: _Options, model_class, config: PretrainedConfig, **kwargs):
-    model = model_class._from_config(ChatGLMConfig.of(config), **(options.of_loading | kwargs))
+def _build_model(options: _ApplyOptions, model_class, config: PretrainedConfig, **kwargs):
+    model = model_class._from_config(ChatGLMConfig.from_config(config), **(options.loading_kwargs | kwargs))
     _set_loss(model, options)
     return model
 
 
-def _set_loss(model: ChatGLMPreTrainedModel, options: _Options) -> None:
+def _set_loss(model: ChatGLMPreTrainedModel, options: _ApplyOptions) -> None:
     if options.fused_linear_cross_entropy is not None:
         model.config.skip_logits = options.fused_linear_cross_entropy
 
@@ -284,7 +284,7 @@ def _load_tokenizer(name_or_path, *args, config=None, **kwargs):
 
 def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     repository = Repository(name_or_path, kwargs)
-    if repository.read(IMAGE_PROCESSOR_CONFIG) is not None:
+    if repository.read(IMAGE_PROCESSOR_CONFIG_FILE) is not None:
         return ChatGLMImageProcessor.from_pretrained(name_or_path, *args, **kwargs)
     # The published repository has no such file.
     where = {option: kwargs.pop(option) for option in DOWNLOAD_OPTIONS if option in kwargs}

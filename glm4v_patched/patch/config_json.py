@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LARGEST_NUMBER = 3.4028234663852886e38
+MAX_FLOAT32 = 3.4028234663852886e38
 """Of float32 and, but for rounding, of bfloat16."""
 # In bytes. Of empty lists, one MiB of JSON takes 22 MiB of memory.
-LARGEST_FILE, LARGEST_OF_MANY_ENTRIES = 16 * 2**20, 64 * 2**20
-MANY_ENTRIES = {"tokenizer.json", "model.safetensors.index.json", "training.json"}
-DEEPEST = 64
+MAX_JSON_BYTES, MAX_LARGE_JSON_BYTES = 16 * 2**20, 64 * 2**20
+LARGE_JSON_FILES = {"tokenizer.json", "model.safetensors.index.json", "training.json"}
+MAX_JSON_DEPTH = 64
 """Levels of nested values: those who read them after us do so by functions that call themselves."""
 
 
@@ -39,18 +39,18 @@ def is_glm4v(config: Mapping[str, Any]) -> bool:
     return why_not_glm4v(config) is None
 
 
-def read_object(path: Path) -> dict:
+def read_json_object(path: Path) -> dict:
     """The object that a JSON file holds. Raises ``ValueError`` if there is none."""
-    return parse_object(read_bytes(path), str(path))
+    return parse_json_object(read_bytes_within_limit(path), str(path))
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes_within_limit(path: Path) -> bytes:
     """What a file of settings or of text holds. Raises ``ValueError`` if it cannot be read, or is
     larger than any that is meant to be one."""
     if path.exists() and not path.is_file():  # the end of a pipe would be waited for
         raise ValueError(f"{path} cannot be read: it is no file")
-    most = LARGEST_OF_MANY_ENTRIES if path.name in MANY_ENTRIES else LARGEST_FILE
-    with _reading(path), path.open("rb") as file:
+    most = MAX_LARGE_JSON_BYTES if path.name in LARGE_JSON_FILES else MAX_JSON_BYTES
+    with _json_errors(path), path.open("rb") as file:
         content = file.read(most + 1)
         size = path.stat().st_size
     if len(content) > most:
@@ -59,7 +59,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextmanager
-def _reading(name: object) -> Iterator[None]:
+def _json_errors(name: object) -> Iterator[None]:
     """Name what cannot be read, or is no JSON, in a ``ValueError``."""
     try:
         yield
@@ -67,36 +67,36 @@ def _reading(name: object) -> Iterator[None]:
         raise ValueError(f"{name} cannot be read: {error}") from None
 
 
-def nonfinite_number(values: Any) -> str | None:
+def find_nonfinite_number(values: Any) -> str | None:
     """Return ``key is value`` of the first number among nested values that is NaN, infinite or
     beyond float32; JSON has such as ``NaN``, ``Infinity`` and ``1e999``."""
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
         if isinstance(value, (dict, list)):
-            if found := nonfinite_number(value):
+            if found := find_nonfinite_number(value):
                 return f"{key}.{found}"
-        elif isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:
+        elif isinstance(value, (int, float)) and not abs(value) <= MAX_FLOAT32:
             shown = value if isinstance(value, float) else f"of {value.bit_length()} bits"
             return f"{key} is {shown}"
     return None
 
 
-def parse_object(content: bytes, name: str) -> dict:
-    """As :func:`read_object`, of what was read."""
-    with _reading(name):
-        values = json.loads(content, object_pairs_hook=_without_repeats)
+def parse_json_object(content: bytes, name: str) -> dict:
+    """As :func:`read_json_object`, of what was read."""
+    with _json_errors(name):
+        values = json.loads(content, object_pairs_hook=_reject_repeated_keys)
     if not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}; expected an object")
     level: list[Any] = [values]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_JSON_DEPTH):
         inner = (value.values() if isinstance(value, dict) else value for value in level)
         level = [value for values in inner for value in values if isinstance(value, (dict, list))]
     if level:
-        raise ValueError(f"{name} nests more than {DEEPEST} values in each other; expected fewer")
+        raise ValueError(f"{name} nests more than {MAX_JSON_DEPTH} values in each other; expected fewer")
     return values
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict:
+def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict:
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Swap:
+class AttributePatch:
     """One attribute and how its replacement is made."""
 
     owner: str  # where it is defined (not inherited): "package.module[:Class]"
@@ -21,10 +21,10 @@ class Swap:
 class PatchSet:
     """Can be undone, and refuses to undo what somebody else has replaced since."""
 
-    def __init__(self, swaps: Sequence[Swap]):
+    def __init__(self, swaps: Sequence[AttributePatch]):
         self._swaps = tuple(swaps)
         # Of each: its owner, what that held, and what it holds now.
-        self._replaced: list[tuple[Swap, Any, object, object]] = []
+        self._replaced: list[tuple[AttributePatch, Any, object, object]] = []
 
     @property
     def is_applied(self) -> bool:

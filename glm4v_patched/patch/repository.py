@@ -12,12 +12,12 @@ from huggingface_hub.utils import build_hf_headers
 from transformers.utils import cached_file
 
 from ..remote.processing_chatglm import DOWNLOAD_OPTIONS
-from .config_json import is_glm4v, read_object
+from .config_json import is_glm4v, read_json_object
 
-CONFIG = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
-IMAGE_PROCESSOR_CONFIG = "preprocessor_config.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
+MODEL_CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+IMAGE_PROCESSOR_CONFIG_FILE = "preprocessor_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 class Repository:
@@ -36,7 +36,7 @@ class Repository:
             self._options.setdefault("token", options["use_auth_token"])
 
     @cached_property
-    def silence(self) -> str | None:
+    def hub_timeout(self) -> str | None:
         """What to say of a Hub that does not answer; ``None`` if it does, or need not be asked.
 
         It is asked once, with a time-out. The client would wait a minute for each file, six times,
@@ -45,7 +45,7 @@ class Repository:
         name, offline = self.name_or_path, self._options.get("local_files_only")
         if constants.HF_HUB_OFFLINE or offline or not _is_name(name) or Path(name).exists():
             return None
-        url = hf_hub_url(str(name), CONFIG, revision=self._options.get("revision"))
+        url = hf_hub_url(str(name), MODEL_CONFIG_FILE, revision=self._options.get("revision"))
         seconds = constants.HF_HUB_ETAG_TIMEOUT
         try:
             headers = build_hf_headers(token=self._options.get("token"))
@@ -54,7 +54,7 @@ class Repository:
             # requests, httpx and httpx2 have no base in common, but these names.
             if type(error).__name__.endswith("Timeout"):
                 return (
-                    f"{host_of(url)} did not answer within {seconds:g} s (check the network and "
+                    f"{url_origin(url)} did not answer within {seconds:g} s (check the network and "
                     "HF_ENDPOINT, or wait longer with HF_HUB_ETAG_TIMEOUT)"
                 )
         return None
@@ -71,9 +71,9 @@ class Repository:
             return None
         path = Path(self.name_or_path)
         if not path.is_file():
-            if ask_hub and self.silence is not None:
+            if ask_hub and self.hub_timeout is not None:
                 raise TimeoutError(f"{self.silence}, and {path} is not in the cache")
-            must_answer = ask_hub and file_name == CONFIG
+            must_answer = ask_hub and file_name == MODEL_CONFIG_FILE
             cached = cached_file(
                 str(self.name_or_path),
                 file_name,
@@ -88,10 +88,10 @@ class Repository:
         elif path.suffix != ".json":  # a file of weights, and no config
             return None
         with suppress(ValueError):
-            return read_object(path)
+            return read_json_object(path)
         return None
 
-    def holds_glm4v(self) -> bool:
+    def contains_glm4v(self) -> bool:
         """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself.
 
         What is in the cache is not asked for again: a repository does not become another model.
@@ -101,10 +101,10 @@ class Repository:
         tokenizer = {}
         try:
             for ask_hub in (False, True):
-                config = self.read(CONFIG, ask_hub) or self._config_of_base(ask_hub)
+                config = self.read(MODEL_CONFIG_FILE, ask_hub) or self._config_of_base(ask_hub)
                 if config is not None:
                     return is_glm4v(config)
-                tokenizer = self.read(TOKENIZER_CONFIG, ask_hub) or {}
+                tokenizer = self.read(TOKENIZER_CONFIG_FILE, ask_hub) or {}
                 # The text models of GLM-4 have the same tokenizer, without a size of images.
                 if "ChatGLM4Tokenizer" in str(tokenizer) and "image_size" in tokenizer:
                     return True
@@ -116,16 +116,16 @@ class Repository:
         return False
 
     def _config_of_base(self, ask_hub: bool) -> dict | None:
-        base = (self.read(ADAPTER_CONFIG, ask_hub) or {}).get("base_model_name_or_path")
+        base = (self.read(ADAPTER_CONFIG_FILE, ask_hub) or {}).get("base_model_name_or_path")
         of_adapter = ("revision", "subfolder")
         options = {name: value for name, value in self._options.items() if name not in of_adapter}
-        return Repository(base, options).read(CONFIG, ask_hub) if base else None
+        return Repository(base, options).read(MODEL_CONFIG_FILE, ask_hub) if base else None
 
 
 def _is_name(name: object) -> TypeGuard[str | PathLike]:
     return isinstance(name, (str, PathLike))
 
 
-def host_of(url: str) -> str:
+def url_origin(url: str) -> str:
     """Scheme, host and port, not what may stand before them: HF_ENDPOINT can hold a password."""
     return re.sub(r"^(\w+://)(?:[^/]*@)?([^/]*).*", r"\1\2", url)

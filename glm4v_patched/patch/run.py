@@ -24,20 +24,20 @@ from pathlib import Path
 
 import glm4v_patched
 
-VARIABLE = "GLM4V_PATCHED"
-STARTUP = Path(__file__).resolve().with_name("startup")
+PATCHED_VARIABLE = "GLM4V_PATCHED"
+STARTUP_FOLDER = Path(__file__).resolve().with_name("startup")
 # DeepSpeed's launcher and torch's older one put these before the script, for the script.
-OF_LAUNCHERS = ("--local_rank", "--local-rank")
+LAUNCHER_OPTIONS = ("--local_rank", "--local-rank")
 
 
 def main() -> None:
-    parser = _parser()
+    parser = _run_parser()
     given = vars(parser.parse_args())
     if given.pop("startup_folder"):
-        print(STARTUP)
+        print(STARTUP_FOLDER)
         return
     is_module, command = given.pop("m"), given.pop("command")
-    handed_on = [f"{n}={v}" for n in OF_LAUNCHERS if (v := given.pop(n)) is not None]
+    handed_on = [f"{n}={v}" for n in LAUNCHER_OPTIONS if (v := given.pop(n)) is not None]
     if not command:
         parser.error("give a script, a command, or -m and a module")
     if sys.flags.ignore_environment or sys.flags.no_site:
@@ -45,10 +45,10 @@ def main() -> None:
     name, *rest = command
     try:
         target = ["-m", name] if is_module else [find_script(os.path.expanduser(name))]
-        options = environment_options()
+        options = options_from_environment()
     except ValueError as error:
         parser.error(str(error))
-    set_environment(options | {n: v for n, v in given.items() if v is not None})
+    patch_child_processes(options | {n: v for n, v in given.items() if v is not None})
     os.execv(sys.executable, [sys.executable, *_flags(), *target, *handed_on, *rest])
 
 
@@ -81,14 +81,14 @@ def find_script(name: str) -> str:
     if not (head.startswith(b"#!") and b"python" in head):
         raise ValueError(
             f"{path} is not a Python script; to patch what it starts: "
-            f"export {VARIABLE}=1 PYTHONPATH={shlex.quote(str(STARTUP))}"
+            f"export {PATCHED_VARIABLE}=1 PYTHONPATH={shlex.quote(str(STARTUP_FOLDER))}"
         )
     return path
 
 
-def environment_options() -> dict:
+def options_from_environment() -> dict:
     """The options of ``apply`` that the environment holds; ``ValueError`` if it holds no such."""
-    value = os.environ.get(VARIABLE, "")
+    value = os.environ.get(PATCHED_VARIABLE, "")
     if value in ("", "0", "1"):
         return {}
     options = None
@@ -96,26 +96,26 @@ def environment_options() -> dict:
         options = json.loads(value)
     if not isinstance(options, dict):
         raise ValueError(
-            f"{VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
+            f"{PATCHED_VARIABLE}={value!r} is neither 1 nor a JSON object with options of "
             'glm4v_patched.apply, such as {"fused_linear_cross_entropy": true}; 0 or nothing is off'
         )
     return options
 
 
-def set_environment(options: dict) -> None:
+def patch_child_processes(options: dict) -> None:
     """Have the processes that this one starts patched."""
-    os.environ[VARIABLE] = json.dumps(options) if options else "1"
+    os.environ[PATCHED_VARIABLE] = json.dumps(options) if options else "1"
     others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    paths = [str(STARTUP), *(path for path in others if path != str(STARTUP))]
+    paths = [str(STARTUP_FOLDER), *(path for path in others if path != str(STARTUP_FOLDER))]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
-def apply_environment() -> None:
+def apply_from_environment() -> None:
     """Patch this process as the environment says."""
-    glm4v_patched.apply(**environment_options())
+    glm4v_patched.apply(**options_from_environment())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _run_parser() -> argparse.ArgumentParser:
     introduction, _, _ = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
         "python -m glm4v_patched.run",
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     flags = {
         "--fused-linear-cross-entropy": "compute the training loss without the logits of all "
         "positions",
-        "--startup-folder": f"print the folder for PYTHONPATH, for use with {VARIABLE}=1, and end",
+        "--startup-folder": f"print the folder for PYTHONPATH, for use with {PATCHED_VARIABLE}=1, and end",
         "-m": "what follows is the name of a module",
     }
     for name, told in flags.items():
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--attn-implementation", metavar="NAME", help="for models loaded without saying which"
     )
-    for name in OF_LAUNCHERS:
+    for name in LAUNCHER_OPTIONS:
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -62,7 +62,7 @@ def attend(
     attention_mask: Tensor | PackedSamples | None,
     implementation: str,
     *,
-    kept_weights: list[Tensor] | None = None,
+    attention_collector: list[Tensor] | None = None,
     **kwargs,
 ) -> Tensor:
     """``(B, Q, H * C)`` by the named implementation (eager, sdpa, flex, flash, ...).
@@ -72,7 +72,7 @@ def attend(
             head), which the implementations read.
         attention_mask: What transformers makes for that implementation; or packed samples, for one
             that is causal without a mask (sdpa).
-        kept_weights: Takes the weights ``(B, H, Q, K)``, which only eager attention makes.
+        attention_collector: Takes the weights ``(B, H, Q, K)``, which only eager attention makes.
     """
     if isinstance(attention_mask, PackedSamples):
         return _attend_within_samples(
@@ -98,8 +98,8 @@ def attend(
         dropout=0.0,
         **kwargs,
     )
-    if kept_weights is not None:
-        kept_weights.append(weights_BHQK)
+    if attention_collector is not None:
+        attention_collector.append(weights_BHQK)
     return out_BQHC.flatten(2)
 
 

@@ -75,12 +75,12 @@ class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
         if torch.compiler.is_compiling():
             # A compiled layer recomputes within its own backward, where no hook releases anything.
             return self.layer_forward(hidden, *rest)
-        with frozen_parameters_held(self):
+        with keep_frozen_parameters_gathered(self):
             return self.layer_forward(hidden, *rest)
 
 
 @contextmanager
-def frozen_parameters_held(layer: nn.Module):
+def keep_frozen_parameters_gathered(layer: nn.Module):
     """Keep the frozen ZeRO-3 parameters of ``layer`` gathered after a recomputation in backward."""
     modules = list(layer.modules()) if _in_backward() else []
     owners = _frozen_zero3_parameters(modules)

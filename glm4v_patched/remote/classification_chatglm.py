@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from .cached_rows import cached_length
+from .cache_metadata import cached_length
 from .image_layout import running_max
-from .keywords import CACHE, named_cache, wants_dict
+from .keywords import CACHE_KEYWORD, cache_kwarg, wants_dict
 from .sharding import refuse_split_model
 
 # Shapes: B rows, L length as given, R length of the grown rows, D width.
@@ -93,7 +93,7 @@ class ScoresRows(nn.Module):
         result = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,
-            **named_cache(getattr(output, CACHE)),
+            **cache_kwarg(getattr(output, CACHE_KEYWORD)),
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )

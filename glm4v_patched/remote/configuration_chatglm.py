@@ -92,7 +92,7 @@ def refuse_nonfinite(values: Mapping | Sequence, place: str) -> None:
 
 # Largest sizes that a config may have: far above those of every model. One of all of them is built
 # on the meta device in a quarter of a minute.
-LARGEST_SIZES = {
+MAX_CONFIG_SIZES = {
     "num_layers": 1_000,
     "padded_vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -104,7 +104,7 @@ LARGEST_SIZES = {
     "loss_chunk_size": 2**31,
     "num_labels": 2**16,
 }
-LARGEST_VISION_SIZES = {
+MAX_VISION_SIZES = {
     "hidden_size": 2**20,
     "num_hidden_layers": 1_000,
     "num_heads": 2**14,
@@ -136,10 +136,10 @@ def _is_number(key: Any) -> bool:
 
 
 # How a value is compared, and how an error says what was expected.
-Kind = tuple[Callable[[Any], bool], str]
+ValueCheck = tuple[Callable[[Any], bool], str]
 DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
 # What a setting may be, by its name here.
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ValueCheck] = {
     "flag": (_of(bool), "true or false"),
     "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
     "id": (lambda value: value is None or _whole(-MOST)(value), "the number of a token, or null"),
@@ -169,7 +169,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def require_kinds(values: Mapping, kinds: Mapping[str, str | int | Kind], place: str) -> None:
+def check_setting_types(values: Mapping, kinds: Mapping[str, str | int | ValueCheck], place: str) -> None:
     """Raise ``ValueError`` for a setting of another type than ``kinds`` has for its name: one of
     :data:`KINDS` or like them, or the largest of a size. For transformers builds whatever a config
     says, and of a thousand million layers never ends."""
@@ -217,13 +217,13 @@ def log_unknown(names: Iterable, file: str) -> None:
         )
 
 
-def known_part(values: Mapping, known: Collection, file: str) -> dict:
+def keep_known_settings(values: Mapping, known: Collection, file: str) -> dict:
     """Return the items of ``values`` with a known key, and log the other keys."""
     log_unknown([key for key in values if key not in known], file)
     return {key: value for key, value in values.items() if key in known}
 
 
-def fault_of_adapters() -> str | None:
+def find_adapter_problem() -> str | None:
     """Why this transformers cannot load adapters of this model by itself; ``None`` if it can."""
     if not is_peft_available():
         return None
@@ -240,7 +240,7 @@ def fault_of_adapters() -> str | None:
 def check_adapters(name_or_path, options: dict, are_adapters: bool = False) -> None:
     """Raise ``ImportError``, before weights are read, for adapters that this transformers cannot
     load by itself: ``name_or_path``, or what these ``options`` of ``from_pretrained`` name."""
-    if (fault := fault_of_adapters()) is None:
+    if (fault := find_adapter_problem()) is None:
         return
     adapters = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
     if adapters is None and not are_adapters:
@@ -319,7 +319,7 @@ class EVA2CLIPVisionConfig:
     scaling_factor: float = 8
 
     def __post_init__(self):
-        require_kinds(vars(self), VISION, "vision_config")
+        check_setting_types(vars(self), VISION_SETTINGS, "vision_config")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"vision_config: hidden_size {self.hidden_size} is not a multiple of num_heads "
@@ -412,24 +412,24 @@ OF_TRANSFORMERS: tuple[str, ...] = (
 OF_TRANSFORMERS += ("is_encoder_decoder", "label2id", "model_type", "output_attentions")
 OF_TRANSFORMERS += ("output_hidden_states", "problem_type", "quantization_config", "return_dict")
 OF_TRANSFORMERS += ("torch_dtype", "transformers_version")
-SAVED = {*DEFAULTS, "vision_config", "image_token_id", *OF_TRANSFORMERS}
+SAVED_CONFIG_FIELDS = {*DEFAULTS, "vision_config", "image_token_id", *OF_TRANSFORMERS}
 # The kind of each setting, by its default; of a size the largest.
 OF_DEFAULTS = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
 SETTINGS: dict[str, str | int] = {
     name: OF_DEFAULTS[type(v)] for name, v in DEFAULTS.items() if v is not None and name not in ONLY
 }
-SETTINGS |= LARGEST_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
+SETTINGS |= MAX_CONFIG_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
 SETTINGS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
-VISION: dict[str, str | int] = {
+VISION_SETTINGS: dict[str, str | int] = {
     field.name: OF_DEFAULTS[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
 }
-VISION |= LARGEST_VISION_SIZES
-GENERAL = {"architectures": "texts", "auto_map": "object", "chunk_size_feed_forward": "number"}
-GENERAL |= {"id2label": "labels", "label2id": "object", "quantization_config": "object"}
-GENERAL |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
-GENERAL |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "option")
-GENERAL |= dict.fromkeys(("output_hidden_states", "return_dict"), "option")
-GENERAL |= {"problem_type": "text", "transformers_version": "text"}
+VISION_SETTINGS |= MAX_VISION_SIZES
+GENERAL_SETTINGS = {"architectures": "texts", "auto_map": "object", "chunk_size_feed_forward": "number"}
+GENERAL_SETTINGS |= {"id2label": "labels", "label2id": "object", "quantization_config": "object"}
+GENERAL_SETTINGS |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
+GENERAL_SETTINGS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "option")
+GENERAL_SETTINGS |= dict.fromkeys(("output_hidden_states", "return_dict"), "option")
+GENERAL_SETTINGS |= {"problem_type": "text", "transformers_version": "text"}
 # Classes of models, ours and the published ones, that a file may name.
 ARCHITECTURES = {place.rpartition(".")[2] for place in AUTO_MAP.values()}
 ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
@@ -471,7 +471,7 @@ class ChatGLMConfig(PretrainedConfig):
     _auto_class = "AutoConfig"
 
     def __init__(self, vision_config=None, image_token_id=None, **kwargs):
-        require_kinds({"vision_config": vision_config}, GENERAL, "config.json")
+        check_setting_types({"vision_config": vision_config}, GENERAL_SETTINGS, "config.json")
         for alias, name in self.attribute_map.items():
             if alias not in kwargs:
                 continue
@@ -481,7 +481,7 @@ class ChatGLMConfig(PretrainedConfig):
             if kwargs.setdefault(name, given) != given:
                 raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
         refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
-        require_kinds(kwargs, SETTINGS, "config.json")
+        check_setting_types(kwargs, SETTINGS, "config.json")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
         if isinstance(values["eos_token_id"], tuple):
             values["eos_token_id"] = [*values["eos_token_id"]]
@@ -538,10 +538,10 @@ class ChatGLMConfig(PretrainedConfig):
 
         refuse_fetched_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
-        require_kinds(config_dict, GENERAL, "config.json")
+        check_setting_types(config_dict, GENERAL_SETTINGS, "config.json")
         # A null one says nothing. Labels have a number, too.
         foreign = [
-            name for name in config_dict.keys() - SAVED - {"num_labels"} if is_of_class(name)
+            name for name in config_dict.keys() - SAVED_CONFIG_FIELDS - {"num_labels"} if is_of_class(name)
         ]
         for name in foreign:
             if config_dict[name] is not None:
@@ -564,7 +564,7 @@ class ChatGLMConfig(PretrainedConfig):
         except ImportError:
             raise
         except Exception as error:  # transformers reads settings of other models, of any type
-            odd = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED))
+            odd = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED_CONFIG_FIELDS))
             cure = f"; glm-4v has no {odd:.500}: take out what is wrong" if odd else ""
             raise ValueError(
                 f"config.json cannot be read by transformers {transformers.__version__}: "
@@ -574,7 +574,7 @@ class ChatGLMConfig(PretrainedConfig):
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As usual, but for settings that glm-4v does not have: these are logged, and not saved."""
         values, own = super().to_diff_dict(), self.to_diff_dict()
-        unknown = [name for name in values if name not in SAVED | self.attribute_map.keys()]
+        unknown = [name for name in values if name not in SAVED_CONFIG_FIELDS | self.attribute_map.keys()]
         for name in own.keys() & {"vision_config", "quantization_config"}:
             unknown += [f"{name}.{key}" for key in values[name] if key not in own[name]]
         log_unknown(unknown, "config.json")
@@ -590,7 +590,7 @@ class ChatGLMConfig(PretrainedConfig):
 
     def to_diff_dict(self) -> dict:
         """What is saved: settings of glm-4v, without what follows from the published fields."""
-        values = {k: value for k, value in super().to_diff_dict().items() if k in SAVED}
+        values = {k: value for k, value in super().to_diff_dict().items() if k in SAVED_CONFIG_FIELDS}
         known = [field.name for field in fields(EVA2CLIPVisionConfig)]
         vision = values["vision_config"]
         values["vision_config"] = {k: value for k, value in vision.items() if k in known}

@@ -1,7 +1,7 @@
 """What transformers' ``generate`` asks of the model.
 
 ``generate`` counts ids as given and the cache counts positions, so rows are grown here. A drawn
-token needs nothing from the rows before it (cached_rows.py).
+token needs nothing from the rows before it (cache_metadata.py).
 """
 
 from copy import copy
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, SuppressTokensLogitsProcessor
 from transformers.cache_utils import Cache
 
-from .cached_rows import (
-    GrownPrompt,
+from .cache_metadata import (
+    ExpandedPrompt,
     cached_length,
     check_room,
     is_static,
@@ -22,15 +22,15 @@ from .cached_rows import (
     room_of,
 )
 from .configuration_chatglm import ChatGLMConfig, log_unknown, refuse_nonfinite_generation
-from .image_checks import GivenRows, check_position
-from .image_layout import GrownRows, grow_rows
+from .image_checks import UnexpandedBatch, check_position
+from .image_layout import ExpandedBatch, expand_image_placeholders
 from .keywords import (
-    CACHE,
+    CACHE_KEYWORD,
     EMBEDS_ARE_CUT,
     OLD_CACHE,
     WANTS_CACHE_POSITION,
     check_generate,
-    named_cache,
+    cache_kwarg,
     one_cache,
     overrides_generation,
     refuse,
@@ -86,43 +86,43 @@ class ChatGLMGenerationMixin(GenerationMixin):
         pixel_values: Tensor | None = None,
         images: Tensor | None = None,
         prompt_length: int | None = None,
-        grown_prompt: GrownPrompt | None = None,
+        expanded_prompt: ExpandedPrompt | None = None,
         cache: Cache | None = None,
         **kwargs,
     ) -> dict:
         """What ``forward`` needs for the part of the rows that is not in the cache yet.
 
         Rows are grown here, and cut after what the cache holds; ``prompt_length`` counts ids as
-        given. Once a ``grown_prompt`` is in the cache, for a drawn token nothing is grown, nothing
+        given. Once a ``expanded_prompt`` is in the cache, for a drawn token nothing is grown, nothing
         waits for the device, and with a static cache every step has the same shapes.
         """
         check_generate()
         cache = one_cache(past_key_values, cache)
         more = without_account(kwargs)
-        if grown_prompt is not None:
-            grown_prompt.passes += 1
-            if grown_prompt.passes > 1 and cache is None and more.get("use_cache"):
+        if expanded_prompt is not None:
+            expanded_prompt.passes += 1
+            if expanded_prompt.passes > 1 and cache is None and more.get("use_cache"):
                 refuse(
-                    f"generate has drawn {grown_prompt.num_drawn(input_ids)} tokens with "
+                    f"generate has drawn {expanded_prompt.num_drawn(input_ids)} tokens with "
                     "use_cache=True and handed over no cache, without which every token takes a "
                     "pass over the whole rows: give use_cache=False if that is wanted, or the "
-                    f"cache as {CACHE}"
+                    f"cache as {CACHE_KEYWORD}"
                 )
-            num_new = 0 if inputs_embeds is not None else grown_prompt.num_new(input_ids, cache)
+            num_new = 0 if inputs_embeds is not None else expanded_prompt.num_new(input_ids, cache)
             if num_new and cache is not None:
-                return more | self._inputs_of_drawn(grown_prompt, input_ids, cache, num_new)
-        given = GivenRows(input_ids, attention_mask, position_ids)
+                return more | self._inputs_of_drawn(expanded_prompt, input_ids, cache, num_new)
+        given = UnexpandedBatch(input_ids, attention_mask, position_ids)
         if inputs_embeds is not None:
             named = {"pixel_values": pixel_values, "images": images}
             is_first = kwargs.get("is_first_iteration")
             inputs = self._inputs_of_embeds(given, inputs_embeds, named, cache, is_first)
         else:
             images = self.transformer._one_image_tensor(pixel_values, images)
-            inputs = self._inputs_of_ids(given, images, cache, prompt_length, grown_prompt)
-        return named_cache(cache) | inputs | more
+            inputs = self._inputs_of_ids(given, images, cache, prompt_length, expanded_prompt)
+        return cache_kwarg(cache) | inputs | more
 
     def _inputs_of_embeds(
-        self, given: GivenRows, inputs_embeds, images: dict, cache, is_first
+        self, given: UnexpandedBatch, inputs_embeds, images: dict, cache, is_first
     ) -> dict[str, Any]:
         past_length = cached_length(cache)
         inputs = {"attention_mask": given.attention_mask}
@@ -145,14 +145,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return inputs
 
     def _inputs_of_ids(
-        self, given: GivenRows, images, cache, prompt_length, grown_prompt
+        self, given: UnexpandedBatch, images, cache, prompt_length, expanded_prompt
     ) -> dict[str, Any]:
         past_length = cached_length(cache)
-        if grown_prompt is not None and grown_prompt.input_ids is given.input_ids:
-            rows = grown_prompt.rows
+        if expanded_prompt is not None and expanded_prompt.input_ids is given.input_ids:
+            rows = expanded_prompt.rows
         else:
-            if grown_prompt is not None:
-                given = given._replace(position_ids=grown_prompt.position_ids)
+            if expanded_prompt is not None:
+                given = given._replace(position_ids=expanded_prompt.position_ids)
             rows = self._grow_whole_rows(given, images, past_length, prompt_length)
         length = rows.input_ids.shape[1]
         # A cache may hold more than the rows: peft's virtual tokens have no ids.
@@ -170,8 +170,8 @@ class ChatGLMGenerationMixin(GenerationMixin):
         return inputs
 
     def _grow_whole_rows(
-        self, given: GivenRows, images: Tensor | None, past_length: int, prompt_length: int | None
-    ) -> GrownRows:
+        self, given: UnexpandedBatch, images: Tensor | None, past_length: int, prompt_length: int | None
+    ) -> ExpandedBatch:
         if given.attention_mask is None:
             # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
             # positions without a mask would say that rows are packed.
@@ -179,10 +179,10 @@ class ChatGLMGenerationMixin(GenerationMixin):
         positions = _continued(given.position_ids, given.input_ids.shape[1])
         given = given._replace(position_ids=positions, num_cached=past_length)
         num_images = 0 if images is None else len(images)
-        return grow_rows(given, self.transformer.image_format, num_images, prompt_length)
+        return expand_image_placeholders(given, self.transformer.image_format, num_images, prompt_length)
 
     def _inputs_of_drawn(
-        self, prompt: GrownPrompt, input_ids: Tensor, cache: Cache, num_new: int
+        self, prompt: ExpandedPrompt, input_ids: Tensor, cache: Cache, num_new: int
     ) -> dict[str, Any]:
         num_drawn = prompt.num_drawn(input_ids)
         length = self._length_with_drawn(prompt, cache, num_drawn)
@@ -193,7 +193,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
             "input_ids": new_ids_BN,
             "position_ids": prompt.positions(num_drawn, num_new),
             "attention_mask": prompt.padding_mask(length),
-            CACHE: cache,
+            CACHE_KEYWORD: cache,
             "prompt_length": 0,  # drawn, all of them
         }
         if is_static(cache):
@@ -209,14 +209,14 @@ class ChatGLMGenerationMixin(GenerationMixin):
         remember_drawn(cache, length)
         return inputs
 
-    def _length_with_drawn(self, prompt: GrownPrompt, cache: Cache, num_drawn: int) -> int:
+    def _length_with_drawn(self, prompt: ExpandedPrompt, cache: Cache, num_drawn: int) -> int:
         length = prompt.length + num_drawn
         check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
         check_room(cache, length)
         return length
 
-    def advance_drawn_inputs(
-        self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: GrownPrompt, num_drawn: int
+    def advance_decode_inputs(
+        self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: ExpandedPrompt, num_drawn: int
     ) -> bool:
         """Make the inputs of the drawn id before it, of :meth:`prepare_inputs_for_generation`,
         those of this one, in place; if that is not possible, nothing changes and it is False.
@@ -224,7 +224,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         Args:
             num_drawn: Ids drawn so far, this one included.
         """
-        cache, mask = inputs[CACHE], inputs["attention_mask"]
+        cache, mask = inputs[CACHE_KEYWORD], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
             return False
         length = self._length_with_drawn(prompt, cache, num_drawn)
@@ -236,7 +236,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         remember_drawn(cache, length)
         return True
 
-    def _image_ids(self) -> list[int]:
+    def _image_token_ids(self) -> list[int]:
         """Begin- and end-of-image, and what fills an image's positions if the config says it."""
         config = self.config
         ids = (config.boi_token_id, config.eoi_token_id, config.image_token_id)
@@ -256,7 +256,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if given is None or len(given):
             # generate names that of its ids: that of weights that are offloaded holds no numbers.
             device = str(options.get("device", self.device))
-            processors.insert(0, SuppressTokensLogitsProcessor(self._image_ids(), device=device))
+            processors.insert(0, SuppressTokensLogitsProcessor(self._image_token_ids(), device=device))
         return processors
 
     @overrides_generation(since="4.57")
@@ -266,7 +266,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         """Repeat rows for beams or several answers, with each row's images kept together."""
         if model_kwargs.get(OLD_CACHE) is not None:
             refuse(
-                f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE}: give it so"
+                f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE_KEYWORD}: give it so"
             )
         images = self.transformer._one_image_tensor(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
@@ -277,12 +277,12 @@ class ChatGLMGenerationMixin(GenerationMixin):
             model_kwargs["prompt_length"] = input_ids.shape[1]
         prompt = None
         if embeds is None and input_ids is not None:
-            prompt = self._grown_prompt(input_ids, images, model_kwargs)
+            prompt = self._expand_prompt(input_ids, images, model_kwargs)
         elif images is not None and expand_size > 1:
             ids = self.transformer._ids_of(embeds, len(images))
-            prompt = self._grown_prompt(ids, images, model_kwargs | {"prompt_length": None})
+            prompt = self._expand_prompt(ids, images, model_kwargs | {"prompt_length": None})
         if images is not None and prompt is not None and expand_size > 1:
-            past_length = cached_length(model_kwargs.get(CACHE))
+            past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
             if sum(counts) == len(images):  # else none is needed: all are in the cache
                 of_rows = images.split(counts)
@@ -296,18 +296,18 @@ class ChatGLMGenerationMixin(GenerationMixin):
         if images is not None:
             model_kwargs["pixel_values"] = images
         if prompt is not None and embeds is None:
-            model_kwargs["grown_prompt"] = prompt.repeated(expand_size, input_ids)
+            model_kwargs["expanded_prompt"] = prompt.repeated(expand_size, input_ids)
         return input_ids, model_kwargs
 
-    def _grown_prompt(
+    def _expand_prompt(
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
-    ) -> GrownPrompt:
+    ) -> ExpandedPrompt:
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         past_length, prompt_length = (
-            cached_length(model_kwargs.get(CACHE)),
+            cached_length(model_kwargs.get(CACHE_KEYWORD)),
             model_kwargs["prompt_length"],
         )
-        given = GivenRows(input_ids, mask, positions)
+        given = UnexpandedBatch(input_ids, mask, positions)
         rows = self._grow_whole_rows(given, images, past_length, prompt_length)
         if rows.has_padding:
             assert rows.attention_mask is not None
@@ -316,7 +316,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
                     f"rows {ends} of {len(input_ids)} end in padding, where generate would go on: "
                     'pad prompts on the left (padding_side="left")'
                 )
-        return GrownPrompt(input_ids, rows, positions)
+        return ExpandedPrompt(input_ids, rows, positions)
 
     def generate_batch(self, *args, **kwargs):
         """Raises ``ValueError``: transformers' continuous batching hands on ids alone, without
@@ -331,7 +331,7 @@ class ChatGLMGenerationMixin(GenerationMixin):
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
         # transformers sizes a static cache by the ids as given.
-        prompt = model_kwargs.get("grown_prompt")
+        prompt = model_kwargs.get("expanded_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
             # The last token needs no position: nothing is computed after it.
@@ -375,7 +375,7 @@ def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
     return torch.cat((position_ids, position_ids[:, -1:] + more), dim=1)
 
 
-def _images_after(images, rows: GrownRows, past_length: int, begin_id: int) -> Tensor | None:
+def _images_after(images, rows: ExpandedBatch, past_length: int, begin_id: int) -> Tensor | None:
     """The images whose begin is not in the cache yet; all given ones, if they are just those."""
     if images is None:
         return None

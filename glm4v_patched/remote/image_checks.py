@@ -21,7 +21,7 @@ class ImageFormat(NamedTuple):
     max_positions: int
 
 
-class GivenRows(NamedTuple):
+class UnexpandedBatch(NamedTuple):
     """Rows of either form, and what comes with each of their ids.
 
     Attributes:
@@ -49,7 +49,7 @@ class GivenRows(NamedTuple):
     num_cached: int = 0
 
 
-def check_shapes(given: GivenRows) -> None:
+def check_shapes(given: UnexpandedBatch) -> None:
     """Raise ``ValueError`` for inputs of other shapes than the ids."""
     if given.input_ids.ndim != 2 or not given.input_ids.numel():
         batch_of_batches = (
@@ -94,7 +94,7 @@ def facts_on_host(facts: dict[str, Tensor]) -> dict[str, int]:
 
 def facts_in_graph(
     facts: dict[str, Tensor],
-    given: GivenRows,
+    given: UnexpandedBatch,
     image_format: ImageFormat,
     num_images: int,
     may_grow: bool,
@@ -167,7 +167,7 @@ def check_images(
 
 def check_rows(
     facts: dict[str, int],
-    given: GivenRows,
+    given: UnexpandedBatch,
     padding_mask: Tensor | None,
     image_format: ImageFormat,
     num_items_in_batch: Tensor | int | None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .image_checks import (
-    GivenRows,
+    UnexpandedBatch,
     ImageFormat,
     check_images,
     check_rows,
@@ -26,7 +26,7 @@ from .image_checks import (
 # Shapes: B rows, L length as given, R length of the grown rows, P length of the cache.
 
 
-class GrownRows(NamedTuple):
+class ExpandedBatch(NamedTuple):
     """Rows in which every image takes its full number of positions.
 
     Attributes:
@@ -78,13 +78,13 @@ class _ReadRows(NamedTuple):
     width: Tensor
 
 
-def grow_rows(
-    given: GivenRows,
+def expand_image_placeholders(
+    given: UnexpandedBatch,
     image_format: ImageFormat,
     num_images: int,
     prompt_length: int | None = None,
     num_items_in_batch: Tensor | int | None = None,
-) -> GrownRows:
+) -> ExpandedBatch:
     """Bring rows of either form, with any number of images each, to the grown form.
 
     Rows that end up shorter than the longest are filled up on the left, where generation wants it.
@@ -119,7 +119,7 @@ def grow_rows(
     if labels is not None:
         unlearned = spans.is_inside | _starts(read.positions, read.current_mask, is_packed)
         labels = labels.masked_fill(unlearned, -100)
-    rows = GrownRows(
+    rows = ExpandedBatch(
         input_ids=given.input_ids,
         position_ids=read.positions,
         image_mask=spans.is_inside | spans.is_begin | spans.is_end,
@@ -149,7 +149,7 @@ def _moved(rows: Any, device: torch.device) -> Any:
     return rows._replace(**moved)
 
 
-def _grow(rows: GrownRows, read: _ReadRows, past_length: int, is_packed: bool) -> GrownRows:
+def _grow(rows: ExpandedBatch, read: _ReadRows, past_length: int, is_packed: bool) -> ExpandedBatch:
     """``rows``, which are as long as given, with every image at its full length."""
     input_ids, facts, current_mask = rows.input_ids, read.facts, read.current_mask
     length, given_length = facts["length"], input_ids.shape[1]
@@ -272,7 +272,7 @@ def _count_within_samples(positions: Tensor) -> Tensor:
 
 
 def _read_rows(
-    given: GivenRows, spans: _ImageSpans, image_format: ImageFormat, num_images: int
+    given: UnexpandedBatch, spans: _ImageSpans, image_format: ImageFormat, num_images: int
 ) -> _ReadRows:
     input_ids, past_length = given.input_ids, given.past_length
     attention_mask, position_ids = given.attention_mask, given.position_ids
@@ -320,7 +320,7 @@ def _read_rows(
     return _ReadRows(known, may_grow, padding_mask, current_mask, positions, width)
 
 
-def _breaks(given: GivenRows, spans: _ImageSpans, positions: Tensor) -> Tensor:
+def _breaks(given: UnexpandedBatch, spans: _ImageSpans, positions: Tensor) -> Tensor:
     """What is not text that goes on from the id before it."""
     steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
     if not given.past_length or given.position_ids is not None:
@@ -329,7 +329,7 @@ def _breaks(given: GivenRows, spans: _ImageSpans, positions: Tensor) -> Tensor:
 
 
 def _facts_of_images(
-    given: GivenRows, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
+    given: UnexpandedBatch, spans: _ImageSpans, image_format: ImageFormat, ends: Tensor
 ) -> dict[str, Tensor]:
     """``ends``: the columns after each id, in the grown rows."""
     inner = spans.inner_length.masked_fill(~spans.is_begin, 1)
@@ -345,7 +345,7 @@ def _facts_of_images(
     }
 
 
-def _facts_of_labels(given: GivenRows, spans: _ImageSpans) -> dict[str, Tensor]:
+def _facts_of_labels(given: UnexpandedBatch, spans: _ImageSpans) -> dict[str, Tensor]:
     labels = given.labels
     if labels is None:
         return {}

@@ -47,15 +47,15 @@ def _name_of_cache() -> str:
 
 
 # What this transformers calls it: in outputs, in what generate hands over, and for masks.
-CACHE = _name_of_cache()
-OLD_CACHE = "cache" if CACHE == "past_key_values" else "past_key_values"
+CACHE_KEYWORD = _name_of_cache()
+OLD_CACHE = "cache" if CACHE_KEYWORD == "past_key_values" else "past_key_values"
 # Embeddings of whole rows are handed over without what is in the cache, by 5.3 alone.
 EMBEDS_ARE_CUT = Version("5.3") <= Version(VERSION) < Version("5.4")
 
 
-def named_cache(cache: Any) -> dict[str, Any]:
+def cache_kwarg(cache: Any) -> dict[str, Any]:
     """The cache as a keyword of this transformers."""
-    return {CACHE: cache}
+    return {CACHE_KEYWORD: cache}
 
 
 def one_cache(past_key_values: Any, cache: Any) -> Cache | None:
@@ -63,7 +63,7 @@ def one_cache(past_key_values: Any, cache: Any) -> Cache | None:
     if past_key_values is not None and cache is not None and past_key_values is not cache:
         refuse(
             f"two caches were given, a {type(past_key_values).__name__} as past_key_values and a "
-            f"{type(cache).__name__} as cache, which are two names of one thing: give {CACHE}"
+            f"{type(cache).__name__} as cache, which are two names of one thing: give {CACHE_KEYWORD}"
         )
     given = past_key_values if cache is None else cache
     if given is not None and not isinstance(given, Cache):
@@ -174,7 +174,7 @@ def _what(value: Any) -> str:
     if isinstance(value, Tensor):
         return f" (a tensor {tuple(value.shape)} of {value.dtype})"
     if isinstance(value, Cache):
-        return f" (a {type(value).__name__}; here {CACHE} is the name of a cache)"
+        return f" (a {type(value).__name__}; here {CACHE_KEYWORD} is the name of a cache)"
     return f" (of type {type(value).__name__})"
 
 

@@ -8,16 +8,16 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
 
 from .attention import PackedSamples, group_samples
-from .cached_rows import cached_length, is_static, room_of
-from .image_layout import GrownRows
-from .keywords import CACHE, MASK_PARAMETERS, WANTS_CACHE_POSITION
+from .cache_metadata import cached_length, is_static, room_of
+from .image_layout import ExpandedBatch
+from .keywords import CACHE_KEYWORD, MASK_PARAMETERS, WANTS_CACHE_POSITION
 
 # Shapes: B rows, R length of the grown rows, D width, N new ids, K keys: as many as the cache has
 # room for if it is static, as many as it holds if not.
 
 
 def causal_mask(
-    config, embeds_BRD: Tensor, rows: GrownRows, cache: Cache | None, past_length: int
+    config, embeds_BRD: Tensor, rows: ExpandedBatch, cache: Cache | None, past_length: int
 ) -> Tensor | PackedSamples | None:
     """The mask that the configured attention implementation takes; ``None`` where it needs none."""
     mask, packed = rows.attention_mask, rows.packed_position_ids
@@ -38,7 +38,7 @@ def _mask_of_transformers(config, embeds, mask, packed_position_ids, cache, past
     arguments = {
         "config": config,
         "attention_mask": mask,
-        CACHE: cache,
+        CACHE_KEYWORD: cache,
         # Not rows.position_ids: transformers takes a repeated position for the start of a sample.
         "position_ids": packed_position_ids,
         spelled: embeds,

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import logging
 
 from .attention import attend
-from .cached_rows import (
+from .cache_metadata import (
     cached_length,
     check_room,
     check_rows_of_cache,
@@ -36,15 +36,15 @@ from .class_lists import enter_class
 from .classification_chatglm import OF_TOKENS, ScoresRows
 from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, check_adapters
 from .generation_chatglm import ChatGLMGenerationMixin, known_options
-from .image_checks import GivenRows, ImageFormat
-from .image_layout import grow_rows
+from .image_checks import UnexpandedBatch, ImageFormat
+from .image_layout import expand_image_placeholders
 from .keywords import (
-    CACHE,
+    CACHE_KEYWORD,
     OF_LOGITS,
     VERSION,
     WANTS_CACHE_POSITION,
     attention_keywords,
-    named_cache,
+    cache_kwarg,
     names_of,
     one_cache,
     refuse_unknown,
@@ -145,13 +145,13 @@ class SelfAttention(nn.Module):
         )
 
     def forward(
-        self, x_BRD, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
+        self, x_BRD, cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
     ) -> Tensor:
         """``fills``: whether the cache was empty, and further arguments of its ``update``."""
         heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
         query, key, value = (part.transpose(1, 2) for part in self.rotate(heads_BRHC, cos, sin))
         if past_key_values is not None:
-            was_empty, where = fills
+            was_empty, where = cache_update
             new = key, value
             key, value = past_key_values.update(key, value, self.layer_idx, *where)
             if was_empty:
@@ -237,7 +237,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
         ``ImportError`` for adapters that this transformers cannot load."""
         check_adapters(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
-            config = ChatGLMConfig.of(config)
+            config = ChatGLMConfig.from_config(config)
         options = kwargs | {"config": config}
         return super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
 
@@ -265,7 +265,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _from_config(cls, config, **kwargs):
-        return super()._from_config(ChatGLMConfig.of(config), **kwargs)
+        return super()._from_config(ChatGLMConfig.from_config(config), **kwargs)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -353,7 +353,7 @@ class Wanted(NamedTuple):
     ) -> ChatGLMModelOutput | tuple:
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
-            **named_cache(cache),
+            **cache_kwarg(cache),
             hidden_states=states,
             attentions=None if self.weights is None else _over_room(self.weights, cache),
             **more,
@@ -483,8 +483,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         check_rows_of_cache(cache, past_length, ids)
         labels, after = _labels_and_one_after(labels, shift_labels)
         follows = next_position(cache, past_length) if position_ids is None else None
-        given = GivenRows(ids, attention_mask, position_ids, labels, after, past_length, follows)
-        rows = grow_rows(given, self.image_format, num_images, prompt_length, num_items_in_batch)
+        given = UnexpandedBatch(ids, attention_mask, position_ids, labels, after, past_length, follows)
+        rows = expand_image_placeholders(given, self.image_format, num_images, prompt_length, num_items_in_batch)
         length = rows.input_ids.shape[1]
         self._check_growth(ids.shape[1], length, inputs_embeds, wanted.states)
         check_room(cache, past_length + length)
@@ -526,8 +526,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """``past_length``: ``None`` if the cache holds something, but how much is not known."""
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
         if wanted.weights is not None:
-            kwargs = {"kept_weights": wanted.weights, **kwargs}
-        fills = None
+            kwargs = {"attention_collector": wanted.weights, **kwargs}
+        cache_update = None
         if cache is not None:
             where: tuple = ()
             columns = kwargs.pop("cache_position", None)
@@ -536,9 +536,9 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
                     first = cached_length(cache) if past_length is None else past_length
                     columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
                 where = ({"cache_position": columns},)
-            fills = past_length == 0, where
+            cache_update = past_length == 0, where
         return self.encoder(
-            embeds_BRD, cos, sin, mask, cache, fills, kwargs, keep_states=wanted.states
+            embeds_BRD, cos, sin, mask, cache, cache_update, kwargs, keep_states=wanted.states
         )
 
     def _decode(
@@ -893,7 +893,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         length = output.last_hidden_state.shape[1]
-        kept.check(given, length, self._image_ids() if are_cut else ())
+        kept.check(given, length, self._image_token_ids() if are_cut else ())
         if output.labels is None and num_items_in_batch is not None:
             self._check_loss_outside(given, length)
         loss, logits = self._loss_and_logits(
@@ -902,7 +902,7 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         result = GLM4VCausalLMOutput(
             loss=loss,
             logits=logits,
-            **named_cache(getattr(output, CACHE)),
+            **cache_kwarg(getattr(output, CACHE_KEYWORD)),
             hidden_states=output.hidden_states,
             attentions=output.attentions,
             image_hidden_states=output.image_hidden_states,

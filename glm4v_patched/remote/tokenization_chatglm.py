@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 # First: it raises for versions of transformers that lack what is imported below.
-from .configuration_chatglm import PROCESSOR, known_part, own_places
+from .configuration_chatglm import PROCESSOR, keep_known_settings, own_places
 
 # isort: split
 import numpy as np
@@ -65,8 +65,8 @@ SAVED |= {"clean_up_tokenization_spaces", "extra_special_tokens", "image_size", 
 SAVED |= {"model_input_names", "padding_side", "processor_class", "split_special_tokens"}
 SAVED |= {"tokenizer_class", "truncation_side", *OPTIONS_OF_OTHERS}
 # What transformers puts beside them, which says where the tokenizer was loaded from.
-TRACES = {"name_or_path", "is_local", "local_files_only", "_commit_hash", "special_tokens_map_file"}
-TRACES |= {"tokenizer_file", "vocab_file", "files_loaded", "tokenizer_object", "device_map"}
+LOADING_KWARGS = {"name_or_path", "is_local", "local_files_only", "_commit_hash", "special_tokens_map_file"}
+LOADING_KWARGS |= {"tokenizer_file", "vocab_file", "files_loaded", "tokenizer_object", "device_map"}
 
 # What rows may have beside their ids and mask, of the same length.
 PADDED_WITH_0 = {"position_ids", "assistant_masks"}
@@ -242,8 +242,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         processor's code along, or does not name it where that is not at hand. Settings that it
         does not have are logged, and not saved.
         """
-        given = {key: value for key, value in self.init_kwargs.items() if key not in TRACES}
-        kept = known_part(given, SAVED | self.special_tokens_map.keys(), "tokenizer_config.json")
+        given = {key: value for key, value in self.init_kwargs.items() if key not in LOADING_KWARGS}
+        kept = keep_known_settings(given, SAVED | self.special_tokens_map.keys(), "tokenizer_config.json")
         places = own_places(given.get("auto_map"), self._auto_class)
         saved, code = Path(save_directory, PROCESSOR_FILE), Path(__file__).with_name(PROCESSOR_FILE)
         if "AutoProcessor" in places and not saved.exists() and not Path(save_directory).is_file():

@@ -67,12 +67,12 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.dense = nn.Linear(width, width)
 
-    def forward(self, x_NTV: Tensor, kept_weights: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x_NTV: Tensor, attention_collector: list[Tensor] | None = None) -> Tensor:
         # (N, T, 3, heads, channels) -> three of (N, heads, T, channels)
         fused = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = fused.permute(2, 0, 3, 1, 4)
         rest = None, self.config._attn_implementation
-        return self.dense(attend(self, query, key, value, *rest, kept_weights=kept_weights))
+        return self.dense(attend(self, query, key, value, *rest, attention_collector=attention_collector))
 
 
 class MLP(nn.Module):
@@ -98,8 +98,8 @@ class TransformerLayer(CheckpointedLayer):
         self.mlp = MLP(config)
         self.post_attention_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
 
-    def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
-        x_NTV = x_NTV + self.input_layernorm(self.attention(x_NTV, *kept_weights))
+    def layer_forward(self, x_NTV: Tensor, *attention_collector: list[Tensor]) -> Tensor:
+        x_NTV = x_NTV + self.input_layernorm(self.attention(x_NTV, *attention_collector))
         return x_NTV + self.post_attention_layernorm(self.mlp(x_NTV))
 
 
@@ -112,11 +112,11 @@ class Transformer(nn.Module):
 
     def forward(self, x_NTV: Tensor, record: TowerRecord | None = None) -> Tensor:
         record = TowerRecord() if record is None else record
-        kept_weights = () if record.weights is None else (record.weights,)
+        attention_collector = () if record.weights is None else (record.weights,)
         for layer in self.layers:
             if record.states is not None:
                 record.states.append(x_NTV)
-            x_NTV = layer(x_NTV, *kept_weights)
+            x_NTV = layer(x_NTV, *attention_collector)
         if record.states is not None:
             record.states.append(x_NTV)
         record.last_state = x_NTV

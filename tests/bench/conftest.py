@@ -9,7 +9,7 @@ from glm4v_patched.bench import answers, generation, training
 from glm4v_patched.cli import main
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.gpus import Gpu, Gpus
-from glm4v_patched.engine.options import PACKAGES
+from glm4v_patched.engine.options import REQUIRED_PACKAGES
 from glm4v_patched.models import placement
 from tests.helpers.tiny import golden_json
 
@@ -23,7 +23,7 @@ def refused(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(module, "run", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
     for package in ("qlora", "4bit"):
-        monkeypatch.setitem(PACKAGES, package, ["not_there"])
+        monkeypatch.setitem(REQUIRED_PACKAGES, package, ["not_there"])
     (tmp_path / "config.json").write_text(json.dumps(golden_json("config.json")))
     monkeypatch.chdir(tmp_path)
 

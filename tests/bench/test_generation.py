@@ -53,12 +53,12 @@ def a_second_a_step(monkeypatch):
 def test_every_batch_is_measured_by_the_loop_of_answers(config, tmp_path, monkeypatch):
     calls = []
 
-    @wraps(static_cache.draw_ahead)  # generate reads its signature
+    @wraps(static_cache.decode_without_sync)  # generate reads its signature
     def counted(*args, **kwargs):
         calls.append(kwargs)
-        return loop.draw_ahead(*args, **kwargs)
+        return loop.decode_without_sync(*args, **kwargs)
 
-    monkeypatch.setattr(static_cache, "draw_ahead", counted)
+    monkeypatch.setattr(static_cache, "decode_without_sync", counted)
     out, sizes = tmp_path / "generate_cpu.json", ["--new-tokens", "4", "--repeats", 1]
     generate("--config", config, "--batch", 1, 2, *sizes, "--out", out)
     for number, row in enumerate(json.loads(out.read_text()), start=1):
@@ -91,4 +91,4 @@ def test_prints_the_table_of_rows(tmp_path, capsys):
 def test_what_a_token_reads():
     model = tiny_model()  # all but the tower and the embeddings
     read = [*model.transformer.encoder.parameters(), *model.transformer.output_layer.parameters()]
-    assert generation_worker.bytes_a_token(model) == 4 * sum(weight.numel() for weight in read)
+    assert generation_worker.weight_bytes_per_step(model) == 4 * sum(weight.numel() for weight in read)

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from glm4v_patched.bench import worker
-from glm4v_patched.bench.roofline import PASSES, language_flop, tower_flop, useful_flop
-from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.roofline import PASSES, language_flop, vision_flop, useful_flop
+from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.bench.worker import require_learning
 from glm4v_patched.engine.options import TRAINED
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -22,7 +22,7 @@ def test_useful_work_is_what_torch_counts():
         model.transformer.get_image_features(random_pixels(1))
     patches = 2 * vision.num_patches * vision.hidden_size * vision.in_channels
     patches *= vision.patch_size**2  # the only part that is not counted as useful
-    assert of_tower.get_total_flops() - patches == tower_flop(config)
+    assert of_tower.get_total_flops() - patches == vision_flop(config)
     with FlopCounterMode(display=False) as of_language, torch.no_grad():
         model(input_ids=torch.arange(length)[None])
     # torch counts attention as if it were not causal, and here every position has logits.
@@ -35,10 +35,10 @@ def test_useful_work_is_what_torch_counts():
 def test_a_sample_of_the_real_size():
     config = ChatGLMConfig()
     names = ("full", "lm", "lora_lm", "lora_all")
-    work = [useful_flop(config, Settings(trained=name)) / 1e12 for name in names]
+    work = [useful_flop(config, TrainingSettings(trained=name)) / 1e12 for name in names]
     # By hand: 74 for an image, 37 for a row of 2,114 positions, each to the nearest.
     assert work == pytest.approx([333, 185, 148, 222], rel=0.02)
-    reused = Settings(trained="lora_lm", reuse_features=True)
+    reused = TrainingSettings(trained="lora_lm", reuse_features=True)
     assert useful_flop(config, reused) / 1e12 == pytest.approx(74, rel=0.02)
     assert set(PASSES) == set(TRAINED)
 

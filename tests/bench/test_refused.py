@@ -5,15 +5,15 @@ import pytest
 from glm4v_patched.cli import main
 
 TRAINING = (
-    (0, "", "there is no GPU: none here; to use the CPU all the same: --device cpu --config FILE"),
-    (1, "", "2 processes on 1 GPUs: each needs one of its own; expected --gpus 1, or"),
+    (0, "", "there is no GPU: none here; to use the CPU: --device cpu --config FILE"),
+    (1, "", "2 processes on 1 GPUs: each process needs its own GPU; expected --gpus 1, or"),
     (
         0,
         "--device cpu",
         "--device cpu with the real model, of 13.9 billion weights: expected --config",
     ),
-    (1, "--trained full lora_lm --gpus 1", "222.5 GB of each GPU, which has 147.9 GB"),
-    (2, "--trained lora_lm --memory-limit 10", "13.9 GB of each GPU, which has 10.7 GB"),
+    (1, "--trained full lora_lm --gpus 1", "222.5 GB on each GPU, which has 147.9 GB"),
+    (2, "--trained lora_lm --memory-limit 10", "13.9 GB on each GPU, which has 10.7 GB"),
     (
         2,
         "--trained full --offload true",
@@ -22,7 +22,7 @@ TRAINING = (
     (
         0,
         "--zero-stage 0 --gpus 2",
-        "zero_stage 0 on 2 processes: without ZeRO a single one trains; expected",
+        "zero_stage is 0 with 2 processes, but training without ZeRO uses one process; expected",
     ),
     (0, "--into README.md", "name them with --rows"),
     (0, "--rows rows.json --out new.json", "--rows measures nothing: drop one"),

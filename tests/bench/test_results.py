@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.bench.table import (
-    BEGIN,
-    END,
-    add_rows,
+    BEGIN_MARKER,
+    END_MARKER,
+    append_measurements,
     cells_of,
-    insert,
+    insert_table,
     markdown_table,
-    read_rows,
+    read_measurements,
 )
-from glm4v_patched.bench.training import command_of, settings_asked
-from glm4v_patched.cli import _parser, main
+from glm4v_patched.bench.training import command_of, requested_settings
+from glm4v_patched.cli import _build_parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 FILES = sorted(BENCHMARKS.glob("bench_*.json"))
-MEASURED = [row for file in FILES for row in read_rows(file)]
+MEASURED = [row for file in FILES for row in read_measurements(file)]
 POLICIES, STEP = "policies of tower, language model", "step, s (fastest-slowest)"
 SPEED = "samples/s/GPU"
 OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.0 GiB."
@@ -49,7 +49,7 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
     link.symlink_to(path)
     rows = [make_row(micro_batch=1), make_row(micro_batch=2, losses=[float("nan"), 1.5])]
     for row in rows:
-        add_rows(link, [row])
+        append_measurements(link, [row])
     before = path.read_text()
     assert json.loads(before) == [rows[0], rows[1] | {"losses": [None, 1.5]}]
     assert link.is_symlink() and "NaN" not in before
@@ -57,7 +57,7 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            add_rows(path, rows)
+            append_measurements(path, rows)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == before and sorted(tmp_path.iterdir()) == [link, path]
@@ -83,7 +83,7 @@ def test_the_documented_table_has_every_row_beside_its_command():
     command = "glm4v-patched bench --rows docs/benchmarks/bench_*.json --into "
     command += "docs/benchmarks/README.md"
     page = (BENCHMARKS / "README.md").read_text()
-    table = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
+    table = page[page.index(BEGIN_MARKER) + len(BEGIN_MARKER) : page.index(END_MARKER)]
     assert table.strip() == markdown_table(MEASURED).strip(), f"run: {command}"
     assert command in page
     rows = re.findall(r"^\d+\. `([^`]+)` \(python", table, re.MULTILINE)
@@ -97,7 +97,7 @@ def test_what_to_choose_is_measured():
     pattern = r"^\| (\d) x (\d+) GB \| `(\w+)` \| (\d) \|.*\| ([\d.]+) \| ([\d.]+) \|$"
     chosen = re.findall(pattern, page, re.MULTILINE)
     assert len(chosen) >= 11
-    results = [*MEASURED, *read_rows(BENCHMARKS / "fp8_h200_x2.json")]
+    results = [*MEASURED, *read_measurements(BENCHMARKS / "fp8_h200_x2.json")]
     for gpus, gigabytes, trained, batch, speed, reserved in chosen:
         assert float(reserved) + 1.5 < int(gigabytes)  # of the cards' names, which count in GiB
         assert [
@@ -114,20 +114,20 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
     path, files = tmp_path / "page.md", [tmp_path / "a.json", tmp_path / "b.json"]
     rows = [make_row("lm"), fail(make_row("full"))]
     for file, row in zip(files, rows, strict=True):
-        add_rows(file, [row])
+        append_measurements(file, [row])
     assert main(["bench", "--rows", *map(str, files)]) == 0
     assert capsys.readouterr().out == markdown_table(rows)
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    path.write_text(f"before\n{BEGIN_MARKER}\nold\n{END_MARKER}\nafter\n")
     for _ in range(2):
         assert main(["bench", "--rows", *map(str, files), "--into", str(path)]) == 0
-        assert path.read_text() == f"before\n{BEGIN}\n\n{markdown_table(rows)}\n{END}\nafter\n"
+        assert path.read_text() == f"before\n{BEGIN_MARKER}\n\n{markdown_table(rows)}\n{END_MARKER}\nafter\n"
     others = {"workload": "answers", "batch": 8, "image": "9x9", "rows": 64, "new_tokens": 4}
     with pytest.raises(ValueError, match="rows of several kinds"):
         markdown_table([*rows, others])
-    for text in (f"{END}\n{BEGIN}\n", f"{BEGIN}{BEGIN}{END}"):
+    for text in (f"{END_MARKER}\n{BEGIN_MARKER}\n", f"{BEGIN_MARKER}{BEGIN_MARKER}{END_MARKER}"):
         path.write_text(text)
-        with pytest.raises(ValueError, match=f"{text.count(BEGIN)} lines .* {text.count(END)}"):
-            insert("table\n", path)
+        with pytest.raises(ValueError, match=f"{text.count(BEGIN_MARKER)} lines .* {text.count(END_MARKER)}"):
+            insert_table("table\n", path)
         assert path.read_text() == text
 
 
@@ -135,7 +135,7 @@ def test_a_rows_command_asks_for_its_settings():
     typed = (
         "bench --trained lm full --gpus 1 --micro-batch 3 --compile true --packed --precision fp32"
     )
-    for asked in settings_asked(_parser().parse_args([*typed.split(), "--tower", "every 2"])):
+    for asked in requested_settings(_build_parser().parse_args([*typed.split(), "--tower", "every 2"])):
         command = shlex.split(command_of(asked, 1, on_cpu=False))
-        assert settings_asked(_parser().parse_args(command[1:])) == [asked]
+        assert requested_settings(_build_parser().parse_args(command[1:])) == [asked]
     assert (asked.trained, asked.engine.tower, asked.micro_batch) == ("full", "every 2", 3)

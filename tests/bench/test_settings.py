@@ -10,8 +10,8 @@ from PIL import Image
 
 from glm4v_patched.bench import training
 from glm4v_patched.bench.roofline import batch_of, supervised
-from glm4v_patched.bench.samples import SameBatch, config_and_processor, conversations
-from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.samples import ConstantBatchCollator, config_and_processor, conversations
+from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.cli import main
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.engine import memory_check
@@ -22,7 +22,7 @@ from tests.helpers.tiny import golden_json, tiny_model
 
 
 def test_lengths_of_text_fall_evenly():
-    asked = Settings(trained="lm", micro_batch=4, text_tokens=100)
+    asked = TrainingSettings(trained="lm", micro_batch=4, text_tokens=100)
     assert asked.text_lengths() == [100] * 4
     assert replace(asked, shortest_text=40).text_lengths() == [100, 80, 60, 40]
     assert replace(asked, shortest_text=40, micro_batch=1).text_lengths() == [100]
@@ -30,8 +30,8 @@ def test_lengths_of_text_fall_evenly():
 
 def test_settings_come_to_a_process_as_they_are_asked_for():
     engine = EngineSection(zero_stage=0, tower="every 2", memory_limit=22.5)
-    asked = Settings(trained="lm", packed=True, engine=engine)
-    assert Settings.read(asked.text()) == asked
+    asked = TrainingSettings(trained="lm", packed=True, engine=engine)
+    assert TrainingSettings.read(asked.text()) == asked
     options = asked.engine_options()
     assert (options.trained, options.tower, options.memory_limit) == ("lm", "every 2", 22.5)
     changed = {"trained": "lm", "packed": True, "zero_stage": 0, "tower": "every 2"}
@@ -41,9 +41,9 @@ def test_settings_come_to_a_process_as_they_are_asked_for():
 @pytest.mark.parametrize("shortest", [None, 10])
 def test_packed_samples_are_those_of_padded_rows(shortest):
     model = tiny_model()
-    padded = Settings(trained="lm", micro_batch=3, text_tokens=20, shortest_text=shortest)
+    padded = TrainingSettings(trained="lm", micro_batch=3, text_tokens=20, shortest_text=shortest)
     packed = replace(padded, packed=True)
-    batch, in_one_row = (SameBatch(model.config, each, seed=0)([]) for each in (padded, packed))
+    batch, in_one_row = (ConstantBatchCollator(model.config, each, seed=0)([]) for each in (padded, packed))
     assert len(batch["input_ids"]) == 3 and len(in_one_row["input_ids"]) == 1
     assert ("attention_mask" in batch) == (shortest is not None)
     learned = sum(length - length // 2 for length in padded.text_lengths())
@@ -52,9 +52,9 @@ def test_packed_samples_are_those_of_padded_rows(shortest):
     losses = [model(**rows).loss.item() for rows in (batch, in_one_row)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     # Memory: 6 positions for an image with its begin and end, beside the ids of text.
-    assert batch_of(padded, model.config, 2) == Batch(rows=3, row_length=26, processes=2)
+    assert batch_of(padded, model.config, 2) == Batch(num_sequences=3, sequence_length=26, processes=2)
     length = sum(6 + text for text in padded.text_lengths())
-    assert batch_of(packed, model.config, 1) == Batch(rows=1, row_length=length, images_per_row=3)
+    assert batch_of(packed, model.config, 1) == Batch(num_sequences=1, sequence_length=length, images_per_sequence=3)
 
 
 def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
@@ -73,7 +73,7 @@ def test_a_failed_measurement_is_a_row_with_its_error_and_the_next_one_is_made(
 
     def run(started, folder, environment, timeout):
         settings, out = started[-2:]
-        asked.append(Settings.read(settings))
+        asked.append(TrainingSettings.read(settings))
         if len(asked) == 2:
             with open(out, "w") as file:
                 json.dump({"samples_per_s_per_gpu": 1.5}, file)
@@ -99,7 +99,7 @@ def test_a_process_without_zero_is_alone_with_one_gpu(stage, launched, seen, mon
     monkeypatch.setattr(training, "run", lambda *given: started.append(given) or "no")
     monkeypatch.setattr(training, "device_name", lambda on_cpu: "GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    settings = Settings(engine=EngineSection(zero_stage=stage))
+    settings = TrainingSettings(engine=EngineSection(zero_stage=stage))
     assert training.measure_in_processes(settings, 1, 5, on_cpu=False)["error"] == "no"
     [(command, _, environment, limit)] = started
     assert ("torch.distributed.run" in command) == launched and limit == 5
@@ -122,7 +122,7 @@ def test_why_processes_failed_is_what_they_printed(tmp_path):
 def test_samples_of_files_are_as_long_as_those_in_memory_and_teach_as_much(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(golden_json("config.json")))
     asked = {"from_files": "90x70", "config": str(tmp_path / "config.json"), "micro_batch": 2}
-    settings = Settings(**asked, text_tokens=40, shortest_text=20)
+    settings = TrainingSettings(**asked, text_tokens=40, shortest_text=20)
     config, processor = config_and_processor(settings)
     made = conversations(processor, settings, tmp_path, 20)
     sizes = ConversationCollator(processor).measure(made)
@@ -134,4 +134,4 @@ def test_samples_of_files_are_as_long_as_those_in_memory_and_teach_as_much(tmp_p
     assert {Image.open(image).size for image in images} == {(90, 70)}
     assert config.image_token_id == processor.image_token_id
     with pytest.raises(ValueError, match="--text-tokens 2 leaves no room"):
-        conversations(processor, Settings(**asked, text_tokens=2), tmp_path, 1)
+        conversations(processor, TrainingSettings(**asked, text_tokens=2), tmp_path, 1)

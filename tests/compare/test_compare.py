@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from glm4v_patched.cli import main
 from glm4v_patched.compare import command, environment, worker
-from glm4v_patched.compare.inputs import write_rows
-from glm4v_patched.compare.verdicts import Computed, Line, judge, table
+from glm4v_patched.compare.inputs import write_cases
+from glm4v_patched.compare.verdicts import ModelOutputs, Comparison, compare_outputs, table
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -88,7 +88,7 @@ def test_the_original_s_process_has_no_token_and_what_runs_is_said(compared, ori
 )
 def test_the_status_is_1_where_ours_differs(original, monkeypatch, verdict, status):
     monkeypatch.setattr(command, "check_python", lambda python: "a transformers")
-    lines = [Line("text", "loss", "1", "2", verdict)]
+    lines = [Comparison("text", "loss", "1", "2", verdict)]
     monkeypatch.setattr(command, "compare", lambda *_: lines)
     asked = ["compare", str(original), "--device", "cpu", "--run-code", "--python", "python"]
     assert main(asked) == status
@@ -97,9 +97,9 @@ def test_the_status_is_1_where_ours_differs(original, monkeypatch, verdict, stat
 def test_prompts_end_where_the_assistant_answers_and_memory_that_is_full_ends_all(
     original, tmp_path
 ):
-    write_rows(tmp_path, original)
+    write_cases(tmp_path, original)
     collator = ConversationCollator(ChatGLMProcessor.from_pretrained(original))
-    rows = load_file(tmp_path / "rows.safetensors")
+    rows = load_file(tmp_path / "cases.safetensors")
     for case in ("prompt text", "prompt image"):
         assert rows[f"{case}/input_ids"][0, -1] == collator.assistant_id
 
@@ -140,17 +140,17 @@ def test_only_a_transformers_that_the_code_works_with_is_taken(tmp_path):
         python.write_text(f'#!/bin/sh\necho \'["{found}", "2.11"]\'\n')
         python.chmod(0o700)
         if works:
-            assert environment.check_python(str(python)) == f"transformers {found}, torch 2.11"
+            assert environment.find_python_versions(str(python)) == f"transformers {found}, torch 2.11"
             continue
         with pytest.raises(RuntimeError, match=rf"has transformers {found}; .*>=4.42,<4.45"):
-            environment.check_python(str(python))
+            environment.find_python_versions(str(python))
 
 
 def test_memory_that_does_not_suffice_is_told_before_code_runs(original, monkeypatch, capsys):
     monkeypatch.setattr(command, "check_python", lambda python: "a transformers")
     monkeypatch.setattr(command, "_compute", lambda *_: pytest.fail("it was run"))
     asked, needed = [original, "--run-code", "--python", "python", "--device", "cpu"], []
-    monkeypatch.setattr(command, "in_bytes", lambda size: needed.append(size) or str(size))
+    monkeypatch.setattr(command, "format_bytes", lambda size: needed.append(size) or str(size))
     for missing in (lambda: 1, lambda: needed[0] - 1):
         monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", missing)
         assert re.search(r"needs about [\d.]+ and [\d.]+ are free", refused(capsys, *asked))
@@ -172,7 +172,7 @@ def test_what_is_no_original_is_refused(original, tmp_path, capsys):
         assert f"has no {name}" in refused(capsys, copy, "--run-code")
 
 
-def computed(**changes: float) -> Computed:
+def computed(**changes: float) -> ModelOutputs:
     """A model without a fault; changes are added to one of its numbers."""
     told, tensors = {}, {}
     losses = {"text": 2.0, "image": 1.0, "other image": 3.0, "batch": 2.5, "swapped": 3.0}
@@ -185,14 +185,14 @@ def computed(**changes: float) -> Computed:
             tensors[f"{case}/gradient/{name}"] = gradient
     for case in ("prompt text", "prompt image"):
         told[case] = {"answer": [1, 2 + int(changes.get(case, 0))], "generate": [1, 2]}
-    return Computed(told, tensors)
+    return ModelOutputs(told, tensors)
 
 
 LEARNED = {"text": 3, "image": 2, "other image": 6, "batch": 8, "swapped": 8}
 
 
-def verdicts(original: Computed, ours: Computed) -> set[tuple[str, str, str]]:
-    lines = judge(original, ours, LEARNED, "fp32")
+def verdicts(original: ModelOutputs, ours: ModelOutputs) -> set[tuple[str, str, str]]:
+    lines = compare_outputs(original, ours, LEARNED, "fp32")
     assert table(lines)
     return {(line.row, line.what, line.verdict) for line in lines if line.verdict != "same"}
 
@@ -214,7 +214,7 @@ def test_a_difference_on_a_single_row_is_no_fault_of_the_original_s(change, row,
 NAN, INF = float("nan"), float("inf")
 
 
-def broken(key: str, value: float) -> Computed:
+def broken(key: str, value: float) -> ModelOutputs:
     """A model of which one number is not finite, and not the first one that is compared."""
     found = computed()
     case, _, name = key.partition("/")
@@ -250,7 +250,7 @@ def test_a_number_that_is_not_finite_is_never_the_same(key, row, what, value):
     assert ours_fail(right, wrong) and ours_fail(wrong, wrong)
 
 
-def ours_fail(original: Computed, ours: Computed) -> bool:
+def ours_fail(original: ModelOutputs, ours: ModelOutputs) -> bool:
     found = {verdict for *_, verdict in verdicts(original, ours)}
     return bool(found & {"DIFFERENT", "OURS IS WRONG"})
 

@@ -7,10 +7,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from glm4v_patched.data.check import check_sets
+from glm4v_patched.data.check import check_sources
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.rows import as_source
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.source import DataSource
 from glm4v_patched.demo.tiny_model import build_processor
 
 WORDS = ["Which color is it? What is 0123456789 in the image? 007 NA blue, green"]
@@ -42,9 +42,9 @@ def cache(tmp_path, monkeypatch) -> Path:
 def check(tmp_path, processor):
     """The check of files or sets, with a memory of this test alone."""
 
-    def check_them(*of: Path | Source, max_positions: int = 1024, **options) -> CheckedData:
+    def check_them(*of: Path | DataSource, max_positions: int = 1024, **options) -> CheckedData:
         sources = [as_source(path) for path in of]
         memory = tmp_path / "memory" / "m.sqlite"
-        return check_sets(sources, processor, max_positions, memory=memory, **options)
+        return check_sources(sources, processor, max_positions, memory=memory, **options)
 
     return check_them

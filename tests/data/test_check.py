@@ -9,13 +9,13 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.data import check_cache, decoding
-from glm4v_patched.data.check import check_sets
+from glm4v_patched.data.check import check_sources
 from glm4v_patched.data.check_cache import Memory, default_path
 from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.source import DataSource
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
 from glm4v_patched.finetune.worker import train
 from glm4v_patched.models.placement import Placement
@@ -54,7 +54,7 @@ def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw)
     found = {name: checked.column(name).tolist() for name in ("positions", "learned", "num_images")}
     assert found == {"positions": positions, "learned": learned, "num_images": [1, 0, 1]}
     assert checked.counts == Counts(3, 2, sum(positions), sum(learned))
-    assert checked.row_lines == (1, 2, 3) and checked.skipped == 0
+    assert checked.row_labels == (1, 2, 3) and checked.skipped == 0
     assert [image.path for image in checked.images] == [str(tmp_path / "a.png")]
 
 
@@ -63,11 +63,11 @@ def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longe
 ):
     path = write(colors(), colors("a.png", rounds=4))
     checked = check(path)
-    needed = checked.column("in_table")[1]
+    needed = checked.column("position_ids")[1]
     assert found(check(path, max_positions=needed)) == found(checked)
     with pytest.raises(ValueError, match=rf"data\.jsonl:2: takes {needed} .* has {needed - 1} "):
         check(path, max_positions=needed - 1)
-    packed = checked.column("positions")[1]
+    packed = checked.column("tokens")[1]
     assert check(path, pack_to=packed).pack_to == packed
     with pytest.raises(ValueError, match=rf":2: takes {packed} .* has {packed - 1} \(pack_to\)"):
         check(path, pack_to=packed - 1)
@@ -103,7 +103,7 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
     with words.refused(ValueError, "6 of 8 rows", "data.jsonl:7: takes"):
         check(path, **options)
     checked = check(path, on_bad="skip", **options)
-    assert checked.row_lines == (2, 8) and checked.skipped == 6
+    assert checked.row_labels == (2, 8) and checked.skipped == 6
     assert checked.counts.rows == len(checked.row_digests) == 2
     assert checked.conversations()[1] == colors()
     words(capsys.readouterr().out)
@@ -117,13 +117,13 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
 @pytest.fixture
 def decoded(monkeypatch) -> list[str]:
     """Names of the images that are decoded."""
-    names, look = [], decoding.read_facts_of_all
+    names, look = [], decoding.check_image_files
 
     def noted(new):
         names.extend(Path(path).name for path in new)
         return look(new)
 
-    monkeypatch.setattr("glm4v_patched.data.check.read_facts_of_all", noted)
+    monkeypatch.setattr("glm4v_patched.data.check.check_image_files", noted)
     return names
 
 
@@ -197,7 +197,7 @@ def test_where_no_memory_can_be_kept_all_is_checked(tmp_path, processor, write, 
     link = tmp_path / "link"
     link.symlink_to("other")
     for memory in (tmp_path, path / "below", link):
-        assert check_sets([Source(str(path))], processor, 1024, memory=memory).counts.rows == 1
+        assert check_sources([DataSource(str(path))], processor, 1024, memory=memory).counts.rows == 1
         assert f"{memory} is not used" in caplog.text
 
 
@@ -267,19 +267,19 @@ def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_f
     tmp_path, monkeypatch
 ):
     run = Mock(return_value="")
-    monkeypatch.setattr(launching, "_run", run)
+    monkeypatch.setattr(launching, "_run_processes", run)
     recipe = drawn_recipe(tmp_path, {"engine.zero_stage": 0})
     rows, checked = Path(recipe.data.train), Path(recipe.out, CHECKED_DATA)
     rows.write_text('{"messages": []}\n' + rows.read_text())
     place = Placement(processes=1, on_cpu=True)
     with pytest.raises(ValueError, match=r"1 of 21 rows .*\n.*train\.jsonl:1: messages is an"):
-        launching.launch(resolve(recipe), place)
+        launching.launch(resolve_recipe(recipe), place)
     assert not run.called and not checked.exists()
     skipping = recipe.override({"data.on_bad": "skip"})
-    launching.launch(resolve(skipping), place)
-    assert run.called and found(CheckedData.read(checked)) == found(check_data(resolve(skipping)))
+    launching.launch(resolve_recipe(skipping), place)
+    assert run.called and found(CheckedData.read(checked)) == found(check_data(resolve_recipe(skipping)))
     plan = Plan.read(Path(recipe.out, "plan.json"))
-    check_data(resolve(skipping.override({"data.pack_to": 99}))).write(checked)
+    check_data(resolve_recipe(skipping.override({"data.pack_to": 99}))).write(checked)
     with pytest.raises(ValueError, match=r"data\.json has rows with digest .* planned with"):
         train(plan)
     checked.unlink()
@@ -300,16 +300,16 @@ def test_samples_that_lost_their_images_or_have_words_for_them_are_doubtful(tmp_
     ):
         rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
         path = write_rows(tmp_path / name, *rows)
-        doubts += check(path).find_doubts()
+        doubts += check(path).find_warnings()
         if name == "plain":  # without the image beside it
             (tmp_path / "other").mkdir()
             other = write_rows(tmp_path / "other" / "plain", *rows)
-            assert not [*check(other).find_doubts()]
+            assert not [*check(other).find_warnings()]
     ignored = write_rows(tmp_path / "ignored", {"messages": plain, "img": "a.png"})
-    doubts += check(Source(str(ignored), ignore=("img",))).find_doubts()
+    doubts += check(DataSource(str(ignored), ignore=("img",))).find_warnings()
     words("\n".join(doubts))
     # Of a set for evaluation, and of the first rows of a stream.
     mixed, fine = tmp_path / "mixed", tmp_path / "shown"
-    assert [*check(fine, evaluate=[Source(str(mixed))]).find_doubts()] == doubts[:1]
-    assert not [*check(fine).find_doubts()] and not [*check(mixed, first=1).find_doubts()]
-    assert "1 of 3 samples" in next(check(mixed, first=3).find_doubts())
+    assert [*check(fine, evaluate=[DataSource(str(mixed))]).find_warnings()] == doubts[:1]
+    assert not [*check(fine).find_warnings()] and not [*check(mixed, first=1).find_warnings()]
+    assert "1 of 3 samples" in next(check(mixed, first=3).find_warnings())

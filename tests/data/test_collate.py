@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.image_files import Stamp
+from glm4v_patched.data.image_files import FileStamp
 from glm4v_patched.data.packing import PackingCollator, share_out
 from glm4v_patched.data.rows import read_conversations, write_conversations
 from glm4v_patched.demo.images import draw_data_set
@@ -103,7 +103,7 @@ def test_an_image_that_changes_while_it_is_trained_on_is_refused(tmp_path, proce
     for path in paths:
         path.write_bytes(png())
     conversations = [turns("q", "red", image=str(path)) for path in paths]
-    stamps = {str(path): Stamp.of(str(path)) for path in paths}
+    stamps = {str(path): FileStamp.of(str(path)) for path in paths}
     collate = ConversationCollator(processor, stamps)
     os.utime(paths[1], ns=(0, 1000))  # touched, and the same
     assert len(collate(conversations)["pixel_values"]) == 2

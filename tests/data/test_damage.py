@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from glm4v_patched.data.check import check_sets
+from glm4v_patched.data.check import check_sources
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.source import DataSource
 from tests.helpers.data_forms import found, said
 
 COLORS = ("red", "green", "blue", "white")
@@ -182,7 +182,7 @@ def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, pro
 def assert_never_silent(folder: Path, processor, memory: Path) -> int:
     """Returns how many rows are trained on."""
     path = folder / "data.jsonl"
-    check = partial(check_sets, [Source(str(path))], processor, 1024, memory=memory)
+    check = partial(check_sources, [DataSource(str(path))], processor, 1024, memory=memory)
     try:
         checked = check(on_bad="skip")
     except ValueError as error:
@@ -192,17 +192,17 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
         return 0
     lines = path.read_text("utf-8-sig", "surrogateescape").split("\n")
     rows = [number for number, line in enumerate(lines, start=1) if line.strip()]
-    assert checked.skipped == len(rows) - len(checked.row_lines)
+    assert checked.skipped == len(rows) - len(checked.row_labels)
     if checked.skipped:
         with pytest.raises(ValueError) as refused:
             check()
-        for number in set(rows) - set(checked.row_lines):
+        for number in set(rows) - set(checked.row_labels):
             assert re.search(rf"(:|also .*\b){number}\b", str(refused.value))
     else:
         assert found(check()) == found(checked)
-    for number, messages in zip(checked.row_lines, checked.conversations(), strict=True):
+    for number, messages in zip(checked.row_labels, checked.conversations(), strict=True):
         assert_trains_all_it_says(json.loads(lines[number - 1]), messages, folder, processor)
-    return len(checked.row_lines)
+    return len(checked.row_labels)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(5_000, marks=pytest.mark.exhaustive)])

@@ -19,8 +19,8 @@ from glm4v_patched.data.decoding import (
     Facts,
     find_fault,
     may_be_decoded,
-    read_facts,
-    read_facts_of_all,
+    check_image_file,
+    check_image_files,
 )
 from tests.helpers.data_forms import png, turns, write_rows
 
@@ -50,7 +50,7 @@ def of_16_bits(kind: str) -> bytes:
 
 
 KINDS = ("JPEG", "BMP", "GIF", "PNG", "TIFF", "WEBP", "PPM")
-DEEP = "has mode .*;16[BL]', of more than 8 bits, and does not say which number is white"
+DEEP = "has mode .*;16[BL]', with more than 8 bits, and it is unknown which value is white"
 BAD = {f"16 bits, {kind}": (of_16_bits(kind), DEEP) for kind in ("RGB", "SGI")}
 BAD |= {
     f"{kind} cut": (encoded(kind)[: len(encoded(kind)) * 3 // 4], "cannot be read as an image: ")
@@ -59,8 +59,8 @@ BAD |= {
 BAD |= {
     "empty": (b"", "is empty: it has 0 bytes"),
     "words": (b"hello", "cannot be read as an image: it is of no kind that"),
-    "EPS": (encoded("EPS"), "is EPS, which Pillow has another program draw"),
-    "16 bits": (encoded("PNG", "I;16"), "has mode 'I;16', of more than 8 bits"),
+    "EPS": (encoded("EPS"), "is EPS, which Pillow renders with another program"),
+    "16 bits": (encoded("PNG", "I;16"), "has mode 'I;16', with more than 8 bits"),
 }
 
 
@@ -79,7 +79,7 @@ def test_an_image_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, pr
         if message == DEEP:
             image = Image.open(file)
             for _ in range(2):
-                with pytest.raises(ValueError, match=";16[BL]', of more than 8 bits.*scale it"):
+                with pytest.raises(ValueError, match=";16[BL]', with more than 8 bits.*scale it"):
                     processor.image_processor(image)
 
 
@@ -104,19 +104,19 @@ def test_an_image_too_large_to_decode_is_refused(image, monkeypatch, words, by):
         "bytes": (decoding, "MOST_BYTES", len(png())),
     }[by]
     monkeypatch.setattr(owner, name, limit)
-    assert read_facts(image).fault is None and may_be_decoded(image)
+    assert check_image_file(image).fault is None and may_be_decoded(image)
     monkeypatch.setattr(owner, name, limit - 1)
-    words(read_facts(image).fault, bytes_there=len(png()), bytes_taken=len(png()) - 1)
+    words(check_image_file(image).fault, bytes_there=len(png()), bytes_taken=len(png()) - 1)
     assert not may_be_decoded(image)
 
 
 LOOK = r"""
 import re, sys
-from glm4v_patched.data.decoding import find_fault, read_facts
+from glm4v_patched.data.decoding import find_fault, check_image_file
 most = lambda: int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1])
 find_fault(b"")  # what it imports is there
 before = most()
-print(*(read_facts(path).fault for path in sys.argv[1:]), (most() - before) / 1024, sep="\n")
+print(*(check_image_file(path).problem for path in sys.argv[1:]), (most() - before) / 1024, sep="\n")
 """
 
 
@@ -138,24 +138,24 @@ def test_threads_find_at_the_same_time_what_one_finds_in_the_same_order(tmp_path
     for path, content in zip(paths, contents, strict=False):
         Path(path).write_bytes(content)
     paths += paths[: len(paths) % 2]  # each has another one
-    alone = [*map(read_facts, paths)]
+    alone = [*map(check_image_file, paths)]
     assert [facts.fault for facts in alone].count(None) == 3
     both = Barrier(2)
 
     def when_another_does(path: str) -> Facts:
         both.wait(timeout=20)
-        return read_facts(path)
+        return check_image_file(path)
 
-    monkeypatch.setattr(decoding, "read_facts", when_another_does)
+    monkeypatch.setattr(decoding, "check_image_file", when_another_does)
     monkeypatch.setattr(decoding, "cores", lambda: 2)
     monkeypatch.setattr(decoding, "ASKED_AT_ONCE", 6)
-    assert [*read_facts_of_all(paths)] == alone
+    assert [*check_image_files(paths)] == alone
 
 
 def test_images_whose_answers_nobody_waits_for_are_not_decoded(monkeypatch):
     asked = []
-    monkeypatch.setattr(decoding, "read_facts", lambda path: asked.append(path) or time.sleep(0.01))
-    answers = read_facts_of_all(["a.png"] * 10_000)
+    monkeypatch.setattr(decoding, "check_image_file", lambda path: asked.append(path) or time.sleep(0.01))
+    answers = check_image_files(["a.png"] * 10_000)
     next(answers)
     answers.close()
     assert len(asked) < decoding.ASKED_AT_ONCE

@@ -13,17 +13,17 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load, save_file
 
 from glm4v_patched.data.feature_cache import TowerFeatures, digest_images, digest_weights
-from glm4v_patched.finetune.assembly import features_of
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.assembly import make_feature_cache
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.remote.visual import EVA2CLIPModel
 from tests.helpers.recipes import drawn_recipe, recipe, train_here
 from tests.helpers.tiny import (
     encoded,
-    grown_image,
+    expanded_image,
     padded,
     random_pixels,
     text,
-    three_id_image,
+    unexpanded_image,
     tiny_model,
 )
 
@@ -56,16 +56,16 @@ def batch(*rows: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
     """Rows of ids, with as many images as they have images."""
     inputs = padded(list(rows), "right")
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    number = sum(row.count(three_id_image()[0]) for row in rows)
+    number = sum(row.count(unexpanded_image()[0]) for row in rows)
     images = {"pixel_values": random_pixels(number, seed)} if number else {}
     return inputs | {"labels": labels} | images
 
 
 def one_image() -> dict[str, torch.Tensor]:
-    return batch([*text(3, 0), *grown_image(), *text(4, 0)])
+    return batch([*text(3, 0), *expanded_image(), *text(4, 0)])
 
 
-def epoch(image: Sequence[int] = (*grown_image(),)) -> list[dict[str, torch.Tensor]]:  # noqa: B008
+def epoch(image: Sequence[int] = (*expanded_image(),)) -> list[dict[str, torch.Tensor]]:  # noqa: B008
     """Rows with two images, with one and with none, and a batch without any."""
     two = [*text(3, 1), *image, *text(2, 2), *image, *text(4, 3)]
     one = [*text(6, 4), *image, *text(5, 5)]
@@ -123,9 +123,9 @@ def test_features_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("weights", "image", "dtype"),
     [
-        ("language", three_id_image(), torch.float32),
-        ("lora", grown_image(), torch.float32),
-        ("language", grown_image(), torch.bfloat16),
+        ("language", unexpanded_image(), torch.float32),
+        ("lora", expanded_image(), torch.float32),
+        ("language", expanded_image(), torch.bfloat16),
     ],
     ids=["three ids", "lora", "bf16"],
 )
@@ -141,7 +141,7 @@ def test_an_image_is_known_in_any_company_and_order_and_not_by_other_pixels(fold
     want = torch.cat([encoded(model, seen[:3]), encoded(model, seen[3:])])
     runs = count_runs(model)
     for order in ([3, 0, 3], [0, 1, 2], [2, 1, 3]):
-        mixed = batch([*grown_image(), *text(3, 9), *grown_image(), *grown_image()])
+        mixed = batch([*expanded_image(), *text(3, 9), *expanded_image(), *expanded_image()])
         mixed["pixel_values"] = seen[order]
         replaced = features.replace_images(mixed)
         assert runs == [] and "pixel_values" not in replaced
@@ -169,7 +169,7 @@ def test_a_trained_tower_is_refused(weights, trained):
 
 def test_what_memory_has_no_room_for_runs_the_tower(caplog):
     assert runs_of(2 * epoch(), limit_bytes=4 * BYTES_OF_ONE) == [3, 1]
-    twice = batch([*grown_image(), *grown_image()])  # one image, and kept once
+    twice = batch([*expanded_image(), *expanded_image()])  # one image, and kept once
     twice["pixel_values"] = random_pixels(1).repeat(2, 1, 1, 1)
     model = frozen_model()
     runs = count_runs(model)
@@ -298,7 +298,7 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
         weights = Path(made.out, "model.safetensors").read_bytes()
         losses = [entry["eval_loss"] for entry in report["evaluations"]]
         results.append((report["history"], losses, weights))
-        assert len(losses) == 3 and resolve(made).settings(1) == resolve(asked).settings(1)
+        assert len(losses) == 3 and resolve_recipe(made).settings(1) == resolve_recipe(asked).settings(1)
         assert sum(runs) == 20 if reuse else sum(runs) >= 60
         runs.clear()
     assert results[0] == results[1] == results[2]
@@ -306,8 +306,8 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
 
 def test_a_recipe_says_where_features_are_kept(tmp_path):
     model = frozen_model()
-    assert features_of(False, model) is None and features_of(True, model).folder is None
-    assert features_of(str(tmp_path), model).folder == tmp_path
+    assert make_feature_cache(False, model) is None and make_feature_cache(True, model).folder is None
+    assert make_feature_cache(str(tmp_path), model).folder == tmp_path
     for value in (None, "", ["folder"]):
         with pytest.raises(ValueError, match="data.reuse_features"):
             recipe({"data.reuse_features": value})

@@ -13,11 +13,11 @@ import pytest
 from glm4v_patched.data.messages import images_of, text_of
 from glm4v_patched.data.rows import (
     read_conversations,
-    read_rows,
+    iter_rows,
     require_first_rows,
     write_conversations,
 )
-from glm4v_patched.data.source import Source, make_sources
+from glm4v_patched.data.source import DataSource, make_sources
 from tests.helpers.data_forms import png, said, turns
 
 
@@ -44,7 +44,7 @@ def read(folder: Path, *lines: str | bytes | dict, **fields) -> list[list[dict]]
     lines = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
     written = [line if isinstance(line, bytes) else line.encode() for line in lines]
     (folder / "data.jsonl").write_bytes(b"\n".join(written) + b"\n")
-    return read_conversations(Source(str(folder / "data.jsonl"), **fields))
+    return read_conversations(DataSource(str(folder / "data.jsonl"), **fields))
 
 
 def test_conversations_are_taken_as_they_stand(folder):
@@ -126,7 +126,7 @@ def test_rows_of_other_trainers_are_read(folder):
         told = [text_of(message) + "!" * len(images_of([message])) for message in messages]
         assert " ".join(told) == words
     (folder / "data.jsonl").write_text('{"instruction": "q"}')
-    (asked,) = read_rows(folder / "data.jsonl", to_learn=False)  # to be answered
+    (asked,) = iter_rows(folder / "data.jsonl", for_training=False)  # to be answered
     assert asked.messages == [said("user", "q")]
 
 
@@ -287,7 +287,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, words):
     os.mkfifo(tmp_path / "made")
     path = tmp_path / "a.jsonl"
     path.symlink_to("made")
-    for read_them in (read_conversations, lambda path: require_first_rows([Source(str(path))])):
+    for read_them in (read_conversations, lambda path: require_first_rows([DataSource(str(path))])):
         with words.refused(ValueError, "a.jsonl", "a pipe"):
             read_them(path)
 
@@ -297,7 +297,7 @@ def test_a_line_that_never_ends_is_not_read_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     for end in ("\n", ""):
         path.write_text(f"{GOOD}\n{'x' * 999}\n{'x' * 5000}\n{GOOD}\n{'x' * 1000}{end}")
-        found = [(of.line, getattr(of, "text", "")[:12]) for of in read_rows(path)]
+        found = [(of.line, getattr(of, "text", "")[:12]) for of in iter_rows(path)]
         long, short = "has 134,217,", "no JSON (Exp"
         assert found == [(1, ""), (2, short), (3, long), (4, ""), (5, long)]
 
@@ -318,7 +318,7 @@ def test_what_is_wrong_is_told_once_with_all_rows_and_up_to_20_faults(tmp_path):
 
 
 def test_rows_of_which_none_can_be_used_are_told_by_the_first(folder, words):
-    source = Source(str(folder / "data.jsonl"))
+    source = DataSource(str(folder / "data.jsonl"))
     bad, lost = row(*turns(img="a" * 9999)), row(*turns(image="no.png"))
     for lines, named in (
         ([*[bad] * 20, GOOD], None),
@@ -329,7 +329,7 @@ def test_rows_of_which_none_can_be_used_are_told_by_the_first(folder, words):
         with words.refused(ValueError, *named) if named else nullcontext():
             require_first_rows([source])
     # Nothing is fetched for this, and no library loaded.
-    require_first_rows([replace(source, allow_urls=True), Source("someone/rows")])
+    require_first_rows([replace(source, allow_urls=True), DataSource("someone/rows")])
 
 
 def test_written_conversations_replace_no_file_unless_told(tmp_path):
@@ -352,5 +352,5 @@ def test_a_first_line_longer_than_what_is_looked_at_is_a_row_whatever_lists_it_h
     long = {"messages": turns("a" * 70_000), "meta": [{"of": "the row"}]}
     path = folder / "data.json"
     path.write_text(f'{{"id": [{{"a": 1}}], {json.dumps(long)[1:]}\n{GOOD}\n')
-    found = read_conversations(Source(str(path), ignore=("id", "meta")))
+    found = read_conversations(DataSource(str(path), ignore=("id", "meta")))
     assert found == [turns("a" * 70_000), turns("a", "b")]

@@ -18,8 +18,8 @@ from glm4v_patched.data import text_rows
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.columns import named_columns
 from glm4v_patched.data.messages import images_of, text_of
-from glm4v_patched.data.rows import Fault, Row, read_conversations, read_rows
-from glm4v_patched.data.source import fault_of_path, make_sources
+from glm4v_patched.data.rows import RowProblem, ConversationRow, read_conversations, iter_rows
+from glm4v_patched.data.source import find_path_problem, make_sources
 from tests.helpers import data_forms
 from tests.helpers.data_forms import FORMS, QUESTION, make, png, read_form, turns
 
@@ -43,18 +43,18 @@ def test_a_form_is_the_same_to_the_model(examples, tmp_path, processor, name):
     assert_close(collator([first.messages]), expected, rtol=0, atol=0)
 
 
-def read(path: Path, content: str | bytes | list | None = None, **fields) -> list[Row | Fault]:
+def read(path: Path, content: str | bytes | list | None = None, **fields) -> list[ConversationRow | RowProblem]:
     if isinstance(content, list):
         content = "\n".join(map(json.dumps, content))
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (source,) = make_sources([{"path": str(path), **fields}], {})
-    return [*read_rows(source)]
+    return [*iter_rows(source)]
 
 
-def said(row: Row | Fault) -> list[str] | str:
+def said(row: ConversationRow | RowProblem) -> list[str] | str:
     """The words of a row's messages, or its fault."""
-    if isinstance(row, Fault):
+    if isinstance(row, RowProblem):
         return row.text
     return [message["content"] for message in row.messages]
 
@@ -65,7 +65,7 @@ ROW = {"Question Text": "q?", "a": "b", "n": 7, "json": {"q": ["first", "second"
 OF_TALK = {"turns": "talk", "system": "rules"}
 
 
-def read_named(folder: Path, row: dict, columns: dict) -> list[Row | Fault]:
+def read_named(folder: Path, row: dict, columns: dict) -> list[ConversationRow | RowProblem]:
     """A row by columns, all others of which are left out."""
     named = [*columns.values(), *(name for of in columns.values() for name in named_columns(of))]
     ignore = [key for key in row if not any(f"{name}.".startswith(f"{key}.") for name in named)]
@@ -256,15 +256,15 @@ def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     (source,) = make_sources([given], {"columns": {"question": "q"}, "image_folder": "a"})
     assert (source.columns, source.image_folder) == (None, f"{tmp_path}/a")
     (tmp_path / "rows-c.jsonl").touch()
-    assert fault_of_path("rows-*.jsonl") == "rows-c.jsonl: it is empty"
-    assert fault_of_path("no-*.jsonl") == "there is no such file"
+    assert find_path_problem("rows-*.jsonl") == "rows-c.jsonl: it is empty"
+    assert find_path_problem("no-*.jsonl") == "there is no such file"
 
 
 def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
     lines = [json.dumps({"prompt": f"{at}?", "completion": "a"}) for at in range(5)]
     text = "\n".join([lines[0], "5", *lines[1:]])
     rows = read(tmp_path / "a.jsonl", text, max_samples=3)
-    assert [row.line for row in rows] == [1, 2, 3] and isinstance(rows[1], Fault)
+    assert [row.line for row in rows] == [1, 2, 3] and isinstance(rows[1], RowProblem)
     assert len(read(tmp_path / "a.json", f"[{', '.join(lines)}, broken", max_samples=5)) == 5
 
 
@@ -399,7 +399,7 @@ def test_an_archive_whose_images_change_their_kind_is_refused(tmp_path):
     rows = [{ending: png(), "txt": b"a"} for ending in ["png"] * 6 + ["jpg"] * 2]
     path = in_tar(tmp_path / "a.tar", rows)
     found = read(path, columns={"question": "What?", "answer": "txt", "image": "png"})
-    assert [isinstance(row, Row) for row in found] == [True] * 6 + [False] * 2
+    assert [isinstance(row, ConversationRow) for row in found] == [True] * 6 + [False] * 2
     assert "jpg" in found[6].text
 
 
@@ -417,5 +417,5 @@ def test_names_that_pandas_and_forms_give_are_names(tmp_path, text, asked, answe
     (tmp_path / "a.csv").write_text(text)
     columns = {"question": asked} | ({"answer": answer} if answer else {})
     (source,) = make_sources([{"path": str(tmp_path / "a.csv"), "columns": columns}], {})
-    [row] = read_rows(source, to_learn=False)
+    [row] = iter_rows(source, for_training=False)
     assert said(row) == (["q", "b"] if answer else ["q | b"])

@@ -11,9 +11,9 @@ from PIL import Image
 
 from glm4v_patched.data import decoding
 from glm4v_patched.data.decoding import find_fault, may_be_decoded
-from glm4v_patched.data.image_limits import MOST_PARTS, MOST_SIDE, measure, open_image
-from glm4v_patched.inference.serving.limits import ApiError, Limits
-from glm4v_patched.inference.serving.request_images import FORMATS, secure
+from glm4v_patched.data.image_limits import MOST_PARTS, MOST_SIDE, count_decoded_pixels, open_image
+from glm4v_patched.inference.serving.limits import ApiError, ServerLimits
+from glm4v_patched.inference.serving.request_images import IMAGE_FORMATS, check_and_fetch_images
 
 
 def encoded(kind: str, size=(8, 8), mode="RGB", **options) -> bytes:
@@ -26,11 +26,11 @@ def send(content: bytes) -> None:
     """Have an image checked as a server checks those of requests."""
     url = f"data:image/any;base64,{base64.b64encode(content).decode()}"
     image = {"type": "image_url", "image_url": {"url": url}}
-    secure({"messages": [{"role": "user", "content": [image]}]}, Limits())
+    check_and_fetch_images({"messages": [{"role": "user", "content": [image]}]}, ServerLimits())
 
 
 def pixels(content: bytes) -> int:
-    return measure(open_image(content, FORMATS), content, Limits().max_pixels)
+    return count_decoded_pixels(open_image(content, IMAGE_FORMATS), content, ServerLimits().max_pixels)
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:
@@ -103,14 +103,14 @@ def test_each_scan_beyond_those_of_libjpeg_counts_as_pixels(monkeypatch):
     of_one = 64 * 64
     for scans, counted in ((10, of_one), (20, 2 * of_one), (25, of_one * 5 // 2)):
         content = with_scans(scans)
-        assert measure(open_image(content), content, 10**6) == counted
+        assert count_decoded_pixels(open_image(content), content, 10**6) == counted
         monkeypatch.setattr(decoding, "MOST_PIXELS", counted)
         assert find_fault(content) is None
         monkeypatch.setattr(decoding, "MOST_PIXELS", counted - 1)
         assert "is too large" in str(find_fault(content))
     # What lies behind the first image, or in its metadata, is none of its scans.
     content = encoded("JPEG", comment=b"\xff\xda" * 100) + b"\xff\xda" * 100
-    assert measure(open_image(content), content, 64) == 64
+    assert count_decoded_pixels(open_image(content), content, 64) == 64
 
 
 def test_images_at_the_limits_are_taken_in_any_number_of_frames():
@@ -129,7 +129,7 @@ def test_images_at_the_limits_are_taken_in_any_number_of_frames():
 
 
 def test_clients_send_the_formats_that_are_named():
-    for kind in set(FORMATS) - {"MPO"}:
+    for kind in set(IMAGE_FORMATS) - {"MPO"}:
         assert pixels(encoded(kind)) == 64
         send(encoded(kind))
     for kind in ("ICO", "TGA", "PCX", "ICNS"):

@@ -44,9 +44,9 @@ def test_a_table_says_the_same(folder):
 
 def test_its_recipe_can_be(folder):
     of_columns, text, streamed = blocks(PAGE, "yaml")
-    assert Recipe.of(LEAST | yaml.safe_load(of_columns)).data.ignore == ["id", "source"]
-    assert Recipe.of(LEAST | yaml.safe_load(streamed)).data.is_streamed
-    recipe = Recipe.of(LEAST | yaml.safe_load(text))
+    assert Recipe.from_values(LEAST | yaml.safe_load(of_columns)).data.ignore == ["id", "source"]
+    assert Recipe.from_values(LEAST | yaml.safe_load(streamed)).data.is_streamed
+    recipe = Recipe.from_values(LEAST | yaml.safe_load(text))
     cats, dogs, birds = recipe.data.sources()
     assert (cats.weight, dogs.weight, birds.weight, recipe.data.eval) == (1, 2, 0.5, 0.05)
     assert dogs.image_folder == os.path.abspath("photos")

@@ -12,8 +12,8 @@ import pytest
 from glm4v_patched.data import fetching, text_rows
 from glm4v_patched.data.image_files import ImageFiles
 from glm4v_patched.data.messages import images_of
-from glm4v_patched.data.rows import read_conversations, read_rows
-from glm4v_patched.data.source import Source, fault_of_set
+from glm4v_patched.data.rows import read_conversations, iter_rows
+from glm4v_patched.data.source import DataSource, find_source_problem
 from tests.helpers.data_forms import png, turns, write_rows
 
 
@@ -21,14 +21,14 @@ from tests.helpers.data_forms import png, turns, write_rows
 def test_an_array_has_the_rows_of_the_lines(tmp_path, indent):
     rows = [{"messages": turns(f'q{n} \u2028 ] , \\ " {"x" * n}')} for n in range(30)]
     (tmp_path / "a.json").write_text("\ufeff\n" + json.dumps(rows, indent=indent) + "\n")
-    lines = read_rows(write_rows(tmp_path / "a.jsonl", *rows))
-    assert [*read_rows(tmp_path / "a.json")] == [*lines]  # numbered alike
+    lines = iter_rows(write_rows(tmp_path / "a.jsonl", *rows))
+    assert [*iter_rows(tmp_path / "a.json")] == [*lines]  # numbered alike
 
 
 def test_lines_are_lines_whatever_their_file_is_called_and_lists_they_have(tmp_path):
     rows = [{"q": f"q{n}", "a": "a", "notes": [{"of": "the row"}]} for n in range(2)]
     path = write_rows(tmp_path / "a.json", *rows)
-    source = Source(str(path), columns={"question": "q", "answer": "a"}, ignore=("notes",))
+    source = DataSource(str(path), columns={"question": "q", "answer": "a"}, ignore=("notes",))
     assert read_conversations(source) == [turns("q0"), turns("q1")]
 
 
@@ -38,13 +38,13 @@ def test_a_large_array_is_refused_with_what_makes_lines_of_it(tmp_path, monkeypa
         path = tmp_path / name
         path.write_text(content)
         monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content))
-        assert len([*read_rows(path)]) == 9
+        assert len([*iter_rows(path)]) == 9
         monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content) - 1)
         told = (
             f"{name} has over {len(content) - 1} characters in one .* jq -c '.*' {path} > {path}l"
         )
         with pytest.raises(ValueError, match=told):
-            [*read_rows(path)]
+            [*iter_rows(path)]
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_tables_with_images_in_them_are_read_by_their_splits(saved, cache):
     (red,), (again, blue) = images_of(first), images_of(third)
     assert Path(red).read_bytes() == png() and Path(red).parent == cache and again == red
     assert Path(blue).read_bytes() == png("blue") and second == turns()
-    assert read_conversations(Source(str(saved), split="test")) == [turns()]
+    assert read_conversations(DataSource(str(saved), split="test")) == [turns()]
     with pytest.raises(ValueError, match="has the splits test, train and not val: name one"):
-        read_conversations(Source(str(saved), split="val"))
+        read_conversations(DataSource(str(saved), split="val"))
 
 
 def test_a_field_that_has_no_effect_is_refused(saved, tmp_path):
@@ -84,10 +84,10 @@ def test_a_field_that_has_no_effect_is_refused(saved, tmp_path):
         (saved, {"split"}),
     ):
         for name in {"split", "subset", "revision"} - effective:
-            source = Source(str(path), **{name: "train"})
+            source = DataSource(str(path), **{name: "train"})
             with pytest.raises(ValueError, match=f"{name} is 'train', and has no effect on"):
                 read_conversations(source)
-            assert f"{name} is 'train'" in fault_of_set(source)
+            assert f"{name} is 'train'" in find_source_problem(source)
 
 
 def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
@@ -98,7 +98,7 @@ def test_what_a_table_lacks_in_a_row_is_not_there_and_false_is(tmp_path):
     notes = datasets.ClassLabel(names=["w", "x"])
     (tmp_path / "a.png").write_bytes(png())
     datasets.Dataset.from_list(rows).cast_column("note", notes).to_parquet(tmp_path / "a.parquet")
-    source = Source(str(tmp_path / "a.parquet"), ignore=("note",))
+    source = DataSource(str(tmp_path / "a.parquet"), ignore=("note",))
     assert read_conversations(source) == [row["messages"] for row in rows]
     with pytest.raises(ValueError, match=r'a\.parquet, row 1: the key "note" .* data\.ignore'):
         read_conversations(source.path)
@@ -129,7 +129,7 @@ def test_a_full_disk_is_no_fault_of_a_row(tmp_path, monkeypatch):
     url = "data:image/png;base64," + base64.b64encode(png()).decode()
     path = write_rows(tmp_path / "a.jsonl", turns(image=url))
     with pytest.raises(RuntimeError, match="images/.* cannot be written: No space.*XDG_CACHE"):
-        [*read_rows(path)]
+        [*iter_rows(path)]
 
 
 def test_paths_are_of_the_folder_and_one_of_windows_is_told_as_one_of_linux(files, tmp_path, words):

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from glm4v_patched.data import check as checking
 from glm4v_patched.data import stored_rows
 from glm4v_patched.data.checked_data import CheckedData
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.source import DataSource
 from tests.helpers.data_forms import found, turns, write_rows
 
 
@@ -19,8 +19,8 @@ def row(number: int, name: str = "") -> list[dict]:
 
 @pytest.fixture
 def write(tmp_path):
-    def write_them(name: str, numbers) -> Source:
-        return Source(str(write_rows(tmp_path / name, *(row(n, name) for n in numbers))))
+    def write_them(name: str, numbers) -> DataSource:
+        return DataSource(str(write_rows(tmp_path / name, *(row(n, name) for n in numbers))))
 
     return write_them
 
@@ -34,9 +34,9 @@ def test_sets_are_read_one_after_the_other(check, write):
     checked = check(a, b)
     rows = [row(0, "a"), row(1, "a"), row(2, "a"), row(0, "b"), row(1, "b")]
     assert [*checked.conversations()] == rows
-    assert checked.row_lines == ("a:1", "a:2", "a:3", "b:1", "b:2")
+    assert checked.row_labels == ("a:1", "a:2", "a:3", "b:1", "b:2")
     assert checked.place(4) == f"{b.path}:2"
-    assert check(Source(a.path, weight=2.0), b).place(6) == f"{b.path}:1"
+    assert check(DataSource(a.path, weight=2.0), b).place(6) == f"{b.path}:1"
     Path(b.path).write_text('{"messages": []}\n5')
     with pytest.raises(ValueError, match=r"b: 2 of 2 rows cannot(.|\n)*b:1: (.|\n)*b:2: "):
         check(a, b)
@@ -45,27 +45,27 @@ def test_sets_are_read_one_after_the_other(check, write):
 
 def test_a_weight_is_how_often_a_row_comes(check, write):
     a, b, c = (write(name, range(10)) for name in "abc")
-    checked = check(a, Source(b.path, weight=2.0), Source(c.path, weight=1.3))
+    checked = check(a, DataSource(b.path, weight=2.0), DataSource(c.path, weight=1.3))
     counts = asked(checked)
     assert {counts[f"What is {n}a?"] for n in range(10)} == {1}
     assert {counts[f"What is {n}b?"] for n in range(10)} == {2}
     assert sorted(counts[f"What is {n}c?"] for n in range(10)) == [1] * 7 + [2] * 3
     assert len(checked.row_digests) == checked.counts.rows == 43
-    assert check(Source(c.path, weight=0.28)).counts.rows == 3
+    assert check(DataSource(c.path, weight=0.28)).counts.rows == 3
     # The same rows, whatever their order.
-    again = asked(check(Source(c.path, weight=1.3)))
+    again = asked(check(DataSource(c.path, weight=1.3)))
     Path(c.path).write_text("\n".join(reversed(Path(c.path).read_text().splitlines())))
-    assert asked(check(Source(c.path, weight=1.3))) == again
+    assert asked(check(DataSource(c.path, weight=1.3))) == again
 
 
 def test_a_weight_that_leaves_no_row_of_a_set_is_refused(check, write, words):
     a = write("a", range(20))
     with words.refused(ValueError, "a: weight 0.02 of 20", "0.05"):
-        check(Source(a.path, weight=0.02), write("b", range(20)))
-    assert check(Source(a.path, weight=0.05)).counts.rows == 1
+        check(DataSource(a.path, weight=0.02), write("b", range(20)))
+    assert check(DataSource(a.path, weight=0.05)).counts.rows == 1
     # Of first rows a weight says nothing, and there are no more than the set is to have.
-    assert check(Source(a.path, weight=0.02), first=4).counts.rows == 4
-    assert check(Source(a.path, max_samples=3), first=4).counts.rows == 3
+    assert check(DataSource(a.path, weight=0.02), first=4).counts.rows == 4
+    assert check(DataSource(a.path, max_samples=3), first=4).counts.rows == 3
 
 
 def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(check, write, words):
@@ -76,7 +76,7 @@ def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(check, w
     there, held_out = asked(checked), asked(checked.eval)
     assert not there.keys() & held_out.keys()
     assert len(there) + len(held_out) == 200 and 20 <= len(held_out) <= 60
-    assert checked.asked == 0.2 and checked.eval.eval is None
+    assert checked.eval_option == 0.2 and checked.eval.eval is None
     # In another order, without some and with others: what is there stays on its side.
     other = check(write("a", [*reversed(numbers[20:]), *range(300, 320)]), evaluate=0.2)
     assert not asked(other).keys() & held_out.keys()
@@ -90,10 +90,10 @@ def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(check, w
 
 def test_a_file_may_be_evaluated_on(tmp_path, check, write, capsys, words):
     a, b = write("a", range(4)), write("b", range(3))
-    checked = check(a, evaluate=[Source(b.path, weight=2.0)])
+    checked = check(a, evaluate=[DataSource(b.path, weight=2.0)])
     assert [*checked.conversations()] == [row(n, "a") for n in range(4)]
     assert [*checked.eval.conversations()] == [row(n, "b") for n in range(3)]
-    assert checked.asked == [b.path] and not capsys.readouterr().out
+    assert checked.eval_option == [b.path] and not capsys.readouterr().out
     check(a, evaluate=[a])
     words(capsys.readouterr().out)
     checked.write(tmp_path / "out.json")
@@ -130,7 +130,7 @@ def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_c
 
 def test_a_file_that_changes_while_it_is_read_is_refused(check, write, monkeypatch):
     a = write("a", range(3))
-    before, read = Path(a.path).read_text(), checking.read_rows
+    before, read = Path(a.path).read_text(), checking.iter_rows
 
     def replaced(source):
         Path(a.path).write_text(before.replace("What is 1a", "What is 9a"))

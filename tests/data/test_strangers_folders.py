@@ -20,8 +20,8 @@ import yaml
 
 from glm4v_patched.data import cards, tables, text_rows
 from glm4v_patched.data.folders import find_matching
-from glm4v_patched.data.rows import Fault, Row, read_conversations, read_rows, split_rows
-from glm4v_patched.data.source import Source
+from glm4v_patched.data.rows import RowProblem, ConversationRow, read_conversations, iter_rows, split_usable_rows
+from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.tables import read_table
 from tests.helpers.data_forms import png, turns, write_rows
 from tests.helpers.local_hub import LocalHub
@@ -135,8 +135,8 @@ PLACES = {
 }
 
 
-def read(path: Path | str, **fields) -> list[Row | Fault]:
-    return [*read_rows(Source(str(path), **fields))]
+def read(path: Path | str, **fields) -> list[ConversationRow | RowProblem]:
+    return [*iter_rows(DataSource(str(path), **fields))]
 
 
 def require_nothing_left(watched: list, outside: Path, inside: Path | None) -> None:
@@ -352,7 +352,7 @@ def test_metadata_of_images_name_images_of_the_folder(tmp_path, suffix):
         [str(folder / name)] for name in ("a.png", "sub/b.png", "a.png")
     ]
     for row in found[3:7]:
-        assert isinstance(row, Fault) and f"metadata.{suffix}" in row.text, row
+        assert isinstance(row, RowProblem) and f"metadata.{suffix}" in row.text, row
         assert "private.png, outside of the folder" in row.text, row
     # As a name it is that of no file; nothing fetches it.
     assert found[7].images == [str(folder / "http:/127.0.0.1:9/a.png")]
@@ -391,14 +391,14 @@ def test_rows_of_the_hub_name_no_file_of_this_machine(tmp_path, monkeypatch, wat
         hub.add_repository("someone/texts", {"a.jsonl": "\n".join(map(json.dumps, texts)).encode()})
         watched.clear()
         columns = {name: name for name in table.column_names}
-        (embedded,), faults = split_rows(read(HUB_ID, columns=columns))
+        (embedded,), faults = split_usable_rows(read(HUB_ID, columns=columns))
         assert Path(embedded.images[0]).read_bytes() == png() and len(faults) == len(cells) - 1
         assert f"outside of {tmp_path}/cache/hub/datasets--someone--cards;" in faults[0].text
-        [words], _ = split_rows(read("someone/texts", columns=columns))
+        [words], _ = split_usable_rows(read("someone/texts", columns=columns))
         assert words.images == []
         # A folder that the recipe names has them, and its files alone.
         *others, absolute, relative = read(HUB_ID, columns=columns, image_folder=str(images))[1:]
-        assert all(isinstance(row, Fault) for row in others), others
+        assert all(isinstance(row, RowProblem) for row in others), others
         assert absolute.images == relative.images == [str(images / "a.png")]
     private = [of for _, of in watched if "private.png" in of]
     assert not private
@@ -455,18 +455,18 @@ def test_a_data_set_of_the_hub_is_read_as_its_folder_is(tmp_path, monkeypatch):
             (None, "photos", labels, 2),
         ):
             options = {"split": split, "subset": subset, "columns": columns}
-            of_hub = read_conversations(Source(HUB_ID, revision=commit, **options))
-            of_folder = read_conversations(Source(str(local), **options))
+            of_hub = read_conversations(DataSource(HUB_ID, revision=commit, **options))
+            of_folder = read_conversations(DataSource(str(local), **options))
             assert [said(row) for row in of_hub] == [said(row) for row in of_folder]
             assert len(of_hub) == number, subset
             found.append((options, of_hub))
         # All of its files are there now.
         [snapshot] = cache.glob(f"*/snapshots/{commit}")
         for options, of_hub in found:
-            assert read_conversations(Source(str(snapshot), **options)) == of_hub
+            assert read_conversations(DataSource(str(snapshot), **options)) == of_hub
         asked = len(hub.asked("GET", "/resolve/"))
         assert said(of_hub[0]) == ["What?", "one"], of_hub[0]
-        read_conversations(Source(HUB_ID, revision=commit, columns=labels))
+        read_conversations(DataSource(HUB_ID, revision=commit, columns=labels))
         assert len(hub.asked("GET", "/resolve/")) == asked  # what is there is not fetched again
         with pytest.raises(
             ValueError, match="has the subsets tables, more, photos and not x: name"
@@ -513,7 +513,7 @@ def test_a_small_parquet_is_not_unpacked_to_a_large_one(tmp_path, monkeypatch, n
     pool = pa.proxy_memory_pool(of_default)
     pa.set_memory_pool(pool)
     try:
-        rows = read_table(Source(str(path)))
+        rows = read_table(DataSource(str(path)))
         if told is None:
             assert sum(row["q"] == TEXT for _, row in rows) == 2400
             assert pool.max_memory() > 0
@@ -571,7 +571,7 @@ def test_batches_of_arrow_are_read(tmp_path, kind):
     values |= {"views": views, "numbers": pa.array([*range(number)]).dictionary_encode()}
     values |= {"lists": [[row, None] for row in range(number)]}
     write_arrow(tmp_path / "a.arrow", values, kind)
-    rows = [row for _, row in read_table(Source(str(tmp_path / "a.arrow")))]
+    rows = [row for _, row in read_table(DataSource(str(tmp_path / "a.arrow")))]
     assert [row["q"] for row in rows] == [row["of"] for row in rows] == texts
     assert {*(row["views"] for row in rows)} == {"a view"} and rows[0]["numbers"] == 0
     assert rows[-1]["lists"] == [number - 1, None]
@@ -639,8 +639,8 @@ def test_keys_of_an_object_and_columns_are_limited(tmp_path, monkeypatch):
         (tmp_path / "a.csv").write_text(f"{','.join(names)}\n{','.join('x' * number)}\n")
         columns = {"question": "{k0} {k2} {k3} {k4}", "answer": "k1"}
         if number == 5:
-            assert isinstance(read(path, ignore=("more",))[0], Row)
-            assert isinstance(read(tmp_path / "a.csv", columns=columns)[0], Row)
+            assert isinstance(read(path, ignore=("more",))[0], ConversationRow)
+            assert isinstance(read(tmp_path / "a.csv", columns=columns)[0], ConversationRow)
             continue
         assert read(path, ignore=("more",))[0].text == "an object has 6 keys; expected 5 at most"
         with pytest.raises(ValueError, match="a.csv:1: 6 columns; expected 5 at most"):

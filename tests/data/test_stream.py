@@ -13,18 +13,18 @@ from torch.utils.data import DataLoader
 
 from glm4v_patched.data import decoding, stream
 from glm4v_patched.data.collate import ConversationCollator
-from glm4v_patched.data.source import Source
-from glm4v_patched.data.stream import FAULTS, UNREADABLE, Stream, StreamCollator
+from glm4v_patched.data.source import DataSource
+from glm4v_patched.data.stream import ROW_PROBLEMS, UNREADABLE, StreamDataset, StreamingCollator
 from glm4v_patched.remote.loss import IGNORE_INDEX
 from tests.helpers.data_forms import draw, make, turns, write_rows
 
 
-def written(path, *rows) -> Source:
-    return Source(str(write_rows(path, *rows)))
+def written(path, *rows) -> DataSource:
+    return DataSource(str(write_rows(path, *rows)))
 
 
 @pytest.fixture
-def rows(tmp_path) -> Source:
+def rows(tmp_path) -> DataSource:
     return written(tmp_path / "rows.jsonl", *(turns(str(n)) for n in range(20)))
 
 
@@ -32,36 +32,36 @@ def asked(rows) -> list[str | None]:
     return [row.messages[0]["content"] if row.fault is None else None for row in rows]
 
 
-def taken(stream: Stream, number: int) -> list[str | None]:
+def taken(stream: StreamDataset, number: int) -> list[str | None]:
     return asked(islice(stream, number))
 
 
 @pytest.mark.parametrize("buffer", [1, 7, 1000])
 def test_each_pass_has_every_row_once_in_another_order(rows, buffer):
-    order = taken(Stream([rows], 1, buffer=buffer, seed=3), 40)
+    order = taken(StreamDataset([rows], 1, buffer=buffer, seed=3), 40)
     everything = [str(n) for n in range(20)]
     assert sorted(order[:20], key=int) == sorted(order[20:], key=int) == everything
     assert (order[:20] == everything) == (buffer == 1)
     assert buffer == 1 or order[:20] != order[20:]
-    assert buffer == 1 or order != taken(Stream([rows], 1, buffer=buffer, seed=4), 40)
+    assert buffer == 1 or order != taken(StreamDataset([rows], 1, buffer=buffer, seed=4), 40)
 
 
 def test_processes_share_the_rows_and_draw_for_themselves(rows, tmp_path):
-    shares = [taken(Stream([rows], 1, share=(k, 2)), 10) for k in range(2)]
+    shares = [taken(StreamDataset([rows], 1, share=(k, 2)), 10) for k in range(2)]
     assert sorted(map(int, sum(shares, []))) == [*range(20)]
     assert [int(n) // 2 for n in shares[0]] != [int(n) // 2 for n in shares[1]]
     other = written(tmp_path / "other.jsonl", turns("other"), turns("other"))
-    shares = [taken(Stream([other, rows], 1, share=(k, 2)), 20) for k in range(2)]
+    shares = [taken(StreamDataset([other, rows], 1, share=(k, 2)), 20) for k in range(2)]
     assert [n == "other" for n in shares[0]] != [n == "other" for n in shares[1]]
     few = written(tmp_path / "few.jsonl", turns("0"), "", turns("1"), "", "")
-    assert [taken(Stream([few], 1, share=(k, 2)), 2) for k in range(2)] == [["0"] * 2, ["1"] * 2]
-    assert {*taken(Stream([replace(rows, max_samples=3)], 1, share=(1, 2)), 5)} == {"1"}
+    assert [taken(StreamDataset([few], 1, share=(k, 2)), 2) for k in range(2)] == [["0"] * 2, ["1"] * 2]
+    assert {*taken(StreamDataset([replace(rows, max_samples=3)], 1, share=(1, 2)), 5)} == {"1"}
 
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
-    whole = taken(Stream([rows], 2, buffer=5), 50)
-    rest = Stream([rows], 2, buffer=5, start=26)
+    whole = taken(StreamDataset([rows], 2, buffer=5), 50)
+    rest = StreamDataset([rows], 2, buffer=5, start=26)
     loader = DataLoader(rest, 2, collate_fn=asked, num_workers=workers)
     assert sum(islice(loader, 12), []) == whole[26:]
 
@@ -69,10 +69,10 @@ def test_a_stream_goes_on_where_it_was_stopped_whoever_reads(rows, workers):
 def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     """A run that ended at it goes on with the rows that it has not learned; and of two readers, of
     which one cannot fetch an image, none has the other's rows."""
-    right = taken(Stream([rows], 1, buffer=6), 40)
+    right = taken(StreamDataset([rows], 1, buffer=6), 40)
     lines = Path(rows.path).read_text().splitlines()
     wrong = written(tmp_path / "wrong.jsonl", *lines[:7], "{", turns("8", 7), *lines[9:])
-    found = [*islice(Stream([wrong], 1, buffer=6), 40)]
+    found = [*islice(StreamDataset([wrong], 1, buffer=6), 40)]
     assert asked(found) == [None if n in ("7", "8") else n for n in right]
     assert {row.place for row in found if row.fault} == {f"{wrong.path}:{n}" for n in (8, 9)}
 
@@ -82,10 +82,10 @@ def test_images_of_a_table_come_to_whoever_reads_them(tmp_path, form, context):
     """Each process that reads has Arrow and the cache of images for itself, and its own rows."""
     examples = draw(tmp_path, 6)
     columns = {name: name for name in ("image", "question", "answer")}
-    source = Source(str(make(form, tmp_path, examples)[0]), columns=columns)
-    [*islice(Stream([source], 2), 1)]  # a parent that has read, and has threads
+    source = DataSource(str(make(form, tmp_path, examples)[0]), columns=columns)
+    [*islice(StreamDataset([source], 2), 1)]  # a parent that has read, and has threads
     options = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120}
-    loader = DataLoader(Stream([source], 2), 2, collate_fn=list, **options)
+    loader = DataLoader(StreamDataset([source], 2), 2, collate_fn=list, **options)
     shown = [row for batch in islice(loader, 3) for row in batch]
     asked = [row.messages for row in shown]
     found = {(Image.open(row[0]["image"]).tobytes(), row[1]["content"]) for row in asked}
@@ -97,9 +97,9 @@ def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_bu
     rows, tmp_path, monkeypatch
 ):
     often = replace(written(tmp_path / "often.jsonl", turns("often")), weight=3)
-    drawn = taken(Stream([often, rows], 1), 400)
+    drawn = taken(StreamDataset([often, rows], 1), 400)
     assert 0.7 < drawn.count("often") / 400 < 0.8
-    read, plain = [], stream.read_rows
+    read, plain = [], stream.iter_rows
 
     def noted(*arguments, **options):
         for row in plain(*arguments, **options):
@@ -107,7 +107,7 @@ def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_bu
             yield row
 
     monkeypatch.setattr(stream, "read_rows", noted)
-    assert len({*taken(Stream([rows] * 4, 1, buffer=8), 30)}) > 10
+    assert len({*taken(StreamDataset([rows] * 4, 1, buffer=8), 30)}) > 10
     assert len(read) <= 30 + 8 + 4
 
 
@@ -119,14 +119,14 @@ def test_a_set_that_cannot_be_read_on_says_so_in_each_row_to_come(tmp_path):
         ([], (0, 1), "", "it is empty"),
     ):
         source = written(tmp_path / "rows", *content)
-        *_, last, again = islice(Stream([source], 1, share=share, buffer=1), 5)
+        *_, last, again = islice(StreamDataset([source], 1, share=share, buffer=1), 5)
         assert last == again and last.is_last
         assert last.place == source.path + place and told in last.fault
 
 
 @pytest.fixture
-def collator(processor) -> StreamCollator:
-    return StreamCollator(ConversationCollator(processor), 100, 8192)
+def collator(processor) -> StreamingCollator:
+    return StreamingCollator(ConversationCollator(processor), 100, 8192)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def streamed(tmp_path):
 
     def stream_them(*rows) -> list:
         file = written(tmp_path / "given.jsonl", *rows)
-        return [*islice(Stream([file], len(rows), buffer=1), len(rows))]
+        return [*islice(StreamDataset([file], len(rows), buffer=1), len(rows))]
 
     return stream_them
 
@@ -155,7 +155,7 @@ def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, stre
     for limit, is_taken in ((longest, True), (longest - 1, False)):
         collator.longest = limit
         batch = collator(rows)
-        assert (batch.pop(FAULTS) == []) == is_taken and batch.pop(UNREADABLE) == []
+        assert (batch.pop(ROW_PROBLEMS) == []) == is_taken and batch.pop(UNREADABLE) == []
         assert same(batch, want) == is_taken
 
 
@@ -171,7 +171,7 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
     ):
         rows = streamed(turns("a"), bad, turns("c"))
         batch = collator(rows)
-        [fault] = batch.pop(FAULTS)
+        [fault] = batch.pop(ROW_PROBLEMS)
         assert fault.startswith(f"{tmp_path}/given.jsonl:2: ") and told in fault
         assert batch.pop(UNREADABLE) == []
         assert same(batch, collator.collator([rows[0].messages, rows[2].messages]))
@@ -180,6 +180,6 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
 def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(collator, streamed):
     [bad] = streamed(turns("b", image="cut.png"))
     batch = collator([bad, bad._replace(fault="is the last", is_last=True)])
-    assert len(batch[FAULTS]) == 1 and batch[UNREADABLE] == [f"{bad.place}: is the last"]
+    assert len(batch[ROW_PROBLEMS]) == 1 and batch[UNREADABLE] == [f"{bad.place}: is the last"]
     assert batch["labels"].shape == batch["input_ids"].shape
     assert (batch["labels"] == IGNORE_INDEX).all()

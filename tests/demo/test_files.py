@@ -59,7 +59,7 @@ def test_only_what_a_demo_wrote_is_replaced_and_nothing_behind_a_link(ran, tmp_p
 def test_a_held_folder_and_a_lost_one_are_refused(ran, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.symlink_to(tmp_path / "nowhere")
-    refused(out, "out cannot be used: no folder, but a file or a link to nothing")
+    refused(out, "out cannot be used: not a folder but a file or a broken link")
     out.unlink()
 
     def run(out, *arguments):

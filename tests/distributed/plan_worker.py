@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from glm4v_patched.finetune import process, worker
-from glm4v_patched.finetune.divergence import Diverged, DivergenceWatch
+from glm4v_patched.finetune.divergence import Diverged, DivergenceMonitor
 from glm4v_patched.finetune.plan import Plan
-from glm4v_patched.finetune.row_faults import BadRow
+from glm4v_patched.finetune.bad_rows import BadRow
 from glm4v_patched.remote.modeling_chatglm import Embedding
 
 options = argparse.ArgumentParser()
@@ -30,7 +30,7 @@ options.add_argument("--with-dropout", type=Path, nargs="*", default=[])
 options.add_argument("--diverging", type=Path, nargs="*", default=[])
 options.add_argument("--die-writing")
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
-build_model, see = worker.build_model, DivergenceWatch.see
+build_model, see = worker.build_model, DivergenceMonitor.see
 save_model, save = worker.RecipeTrainer.save_model, torch.save
 require_finite_loss = worker.RecipeTrainer._require_finite_loss
 evaluate = worker.RecipeTrainer.evaluate
@@ -81,12 +81,12 @@ def break_last_loss(self):
 
 def evaluate_and_end(self, *args, **kwargs):
     """Each process finds another share of right answers."""
-    self.sample.answer = lambda *_: dist.get_rank()
+    self.eval_generations.answer = lambda *_: dist.get_rank()
     raise Diverged(f"exact match {evaluate(self, *args, **kwargs)['eval_exact_match']}")
 
 
 BREAKS = {
-    "told": mock.patch.object(DivergenceWatch, "see", see_nan),
+    "told": mock.patch.object(DivergenceMonitor, "see", see_nan),
     "saved": mock.patch.object(worker.RecipeTrainer, "save_model", break_and_save),
     "last": mock.patch.object(worker.RecipeTrainer, "_require_finite_loss", break_last_loss),
     "evaluated": mock.patch.object(worker.RecipeTrainer, "evaluate", evaluate_and_end),
@@ -108,4 +108,4 @@ if __name__ == "__main__":
             except (BadRow, Diverged) as error:
                 assert plan.with_name("training.json").exists(), "it leaves before the report"
                 plan.with_name(f"outcome-{os.environ['RANK']}.txt").write_text(str(error))
-    process.leave()
+    process.exit_process()

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from glm4v_patched.engine.deepspeed.internals import nothing_compiled
-from glm4v_patched.engine.deepspeed.zero3 import wait_for_every_gather
+from glm4v_patched.engine.deepspeed.internals import skip_collectives_compilation
+from glm4v_patched.engine.deepspeed.zero3 import serialize_gloo_gathers
 from tests.distributed.cells import ZERO_STAGES
 
 # ZeRO-3 at its harshest: every parameter is sharded, and gathered only while it is used.
@@ -24,10 +24,10 @@ def start_deepspeed() -> None:
     """``deepspeed.init_distributed``; on the CPU nothing is compiled, and loading is correct."""
     import deepspeed
 
-    with nothing_compiled():
+    with skip_collectives_compilation():
         deepspeed.init_distributed(verbose=False)
     if not torch.cuda.is_available():
-        wait_for_every_gather()
+        serialize_gloo_gathers()
 
 
 def zero_config(stage: int = 3, harsh: bool = True, **zero: object) -> dict:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from glm4v_patched.bench.roofline import useful_flop
-from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.cli import main
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import on_the_cpu
@@ -25,7 +25,7 @@ def test_a_measurement_is_a_row_with_its_command(read, tmp_path):
     assert row["workload"] == "lm" and row["gpus"] == 2 and row["zero_stage"] == 3
     assert row["samples_per_s_per_gpu"] == pytest.approx(2 / row["step_s"]["median"])
     assert row["tokens_per_s_per_gpu"] == pytest.approx(36 * row["samples_per_s_per_gpu"])
-    texts = Settings(trained="lm", micro_batch=2, text_tokens=40, shortest_text=20)
+    texts = TrainingSettings(trained="lm", micro_batch=2, text_tokens=40, shortest_text=20)
     work = useful_flop(ChatGLMConfig(**golden_json("config.json")), texts)
     assert row["useful_tflop_per_sample"] == pytest.approx(work / 1e12)
     assert len(row["losses"]) == 5

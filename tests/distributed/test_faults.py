@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from glm4v_patched.finetune.checkpoints import last_complete_checkpoint, step_of
+from glm4v_patched.finetune.checkpoints import last_complete_checkpoint, checkpoint_step
 from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import cpu_environment, heed_signals
 from tests.helpers.recipes import drawn_recipe, write_recipe
@@ -68,7 +68,7 @@ class CommandLine:
 
     def has_checkpoint(self, after_step: int = 0) -> bool:
         checkpoint = last_complete_checkpoint(self.folder)
-        return checkpoint is not None and step_of(checkpoint) > after_step
+        return checkpoint is not None and checkpoint_step(checkpoint) > after_step
 
     def require_ended(self, status: int) -> None:
         """With that status, and no process left."""
@@ -118,7 +118,7 @@ def test_a_killed_rank_and_sigterm_end_the_run_say_how_to_continue_and_leave_no_
     assert run.output.endswith(f"to continue from {checkpoint}:\n  {resume}\n")
 
     run = start("--resume")
-    run.wait_for(lambda: run.has_checkpoint(after_step=step_of(checkpoint)))
+    run.wait_for(lambda: run.has_checkpoint(after_step=checkpoint_step(checkpoint)))
     assert f"training continues from {checkpoint}, after step" in run.output
     assert len(run.alive()) == 3  # the command line, two ranks
     run.process.terminate()

@@ -20,19 +20,19 @@ from safetensors.torch import load_file
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.deepspeed import zero3
-from glm4v_patched.engine.deepspeed.internals import shard_of
-from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
+from glm4v_patched.engine.deepspeed.internals import local_shard
+from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
-from glm4v_patched.finetune.assembly import begin, build_trainer
+from glm4v_patched.finetune.assembly import init_training, build_trainer
 from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.finetune.training_arguments import LoopOptions, engine_arguments
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.distributed.strategies import save_on_first
 from tests.helpers.fp8 import PLAIN, build
 from tests.helpers.processes import run_two_processes
-from tests.helpers.tiny import golden_json, grown_image, random_pixels, text, tiny_config
-from tests.remote.rows import assert_close
+from tests.helpers.tiny import golden_json, expanded_image, random_pixels, text, tiny_config
+from tests.remote.inputs import assert_close
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ IN_FP8 = [("lora_all", "full"), ("lm", "selective")]  # what is trained, and the
 
 def batch(number: int) -> dict[str, torch.Tensor]:
     """The same in each step, another one of each process."""
-    image = grown_image()
+    image = expanded_image()
     ids = torch.tensor([[*image, *text(9, seed=number)]])
     labels = ids.clone()
     labels[:, : len(image)] = -100
@@ -69,7 +69,7 @@ def trainer_of(
     own |= {"logging_steps": 1, "lr_scheduler_type": "constant", "save_strategy": "no", "seed": 3}
     asked = own | engine_arguments(options, on_cpu=True) | {"per_device_train_batch_size": 1}
     asked["deepspeed"]["zero_optimization"] |= zero
-    arguments = begin(options, asked)
+    arguments = init_training(options, asked)
     inputs = batch(arguments.process_index)
     return build_trainer(
         partial(prepare_model, options, build),
@@ -136,9 +136,9 @@ def in_fp8(folder: Path, stage: int, trained: str, policy: str) -> dict:
     trainer = trainer_of(folder, options, load, 0.01)
     trainer.train()
     found: dict = {"losses": losses_of(trainer)}
-    layers = [module for module in trainer.model.modules() if isinstance(module, HeldLinear)]
-    found["held"] = {(shard_of(m.weight).dtype, m.weight_scale.dtype) for m in layers}
-    found["bytes"] = sum(shard_of(m.weight).nbytes for m in layers)
+    layers = [module for module in trainer.model.modules() if isinstance(module, Fp8StoredLinear)]
+    found["held"] = {(local_shard(m.weight).dtype, m.weight_scale.dtype) for m in layers}
+    found["bytes"] = sum(local_shard(m.weight).nbytes for m in layers)
     trainer.save_model(str(folder / f"{trained} {stage}"))
     trainer.model_wrapped.destroy()
     return found
@@ -147,7 +147,7 @@ def in_fp8(folder: Path, stage: int, trained: str, policy: str) -> dict:
 def on_each_rank(folder: Path) -> None:
     cases = product(TRAINED, (True, False))
     found: dict = {case: train(folder, *case) for case in cases}
-    fp8._on_cpu = True
+    fp8._allow_cpu = True
     for trained, policy in IN_FP8:
         for stage in (2, 3):
             found[trained, stage] = in_fp8(folder, stage, trained, policy)

@@ -19,7 +19,7 @@ from tests.distributed.cells import (
     Cell,
 )
 from tests.distributed.matrix import GRADIENT_LIMIT, LOSS_LIMIT, differences, run_cells
-from tests.remote.rows import assert_close
+from tests.remote.inputs import assert_close
 
 
 def every_value_of_each_axis() -> list[Cell]:

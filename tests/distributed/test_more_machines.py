@@ -8,11 +8,11 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults
+from glm4v_patched.finetune.checkpoints import CHECKPOINT_MANIFEST, find_checkpoint_problems
 from glm4v_patched.finetune.run_folder import LOCK
 from tests.helpers.processes import cpu_environment, run_processes
 from tests.helpers.recipes import drawn_recipe, write_recipe
-from tests.remote.rows import assert_close
+from tests.remote.inputs import assert_close
 
 
 def on_two_machines(*arguments: str) -> str:
@@ -39,8 +39,8 @@ def test_both_machines_train_one_model_and_resume_it_to_the_same_bits(tmp_path):
     assert report["finished"] and report["world_size"] == 2
     losses = [entry["loss"] for entry in report["history"]]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    assert find_faults(trained / "checkpoint-2") == []
-    written = json.loads((trained / "checkpoint-2" / MANIFEST).read_text())["files"]
+    assert find_checkpoint_problems(trained / "checkpoint-2") == []
+    written = json.loads((trained / "checkpoint-2" / CHECKPOINT_MANIFEST).read_text())["files"]
     # Each process writes a part of its own.
     assert all(any(f"rank_{rank}_" in name for name in written) for rank in (0, 1))
     assert not (trained / LOCK).exists()

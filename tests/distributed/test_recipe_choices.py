@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.finetune.checkpoints import MANIFEST, find_faults, set_incomplete_aside
-from glm4v_patched.finetune.job import resolve
-from glm4v_patched.finetune.plan import starting_point
+from glm4v_patched.finetune.checkpoints import CHECKPOINT_MANIFEST, find_checkpoint_problems, set_incomplete_aside
+from glm4v_patched.finetune.job import resolve_recipe
+from glm4v_patched.finetune.plan import find_start_checkpoint
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.recipes import drawn_recipe, planned, train_here, train_in_processes
-from tests.remote.rows import assert_close
+from tests.remote.inputs import assert_close
 
 # fp32 sums in another order differ by some 1e-6, but the Trainer's history has four decimals.
 ATOL = 2e-4
@@ -168,11 +168,11 @@ def whole(recipe, cut) -> dict[str, Recipe]:
     folder = Path(cut.out)
     # What launch() does before it starts the processes.
     set_incomplete_aside(folder, after_step=3)
-    before = (folder / "checkpoint-3" / MANIFEST).stat().st_mtime_ns
+    before = (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns
     plans = [planned(found["never stopped"], processes=2)]
     plans.append(planned(cut, folder / "checkpoint-3", processes=2))
     train(planned(found["adapters"], processes=2), with_dropout=plans)
-    assert (folder / "checkpoint-3" / MANIFEST).stat().st_mtime_ns == before, "it began anew"
+    assert (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns == before, "it began anew"
     return found
 
 
@@ -180,13 +180,13 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     cut, caplog, request
 ):
     folder = Path(cut.out)
-    assert find_faults(folder / "checkpoint-6")
-    assert starting_point(resolve(cut), 2, True) == folder / "checkpoint-3"
+    assert find_checkpoint_problems(folder / "checkpoint-6")
+    assert find_start_checkpoint(resolve_recipe(cut), 2, True) == folder / "checkpoint-3"
     assert str(folder / "checkpoint-6") in caplog.text
     whole = request.getfixturevalue("whole")
     assert len(losses_of(cut)) == 8
     assert_same_bits(cut, whole["never stopped"])
-    assert find_faults(folder / "checkpoint-6") == []
+    assert find_checkpoint_problems(folder / "checkpoint-6") == []
 
     # A checkpoint is a model too, with the config it came with.
     config = GLM4VForCausalLM.from_pretrained(folder / "checkpoint-6").config

@@ -16,8 +16,8 @@ from tests.distributed.strategies import (
     zero_config,
 )
 from tests.helpers.processes import run_two_processes
-from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
-from tests.remote.rows import assert_close
+from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
+from tests.remote.inputs import assert_close
 
 # The image of rank 0 and that of rank 1, step by step; "-" is a batch without one.
 IMAGES = ["AB", "AB", "C-", "C-", "AD", "CD", "--", "-D", "BA"]
@@ -44,7 +44,7 @@ EVERY = [*dict.fromkeys((*run[:2], "") for run in RUNS), *RUNS]
 def rank_batch(step: int) -> dict[str, torch.Tensor]:
     rank = torch.distributed.get_rank()
     image = IMAGES[step][rank]
-    row = [*text(5, seed=step), *(grown_image() if image != "-" else [])]
+    row = [*text(5, seed=step), *(expanded_image() if image != "-" else [])]
     row += text(9, seed=10 * step + rank + 1)
     ids = torch.tensor([row])
     images = {} if image == "-" else {"pixel_values": random_pixels(1, seed=ord(image))}

@@ -12,8 +12,8 @@ from accelerate.utils import compute_module_sizes
 from torch import nn
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import padded, random_pixels, text, three_id_image, tiny_config
-from tests.remote.rows import assert_close, gradients
+from tests.helpers.tiny import padded, random_pixels, text, unexpanded_image, tiny_config
+from tests.remote.inputs import assert_close, gradients
 
 NUM_LAYERS = 4
 MODES = {"plain": None, "reentrant": True, "non-reentrant": False}
@@ -51,7 +51,7 @@ def split_at(model: nn.Module, share: float, first, second) -> dict:
 
 def batch(device: str = "cpu", labels_device: str | None = None) -> dict[str, torch.Tensor]:
     """Two images, one image and none, padded on the left."""
-    image = three_id_image()
+    image = unexpanded_image()
     rows = [[*image, *text(4, 1), *image, *text(5, 2)], [7, *image, *text(6, 3)], text(9, 4)]
     inputs = padded(rows, "left") | {"pixel_values": random_pixels(3)}
     labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)

@@ -19,7 +19,7 @@ from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as of_recipe
 from glm4v_patched.doctor.findings import Finding, finding, table
 from glm4v_patched.engine import memory_check
-from glm4v_patched.engine.gpus import Gpu, Gpus, Use
+from glm4v_patched.engine.gpus import Gpu, Gpus, GpuMemoryUse
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import locked
@@ -38,9 +38,9 @@ def sound(monkeypatch, tmp_path):
     (tmp_path / "Python.h").touch()
     for place, name, value in (
         (machine, "find_gpus", Gpus((Gpu("NVIDIA H200", 150 * 10**9, (9, 0)),) * 2)),
-        (machine, "cuda_of_driver", (13, 0)),
-        (machine, "cuda_of_torch", (12, 8)),
-        (machine, "memory_in_use", [Use(number, 0, 10**11) for number in range(2)]),
+        (machine, "driver_cuda_version", (13, 0)),
+        (machine, "torch_cuda_version", (12, 8)),
+        (machine, "query_gpu_memory_use", [GpuMemoryUse(number, 0, 10**11) for number in range(2)]),
         (shutil, "disk_usage", Usage(10**14, 0, 10**14)),
         (resource, "getrlimit", (10**6, 10**6)),
         (shutil, "which", "/bin/true"),
@@ -68,17 +68,17 @@ def test_nothing_is_wrong_with_a_sound_machine(sound, monkeypatch):
 
 @pytest.mark.parametrize("runs", [(12, 0), (12, 8), (13, 0)])
 def test_a_driver_of_torchs_major_cuda_or_a_newer_one_is_no_fault(sound, monkeypatch, runs):
-    monkeypatch.setattr(machine, "cuda_of_driver", lambda: runs)  # torch has 12.8
+    monkeypatch.setattr(machine, "driver_cuda_version", lambda: runs)  # torch has 12.8
     assert "driver" not in faults()
 
 
 # Each fault: what of the machine is replaced, and by what.
 NO_GPU = (machine, "find_gpus", lambda: Gpus((), "NVIDIA's driver shows none"))
-OLDER_DRIVER = (machine, "cuda_of_driver", lambda: (11, 8))
+OLDER_DRIVER = (machine, "driver_cuda_version", lambda: (11, 8))
 VOLTAS = Gpus((Gpu("Tesla V100", 32 * 10**9, (7, 0)),) * 2)
 VOLTA = (machine, "find_gpus", lambda: VOLTAS)
-USES = [Use(0, 0, 150 * GIB), Use(1, 41 * GIB, 150 * GIB)]
-TAKEN = (machine, "memory_in_use", lambda: USES)
+USES = [GpuMemoryUse(0, 0, 150 * GIB), GpuMemoryUse(1, 41 * GIB, 150 * GIB)]
+MAX_IDLE_GPU_MEMORY = (machine, "query_gpu_memory_use", lambda: USES)
 NO_HEADERS = (machine.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
 NO_COMPILER = (shutil, "which", lambda name, path=None: None)
 SMALL_DISK = (shutil, "disk_usage", lambda folder: Usage(10**14, 0, 2**26))
@@ -91,7 +91,7 @@ FEW_FILES = (resource, "getrlimit", lambda kind: (1024, 1048576))
         (NO_GPU, "GPUs", "warning", "NVIDIA's driver shows none"),
         (OLDER_DRIVER, "driver", "fails", "11.8"),
         (VOLTA, "bf16", "warning", "GPU 1"),
-        (TAKEN, "GPU 1", "warning", "41 of 150 GiB"),
+        (MAX_IDLE_GPU_MEMORY, "GPU 1", "warning", "41 of 150 GiB"),
         (NO_COMPILER, "compiler", "fails", "gcc"),
         (NO_HEADERS, "compiler", "fails", "/nowhere/Python.h"),
         (SMALL_DISK, "/dev/shm", "warning", "0.06 of"),
@@ -299,7 +299,7 @@ def test_rows_that_are_left_out_or_have_no_image_are_a_warning(asked, tmp_path):
     sets = [f"data.train={tmp_path / 'some.jsonl'}", "data.eval=null"]
     assert checks(asked, *sets)["data"].verdict == "fails"
     every = checks(asked, *sets, "data.on_bad=skip")
-    found, doubt = every["data"], every["data, doubtful"]
+    found, doubt = every["data"], every["data, warning"]
     assert found.verdict == "warning" and "1 rows left out" in found.found
     assert doubt.verdict == "warning" and "1 of 2 samples have no image" in doubt.found
 

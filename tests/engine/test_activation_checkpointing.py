@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
 from glm4v_patched.engine.options import LoraOptions
 from glm4v_patched.engine.trainable import select_weights
-from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
+from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 LAYERS = 2  # of each tower
@@ -46,7 +46,7 @@ def train_once(tower, language, layers=LAYERS, compiled=False):
     if compiled:
         torch._dynamo.reset()
         compile_layers(model)
-    ids = torch.tensor([text(5) + grown_image() + text(9)])
+    ids = torch.tensor([text(5) + expanded_image() + text(9)])
     loss = model(input_ids=ids, labels=ids, pixel_values=random_pixels(1)).loss
     counted = Counted()
     with nullcontext() if compiled else counted:
@@ -94,7 +94,7 @@ def test_compiled_layers_give_the_gradients_of_plain_ones(monkeypatch):
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_dropout_is_the_same_when_a_layer_is_computed_again(policy):
     """Else gradients would be of another network than the loss."""
-    ids = torch.tensor([text(9) + grown_image() + text(9)])
+    ids = torch.tensor([text(9) + expanded_image() + text(9)])
     found = []
     for asked in ("none", policy):
         torch.manual_seed(0)

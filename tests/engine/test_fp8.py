@@ -12,13 +12,13 @@ from glm4v_patched.engine import fp8, implementations
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.implementations import Use, use_implementations
 from glm4v_patched.engine.kernels import flash_attention_3, skinny_gemm
-from glm4v_patched.engine.kernels.fp8_linear import FrozenTowerMLP, HeldLinear, Linear
-from glm4v_patched.engine.kernels.fp8_matmul import product, quantize_rows, quantize_rows_of_gelu
+from glm4v_patched.engine.kernels.fp8_linear import FrozenTowerMLP, Fp8StoredLinear, Fp8DynamicLinear
+from glm4v_patched.engine.kernels.fp8_matmul import product, quantize_rows, gelu_and_quantize_rows
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
 from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
-from tests.helpers.tiny import grown_image, random_pixels, text, tiny_config
+from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_config
 
 # What comes out is rounded to bf16, a relative 0.0017 on random data. Of other operands it
 # would be 0.03 apart.
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.newest  # torch's products
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(fp8, "_on_cpu", True)
+    monkeypatch.setattr(fp8, "_allow_cpu", True)
 
 
 def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -156,7 +156,7 @@ def test_what_comes_in_is_cast_as_autocast_does(held):
 
 
 def batch() -> dict[str, torch.Tensor]:
-    ids = torch.tensor([text(5) + grown_image() + text(9)])
+    ids = torch.tensor([text(5) + expanded_image() + text(9)])
     return {"input_ids": ids, "labels": ids, "pixel_values": random_pixels(1).bfloat16()}
 
 
@@ -202,14 +202,14 @@ def test_which_layers_multiply_in_fp8(compiled):
     inside = {id(m) for one in layers for m in one.modules()}
     outside = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
     assert len(outside) == 5  # the adapter's, and the output layer
-    assert not any(isinstance(m, (Linear, HeldLinear)) for m in outside)
+    assert not any(isinstance(m, (Linear, Fp8StoredLinear)) for m in outside)
 
 
 def test_lora_holds_what_is_frozen_and_its_factors_stay_as_they_are():
     _, gradients, model = step(PLAIN)
     found = kinds(model)
     assert all(kind is nn.Linear for name, kind in found.items() if "lora_" in name)
-    held = [m for m in model.modules() if type(m) is HeldLinear]
+    held = [m for m in model.modules() if type(m) is Fp8StoredLinear]
     assert len(held) == 2 * 4 + 2 * 2
     plain = prepare_model(replace(PLAIN, fp8=False), build)
     names = {name: p.shape for name, p in plain.named_parameters()}
@@ -255,12 +255,12 @@ def test_policies_give_the_same_gradients_and_keep_products_in_fp8_as_others(tra
 
 def test_both_layouts_give_the_same_gradients():
     _, both, model = step(PLAIN)
-    assert any(m.transposed is not None for m in model.modules() if type(m) is HeldLinear)
-    _, one, model = step(replace(PLAIN, keep_transposed=False))
-    assert all(m.transposed is None for m in model.modules() if type(m) is HeldLinear)
+    assert any(m.transposed is not None for m in model.modules() if type(m) is Fp8StoredLinear)
+    _, one, model = step(replace(PLAIN, store_transposed=False))
+    assert all(m.transposed is None for m in model.modules() if type(m) is Fp8StoredLinear)
     assert all(torch.equal(both[name], one[name]) for name in both)
     lm = prepare_model(replace(PLAIN, trained="lora_lm"), build)
-    held = [m for m in lm.modules() if type(m) is HeldLinear]
+    held = [m for m in lm.modules() if type(m) is Fp8StoredLinear]
     # Nothing flows back through the tower, which is 32 wide.
     assert {m.in_features == 32 for m in held if m.transposed is None} == {True}
     assert not any(m.in_features == 32 for m in held if m.transposed is not None)
@@ -272,7 +272,7 @@ def test_what_fp8_needs_is_told_before_a_model_is_built(monkeypatch, words):
     fp8.require_fp8(replace(PLAIN, fp8=False), odd)
     with words.refused(ValueError, "ffn_hidden_size 104", "16"):
         fp8.require_fp8(PLAIN, odd)
-    monkeypatch.setattr(fp8, "_on_cpu", False)
+    monkeypatch.setattr(fp8, "_allow_cpu", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with words.refused(RuntimeError, "GPU"):
         fp8.require_fp8(PLAIN, config)
@@ -293,7 +293,7 @@ def test_rows_are_those_of_gelu_quantized():
     x = (torch.randn(6, 96) * torch.logspace(-4, 2, 6)[:, None]).bfloat16()
     bias = torch.randn(96).bfloat16()
     x[2, 7] = float("nan")
-    numbers, scale = quantize_rows_of_gelu(x, bias)
+    numbers, scale = gelu_and_quantize_rows(x, bias)
     found, wide = numbers.double() * scale.double(), gelu(x.double() + bias.double())
     assert not found[2].isfinite().any()
     found, wide = found[[0, 1, 3, 4, 5]], wide[[0, 1, 3, 4, 5]]
@@ -310,10 +310,10 @@ def test_a_frozen_tower_uses_it_and_computes_the_same(monkeypatch):
     for fused in (True, False):
         with monkeypatch.context() as patch:
             if not fused:
-                rows = [row for row in implementations.TABLE if row.module is not visual.MLP]
+                rows = [row for row in implementations.TABLE if row.module is not visual.VisionMLP]
                 patch.setattr(implementations, "TABLE", rows)
             model = prepare_model(replace(PLAIN, trained="lora_lm", compile=True), build)
-        mlps = [m for m in model.modules() if isinstance(m, visual.MLP)]
+        mlps = [m for m in model.modules() if isinstance(m, visual.VisionMLP)]
         assert mlps and all(isinstance(m, FrozenTowerMLP) is fused for m in mlps)
         with torch.no_grad():
             mlps[0].fc1.bias.fill_(0.5)
@@ -349,8 +349,8 @@ def test_rows_are_added_where_cublas_has_no_kernel_for_so_few(monkeypatch, rows,
     ("columns", "width"), [(4608, 4096), (27392, 4096), (4096, 13696), (64, 128)]
 )
 def test_the_parts_of_a_product_fill_the_gpu_and_none_is_empty(columns, width):
-    parts = skinny_gemm.parts_for(columns, width, processors=132)
-    size, blocks = skinny_gemm.blocks_a_part(width, parts), width // skinny_gemm.WIDTH
+    parts = skinny_gemm.num_splits(columns, width, processors=132)
+    size, blocks = skinny_gemm.k_blocks_per_split(width, parts), width // skinny_gemm.WIDTH
     assert (parts - 1) * size < blocks <= parts * size
     at_once = 2 * 132 // (columns // skinny_gemm.COLUMNS)
     assert parts == min(max(at_once, 1), blocks)
@@ -365,7 +365,7 @@ def test_the_frozen_tower_attends_as_torch_does_where_flash_attention_3_cannot(m
 
     with torch.no_grad():
         wanted = model(**batch()).logits
-    assert not is_used() and "fa3-fwd is not" in flash_attention_3.fault()
+    assert not is_used() and "fa3-fwd is not" in flash_attention_3.find_fa3_problem()
     monkeypatch.setattr(flash_attention_3, "fault", lambda channels: None)
     model.config._attn_implementation = "eager"
     assert not is_used()
@@ -380,7 +380,7 @@ def test_flash_attention_3_is_used_where_it_agrees_with_torchs():
     pytest.importorskip("fa3_fwd_interface", reason="fa3-fwd is missing: pip install fa3-fwd")
     if torch.cuda.get_device_capability() != flash_attention_3.HOPPER:
         pytest.skip("FlashAttention-3 is for Hopper GPUs")
-    assert flash_attention_3.fault() is None
+    assert flash_attention_3.find_fa3_problem() is None
     query, key, value = torch.randn(2, 100, 3, 4, 112, device="cuda").bfloat16().unbind(2)
     heads = [each.transpose(1, 2).float() for each in (query, key, value)]
     exact = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)

@@ -7,7 +7,7 @@ from torch.nn.functional import gelu
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers, compile_layers
 from glm4v_patched.engine.implementations import Use, use_implementations
-from glm4v_patched.engine.kernels.fp8_matmul import quantize_rows, quantize_rows_of_gelu
+from glm4v_patched.engine.kernels.fp8_matmul import quantize_rows, gelu_and_quantize_rows
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.modeling_chatglm import GLMBlock, RotaryEmbedding
@@ -104,7 +104,7 @@ def test_the_kernel_of_gelu_does_what_plain_torch_does(rows, channels):
     x, bias = torch.randn(rows, channels, device="cuda"), torch.randn(channels, device="cuda")
     x, bias = (x * torch.logspace(-4, 2, rows, device="cuda")[:, None]).bfloat16(), bias.bfloat16()
     x[1:2, 3] = float("nan")
-    numbers, scale = quantize_rows_of_gelu(x, bias)
+    numbers, scale = gelu_and_quantize_rows(x, bias)
     expected, scales = quantize_rows(gelu(x.float() + bias.float()))
     assert torch.allclose(scale, scales, rtol=1e-5, equal_nan=True)
     assert numbers.shape == expected.shape

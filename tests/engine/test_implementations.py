@@ -22,10 +22,10 @@ from glm4v_patched.engine.implementations import (
     explain,
     summarize,
     use_implementations,
-    why_not,
+    find_blocker,
 )
 from glm4v_patched.engine.kernels.flash_attention_3 import fault
-from glm4v_patched.engine.kernels.recorded_calls import RecordedTower
+from glm4v_patched.engine.kernels.cuda_graphs import GraphedTower
 from glm4v_patched.engine.trainable import select_weights
 from tests.helpers.fp8 import PLAIN, build
 
@@ -80,8 +80,8 @@ def changed(how: str) -> nn.Module:
     ],
 )
 def test_what_is_in_the_way_of_computing_what_a_module_does(how, reason, stays):
-    for hooks_count, expected in ((True, reason), (False, stays)):
-        found = why_not(changed(how), (nn.Linear,), hooks_count)
+    for hooks_block, expected in ((True, reason), (False, stays)):
+        found = find_blocker(changed(how), (nn.Linear,), hooks_block)
         assert found == expected or re.match(expected, found)
 
 
@@ -90,7 +90,7 @@ def lines(model: nn.Module, use: Use) -> str:
 
 
 def test_in_training_each_module_is_said_to_have_its_implementation(monkeypatch):
-    monkeypatch.setattr(fp8, "_on_cpu", True)
+    monkeypatch.setattr(fp8, "_allow_cpu", True)
     use = Use.training(replace(PLAIN, trained="lora_lm", compile=True))
     model = select_weights(build(), "lora_lm")
     before = lines(model, replace(use, fp8=False))
@@ -98,7 +98,7 @@ def test_in_training_each_module_is_said_to_have_its_implementation(monkeypatch)
     use_implementations(model, use)
     found = lines(model, use)
     # Of LoRA's layer the inner one; its factors are not told of.
-    assert "HeldLinear: 2 x language model query_key_value, " in found and "default" not in found
+    assert "Fp8StoredLinear: 2 x language model query_key_value, " in found and "default" not in found
     assert "FrozenTowerMLP: 2 x tower MLP" in found
     assert re.search(r"as published \(.* gains nothing\): 2 x tower dense\b", found)
     assert re.search(r"as published \(fa3-fwd is not installed: .*\): 2 x tower Attention", found)
@@ -121,11 +121,11 @@ def test_in_inference_why_kernels_are_not_used_is_said(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     use_implementations(model, use)
     found = lines(model, use)
-    assert "ReadBlock: 2 x language model GLMBlock" in found
-    assert "ReadTowerMLP (fp8 is off): 2 x tower MLP" in found
+    assert "InferenceBlock: 2 x language model GLMBlock" in found
+    assert "InferenceTowerMLP (fp8 is off): 2 x tower MLP" in found
     block.input_layernorm.register_forward_hook(lambda *_: None)
     reason = "without its input_layernorm: it has hooks"
-    assert f"ReadBlock ({reason}): 1 x language model GLMBlock" in lines(model, use)
+    assert f"InferenceBlock ({reason}): 1 x language model GLMBlock" in lines(model, use)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_a_tower_with_hooks_inside_is_not_recorded(is_hooked):
     if is_hooked:
         model.transformer.vision.conv.register_forward_hook(lambda *_: None)
     use_implementations(model, use)
-    assert isinstance(model.transformer.vision, RecordedTower) is not is_hooked
+    assert isinstance(model.transformer.vision, GraphedTower) is not is_hooked
     (line,) = summarize(explain(model, use))
     assert ("of a module in it: it has hooks" in line) is is_hooked
 

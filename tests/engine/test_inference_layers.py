@@ -20,21 +20,21 @@ from glm4v_patched.engine.implementations import (
     use_implementations,
 )
 from glm4v_patched.engine.kernels import inference_layers, skinny_gemm
-from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
+from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear
 from glm4v_patched.engine.kernels.fp8_matmul import Quantized, quantize_rows
 from glm4v_patched.engine.kernels.inference_layers import (
-    ReadPatchEmbedding,
-    ReadSelfAttention,
-    ReadTowerLayer,
-    ReadTowerMLP,
+    InferencePatchEmbedding,
+    InferenceSelfAttention,
+    InferenceTowerLayer,
+    InferenceTowerMLP,
     in_parts,
 )
 from glm4v_patched.engine.kernels.reference import reduced
 from glm4v_patched.engine.kernels.skinny_gemm import Parts
-from glm4v_patched.inference.decoding.loop import draw_ahead
+from glm4v_patched.inference.decoding.loop import decode_without_sync
 from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from glm4v_patched.remote.keywords import CACHE
+from glm4v_patched.remote.keywords import CACHE_KEYWORD
 from glm4v_patched.remote.modeling_chatglm import (
     GLM4VForCausalLM,
     RMSNorm,
@@ -45,18 +45,18 @@ from glm4v_patched.remote.modeling_chatglm import (
 from glm4v_patched.remote.visual import PatchEmbedding, TransformerLayer
 from tests.helpers.fp8 import FP8_ALONE, apart, build
 from tests.helpers.plain_kernels import put_in_the_place_of_kernels
-from tests.helpers.tiny import grown_image, random_pixels, text
+from tests.helpers.tiny import expanded_image, random_pixels, text
 
 if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
     from glm4v_patched.engine.kernels import fp8_triton
     from glm4v_patched.engine.kernels.fp8_triton import activate
     from glm4v_patched.engine.kernels.inference_triton import (
-        add_norm,
+        layer_norm_add,
         add_rms_norm,
-        attend_to_kept,
-        rotate_and_keep,
+        flash_decode,
+        rope_and_update_cache,
     )
-    from glm4v_patched.engine.kernels.skinny_gemm_triton import parts_of_product, sum_of_parts
+    from glm4v_patched.engine.kernels.skinny_gemm_triton import split_k_matmul, reduce_partials
 
 SHALLOW_TOWER = {"num_hidden_layers": 2}
 PROCESSORS = 132  # of an H100 and an H200
@@ -67,7 +67,7 @@ OF_INFERENCE = {CLASSES[row.implementation] for row in TABLE if row.purposes == 
 def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton(
     monkeypatch, has_triton
 ):
-    model, rows = build().eval(), text(3) + grown_image() + text(4)
+    model, rows = build().eval(), text(3) + expanded_image() + text(4)
     given = {"input_ids": torch.tensor([rows]), "pixel_values": random_pixels(1)}
     with torch.no_grad():
         wanted = model(**given).logits
@@ -83,14 +83,14 @@ def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton
 @pytest.mark.parametrize("weights", [None, "fp8"])
 def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_products):
     """With plain steps in the place of the kernels, where a prompt is read and an id is drawn."""
-    model, rows = build().eval().requires_grad_(False), text(20) + grown_image() + text(4)
+    model, rows = build().eval().requires_grad_(False), text(20) + expanded_image() + text(4)
     for module in model.modules():  # all are ones or zeros, and one does for another
         if isinstance(module, (nn.LayerNorm, RMSNorm)):
             nn.init.normal_(module.weight)
         if getattr(module, "bias", None) is not None:
             nn.init.normal_(module.bias)
     if weights == "fp8":
-        monkeypatch.setattr(fp8, "_on_cpu", True)
+        monkeypatch.setattr(fp8, "_allow_cpu", True)
         use_implementations(model, FP8_ALONE)
 
     def logits() -> list[torch.Tensor]:
@@ -110,13 +110,13 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
         calls = put_in_the_place_of_kernels(monkeypatch, model, has_products)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
         use_implementations(model, Use.inference())
-        assert OF_INFERENCE - {*map(type, model.modules())} <= {CLASSES[ReadTowerMLP]}
+        assert OF_INFERENCE - {*map(type, model.modules())} <= {CLASSES[InferenceTowerMLP]}
         found = logits()
     # Of one id; of two, where only layers in fp8 and the MLP are asked; not of the prompt's rows.
     a_layer = 8 if weights else 6 if inference_layers.HAS_COUNTERS else 4
-    assert calls.count("parts_of_product") == has_products * layers * a_layer
-    assert calls.count("attend_to_kept") == inference_layers.HAS_COUNTERS * layers
-    assert calls.count("add_norm") == 2 * model.config.vision.num_hidden_layers
+    assert calls.count("split_k_matmul") == has_products * layers * a_layer
+    assert calls.count("flash_decode") == inference_layers.HAS_COUNTERS * layers
+    assert calls.count("layer_norm_add") == 2 * model.config.vision.num_hidden_layers
     # A block's input is normalized where it is made, but for the first block's.
     assert calls.count("add_rms_norm") == 3 * 2 * layers
     for one, other in zip(found, wanted, strict=True):
@@ -128,7 +128,7 @@ def read_model(monkeypatch, weights: str | None = None) -> Any:
     """In bf16 or, but for the kernels of inference, in fp8."""
     model = build().eval().requires_grad_(False)
     if weights == "fp8":
-        monkeypatch.setattr(fp8, "_on_cpu", True)
+        monkeypatch.setattr(fp8, "_allow_cpu", True)
         use_implementations(model, FP8_ALONE)
     return model
 
@@ -136,7 +136,7 @@ def read_model(monkeypatch, weights: str | None = None) -> Any:
 def drawn(model: nn.Module) -> torch.Tensor:
     """Logits of a text with an image and of an id behind it."""
     cache = StaticCache(config=model.config, max_cache_len=32)
-    ids = torch.tensor([text(3) + grown_image() + text(5)])
+    ids = torch.tensor([text(3) + expanded_image() + text(5)])
     with torch.no_grad():
         read = model(ids[:, :-1], pixel_values=random_pixels(1), past_key_values=cache).logits
         last = model(ids[:, -1:], torch.ones_like(ids), past_key_values=cache).logits
@@ -217,11 +217,11 @@ def test_heads_that_kernels_do_not_take_are_rotated_by_torch(monkeypatch):
     model = build().eval().requires_grad_(False)
     wanted = drawn(model)
     calls = put_in_the_place_of_kernels(monkeypatch, model, True)
-    monkeypatch.setattr(inference_layers, "HEAD_CHANNELS", ())
+    monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     use_implementations(model, Use.inference())
     assert apart(drawn(model), wanted) < 0.02
-    assert "add_rms_norm" in calls and {"rotate", "rotate_and_keep"}.isdisjoint(calls)
+    assert "add_rms_norm" in calls and {"rotate", "rope_and_update_cache"}.isdisjoint(calls)
 
 
 class Wrapper(nn.Module):
@@ -273,7 +273,7 @@ def test_weights_in_fewer_bytes_are_their_packages_to_multiply(monkeypatch):
     linear.weight = Packed(linear.weight, requires_grad=False)
     put(monkeypatch, model)
     calls: list = []
-    monkeypatch.setattr(skinny_gemm, "takes", lambda rows, weight: calls.append(weight) or True)
+    monkeypatch.setattr(skinny_gemm, "is_supported", lambda rows, weight: calls.append(weight) or True)
     drawn(model)
     assert calls and linear.weight not in {*calls}
 
@@ -286,7 +286,7 @@ def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(in_fp32):
         attention, angles = SelfAttention(config, 0), RotaryEmbedding(config)
         heads = torch.randn(2, 100, 36, 128).bfloat16()
         cos, sin = angles(torch.randint(0, 8000, (2, 100)), torch.bfloat16)
-    become(attention, ReadSelfAttention)
+    become(attention, InferenceSelfAttention)
     wanted = apply_rotary(heads[:, :, :34], cos, sin).split((32, 2), dim=2)
     value = heads[:, :, 34:].clone()
     with torch.no_grad():
@@ -325,15 +325,15 @@ def test_a_model_on_a_gpu_reads_and_draws_as_before(weights):
     before = logits()
     use_implementations(model, Use.inference())
     kinds = {type(each) for each in model.modules()}
-    assert OF_INFERENCE - kinds == ({CLASSES[ReadTowerMLP]} if weights else set())
+    assert OF_INFERENCE - kinds == ({CLASSES[InferenceTowerMLP]} if weights else set())
     for found, was, wanted in zip(logits(), before, exact, strict=True):
         # In fp8 two ways of rounding are as far from each other as each is from bf16.
         assert apart(found, wanted) < (1.1 * apart(was, wanted) if weights else 0.02)
 
     given |= {"eos_token_id": None, "pad_token_id": filling, "max_new_tokens": 24}
-    recorded = model.generate(**given, **StaticCaches(model, 64).options(2, 1664))
-    kept = {CACHE: StaticCache(config=config, max_cache_len=1664)}
-    unrecorded = {"custom_generate": draw_ahead, "step": model.__call__}
+    recorded = model.generate(**given, **StaticCaches(model, 64).generate_kwargs(2, 1664))
+    kept = {CACHE_KEYWORD: StaticCache(config=config, max_cache_len=1664)}
+    unrecorded = {"custom_generate": decode_without_sync, "decode_step": model.__call__}
     assert torch.equal(recorded, model.generate(**given, **kept, **unrecorded))
 
 
@@ -363,10 +363,10 @@ def test_one_id_of_each_row_is_kept_and_attends_where_its_mask_lets_it(
     for given in (mask, mask[:1]):
         for quantizes in (False, True):
             kept.cumulative_length.fill_(filled)
-            query = rotate_and_keep(heads.flatten(2), sizes, *angles, kept)
+            query = rope_and_update_cache(heads.flatten(2), sizes, *angles, kept)
             assert torch.equal(query, turned[:, :queries, 0])
             assert torch.equal(kept.keys, keys) and torch.equal(kept.values, values)
-            found: Any = attend_to_kept(query, kept, given, quantizes)
+            found: Any = flash_decode(query, kept, given, quantizes)
             assert kept.cumulative_length.item() == filled + 1
             exact = scaled_dot_product_attention(
                 query[:, :, None].float(), keys.float(), values.float(), given, enable_gqa=True
@@ -377,7 +377,7 @@ def test_one_id_of_each_row_is_kept_and_attends_where_its_mask_lets_it(
                 found = (numbers * found.scale[..., None]).flatten(2)
             assert apart(found, exact) < (0.04 if quantizes else 0.005)
     kept.cumulative_length.fill_(room)  # no room is left: nothing is written beyond
-    rotate_and_keep(heads.flatten(2), sizes, *angles, kept)
+    rope_and_update_cache(heads.flatten(2), sizes, *angles, kept)
     assert torch.equal(kept.keys, keys) and torch.equal(kept.values, values)
 
 
@@ -411,8 +411,8 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         linear: Any = nn.Linear(4096, out, **made).requires_grad_(False)
         exact = x.double() @ linear.weight.double().T + linear.bias.double()
         if is_held:
-            become(linear, HeldLinear)
-            linear.quantize_weight(keeps_transposed=False)
+            become(linear, Fp8StoredLinear)
+            linear.quantize_weight(stores_transposed=False)
         parts = in_parts(linear, x)
         assert isinstance(parts, Parts) and apart(reduced(parts), exact) < (
             0.05 if is_held else 0.01
@@ -428,8 +428,8 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
     nn.init.normal_(norm.weight)
     with torch.no_grad():
         parts, wanted = product(4096)
-        assert_near(sum_of_parts(parts), wanted)
-        assert_near(sum_of_parts(parts, x), wanted + x)
+        assert_near(reduce_partials(parts), wanted)
+        assert_near(reduce_partials(parts, x), wanted + x)
         added, normed = add_rms_norm(x, norm, parts, False)
         assert_near(added, wanted + x)
         assert_near(normed, norm(added))
@@ -441,7 +441,7 @@ def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
         position = torch.randint(0, 8000, (rows, 1), device="cuda")
         angles = RotaryEmbedding(ChatGLMConfig()).cuda()(position, torch.bfloat16)
         turned, plain = (
-            rotate_and_keep(each, (32, 2, 2), *angles, to)
+            rope_and_update_cache(each, (32, 2, 2), *angles, to)
             for each, to in zip((parts, wanted), kept, strict=True)
         )
         assert_near(turned, plain)
@@ -473,16 +473,16 @@ def test_the_kernel_gives_the_product_of_few_rows(rows, dtype, columns, width):
     x = torch.randn(rows, width, device="cuda").to(dtype)
     weight = torch.randn(columns, width, device="cuda").to(dtype)
     for groups in (
-        {1, width // 128, skinny_gemm.parts_for(columns, width, PROCESSORS)}
+        {1, width // 128, skinny_gemm.num_splits(columns, width, PROCESSORS)}
         if dtype.itemsize == 1
         else (0,)
     ):
         scales, scaled = None, x.double()
         if groups:
             scales = torch.rand(rows, groups, device="cuda") + 0.5
-            size = skinny_gemm.blocks_a_part(width, groups) * 128
+            size = skinny_gemm.k_blocks_per_split(width, groups) * 128
             scaled = scaled * scales.repeat_interleave(size, dim=1)[:, :width]
-        found = parts_of_product(x, weight, scales).sum(0)
+        found = split_k_matmul(x, weight, scales).sum(0)
         # Tensor cores sum products of fp8 to 14 bits.
         close = 1e-3 if groups else 1e-4
         assert apart(found, scaled @ weight.double().T) < close
@@ -492,11 +492,11 @@ def test_the_kernel_gives_the_product_of_few_rows(rows, dtype, columns, width):
 def test_the_kernel_of_few_rows_refuses_other_sizes():
     x, weight = (torch.randn(size, 128, device="cuda").bfloat16() for size in (33, 64))
     with pytest.raises(ValueError, match=r"\(33, 128\).*at most 32 rows"):
-        parts_of_product(x, weight)
+        split_k_matmul(x, weight)
     with pytest.raises(
         ValueError, match="3 scales for each row of 128 channels: expected 1, 1 or 1"
     ):
-        parts_of_product(x[:2], weight, torch.ones(2, 3, device="cuda"))
+        split_k_matmul(x[:2], weight, torch.ones(2, 3, device="cuda"))
 
 
 @pytest.mark.gpu
@@ -524,13 +524,13 @@ def test_a_layer_of_the_tower_normalizes_and_adds_as_torch_does():
         nn.init.normal_(norm.bias)
     with torch.no_grad():
         wanted = layer(x)
-        become(layer, ReadTowerLayer)
+        become(layer, InferenceTowerLayer)
         found = layer(x)
-        added, quantized = add_norm(x, layer.input_layernorm, found, True)
+        added, quantized = layer_norm_add(x, layer.input_layernorm, found, True)
     # Sums in another order change what is rounded, in few places.
     assert (found != wanted).float().mean() < 0.01
     assert torch.allclose(found, wanted, rtol=2**-7, atol=2**-6)
-    assert torch.equal(add_norm(x, layer.input_layernorm, found, False)[1], added)
+    assert torch.equal(layer_norm_add(x, layer.input_layernorm, found, False)[1], added)
     assert_quantized(quantized, added)
 
 
@@ -543,7 +543,7 @@ def test_patches_are_multiplied_as_they_are_convolved():
     embedding.bfloat16()
     with torch.no_grad():
         wanted = embedding(pixels)
-        become(embedding, ReadPatchEmbedding)
+        become(embedding, InferencePatchEmbedding)
         assert apart(embedding(pixels), wanted) < 0.005
 
 

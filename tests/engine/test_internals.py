@@ -17,7 +17,7 @@ from tests.helpers.sharded import as_sharded
 from tests.helpers.tiny import tiny_model
 
 PACKAGE = Path(glm4v_patched.__file__).parent
-CLASSES = (internals.ZERO_PARAM_STATUS, internals.CHECKPOINT_ENGINE, *internals.IN_CHECKPOINTS)
+CLASSES = (internals.ZERO_PARAM_STATUS, internals.CHECKPOINT_ENGINE, *internals.CHECKPOINT_CLASSES)
 CURE = re.escape(f"; install a tested one: {pip_install(config.SUPPORTED_DEEPSPEED)}")
 
 
@@ -27,20 +27,20 @@ def renamed(name: str):
     return pytest.raises(RuntimeError, match=told)
 
 
-@pytest.mark.parametrize("name", internals.OF_SHARDED_WEIGHTS)
+@pytest.mark.parametrize("name", internals.SHARDED_WEIGHT_ATTRIBUTES)
 def test_a_renamed_name_of_a_weight_is_told_wherever_it_is_used(name):
     weight = as_sharded(SimpleNamespace())
     delattr(weight, name)
-    for use in ("is_sharded", "shard_of", "own_shard"):
+    for use in ("is_sharded", "local_shard", "unpadded_shard"):
         with renamed(name):
             getattr(internals, use)(weight)
 
 
 def test_a_class_of_deepspeed_is_there_and_a_renamed_one_told():
-    assert all(map(internals.resolve, CLASSES))
+    assert all(map(internals.import_deepspeed_name, CLASSES))
     for name in ("deepspeed.runtime.zero:Renamed", "deepspeed.renamed:Init"):
         with renamed(name.replace(":", ".")):
-            internals.resolve(name)
+            internals.import_deepspeed_name(name)
 
 
 def test_a_renamed_name_of_the_optimizer_or_of_a_checkpoint_is_told(monkeypatch):
@@ -52,7 +52,7 @@ def test_a_renamed_name_of_the_optimizer_or_of_a_checkpoint_is_told(monkeypatch)
     for name, use in uses.items():
         with renamed(name):
             use(SimpleNamespace(**{known: {} for known in uses if known != name}))
-    module, attribute = internals.IN_CHECKPOINTS[0].split(":")
+    module, attribute = internals.CHECKPOINT_CLASSES[0].split(":")
     monkeypatch.delattr(importlib.import_module(module), attribute)
     with renamed(f"{module}.{attribute}"), loading_safely():
         pass
@@ -61,7 +61,7 @@ def test_a_renamed_name_of_the_optimizer_or_of_a_checkpoint_is_told(monkeypatch)
 def test_plain_weights_are_not_sharded():
     parameter = next(tiny_model().parameters())
     assert not internals.is_sharded(parameter)
-    assert internals.shard_of(parameter) is parameter
+    assert internals.local_shard(parameter) is parameter
 
 
 def test_all_are_replaced_or_none():
@@ -76,12 +76,12 @@ def test_all_are_replaced_or_none():
 def test_on_a_cpu_deepspeed_compiles_nothing_where_processes_join(monkeypatch):
     backend = importlib.import_module(internals.COLLECTIVES)
     original = backend.build_shm_op
-    with pytest.raises(ZeroDivisionError), internals.nothing_compiled():
+    with pytest.raises(ZeroDivisionError), internals.skip_collectives_compilation():
         assert backend.build_shm_op() is None
         raise ZeroDivisionError
     assert backend.build_shm_op is original
     monkeypatch.delattr(backend, "build_shm_op")
-    with renamed("build_shm_op"), internals.nothing_compiled():
+    with renamed("build_shm_op"), internals.skip_collectives_compilation():
         pass
 
 

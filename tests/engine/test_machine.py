@@ -12,12 +12,12 @@ import torch
 from glm4v_patched.engine import gpus
 from glm4v_patched.engine.environment import (
     ROOT,
-    environments_of_ranks,
-    python_module,
+    rank_environments,
+    python_module_command,
     training_environment,
 )
-from glm4v_patched.engine.folders import fault_of_folder
-from glm4v_patched.engine.gpus import Gpu, Gpus, cuda_of_driver, find_gpus, free_on_gpus
+from glm4v_patched.engine.folders import find_folder_problem
+from glm4v_patched.engine.gpus import Gpu, Gpus, driver_cuda_version, find_gpus, free_bytes_per_gpu
 from glm4v_patched.engine.ram import free_ram
 
 
@@ -34,18 +34,18 @@ def strange_folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_code_in_the_current_folder_is_not_run(strange_folder, monkeypatch):
-    assert python_module("a", "b") == [sys.executable, "-P", "-m", "a", "b"]
+    assert python_module_command("a", "b") == [sys.executable, "-P", "-m", "a", "b"]
     # As torch's launcher starts processes.
     by_torch = [sys.executable, "-u", "-m", "glm4v_patched.cli", "--version"]
     for command, variables in (
-        (python_module("glm4v_patched.cli", "--version"), None),
+        (python_module_command("glm4v_patched.cli", "--version"), None),
         (by_torch, training_environment(1)),
     ):
         ended = subprocess.run(command, env=variables, capture_output=True, text=True)
         assert ended.returncode == 0 and "RAN" not in ended.stdout, ended
     # What lies beside the package is found where it is not installed.
     monkeypatch.chdir(ROOT)
-    assert python_module("a") == [sys.executable, "-m", "a"]
+    assert python_module_command("a") == [sys.executable, "-m", "a"]
     assert "PYTHONSAFEPATH" not in training_environment(1)
 
 
@@ -64,7 +64,7 @@ def test_what_the_reader_sets_stays(monkeypatch):
 
 
 def test_each_process_knows_which_one_it_is_and_all_meet_at_one_place():
-    ranks = environments_of_ranks(3)
+    ranks = rank_environments(3)
     for rank, found in enumerate(ranks):
         assert (found["RANK"], found["LOCAL_RANK"]) == (str(rank), str(rank))
         assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "3"
@@ -73,10 +73,10 @@ def test_each_process_knows_which_one_it_is_and_all_meet_at_one_place():
 
 @pytest.mark.parametrize("missing", [os.W_OK, os.X_OK])
 def test_a_folder_is_made_only_where_one_may_write_and_enter(missing, tmp_path, monkeypatch):
-    assert fault_of_folder(str(tmp_path / "new" / "one")) is None
+    assert find_folder_problem(str(tmp_path / "new" / "one")) is None
     # Root may do all.
     monkeypatch.setattr(os, "access", lambda place, asked: not asked & missing)
-    assert f"{tmp_path} may not be written" in fault_of_folder(str(tmp_path / "new" / "one"))
+    assert f"{tmp_path} may not be written" in find_folder_problem(str(tmp_path / "new" / "one"))
 
 
 class Driver:
@@ -126,7 +126,7 @@ def has_driver(monkeypatch):
                 raise OSError("cannot open shared object file")
             return driver
 
-        monkeypatch.setattr(gpus, "cuda_of_torch", lambda: (13, 0))
+        monkeypatch.setattr(gpus, "torch_cuda_version", lambda: (13, 0))
         monkeypatch.setattr(ctypes, "CDLL", load)
 
     return have
@@ -140,9 +140,9 @@ def test_gpus_are_those_of_the_driver_and_no_memory_of_them_is_kept(has_driver):
         (Gpu("NVIDIA H200", 2**40 + 10, (9, 10)), Gpu("NVIDIA A100", 2**40 + 11, (9, 11)))
     )
     assert len(found) == 2 and not found.reason
-    assert free_on_gpus(2) == [2**30 + 10, 2**30 + 11] and driver.contexts == 0
+    assert free_bytes_per_gpu(2) == [2**30 + 10, 2**30 + 11] and driver.contexts == 0
     with pytest.raises(RuntimeError, match="error 101 about GPU 2's memory"):
-        free_on_gpus(3)
+        free_bytes_per_gpu(3)
 
 
 def test_why_there_is_no_gpu_is_said(has_driver, monkeypatch):
@@ -168,7 +168,7 @@ def test_the_newest_cuda_that_the_driver_runs(has_driver):
         (Driver([]), (12, 8)),
     ):
         has_driver(driver)
-        assert cuda_of_driver() == found
+        assert driver_cuda_version() == found
 
 
 def test_the_driver_counts_and_names_as_torch_does():

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from glm4v_patched.bench.roofline import batch_of
-from glm4v_patched.bench.settings import Settings
-from glm4v_patched.bench.table import read_rows
+from glm4v_patched.bench.roofline import benchmark_batch
+from glm4v_patched.bench.settings import TrainingSettings
+from glm4v_patched.bench.table import read_measurements
 from glm4v_patched.engine import memory_check
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
 from glm4v_patched.engine.layer_memory import language_sizes, tower_sizes
-from glm4v_patched.engine.memory_check import fault_of_memory
+from glm4v_patched.engine.memory_check import find_memory_problem
 from glm4v_patched.engine.memory_plan import (
     GIB,
-    OUTSIDE_TORCH,
+    NON_TORCH_BYTES,
     STEPS_THAT_PAY_FOR_COMPILING,
     Batch,
     activations,
@@ -26,7 +26,7 @@ from glm4v_patched.engine.memory_plan import (
     count_trained,
     decide,
     estimate,
-    free_memory,
+    min_free_gpu_memory,
     offloaded,
     recomputed_flop,
     states,
@@ -49,7 +49,7 @@ from tests.helpers.tiny import tiny_config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REAL = ChatGLMConfig()
-TWO_ROWS = Batch(rows=2, row_length=2114, processes=2)
+TWO_ROWS = Batch(num_sequences=2, sequence_length=2114, processes=2)
 ONE_ROW = replace(TWO_ROWS, rows=1)
 
 
@@ -81,7 +81,7 @@ def test_parameters_are_counted_as_the_model_has_them():
 def measured_rows():
     """Rows of real GPUs, each as what was trained, what was kept, and the measured peak."""
     for path in sorted(RESULTS.glob("bench_*.json")):
-        for number, row in enumerate(read_rows(path), 1):
+        for number, row in enumerate(read_measurements(path), 1):
             settings = row["settings"]
             # Eager attention's scores are not estimated: nobody is to choose it for its memory.
             is_eager = settings.get("attn_implementation", "sdpa") == "eager"
@@ -91,12 +91,12 @@ def measured_rows():
             if settings.get("packed"):
                 shortest, samples = settings["shortest_text"], row["micro_batch"]
                 texts = {"text_tokens": row["text_tokens"], "shortest_text": shortest}
-                asked_texts = Settings(micro_batch=samples, **texts).text_lengths()
+                asked_texts = TrainingSettings(micro_batch=samples, **texts).text_lengths()
                 lengths = [sum(1602 + text for text in asked_texts)]
             policies = settings | {"gathered": settings.get("stage3_max_live_parameters")}
             policies |= row.get("policies") or {}
             images = row["micro_batch"] / len(lengths)
-            shape = {"rows": len(lengths), "row_length": lengths[0], "images_per_row": images}
+            shape = {"rows": len(lengths), "sequence_length": lengths[0], "images_per_sequence": images}
             batch = Batch(**shape, processes=row["gpus"])
             names = ("compile", "loss_chunk_size", "optimizer", "fp8")
             asked_for = {name: settings[name] for name in names if name in settings}
@@ -162,18 +162,18 @@ PEAKS = [
 ]
 
 
-def on_one_gpu(trained, samples, tower, language, compiled, fp8) -> Settings:
+def on_one_gpu(trained, samples, tower, language, compiled, fp8) -> TrainingSettings:
     optimizer = "adamw_8bit" if trained == "lm" else "adamw"
     policies = {"tower": tower, "language": language}
     engine = EngineSection(
         zero_stage=0, fp8=fp8, compile=compiled, optimizer=optimizer, offload=False, **policies
     )
-    return Settings(trained=trained, micro_batch=samples, engine=engine, warm_up=2, steps=2)
+    return TrainingSettings(trained=trained, micro_batch=samples, engine=engine, warm_up=2, steps=2)
 
 
-def estimated(settings: Settings) -> float:
+def estimated(settings: TrainingSettings) -> float:
     """GiB, of one process with memory enough for the second copy of fp8's weights."""
-    batch = batch_of(settings, REAL, processes=1)
+    batch = benchmark_batch(settings, REAL, processes=1)
     options = decide(REAL, settings.engine_options(), batch, free=141 * GIB)
     return estimate(REAL, options, batch) / GIB
 
@@ -186,7 +186,7 @@ def test_the_estimate_for_one_gpu_errs_by_less_than_5_percent(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", PEAKS, ids=lambda case: "-".join(map(str, case[:6])))
 def test_the_estimate_for_one_gpu_is_what_a_step_takes_here(case):
-    from glm4v_patched.bench.worker import measure
+    from glm4v_patched.bench.worker import measure_steps
 
     if case[0] in ("lm", "qlora"):
         pytest.importorskip("bitsandbytes")
@@ -194,7 +194,7 @@ def test_the_estimate_for_one_gpu_is_what_a_step_takes_here(case):
         pytest.skip(f"a GPU with {case[6] + 4:.0f} GiB free is needed, and this has {room:.0f}")
     torch.compiler.reset()
     settings = on_one_gpu(*case[:6])
-    row = measure(settings)
+    row = measure_steps(settings)
     gc.collect()
     torch.cuda.empty_cache()
     assert estimated(settings) == pytest.approx(row["peak_allocated_gib"], rel=0.05)
@@ -215,7 +215,7 @@ def test_weights_trained_in_fp32_leave_copies_and_activations_in_fp32(
 ):
     """What one sample's forward leaves on an H200, measured with the peaks above."""
     settings = on_one_gpu("lm", 1, "full", language, compiled, fp8)
-    batch = batch_of(settings, REAL, processes=1)
+    batch = benchmark_batch(settings, REAL, processes=1)
     options = settings.engine_options()
     kept = activations(REAL, options, batch)
     assert kept / GIB == pytest.approx(measured, rel=0.02)
@@ -253,7 +253,7 @@ def test_the_activations_of_a_layer_are_those_that_autograd_saves(trained, targe
     assert isinstance(block, GLMBlock) and isinstance(tower, TransformerLayer)
     width, side = config.hidden_size, config.vision.hidden_size
     rotation = RotaryEmbedding(config)(torch.arange(tokens)[None], torch.float32)
-    batch = Batch(rows=1, row_length=tokens)
+    batch = Batch(num_sequences=1, sequence_length=tokens)
     expected = language_sizes(config, options, batch).saved_by_autograd
     inputs = torch.randn(1, tokens, width, requires_grad=True), *rotation
     assert saved_channels(block, *inputs, None, None, None, {}) == expected
@@ -300,12 +300,12 @@ def test_frozen_weights_in_fp8_take_a_byte_and_are_sharded_by_stage_3(
         )
         for pattern in patterns
     )
-    batch = Batch(rows=1, row_length=64, processes=processes)
+    batch = Batch(num_sequences=1, sequence_length=64, processes=processes)
     options = asked(trained, zero_stage=stage, compile=compiled)
     in_bf16 = states(config, options, batch)
     saved = of_tower + of_language
     for transposed in (False, True):
-        in_fp8 = states(config, replace(options, fp8=True, keep_transposed=transposed), batch)
+        in_fp8 = states(config, replace(options, fp8=True, store_transposed=transposed), batch)
         if transposed and stage < 3:  # of layers that have a backward pass
             saved -= of_language + of_tower * (trained == "lora_all")
         assert in_bf16 - in_fp8 == saved / (processes if stage == 3 else 1)
@@ -335,7 +335,7 @@ def test_states_take_so_many_bytes_a_weight_by_stage_optimizer_and_offload():
     assert offloaded(REAL, decided("full")) == 0
     # Without ZeRO all in fp32.
     assert bytes_a_weight(zero_stage=0, processes=1) == 4 + 4 + 8
-    for trained, number in (("lm", language), ("tower+adapter", tower)):
+    for trained, number in (("lm", language), ("tower+projector", tower)):
         found = bytes_a_weight(trained, zero_stage=3) - 2 / 2
         assert found == pytest.approx(14 / 2 * number / weights)
 
@@ -366,7 +366,7 @@ def test_what_is_asked_for_stays_and_all_weights_stay_gathered_where_they_fit():
 def test_where_nothing_fits_all_is_recomputed(trained, layers):
     """Also of a single layer, of which all policies take about the same at its peak."""
     config = tiny_config(num_layers=layers)
-    options = decide(config, asked(trained, compile=False), Batch(rows=2, row_length=21), free=0)
+    options = decide(config, asked(trained, compile=False), Batch(num_sequences=2, sequence_length=21), free=0)
     assert (options.tower, options.language) == ("full", "full")
 
 
@@ -415,25 +415,25 @@ def test_free_memory_is_the_least_of_all_processes(monkeypatch):
     monkeypatch.setattr(torch, "tensor", lambda value, dtype, device: tensor(value, dtype=dtype))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    assert free_memory() == free_memory(limit=100) == other
+    assert min_free_gpu_memory() == min_free_gpu_memory(limit=100) == other
     # A limit of this process is the others', too.
-    assert free_memory(limit=5) == 5 * GIB + OUTSIDE_TORCH
+    assert min_free_gpu_memory(limit=5) == 5 * GIB + NON_TORCH_BYTES
 
 
 def test_what_lies_on_a_gpu_between_two_steps_has_to_fit(words, monkeypatch):
     options = decided(compile=False)
-    needed = states(REAL, options, ONE_ROW) + OUTSIDE_TORCH
-    told = fault_of_memory(REAL, options, ONE_ROW, free=needed - 1e9)
+    needed = states(REAL, options, ONE_ROW) + NON_TORCH_BYTES
+    told = find_memory_problem(REAL, options, ONE_ROW, free=needed - 1e9)
     assert "111.3 GB" in told and "110.3 GB" in told
     words(told)
     # The rest of a step is only estimated.
-    assert fault_of_memory(REAL, options, ONE_ROW, free=needed + 1) == ""
+    assert find_memory_problem(REAL, options, ONE_ROW, free=needed + 1) == ""
     # An offloaded optimizer has to fit into its machine's memory.
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
-    told = fault_of_memory(REAL, decided(offload=True), ONE_ROW, 80e9, share=1.0)
+    told = find_memory_problem(REAL, decided(offload=True), ONE_ROW, 80e9, share=1.0)
     assert "222.5 GB" in told
     words(told)
-    assert fault_of_memory(REAL, decided(offload=True), ONE_ROW, 80e9, share=0.25) == ""
+    assert find_memory_problem(REAL, decided(offload=True), ONE_ROW, 80e9, share=0.25) == ""
 
 
 @pytest.mark.parametrize(
@@ -444,5 +444,5 @@ def test_on_a_cpu_steps_of_all_processes_have_to_fit(share, steps, fits, monkeyp
     config, options = tiny_config(), asked("lm", compile=False)
     needed = estimate(config, decide(config, options, ONE_ROW, free=0), ONE_ROW)
     monkeypatch.setattr(memory_check, "free_ram", lambda: steps * needed)
-    told = fault_of_memory(config, options, ONE_ROW, 0, share)
+    told = find_memory_problem(config, options, ONE_ROW, 0, share)
     assert told == "" if fits else "a step takes" in told

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.bench.settings import Settings
+from glm4v_patched.bench.settings import TrainingSettings
 from glm4v_patched.engine import prepare
 from glm4v_patched.engine.deepspeed import config as deepspeed
 from glm4v_patched.engine.deepspeed.config import deepspeed_config, require_zero_plus_plus
 from glm4v_patched.engine.memory_plan import GIB, Batch, decide
 from glm4v_patched.engine.options import TRAINED, EngineOptions, LoraOptions
 from glm4v_patched.engine.prepare import prepare_model
-from glm4v_patched.engine.trainable import continue_adapters, select_weights
+from glm4v_patched.engine.trainable import load_trainable_adapters, select_weights
 from tests.helpers.recipes import recipe
 from tests.helpers.tiny import tiny_model
 
@@ -28,14 +28,14 @@ ZERO_PLUS_PLUS = {"zero_hpz_partition_size": 8} | QUANTIZED
 
 def test_recipe_and_bench_ask_for_the_same_where_neither_says_anything():
     from_recipe = recipe({"engine": {}, "trained": "lora_lm"}).engine_options()
-    assert Settings(trained="lora_lm").engine_options() == from_recipe
+    assert TrainingSettings(trained="lora_lm").engine_options() == from_recipe
 
 
 def test_without_a_gpu_all_is_recomputed():
     config = tiny_model().config
     for trained in TRAINED:
         options = EngineOptions(trained=trained, zero_stage=0 if trained == "qlora" else 3)
-        found = decide(config, options, Batch(rows=1, row_length=40, processes=2), 0, 1000)
+        found = decide(config, options, Batch(num_sequences=1, sequence_length=40, processes=2), 0, 1000)
         assert (found.tower, found.language, found.compile) == ("full", "full", False)
 
 
@@ -101,7 +101,7 @@ def test_adapters_that_do_not_fit_their_config_are_refused(tmp_path):
         save_file({name: each.clone() for name, each in tensors.items()}, file)
         told = f"holds {len(tensors)} tensors, of which 1 do not fit its adapter_config.json"
         with pytest.raises(ValueError, match=told):
-            continue_adapters(tiny_model(), tmp_path)
+            load_trainable_adapters(tiny_model(), tmp_path)
 
 
 def zero_of(**changes) -> dict:

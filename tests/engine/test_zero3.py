@@ -148,9 +148,9 @@ def test_a_renamed_name_of_a_weight_is_told_before_one_is_gathered():
 def test_the_cpu_waits_for_a_gpu_that_is_so_many_layers_behind(monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(zero3, "limit_run_ahead", lambda model, layers: waits.append(layers))
+    monkeypatch.setattr(zero3, "limit_layers_in_flight", lambda model, layers: waits.append(layers))
     zero3.adapt_zero3(nn.Linear(1, 1), IN_PLACE)
-    assert waits == [zero3.LAYERS_AHEAD]
+    assert waits == [zero3.MAX_LAYERS_IN_FLIGHT]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,6 @@ def test_an_old_deepspeed_gathers_one_weight_at_a_time_when_it_loads(
     name, seen = "_allgather_params_coalesced", []
     monkeypatch.setattr(zero3, "version", lambda package: installed)
     monkeypatch.setattr(Init, name, lambda self, weights, hierarchy: seen.append(weights))
-    zero3.wait_for_every_gather.__wrapped__()
+    zero3.serialize_gloo_gathers.__wrapped__()
     Init._allgather_params_coalesced(None, [1, 2, 3], 0)
     assert seen == gathers

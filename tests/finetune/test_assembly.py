@@ -4,7 +4,7 @@ import torch
 
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
-from glm4v_patched.finetune.assembly import begin, build_trainer
+from glm4v_patched.finetune.assembly import init_training, build_trainer
 from glm4v_patched.finetune.training_arguments import LoopOptions
 from tests.helpers.tiny import text, tiny_model
 
@@ -22,7 +22,7 @@ def test_samples_in_memory_are_trained_without_a_recipe(tmp_path):
         "lr_scheduler_type": "constant",
     }
     asked |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
-    arguments = begin(
+    arguments = init_training(
         options, {"output_dir": str(tmp_path), "remove_unused_columns": False} | asked
     )
     ids = torch.tensor(text(8))

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from transformers import TrainerControl, TrainerState
 
 from glm4v_patched.finetune.checkpoints import (
-    MANIFEST,
-    Origin,
-    Rows,
-    changes_of_data,
-    find_faults,
+    CHECKPOINT_MANIFEST,
+    ResumeFingerprint,
+    RowDigests,
+    data_changes,
+    find_checkpoint_problems,
     last_complete_checkpoint,
     require_checkpoint,
-    require_same_settings,
+    require_same_run,
     set_incomplete_aside,
-    write_manifest,
+    write_checkpoint_manifest,
 )
 from glm4v_patched.finetune.trainer import CheckpointSchedule
 
@@ -34,7 +34,7 @@ FILES = {
 }
 SETTINGS = {"trainer.seed": 0, "processes": 2}
 BASE = {"config.json": "a", "model.safetensors": "b"}
-ORIGIN = Origin(SETTINGS, BASE, Rows(3, "a"))
+ORIGIN = ResumeFingerprint(SETTINGS, BASE, RowDigests(3, "a"))
 
 
 def add_checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
@@ -44,11 +44,11 @@ def add_checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     if complete:
-        write_manifest(checkpoint, ORIGIN)
+        write_checkpoint_manifest(checkpoint, ORIGIN)
     return checkpoint
 
 
-@pytest.mark.parametrize("name", ["latest", "global_step/rank_1_optim_states.pt", MANIFEST])
+@pytest.mark.parametrize("name", ["latest", "global_step/rank_1_optim_states.pt", CHECKPOINT_MANIFEST])
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_taken(
     tmp_path, name, damage, caplog
@@ -72,7 +72,7 @@ def test_files_are_on_the_disk_before_the_manifest_has_its_name_and_that_is_afte
 ):
     """Whenever the power is cut, a checkpoint with a manifest is whole."""
     checkpoint = add_checkpoint(tmp_path, 4, complete=False)
-    assert find_faults(checkpoint)
+    assert find_checkpoint_problems(checkpoint)
     flushed, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda number: flushed.append(os.fstat(number).st_ino))
 
@@ -86,10 +86,10 @@ def test_files_are_on_the_disk_before_the_manifest_has_its_name_and_that_is_afte
     cuts = ["power cut"]
     monkeypatch.setattr(os, "replace", cut)
     with pytest.raises(OSError, match="power cut"):
-        write_manifest(checkpoint, ORIGIN)
-    assert find_faults(checkpoint)
-    write_manifest(checkpoint, ORIGIN)
-    assert flushed == [checkpoint.stat().st_ino] and find_faults(checkpoint) == []
+        write_checkpoint_manifest(checkpoint, ORIGIN)
+    assert find_checkpoint_problems(checkpoint)
+    write_checkpoint_manifest(checkpoint, ORIGIN)
+    assert flushed == [checkpoint.stat().st_ino] and find_checkpoint_problems(checkpoint) == []
 
 
 def test_the_last_checkpoint_is_the_one_of_the_highest_step(tmp_path):
@@ -105,7 +105,7 @@ def test_a_start_elsewhere_or_before_others_that_are_complete_is_refused(tmp_pat
     assert last_complete_checkpoint(tmp_path) is None
     checkpoint = add_checkpoint(tmp_path, 4)
     require_checkpoint(tmp_path, checkpoint)
-    write_manifest(later, ORIGIN)
+    write_checkpoint_manifest(later, ORIGIN)
     with words.refused(ValueError, "checkpoint-4", "checkpoint-8"):
         require_checkpoint(tmp_path, checkpoint)
     with words.refused(ValueError, str(checkpoint), str(tmp_path / "out")):
@@ -127,30 +127,30 @@ def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path
 
 def test_another_run_s_checkpoint_is_refused_with_what_differs(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
-    require_same_settings(checkpoint, SETTINGS, BASE)
+    require_same_run(checkpoint, SETTINGS, BASE)
     for now, base, told in (
         (SETTINGS | {"processes": 4}, BASE, "- processes: 2 there, 4 now"),
         (SETTINGS, {"model.safetensors": "b"}, "of the model, config.json: a there, absent"),
         (SETTINGS | {"trainer.new": 8}, BASE, "trainer.new: absent there, 8 now"),
     ):
         with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{told}.*another folder"):
-            require_same_settings(checkpoint, now, base)
+            require_same_run(checkpoint, now, base)
 
 
 @pytest.mark.parametrize("examples", [80, pytest.param(20_000, marks=pytest.mark.exhaustive)])
 def test_random_damage_to_a_manifest_is_noticed_and_named(tmp_path, examples):
     checkpoint = add_checkpoint(tmp_path, 4)
-    good = (checkpoint / MANIFEST).read_bytes()
+    good = (checkpoint / CHECKPOINT_MANIFEST).read_bytes()
     places = st.integers(0, len(good))
 
     @settings(max_examples=examples, derandomize=True, deadline=None, database=None)
     @given(places, places, st.binary(max_size=4))
     def replace_bytes(begin, end, put):
         damaged = good[:begin] + put + good[end:]
-        (checkpoint / MANIFEST).write_bytes(damaged)
-        faults = find_faults(checkpoint)
+        (checkpoint / CHECKPOINT_MANIFEST).write_bytes(damaged)
+        faults = find_checkpoint_problems(checkpoint)
         if faults:
-            assert all(MANIFEST in fault for fault in faults)
+            assert all(CHECKPOINT_MANIFEST in fault for fault in faults)
         else:  # white space, or an escape for the same character
             assert json.loads(damaged) == json.loads(good)
 
@@ -167,17 +167,17 @@ OTHER = {"bytes": 1, "sha256": ""}
 )
 def test_a_manifest_that_lists_no_files_or_not_as_expected_is_damaged(tmp_path, files):
     checkpoint = add_checkpoint(tmp_path, 4)
-    manifest = json.loads((checkpoint / MANIFEST).read_text()) | {"files": files}
+    manifest = json.loads((checkpoint / CHECKPOINT_MANIFEST).read_text()) | {"files": files}
     del manifest["sha256"]
     text = json.dumps(manifest, sort_keys=True)
     manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    [fault] = find_faults(checkpoint)
-    assert fault.startswith(f"{MANIFEST} is damaged: "), fault
-    (checkpoint / MANIFEST).unlink()
-    os.mkfifo(checkpoint / MANIFEST)  # which is not waited for
-    [fault] = find_faults(checkpoint)
-    assert fault.startswith(f"{MANIFEST} is damaged: ") and "no file" in fault
+    (checkpoint / CHECKPOINT_MANIFEST).write_text(json.dumps(manifest))
+    [fault] = find_checkpoint_problems(checkpoint)
+    assert fault.startswith(f"{CHECKPOINT_MANIFEST} is damaged: "), fault
+    (checkpoint / CHECKPOINT_MANIFEST).unlink()
+    os.mkfifo(checkpoint / CHECKPOINT_MANIFEST)  # which is not waited for
+    [fault] = find_checkpoint_problems(checkpoint)
+    assert fault.startswith(f"{CHECKPOINT_MANIFEST} is damaged: ") and "no file" in fault
 
 
 def save(folder: Path, step: int, rank: int = 0, wait=lambda: None, keep=None, best=None) -> None:
@@ -195,9 +195,9 @@ def test_rank_0_marks_a_checkpoint_after_all_have_written_and_only_then_an_old_o
     with pytest.raises(RuntimeError, match="connection closed"):
         save(tmp_path, 8, wait=Mock(side_effect=RuntimeError("connection closed")), keep=1)
     save(tmp_path, 8, rank=1, keep=1)
-    assert find_faults(checkpoint) and find_faults(old) == []
+    assert find_checkpoint_problems(checkpoint) and find_checkpoint_problems(old) == []
     save(tmp_path, 8, keep=1)
-    assert find_faults(checkpoint) == [] and not old.exists()
+    assert find_checkpoint_problems(checkpoint) == [] and not old.exists()
 
 
 def test_the_newest_complete_checkpoints_are_kept_and_incomplete_ones_and_links_too(tmp_path):
@@ -208,14 +208,14 @@ def test_the_newest_complete_checkpoints_are_kept_and_incomplete_ones_and_links_
     (out / "checkpoint-1").symlink_to(elsewhere)
     save(out, 10, keep=2, best="/moved/checkpoint-3")
     assert {*os.listdir(out)} == {f"checkpoint-{step}" for step in (1, 3, 6, 8, 10)}
-    assert find_faults(elsewhere) == []
+    assert find_checkpoint_problems(elsewhere) == []
 
 
 def test_other_rows_are_refused_unless_they_are_accepted(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
-    assert changes_of_data(checkpoint, Rows(3, "a"), accept=False) == []
+    assert data_changes(checkpoint, RowDigests(3, "a"), accept=False) == []
     for number in (3, 5):
-        now, told = Rows(number, "b"), f"rows: 3 there, {number} now; others, or in another order"
-        assert changes_of_data(checkpoint, now, accept=True) == [told]
+        now, told = RowDigests(number, "b"), f"rows: 3 there, {number} now; others, or in another order"
+        assert data_changes(checkpoint, now, accept=True) == [told]
         with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{told}.*--accept-changed"):
-            changes_of_data(checkpoint, now, accept=False)
+            data_changes(checkpoint, now, accept=False)

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import Plan, starting_point
+from glm4v_patched.finetune.plan import Plan, find_start_checkpoint
 from glm4v_patched.finetune.recipe.sections import Recipe
-from glm4v_patched.finetune.run_folder import begin, close_record
+from glm4v_patched.finetune.run_folder import start_record, close_record
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import built, drawn_recipe, recipe, train_here
 
@@ -37,7 +37,7 @@ def trained(tmp_path_factory) -> Recipe:
     }
     recipe = drawn_recipe(tmp_path_factory.mktemp("continuing"), changes)
     Path(recipe.out).mkdir()
-    begin(Path(recipe.out), [])
+    start_record(Path(recipe.out), [])
     train_here(recipe)
     close_record(Path(recipe.out), adapters=True)
     return recipe
@@ -57,7 +57,7 @@ def stopped(trained, tmp_path) -> Recipe:
 @pytest.fixture
 def not_run(monkeypatch):
     """What is launched trains nothing."""
-    monkeypatch.setattr(launching, "_run", lambda command, _: "")
+    monkeypatch.setattr(launching, "_run_processes", lambda command, _: "")
 
 
 def history(folder: str | Path) -> list[dict]:
@@ -78,27 +78,27 @@ def test_a_finished_run_is_made_longer_from_its_last_checkpoint(trained, mine, n
     longer = same.override({"trainer.num_train_epochs": 3.0})
     shutil.copytree(trained.out, out)
     with pytest.raises(ValueError, match="is finished .*raise trainer.num_train_epochs"):
-        launch(resolve(same), HERE, resume=True)
-    launch(resolve(longer), HERE, resume=True)
+        launch(resolve_recipe(same), HERE, resume=True)
+    launch(resolve_recipe(longer), HERE, resume=True)
     assert Plan.read(out / "plan.json").checkpoint == out / "checkpoint-2"
     report = train_here(longer, out / "checkpoint-2")
     assert [entry["step"] for entry in report["history"]] == [*range(1, 7)]
     assert report["history"][:2] == history(trained.out)[:2]
     with pytest.raises(ValueError, match=r"num_train_epochs: 3\.0 there, 2\.0 now"):
-        starting_point(resolve(same), 1, True)
+        find_start_checkpoint(resolve_recipe(same), 1, True)
     shutil.rmtree(out)
     shutil.copytree(trained.out, out, ignore=shutil.ignore_patterns("checkpoint-*"))
     with pytest.raises(ValueError, match="left no checkpoint.*give a new run that folder as model"):
-        launch(resolve(longer), HERE, resume=True)
+        launch(resolve_recipe(longer), HERE, resume=True)
 
 
 def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
     asked = {"save_strategy": None, "save_steps": 1, "logging_steps": 2}
     changed = stopped.override({f"trainer.{name}": value for name, value in asked.items()})
-    launch(resolve(changed), HERE, resume=True, dry_run=True)
+    launch(resolve_recipe(changed), HERE, resume=True, dry_run=True)
     told = f"training continues from {Path(stopped.out, 'checkpoint-2')}, after step 2"
     assert told in capsys.readouterr().out
-    report = train_here(changed, starting_point(resolve(changed), 1, True))
+    report = train_here(changed, find_start_checkpoint(resolve_recipe(changed), 1, True))
     found = {path.name for path in Path(stopped.out).glob("checkpoint-*")}
     assert found == {"checkpoint-2", "checkpoint-3"}
     # Each checkpoint is logged, for what is logged after it begins there.
@@ -106,17 +106,17 @@ def test_a_continued_run_saves_and_logs_as_it_is_asked_now(stopped, capsys):
 
 
 def test_folders_may_move_between_start_and_continuation_and_what_is_learned_may_not():
-    settings = resolve(recipe({"trainer.save_steps": 4})).settings(2)
+    settings = resolve_recipe(recipe({"trainer.save_steps": 4})).settings(2)
     free = {"data.train": "e", "model": "n", "out": "p", "trainer.save_steps": 5}
     free |= {"max_nonfinite_steps": 9, "trainer.dataloader_num_workers": 2, "engine.tower": "none"}
     # Epochs decide nothing where there is a number of steps.
-    assert resolve(recipe(free | {"trainer.num_train_epochs": 7.0})).settings(2) == settings
+    assert resolve_recipe(recipe(free | {"trainer.num_train_epochs": 7.0})).settings(2) == settings
     fixed = {"trainer.learning_rate": 2.0, "trainer.seed": 1, "data.pack_to": 100, "lora.rank": 4}
     fixed |= {"trainer.per_device_train_batch_size": 2, "trained": "lm"}
     fixed |= {"engine.zero_stage": 2, "engine.precision": "fp32"}
     for name, value in fixed.items():
-        assert len(resolve(recipe({name: value})).settings(2).items() ^ settings.items()) == 2, name
-    assert len(resolve(recipe()).settings(1).items() ^ settings.items()) == 2
+        assert len(resolve_recipe(recipe({name: value})).settings(2).items() ^ settings.items()) == 2, name
+    assert len(resolve_recipe(recipe()).settings(1).items() ^ settings.items()) == 2
 
 
 def test_adapters_as_a_model_go_on_where_they_were(trained, tmp_path, monkeypatch):
@@ -144,16 +144,16 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp
     first = stopped.override({"out": str(tmp_path / "first")})
     train_here(first)
     more = stopped.override({"model": first.out, "out": str(tmp_path / "more")})
-    launch(resolve(more), HERE)
-    assert starting_point(resolve(stopped), 1, True).name == "checkpoint-2"
+    launch(resolve_recipe(more), HERE)
+    assert find_start_checkpoint(resolve_recipe(stopped), 1, True).name == "checkpoint-2"
     path = Path(stopped.model, "model.safetensors")
     weights = load_file(path)
     weights["transformer.embedding.word_embeddings.weight"] *= 1.5
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"(?s)trained on another model than .*safetensors: \w+"):
-        launch(resolve(more.override({"out": str(tmp_path / "other")})), HERE)
+        launch(resolve_recipe(more.override({"out": str(tmp_path / "other")})), HERE)
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
-        starting_point(resolve(stopped), 1, True)
+        find_start_checkpoint(resolve_recipe(stopped), 1, True)
 
 
 def test_changed_rows_and_images_are_said_and_can_be_accepted(stopped, capfd, not_run):
@@ -161,12 +161,12 @@ def test_changed_rows_and_images_are_said_and_can_be_accepted(stopped, capfd, no
     one, other, *_ = sorted(data.parent.glob("images/*"))
     other.write_bytes(one.read_bytes())
     with pytest.raises(ValueError, match=r"(?s)20 there, 20 now; .*--accept-changed-data"):
-        launch(resolve(stopped), HERE, resume=True)
-    launch(resolve(stopped), HERE, resume=True, accept_changed_data=True)
+        launch(resolve_recipe(stopped), HERE, resume=True)
+    launch(resolve_recipe(stopped), HERE, resume=True, accept_changed_data=True)
     said = capfd.readouterr().out
     assert "rows: 20 there, 20 now; others" in said
     data.write_text(data.read_text() + data.read_text().splitlines()[0])
-    launch(resolve(stopped), HERE, resume=True, accept_changed_data=True)
+    launch(resolve_recipe(stopped), HERE, resume=True, accept_changed_data=True)
     said = capfd.readouterr().out
     assert "20 there, 21 now; others" in said
     assert "may come a second time and others not at all" in said
@@ -175,7 +175,7 @@ def test_changed_rows_and_images_are_said_and_can_be_accepted(stopped, capfd, no
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", ["lora_all", "lm"])
 def test_a_stopped_run_in_fp8_goes_on_to_the_bit_and_saves_bf16(tmp_path, monkeypatch, trained):
-    monkeypatch.setattr(fp8, "_on_cpu", True)
+    monkeypatch.setattr(fp8, "_allow_cpu", True)
     asked = {"engine": {"fp8": True, "zero_stage": 0}, "trained": trained, "lora.rank": 4}
     asked |= {"trainer.max_steps": 4, "trainer.learning_rate": 1e-2, "trainer.save_steps": 2}
     whole = drawn_recipe(tmp_path, asked)

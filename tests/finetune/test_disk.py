@@ -19,33 +19,33 @@ from tests.helpers.tiny import tiny_model
 GB = 10**9
 
 
-def space_of(asked: Recipe) -> disk.Space:
+def space_of(asked: Recipe) -> disk.DiskSpace:
     checkpoints = checkpoints_at_once(asked.trainer, asked.data.ends_at_bad_row)
     return needed_space(asked.out, ChatGLMConfig(), asked.engine_options(), checkpoints)
 
 
-def require_space(asked: Recipe, free: int, monkeypatch) -> None:
+def require_disk_space(asked: Recipe, free: int, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    disk.require_space(asked.out, space_of(asked))
+    disk.require_disk_space(asked.out, space_of(asked))
 
 
 def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeypatch, words):
     asked = recipe({"out": str(tmp_path / "out")})
     with words.refused(ValueError, "20.0 GB", "27.8 GB"):
-        require_space(asked, 20 * GB, monkeypatch)
-    require_space(asked.override({"trained": "lora_all"}), 20 * GB, monkeypatch)
+        require_disk_space(asked, 20 * GB, monkeypatch)
+    require_disk_space(asked.override({"trained": "lora_all"}), 20 * GB, monkeypatch)
     monkeypatch.setattr(disk, "saved_bytes", lambda *_: (28 * GB, 195 * GB))
-    require_space(asked, 28 * GB, monkeypatch)
+    require_disk_space(asked, 28 * GB, monkeypatch)
     with pytest.raises(ValueError, match="28.0 GB are free there"):
-        require_space(asked, 28 * GB - 1, monkeypatch)
+        require_disk_space(asked, 28 * GB - 1, monkeypatch)
     saving = asked.override({"trainer.max_steps": 1000, "trainer.save_steps": 100})
     with words.refused(ValueError, "9 checkpoints", "195.0 GB", "1783.0 GB"):
-        require_space(saving, 1000 * GB, monkeypatch)
-    require_space(saving.override({"trainer.save_total_limit": 2}), 1000 * GB, monkeypatch)
+        require_disk_space(saving, 1000 * GB, monkeypatch)
+    require_disk_space(saving.override({"trainer.save_total_limit": 2}), 1000 * GB, monkeypatch)
     # Those of a run that is continued are on the disk.
     for step in (100, 200, 300, 400, 500):
         Path(saving.out, f"checkpoint-{step}").mkdir(parents=True)
-    require_space(saving, 1000 * GB, monkeypatch)
+    require_disk_space(saving, 1000 * GB, monkeypatch)
 
 
 BEST = {"load_best_model_at_end": True, "eval_steps": 10}
@@ -104,7 +104,7 @@ def test_a_checkpoint_has_the_size_of_what_each_stage_writes(stage):
     [
         ("full", "bf16", {}),
         ("lm", "fp32", {}),
-        ("tower+adapter", "bf16", {}),
+        ("tower+projector", "bf16", {}),
         ("qlora", "bf16", {"engine.zero_stage": 0}),
         ("lora_all", "fp32", {"lora.targets": "all-linear"}),
         ("lora_lm", "bf16", {"lora.targets": ["dense"]}),

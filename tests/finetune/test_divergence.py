@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState
 
-from glm4v_patched.finetune.checkpoints import find_faults
+from glm4v_patched.finetune.checkpoints import find_checkpoint_problems
 from glm4v_patched.finetune.divergence import (
-    READ_EVERY,
+    CHECK_INTERVAL,
     Diverged,
-    DivergenceWatch,
-    require_finite,
+    DivergenceMonitor,
+    require_finite_weights,
 )
 from tests.helpers.recipes import train_here
 from tests.helpers.sharded import as_sharded
@@ -29,7 +29,7 @@ class Run:
     """Steps of a watch without a Trainer."""
 
     def __init__(self, limit: int, max_steps: int = 100, logs: bool = True, done: int = 0):
-        self.watch = DivergenceWatch(limit)
+        self.watch = DivergenceMonitor(limit)
         self.state = TrainerState(global_step=done, max_steps=max_steps)
         self.logs = logs
         self.args = SimpleNamespace(device=torch.device("cpu"))
@@ -70,7 +70,7 @@ def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_t
     with monkeypatch.context() as patch:
         for name in ("item", "tolist", "__bool__", "__float__", "cpu", "numpy"):
             patch.setattr(torch.Tensor, name, None)
-        for _ in range(READ_EVERY - 1):
+        for _ in range(CHECK_INTERVAL - 1):
             run.step(NAN, norm=torch.tensor(1.0))
     assert run.watch.verdict is None
     run.step(1.0)
@@ -103,9 +103,9 @@ def test_a_bad_loss_is_left_out_of_the_sum_given_back_to_the_log_and_not_saved(c
     assert not run.step(2.0, NAN, saves=True).should_save
     assert "no checkpoint is saved after step 2" in caplog.text
     assert run.kept == [2.0, 0.0]
-    assert math.isnan(run.watch.left_out_of_log()) and run.watch.left_out_of_log() == 0.0
+    assert math.isnan(run.watch.pop_nonfinite_loss()) and run.watch.pop_nonfinite_loss() == 0.0
     run.step(-INF)
-    assert run.watch.left_out_of_log() == -INF
+    assert run.watch.pop_nonfinite_loss() == -INF
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [(torch.float32, NAN), (torch.bfloat16, -INF)])
@@ -114,10 +114,10 @@ def test_one_bad_number_anywhere_is_found_and_large_sums_are_none(dtype, bad):
     weights["b"] *= torch.finfo(dtype).max
     weights["count"] = torch.ones(3, dtype=torch.int32)
     named = [(name, nn.Parameter(w, requires_grad=False)) for name, w in weights.items()]
-    require_finite(named, "bad")
+    require_finite_weights(named, "bad")
     weights["c"][777, 1] = bad
     with pytest.raises(Diverged, match="^bad, in 1 tensors: c$"):
-        require_finite(named, "bad")
+        require_finite_weights(named, "bad")
 
 
 def test_shards_of_zero_3_are_read_without_their_padding(monkeypatch):
@@ -126,7 +126,7 @@ def test_shards_of_zero_3_are_read_without_their_padding(monkeypatch):
         parameter = as_sharded(nn.Parameter(torch.empty(0)), ds_tensor=shard, ds_numel=10)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
         with pytest.raises(Diverged) if has_bad else nullcontext():
-            require_finite([("w", parameter)], "bad")
+            require_finite_weights([("w", parameter)], "bad")
 
 
 def train_to_nothing(recipe, told: str) -> dict:
@@ -150,7 +150,7 @@ def test_finite_weights_whose_loss_is_not_are_no_model_and_no_checkpoint(mine):
     """Ruined by the last update, which no step has seen."""
     changes = {"trainer.learning_rate": 1e30, "trainer.save_steps": 2, "trainer.max_steps": 4}
     train_to_nothing(mine.override(changes), "is NaN or infinite with the weights of step 2, which")
-    assert find_faults(Path(mine.out, "checkpoint-2"))
+    assert find_checkpoint_problems(Path(mine.out, "checkpoint-2"))
 
 
 @pytest.mark.parametrize(("value", "precision"), [(INF, "fp32"), (3.4e38, "bf16")])
@@ -158,13 +158,13 @@ def test_weights_that_break_in_the_last_step_are_not_left_as_a_model(
     mine, monkeypatch, value, precision
 ):
     """Without ZeRO they are trained in fp32, and the largest of these are infinite in bf16."""
-    end = DivergenceWatch.on_step_end
+    end = DivergenceMonitor.on_step_end
 
     def change(self, args, state, control, model, **kwargs):
         next(p for p in model.parameters() if p.requires_grad).data[0, 0] = value
         return end(self, args, state, control, model=model, **kwargs)
 
-    monkeypatch.setattr(DivergenceWatch, "on_step_end", change)
+    monkeypatch.setattr(DivergenceMonitor, "on_step_end", change)
     changes = {"trainer.max_steps": 1, "engine.precision": precision}
     told = r"become NaN or infinite, in 1 tensors: transformer.*lora_A"
     train_to_nothing(mine.override(changes), told)

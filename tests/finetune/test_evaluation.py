@@ -13,16 +13,16 @@ from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation
-from glm4v_patched.finetune.checkpoints import Origin, changes_of_data, write_manifest
+from glm4v_patched.finetune.checkpoints import ResumeFingerprint, data_changes, write_checkpoint_manifest
 from glm4v_patched.finetune.ending import describe_end
-from glm4v_patched.finetune.job import resolve
-from glm4v_patched.finetune.plan import check_data, rows_of
-from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.job import resolve_recipe
+from glm4v_patched.finetune.plan import check_data, digest_rows
+from glm4v_patched.finetune.recipe.model import resolve_base
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.models.loading import load
+from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.recipes import drawn_recipe, train_here
@@ -69,7 +69,7 @@ def adapters(folder: str | Path) -> dict[str, torch.Tensor]:
 def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
     steps = [entry["step"] for entry in report["evaluations"]]
     assert len(steps) == 3 and steps[-1] == report["history"][-1]["step"]
-    rows = list(check_data(resolve(drawn)).eval.conversations())
+    rows = list(check_data(resolve_recipe(drawn)).eval.conversations())
     batch = ConversationCollator(ChatGLMProcessor.from_pretrained(drawn.model))(rows)
     tokens = (batch["labels"][:, 1:] != -100).sum().item()
     assert {entry["eval_tokens"] for entry in report["evaluations"]} == {tokens}
@@ -85,12 +85,12 @@ def sample(drawn):
     processor = ChatGLMProcessor.from_pretrained(drawn.model)
     sheet = Path(drawn.out, "answers.png")
     return partial(
-        evaluation.Sample, check_data(resolve(drawn)).eval, processor, sheet, 8, TOKENS, 2
+        evaluation.EvalGenerations, check_data(resolve_recipe(drawn)).eval, processor, sheet, 8, TOKENS, 2
     )
 
 
 def test_rows_whose_answer_just_fits_are_asked_and_those_without_room_passed_over(drawn, sample):
-    lengths = sorted(map(int, check_data(resolve(drawn)).eval.column("in_table")))
+    lengths = sorted(map(int, check_data(resolve_recipe(drawn)).eval.column("position_ids")))
     for room in (lengths[-1], lengths[0], 0):
         fitting = sum(length <= room for length in lengths)
         assert len(sample(room + TOKENS).questions) == min(fitting, 8)
@@ -102,7 +102,7 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings
     asked, answers = sample(1024), []
     monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
     assert Path(drawn.out, "answers.png").is_file()
-    model = load(base_of(drawn.override({"model": drawn.out})), "cpu")
+    model = load_with_processor(resolve_base(drawn.override({"model": drawn.out})), "cpu")
     usual = model.model.generation_config
     matches = asked.answer(model.model, draws=True)
     assert model.model.generation_config is usual
@@ -151,7 +151,7 @@ def test_the_best_weights_are_saved_patience_ends_the_run_and_both_are_said(stop
     assert kept == {f"checkpoint-{best}", f"checkpoint-{third}"}
     assert_equal(adapters(out), adapters(out / f"checkpoint-{best}"))
     ended, saved, measured, files, following = describe_end(
-        resolve(stopped_early), True
+        resolve_recipe(stopped_early), True
     ).splitlines()
     assert f"early, after step {last} of {5 * first}: 2 evaluations without a better" in ended
     assert f"the adapters of step {best}, the best by eval_loss: eval_loss 2, eval_e" in saved
@@ -166,20 +166,20 @@ def test_a_loss_that_is_nan_is_never_the_best_and_no_answer_is_right_then(
     nan = float("nan")
     given = iter([nan, 3.0, nan, 2.0, nan, nan, 1.0])
     monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
-    monkeypatch.setattr(evaluation.Sample, "answer", lambda *_, **__: 1.0)
+    monkeypatch.setattr(evaluation.EvalGenerations, "answer", lambda *_, **__: 1.0)
     found = train_here(stopped_early.override({"trainer.num_train_epochs": 7.0}))
     losses = [entry["eval_loss"] for entry in found["evaluations"]]
     assert [*map(str, losses)] == ["nan", "3.0", "nan", "2.0", "nan", "nan"]
     matches = [entry["eval_exact_match"] for entry in found["evaluations"]]
     assert matches == [0, 1, 0, 1, 0, 0]
     assert found["best_step"] == found["evaluations"][3]["step"]
-    assert "2 evaluations without a better" in describe_end(resolve(stopped_early), True)
+    assert "2 evaluations without a better" in describe_end(resolve_recipe(stopped_early), True)
 
 
 def test_a_loss_that_is_nan_is_not_the_best_by_another_metric(stopped_early, monkeypatch):
     given = iter([float("nan"), 3.0, 2.0])
     monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
-    monkeypatch.setattr(evaluation.Sample, "answer", lambda *_, **__: 0.0)
+    monkeypatch.setattr(evaluation.EvalGenerations, "answer", lambda *_, **__: 0.0)
     by_match = {"trainer.metric_for_best_model": "eval_exact_match"}
     found = train_here(stopped_early.override(by_match | {"trainer.num_train_epochs": 3.0}))
     assert [entry["eval_exact_match"] for entry in found["evaluations"]] == [0, 0, 0]
@@ -214,14 +214,14 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
 
 
 def test_rows_that_decide_what_is_best_belong_to_a_run(drawn, tmp_path):
-    checked = check_data(resolve(drawn))
+    checked = check_data(resolve_recipe(drawn))
     others = replace(
-        checked, eval=check_data(resolve(drawn.override({"data.eval": drawn.data.train}))).eval
+        checked, eval=check_data(resolve_recipe(drawn.override({"data.eval": drawn.data.train}))).eval
     )
     for decides in (False, True):
-        write_manifest(tmp_path, Origin({}, {}, rows_of(checked, decides)))
-        now = rows_of(others, decides)
-        assert len(changes_of_data(tmp_path, now, accept=True)) == decides
+        write_checkpoint_manifest(tmp_path, ResumeFingerprint({}, {}, digest_rows(checked, decides)))
+        now = digest_rows(others, decides)
+        assert len(data_changes(tmp_path, now, accept=True)) == decides
 
 
 @pytest.mark.parametrize(("rows", "batch", "processes"), [(7, 2, 3), (1, 4, 2), (8, 2, 2)])
@@ -233,7 +233,7 @@ def test_all_processes_have_as_many_batches_and_each_row_counts_once(
     counted, lengths = [], set()
     for rank in range(processes):
         monkeypatch.setattr(evaluation.dist, "get_rank", lambda rank=rank: rank)
-        batches, weights = evaluation.share_of_batches(rows, batch)
+        batches, weights = evaluation.shard_batches(rows, batch)
         lengths.add(len(batches))
         counted += [n for one, w in zip(batches, weights, strict=True) for n in one if w]
         assert all(batches)

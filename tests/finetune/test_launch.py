@@ -15,10 +15,10 @@ import pytest
 
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.finetune import launch as launching
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.launch import launch, prepared
 from glm4v_patched.finetune.run_folder import RECORD
-from glm4v_patched.models.base import Base
+from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.placement import Placement
 
 HERE = Placement(1, on_cpu=True)
@@ -30,7 +30,7 @@ def runs(monkeypatch):
     """Sets what stands in the place of training processes: given their command, how they ended."""
 
     def set_run(run) -> None:
-        monkeypatch.setattr(launching, "_run", lambda command, _: run(command))
+        monkeypatch.setattr(launching, "_run_processes", lambda command, _: run(command))
 
     return set_run
 
@@ -58,29 +58,29 @@ def contents(folder: str | Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
 def test_a_run_never_removes_what_its_model_s_links_lead_to(mine, processes, tmp_path, options):
     model, out = Path(shutil.copytree(mine.model, tmp_path / "model")), Path(mine.out)
-    launch(resolve(mine), HERE)
+    launch(resolve_recipe(mine), HERE)
     (out / "training.json").unlink()
     linked = model / "model.safetensors"
     shutil.move(linked, out / "adapter_model.safetensors")
     linked.symlink_to(out / "adapter_model.safetensors")
     content = linked.read_bytes()
     with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
-        launch(resolve(mine.override({"model": str(model)})), HERE, **options)
+        launch(resolve_recipe(mine.override({"model": str(model)})), HERE, **options)
     assert linked.read_bytes() == content and len(processes) == 1
 
 
 def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_checked(mine, processes):
-    launch(resolve(mine), HERE)
+    launch(resolve_recipe(mine), HERE)
     Path(mine.out, "notes.txt").write_text("mine")
     before = contents(mine.out)
     with pytest.raises(ValueError, match=r"holds a finished training; .*\(--overwrite\)$"):
-        launch(resolve(mine), HERE)
+        launch(resolve_recipe(mine), HERE)
     with pytest.raises(ValueError, match="plan.json"):
         launch(
-            resolve(mine.override({"data.train": f"{mine.out}/plan.json"})), HERE, overwrite=True
+            resolve_recipe(mine.override({"data.train": f"{mine.out}/plan.json"})), HERE, overwrite=True
         )
     assert contents(mine.out) == before and len(processes) == 1
-    launch(resolve(mine), HERE, overwrite=True)
+    launch(resolve_recipe(mine), HERE, overwrite=True)
     after = contents(mine.out)
     assert after["adapter_model.safetensors"] == b"weights of run 2"
     assert after["notes.txt"] == b"mine"
@@ -95,18 +95,18 @@ def test_a_diverged_training_is_told_by_what_its_processes_said(mine, runs):
     runs(run)
     told = r"^training diverged: in step 7 \(settings: .*json\)"
     with pytest.raises(RuntimeError, match=f"{told}$"):
-        launch(resolve(mine), HERE)
+        launch(resolve_recipe(mine), HERE)
     # A stream may also end at a row, with a checkpoint.
     with pytest.raises(RuntimeError, match=rf"(?s){told}\nto continue from .* --resume$"):
         launch(
-            resolve(mine.override({"data.stream": True, "trainer.save_steps": 1})),
+            resolve_recipe(mine.override({"data.stream": True, "trainer.save_steps": 1})),
             HERE,
             overwrite=True,
         )
     # A report of before is no report of a run that dies without one.
     runs(lambda command: ONE_FAILED)
     with pytest.raises(RuntimeError, match=f"failed: {ONE_FAILED}"):
-        launch(resolve(mine), HERE, overwrite=True)
+        launch(resolve_recipe(mine), HERE, overwrite=True)
 
 
 def test_a_full_disk_hides_neither_the_cause_nor_how_to_continue(mine, runs, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_full_disk_hides_neither_the_cause_nor_how_to_continue(mine, runs, mon
     full = OSError(errno.ENOSPC, "No space left on device", "run.json")
     monkeypatch.setattr(launching, "close_record", Mock(side_effect=full))
     with pytest.raises(RuntimeError, match=rf"(?s){ONE_FAILED}.*to continue .*--resume$"):
-        launch(resolve(mine.override({"trainer.save_steps": 1})), HERE)
+        launch(resolve_recipe(mine.override({"trainer.save_steps": 1})), HERE)
 
 
 def test_it_is_told_which_process_ended_first_and_whether_it_was_killed_for_memory(words):
@@ -137,18 +137,18 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
 
     runs(run)
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        launch(resolve(mine), HERE)
+        launch(resolve_recipe(mine), HERE)
     assert "adapter_config.json" in json.loads((out / RECORD).read_text())["written"]
     foreign.write_bytes(b"mine")
     # No data of a later run is looked at either, and no record of it made.
     asked = mine.override({"data.train": mine.data.train + ".none"})
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(ValueError, match="holds mine.safetensors, .*no run"):
-            launch(resolve(asked), HERE, **options)
+            launch(resolve_recipe(asked), HERE, **options)
     assert foreign.read_bytes() == b"mine"
     foreign.unlink()
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        launch(resolve(mine), HERE, overwrite=True)
+        launch(resolve_recipe(mine), HERE, overwrite=True)
 
 
 @pytest.mark.parametrize(("visible", "taken"), [("", "0"), ("3,1", "3")])
@@ -157,7 +157,7 @@ def test_one_process_without_zero_has_the_first_gpu_that_is_visible(
 ):
     """The Trainer would take all of them."""
     given = []
-    monkeypatch.setattr(launching, "_run", lambda command, each: given.extend(each) or "")
+    monkeypatch.setattr(launching, "_run_processes", lambda command, each: given.extend(each) or "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -189,8 +189,8 @@ def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_die
 
 
 def test_a_model_of_the_hub_is_written_down_with_its_commit(mine, monkeypatch):
-    plan = SimpleNamespace(base=Base("org/name", "c0ffee"), options=EngineOptions(), write=Mock())
+    plan = SimpleNamespace(base=ModelSource("org/name", "c0ffee"), options=EngineOptions(), write=Mock())
     checked = SimpleNamespace(write=Mock())
     monkeypatch.setattr(launching, "_decide", lambda *_: (plan, checked, []))
-    with prepared(resolve(mine.override({"model": "org/name"})), Placement(1, on_cpu=True)):
+    with prepared(resolve_recipe(mine.override({"model": "org/name"})), Placement(1, on_cpu=True)):
         assert json.loads(Path(mine.out, "recipe.json").read_text())["revision"] == "c0ffee"

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from glm4v_patched.finetune import __main__ as machines
-from glm4v_patched.finetune.__main__ import VARIABLES, main
+from glm4v_patched.finetune.__main__ import LAUNCHER_VARIABLES, main
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import recipe, write_recipe
 
@@ -60,7 +60,7 @@ def world(tmp_path, monkeypatch):
         with ThreadPoolExecutor(3) as threads:
             return [*threads.map(run, range(3))], trained
 
-    monkeypatch.setattr(machines, "check", lambda *_: (asked, None))
+    monkeypatch.setattr(machines, "validate_recipe", lambda *_: (asked, None))
     monkeypatch.setattr(machines, "run", lambda plan: trained.append(plan) or 0)
     monkeypatch.setattr(machines, "describe_end", lambda recipe, on_cpu: f"saved {recipe.out}")
     monkeypatch.setattr(machines, "leave", sys.exit)
@@ -97,7 +97,7 @@ def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
 def test_without_a_launcher_it_is_told_how_to_start_and_faults_by_the_first_process(
     monkeypatch, capsys, tmp_path
 ):
-    for name in VARIABLES:
+    for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert main(["recipe.yaml"]) == 1
     told = capsys.readouterr().err
@@ -109,13 +109,13 @@ def test_without_a_launcher_it_is_told_how_to_start_and_faults_by_the_first_proc
 
 
 def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):
-    for name, value in zip(VARIABLES, ("3", "4", "1", "node0", "29500"), strict=True):
+    for name, value in zip(LAUNCHER_VARIABLES, ("3", "4", "1", "node0", "29500"), strict=True):
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert machines._place(True) == (3, Placement(4, True, 4))
+    assert machines._rank_and_placement(True) == (3, Placement(4, True, 4))
     monkeypatch.setenv("LOCAL_SIZE", "2")  # DeepSpeed's
-    assert machines._place(True) == (3, Placement(4, True, 2))
+    assert machines._rank_and_placement(True) == (3, Placement(4, True, 2))
     # DeepSpeed's launcher adds this to every process's arguments.
     options = machines._parse(["r.yaml", "--local_rank=1", "engine.compile=true"])
     assert options.overrides == ["engine.compile=true"]

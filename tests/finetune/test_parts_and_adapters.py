@@ -10,14 +10,14 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
-from glm4v_patched.engine.options import PARTS, part_of
-from glm4v_patched.finetune.adapter_card import CARD, write_card
-from glm4v_patched.finetune.job import resolve
-from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.engine.options import MODEL_PARTS, part_of_parameter
+from glm4v_patched.finetune.adapter_card import CARD_FILE, write_card
+from glm4v_patched.finetune.job import resolve_recipe
+from glm4v_patched.finetune.recipe.model import resolve_base
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.training_arguments import LoopOptions
 from glm4v_patched.finetune.worker import RecipeTrainer
-from glm4v_patched.models.base import Base
+from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.check_weights import COMPUTED
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import built, recipe, train_here
@@ -35,34 +35,34 @@ def steps_of_parts(asked: Recipe) -> dict[str, float]:
     """How far weights moved in a training, the farthest of each part of the model."""
     train_here(asked)
     before, after = (load_file(Path(f, "model.safetensors")) for f in (asked.model, asked.out))
-    moved = dict.fromkeys(PARTS, 0.0)
+    moved = dict.fromkeys(MODEL_PARTS, 0.0)
     # transformers 5.0 writes what is computed, where others write what was read.
     for name in after.keys() - {f"transformer.{COMPUTED}"}:
         step = (after[name] - before[name].to(after[name].dtype)).abs().max().item()
-        moved[part_of(name)] = max(moved[part_of(name)], step)
+        moved[part_of_parameter(name)] = max(moved[part_of_parameter(name)], step)
     return moved
 
 
 def test_every_weight_belongs_to_the_part_that_its_name_says():
-    parts = {name: part_of(name) for name, _ in tiny_model().named_parameters()}
-    assert {*parts.values()} == {*PARTS}
+    parts = {name: part_of_parameter(name) for name, _ in tiny_model().named_parameters()}
+    assert {*parts.values()} == {*MODEL_PARTS}
     for name, part in parts.items():
         inside = name.removeprefix("transformer.").split(".")
         assert (part == "language_model") == (inside[0] != "vision")
-        assert (part == "adapter") == (inside[1] in ("linear_proj", "conv", "boi", "eoi"))
+        assert (part == "projector") == (inside[1] in ("linear_proj", "conv", "boi", "eoi"))
 
 
 def test_each_part_learns_at_its_own_rate_and_those_not_asked_for_do_not(short):
-    both = short.override({"trained": ["language_model", "adapter"]})
-    assert both == short.override({"trained": "adapter+language_model"})
+    both = short.override({"trained": ["language_model", "projector"]})
+    assert both == short.override({"trained": "projector+language_model"})
     moved = steps_of_parts(both)
-    assert {part for part, step in moved.items() if step} == {"adapter", "language_model"}
-    rates = {"tower": 1e-5, "adapter": 1e-9, "language_model": 1e-3}
+    assert {part for part, step in moved.items() if step} == {"projector", "language_model"}
+    rates = {"tower": 1e-5, "projector": 1e-9, "language_model": 1e-3}
     moved = steps_of_parts(short.override({"trained": "full", "trainer.learning_rate": rates}))
     # AdamW's first step is as long as the rate, whatever the gradient.
     for part in ("tower", "language_model"):
         assert moved[part] == pytest.approx(rates[part], rel=0.05)
-    assert moved["adapter"] < 1e-7
+    assert moved["projector"] < 1e-7
 
 
 def test_adapters_are_what_the_recipe_says_and_go_on_as_they_are(short):
@@ -76,9 +76,9 @@ def test_adapters_are_what_the_recipe_says_and_go_on_as_they_are(short):
     assert any("lora_magnitude_vector" in name for name in names)
     on = {name.rsplit(".", 3)[1] for name in names if "lora_A" in name}
     assert on == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"}
-    assert not any(part_of(name) == "adapter" for name in names)
+    assert not any(part_of_parameter(name) == "projector" for name in names)
     again = short.override({"model": short.out, "trained": "lora_all", "lora.rank": 4})
-    assert base_of(again).adapters == base_of(again.override(lora)).adapters == Path(short.out)
+    assert resolve_base(again).adapters == resolve_base(again.override(lora)).adapters == Path(short.out)
 
 
 def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path):
@@ -86,7 +86,7 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
     changes |= {"trainer.max_steps": 2, "trainer.eval_steps": 1, "trainer.run_name": str(tmp_path)}
     trained = mine.override(changes)
     report = train_here(trained)
-    card = ModelCard.load(Path(trained.out, CARD))
+    card = ModelCard.load(Path(trained.out, CARD_FILE))
     assert card.data.library_name == "peft" and card.data.base_model is None
     first, last = report["evaluations"]
     assert f"loss {last['eval_loss']:.4g}, exact_match {last['eval_exact_match']:.4g}" in card.text
@@ -96,14 +96,14 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
     for nothing in ("More Information Needed", str(Path(trained.model).parent), str(tmp_path)):
         assert nothing not in card.content
     # Where the best weights were saved, their scores.
-    folder, shown = Path(trained.out), resolve(trained).shown
-    write_card(folder, Base(trained.model), shown, report | {"best_step": first["step"]}, 16)
-    assert f"loss {first['eval_loss']:.4g}, " in ModelCard.load(Path(trained.out, CARD)).text
+    folder, shown = Path(trained.out), resolve_recipe(trained).shown
+    write_card(folder, ModelSource(trained.model), shown, report | {"best_step": first["step"]}, 16)
+    assert f"loss {first['eval_loss']:.4g}, " in ModelCard.load(Path(trained.out, CARD_FILE)).text
     assert first["eval_loss"] != last["eval_loss"]
     # A base of the Hub is named with its commit.
     unevaluated = report | {"evaluations": []}
-    write_card(folder, Base("zai-org/glm-4v-9b", "0" * 40), shown, unevaluated, 16)
-    card = ModelCard.load(Path(trained.out, CARD))
+    write_card(folder, ModelSource("zai-org/glm-4v-9b", "0" * 40), shown, unevaluated, 16)
+    card = ModelCard.load(Path(trained.out, CARD_FILE))
     assert card.data.base_model == "zai-org/glm-4v-9b"
     assert f'from_pretrained("zai-org/glm-4v-9b", revision="{"0" * 40}"' in card.content
     assert "They were not evaluated." in card.content

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
-from glm4v_patched.finetune.preflight import check
-from glm4v_patched.finetune.recipe.file import RecipeError, place_all
+from glm4v_patched.finetune.preflight import validate_recipe
+from glm4v_patched.finetune.recipe.file import RecipeError, set_nested
 from glm4v_patched.finetune.recipe.sections import check_values, fields
 from glm4v_patched.finetune.recipe.trainer import installed_fields
 from glm4v_patched.finetune.recipe.types import annotated, expected
@@ -21,7 +21,7 @@ from tests.helpers.recipes import LEAST
 def told(asked: Path, *overrides: str, **options) -> list[str]:
     """Lines of the error, without where they come from; none if there is no error."""
     try:
-        check(asked, overrides, **({"device": "cpu"} | options))
+        validate_recipe(asked, overrides, **({"device": "cpu"} | options))
     except RecipeError as error:
         return [line.split(": ", 1)[1] for line in str(error).split("\n")]
     return []
@@ -52,7 +52,7 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
         ("config.json", "[" * 100_000, "config.json cannot be read"),
         ("config.json", '{"model_type": "chatglm"}', "vision_config is None, expected an object"),
         (WEIGHTS, None, "a folder without weights; expected model.safetensors"),
-        (WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid", "pointer of git-lfs and has"),
+        (WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid", "git-lfs pointer without"),
         (INDEX, index_of("m-1.safetensors", WEIGHTS), "m-1.safetensors is missing"),
         (INDEX, index_of(WEIGHTS, "../o/a"), "names '../o/a'; expected names of files"),
         (INDEX, index_of(WEIGHTS, 5), "names 5; expected names of files"),
@@ -114,7 +114,7 @@ def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus)
     ):
         has_gpus(len(capabilities), capabilities=capabilities)
         with pytest.raises(RecipeError) as error:
-            check(file, (), processes, device)
+            validate_recipe(file, (), processes, device)
         faults = [line for line in str(error.value).split("\n") if "fp8" in line]
         assert len(faults) == (told is not None) and (not told or told in faults[0])
 
@@ -153,10 +153,10 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
         st.sampled_from(["cuda", "cpu"]),
     )
     def attempt(missing, changed, processes, device):
-        values = place_all({}, {k: v for k, v in right.items() if k not in missing} | changed)
+        values = set_nested({}, {k: v for k, v in right.items() if k not in missing} | changed)
         (folder / "r.json").write_text(json.dumps(values))
         try:
-            recipe, placement = check(folder / "r.json", (), processes, device)
+            recipe, placement = validate_recipe(folder / "r.json", (), processes, device)
         except RecipeError as error:
             starts = (f"{folder}/r.json:", "command line: ")
             assert all(line.startswith(starts) for line in str(error).split("\n"))
@@ -176,7 +176,7 @@ def test_groups_of_zero_plus_plus_are_those_of_all_machines(asked):
 
 def test_a_folder_is_told_to_be_no_recipe(asked, tmp_path):
     with pytest.raises(RecipeError, match=r"is a folder; expected .*recipe\.json"):
-        check(tmp_path, device="cpu")
+        validate_recipe(tmp_path, device="cpu")
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def test_paths_of_a_recipe_are_expanded_wherever_they_stand(asked, laid_out, mon
     names = {"model": "model", "out": "new", "data.train": "train", "data.eval": "eval"}
     names |= {"data.image_folder": "images", "data.reuse_features": "kept"}
     given = [f"{field}=~/{name}" for field, name in names.items()]
-    found, _ = check(asked, [*given, "trained=lm"], device="cpu")
+    found, _ = validate_recipe(asked, [*given, "trained=lm"], device="cpu")
     assert {field: found.flat()[field] for field in names} == {
         field: f"{laid_out}/{name}" for field, name in names.items()
     }
@@ -281,14 +281,14 @@ def test_paths_of_a_recipe_are_expanded_wherever_they_stand(asked, laid_out, mon
         [line] = told(asked, f"{field}=${{OUT}}/{name}", "trained=lm")
         assert line.startswith(field) and "OUT is not set" in line
     for sets in ("[~/train/rows.jsonl]", "['~/train/*.jsonl']", "[{path: ~/train/rows.jsonl}]"):
-        [source] = check(asked, [f"data.train={sets}"], device="cpu")[0].data.sources()
+        [source] = validate_recipe(asked, [f"data.train={sets}"], device="cpu")[0].data.sources()
         assert source.path == f"{laid_out}/train/rows.jsonl"
         [line] = told(asked, f"data.train={sets.replace('~', '$DATA')}")
         assert (
             line.startswith("data.train: ") and f"expected the path itself: {laid_out}/tr" in line
         )
     inner = "{path: ~/train/rows.jsonl, image_folder: ~/images}"
-    [source] = check(asked, [f"data.train=[{inner}]"], device="cpu")[0].data.sources()
+    [source] = validate_recipe(asked, [f"data.train=[{inner}]"], device="cpu")[0].data.sources()
     assert source.image_folder == f"{laid_out}/images"
     assert not (laid_out / "model-private" / "~").exists()
 
@@ -297,6 +297,6 @@ def test_every_field_of_files_or_folders_is_a_path():
     words = {name: expected(annotated(field)) for name, field in fields()}
     paths = set()
     for name in words:
-        faults = check_values(place_all(LEAST, {name: "~nobody-of-this-name/a"})).faults
+        faults = check_values(set_nested(LEAST, {name: "~nobody-of-this-name/a"})).faults
         paths |= {name for fault in faults if "there is no user of that name" in fault.text}
     assert paths == {name for name, text in words.items() if "folder" in text or "file" in text}

@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glm4v_patched.finetune import progress
 from glm4v_patched.finetune.ending import describe_end
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plots import plot_loss
 from glm4v_patched.finetune.progress import Progress
 from tests.helpers.recipes import train_here
@@ -112,7 +112,7 @@ def test_the_end_of_a_run_without_evaluation_has_its_last_loss(tmp_path, mine):
     rows = tmp_path / "held out.jsonl"
     rows.touch()
     told = describe_end(
-        resolve(mine.override({"out": str(tmp_path), "data.eval": str(rows)})), False
+        resolve_recipe(mine.override({"out": str(tmp_path), "data.eval": str(rows)})), False
     )
     end = r"ended +after all 1 steps; 3 rows could not be used\nsaved +.* of step 1: loss 2.5 at"
     assert re.search(end, told)

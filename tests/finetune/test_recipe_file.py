@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm4v_patched.finetune.recipe.file import MOST_BYTES, place_all, read_document
+from glm4v_patched.finetune.recipe.file import MAX_RECIPE_BYTES, set_nested, read_document
 from glm4v_patched.finetune.recipe.sections import (
     Recipe,
     RecipeError,
@@ -87,7 +87,7 @@ BROKEN = {
         ("a: 1\nb: \x07", r":2: the character \x07 cannot be in YAML"),
         ("a: 1\n".encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8"),
         (b"a: 1\nb: \xe4", ":2: byte 0xe4 is not UTF-8; save the file as UTF-8"),
-        (b"a" * (MOST_BYTES + 1), ": has over 65,536 bytes"),
+        (b"a" * (MAX_RECIPE_BYTES + 1), ": has over 65,536 bytes"),
         # Of faults, one on a line, whatever is in them.
         (RIGHT + "engine.tower: none\n", ":9: engine.tower is one key; expected tower under"),
         (RIGHT + '"e\\e[31m\\n": 1\n', r":9: e\x1b[31m\n is not a field"),
@@ -117,8 +117,8 @@ def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):
 
 
 def test_a_byte_order_mark_is_no_fault_and_a_file_may_have_the_most_bytes(tmp_path):
-    assert read(tmp_path, ("\ufeff" + RIGHT).ljust(MOST_BYTES - 2)) == read(tmp_path, RIGHT)
-    assert read(tmp_path, "\ufeff" + json.dumps(LEAST), "r.json") == Recipe.of(LEAST)
+    assert read(tmp_path, ("\ufeff" + RIGHT).ljust(MAX_RECIPE_BYTES - 2)) == read(tmp_path, RIGHT)
+    assert read(tmp_path, "\ufeff" + json.dumps(LEAST), "r.json") == Recipe.from_values(LEAST)
 
 
 def test_json_is_read_as_what_it_says(tmp_path):
@@ -249,7 +249,7 @@ def test_an_override_is_what_the_file_could_have_said(profile, tmp_path):
     @profile
     @given(st.sampled_from(names), scalars | st.sampled_from(["yes", "010", "~", "2024-01-01"]))
     def check(name, value):
-        changed = place_all(LEAST, {name: value})
+        changed = set_nested(LEAST, {name: value})
         given_value = document.override([f"{name}={in_yaml(value)}"])
         in_file, on_line = (check_values(values) for values in (changed, given_value.values))
         assert in_file.recipe == on_line.recipe

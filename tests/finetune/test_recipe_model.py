@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from glm4v_patched.finetune.recipe.model import base_of
-from glm4v_patched.models.base import Base, identify
+from glm4v_patched.finetune.recipe.model import resolve_base
+from glm4v_patched.models.base import ModelSource, identify
 from tests.helpers.recipes import recipe
 
 LANGUAGE = "base_model.model.transformer.encoder.layers.0.self_attention.query_key_value"
@@ -33,23 +33,23 @@ def adapters(folder: Path, base: Path | str, *modules: str, **changes) -> Path:
     return folder
 
 
-def base_under(folder: Path, **changes) -> Base:
-    return base_of(recipe({"model": str(folder), "trained": "lora_lm"} | changes))
+def base_under(folder: Path, **changes) -> ModelSource:
+    return resolve_base(recipe({"model": str(folder), "trained": "lora_lm"} | changes))
 
 
 def test_a_folder_of_adapters_leads_to_their_model(tmp_path):
     base = model(tmp_path / "base")
     folder = adapters(tmp_path / "lora", base)
     found = base_under(folder)
-    assert found == Base(str(base), None, folder)
+    assert found == ModelSource(str(base), None, folder)
     names = {"adapters: adapter_config.json", "adapters: adapter_model.safetensors"}
-    assert identify(found).keys() == identify(Base(str(base))).keys() | names
-    assert base_under(base, trained="full") == Base(str(base))
+    assert identify(found).keys() == identify(ModelSource(str(base))).keys() | names
+    assert base_under(base, trained="full") == ModelSource(str(base))
     on_both = adapters(tmp_path / "both", "org/name", LANGUAGE, TOWER, revision="abc", r=4)
     asked = {"trained": "lora_all", "lora.rank": 4, "lora.use_dora": False}
-    assert base_under(on_both, **asked) == Base("org/name", "abc", on_both)
+    assert base_under(on_both, **asked) == ModelSource("org/name", "abc", on_both)
     # A revision beside adapters is that of their base on the Hub.
-    assert base_under(on_both, **asked, revision="v2") == Base("org/name", "v2", on_both)
+    assert base_under(on_both, **asked, revision="v2") == ModelSource("org/name", "v2", on_both)
     with pytest.raises(ValueError, match="on tower and language model, and trained is 'lora_lm'"):
         base_under(on_both)
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from torch.utils.data import BatchSampler
 from transformers import TrainingArguments
 
-from glm4v_patched.finetune.recipe.other_names import refusal
+from glm4v_patched.finetune.recipe.other_names import trainer_field_refusal
 from glm4v_patched.finetune.recipe.sections import RecipeError, fields
 from glm4v_patched.finetune.recipe.trainer import TrainerFields, installed_fields, is_longer
 from tests.helpers.recipes import recipe
@@ -25,7 +25,7 @@ def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_n
     public = {f.name: f for f in dataclasses.fields(TrainingArguments) if f.name[0] != "_"}
     taken = installed_fields()
     own = {*TrainerFields.model_fields}
-    assert {*taken} == {name for name in public if refusal(name) is None} - own
+    assert {*taken} == {name for name in public if trainer_field_refusal(name) is None} - own
     assert {"neftune_noise_alpha", "eval_delay"} <= {*taken} and len(taken) > 20
     for name, kind in taken.items():
         default = public[name].default
@@ -34,8 +34,8 @@ def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_n
 
 
 def test_a_whole_number_is_handed_on_as_the_float_that_torch_wants_and_null_is_not():
-    assert repr(trainer(adam_beta1=0).others["adam_beta1"]) == "0.0"
-    assert "neftune_noise_alpha" not in trainer(neftune_noise_alpha=None).others
+    assert repr(trainer(adam_beta1=0).undeclared_fields["adam_beta1"]) == "0.0"
+    assert "neftune_noise_alpha" not in trainer(neftune_noise_alpha=None).undeclared_fields
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from glm4v_patched.finetune import preflight
-from glm4v_patched.finetune.preflight import check
+from glm4v_patched.finetune.preflight import validate_recipe
 from glm4v_patched.finetune.recipe.file import RecipeError
 from glm4v_patched.finetune.recipe.other_names import HERE, NOWHERE, OTHER_VALUES
 from glm4v_patched.finetune.recipe.sections import check_values, fields
@@ -36,14 +36,14 @@ model='""' out=2024 revision='""' data.train=[5] data.eval=1.5 data.format=llama
 'model="a\ud800"' 'data.train=[{path: a, wieght: 2}]' data.eval=5%
 revision=v1 model=. 'data.train=[{path: a, weight: 0}]' data.eval=true
 'data.eval=[org/a, {path: org/b, weight: 2}]' data.reuse_features=true
-data.reuse_features=true trained=[adapter]
+data.reuse_features=true trained=[projector]
 trainer=
 trainer.learning_rate=0 trainer.max_steps=true trainer.seed=4294967296 trainer.adam_beta2=1.0
 trainer.learning_rate=.nan trainer.max_steps='"100"' trainer.adam_epsilon=0
 trainer.learning_rate= trainer.max_steps='"-1"' trainer.lr_scheduler_type=cosin
 'trainer.learning_rate={towr: 1e-6}' trainer.full_determinism=1 trainer.report_to=tensorbord
-'trainer.learning_rate={tower: 1, adapter: 1}'
-'trainer.learning_rate={adapter: 1}' trained=lora_all
+'trainer.learning_rate={tower: 1, projector: 1}'
+'trainer.learning_rate={projector: 1}' trained=lora_all
 trainer.save_strategy=steps trainer.eval_strategy=epoch
 trainer.save_strategy=epoch trainer.save_steps=5 trainer.eval_strategy=steps data.eval=0.1
 trainer.save_strategy=best
@@ -77,7 +77,7 @@ def test_each_is_refused_with_what_was_found_and_what_is_expected(asked, words, 
     told = []
     for line in REFUSED.strip().split("\n"):
         with pytest.raises(RecipeError) as error:
-            check(asked, shlex.split(line), None, "cpu")
+            validate_recipe(asked, shlex.split(line), None, "cpu")
         lines = sorted(str(error.value).split("\n"))
         assert all(each.startswith(("command line: ", f"{asked}:")) for each in lines), lines
         told += [line, *(f"  {each}" for each in lines)]
@@ -86,12 +86,12 @@ def test_each_is_refused_with_what_was_found_and_what_is_expected(asked, words, 
 
 def test_what_can_go_together_is_not_refused(asked):
     given = ["trained=lora_all", "lora.use_dora=true", "engine.zero_stage=2"]
-    assert check(asked, given, None, "cpu")[0].lora.use_dora
+    assert validate_recipe(asked, given, None, "cpu")[0].lora.use_dora
 
 
 def test_a_logger_that_is_not_installed_is_told_with_its_cure(asked):
     with pytest.raises(RecipeError, match="report_to clearml needs clearml: .*install clearml"):
-        check(asked, ["trainer.report_to=[clearml]"], None, "cpu")
+        validate_recipe(asked, ["trainer.report_to=[clearml]"], None, "cpu")
 
 
 def told(**values) -> str:

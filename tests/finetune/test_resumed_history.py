@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from glm4v_patched.finetune import worker
-from glm4v_patched.finetune.divergence import DivergenceWatch
+from glm4v_patched.finetune.divergence import DivergenceMonitor
 from glm4v_patched.finetune.ending import describe_end
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.schedule import learning_rates
 from glm4v_patched.finetune.trainer import CheckpointSchedule, RecipeTrainer
@@ -160,7 +160,7 @@ def test_the_start_may_stay_the_best_and_is_what_is_saved_then(asked, record, lo
     start = load_file(Path(mine.out, "checkpoint-0", "adapter_model.safetensors"))
     assert all(torch.equal(start[name], weight) for name, weight in recorded["weights"].items())
     told = "the adapters of step 0, the best by eval_loss, which is what training started from"
-    assert told in describe_end(resolve(mine), on_cpu=True)
+    assert told in describe_end(resolve_recipe(mine), on_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_the_start_may_stay_the_best_and_is_what_is_saved_then(asked, record, lo
 )
 def test_only_weights_that_are_kept_can_be_the_best(asked, record, losses, monkeypatch, saving):
     """Of a step that was not finite there is no checkpoint."""
-    see, steps = DivergenceWatch.see, iter(range(1, 9))
+    see, steps = DivergenceMonitor.see, iter(range(1, 9))
 
     def see_nan(self, loss, norm):
         return see(self, loss * (torch.nan if next(steps) == 4 else 1), norm)
 
     losses({2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0})
-    monkeypatch.setattr(DivergenceWatch, "see", see_nan)
+    monkeypatch.setattr(DivergenceMonitor, "see", see_nan)
     mine = asked(eval_steps=2, load_best_model_at_end=True, **saving)
     assert record(mine)["best"] == (2.0, 2, "checkpoint-2")
     assert not Path(mine.out, "checkpoint-4").exists()

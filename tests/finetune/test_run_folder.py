@@ -13,7 +13,7 @@ import pytest
 from glm4v_patched.finetune.run_folder import (
     LOCK,
     RECORD,
-    begin,
+    start_record,
     close_record,
     locked,
     read_record,
@@ -52,7 +52,7 @@ def usable(folder: Path, resume=False, overwrite=False) -> list[str]:
 
 def begun_run(folder: Path, *names: str) -> Path:
     files(folder)
-    begin(folder, usable(folder))
+    start_record(folder, usable(folder))
     return files(folder, *names)
 
 
@@ -75,7 +75,7 @@ def test_a_stopped_run_s_checkpoints_go_only_when_asked(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint-4.*\(--overwrite\), or .* \(--resume\)"):
         usable(out)
     assert usable(out, resume=True) == []
-    begin(out, usable(out, overwrite=True))
+    start_record(out, usable(out, overwrite=True))
     assert {*contents(out)} == {RECORD}
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_was_stopped_before_it_had_a_checkpoint_is_in_nobody_s_way(tm
     out = begun_run(tmp_path / "out", "recipe.json", "data.json")
     (out / "training.json").write_text('{"finished": false}')
     assert usable(out) == usable(out, resume=True) == []
-    begin(out, [])
+    start_record(out, [])
     assert not (out / "training.json").exists()
 
 
@@ -115,7 +115,7 @@ def test_links_in_a_folder_go_and_what_they_lead_to_stays(tmp_path):
     out = begun_run(tmp_path / "out", "config.json")
     (out / "checkpoint-4").symlink_to(elsewhere)
     (out / "model.safetensors").symlink_to(elsewhere / "model.safetensors")
-    begin(out, usable(out, overwrite=True))
+    start_record(out, usable(out, overwrite=True))
     assert {*contents(out)} == {RECORD}
     assert {*contents(elsewhere)} == {"model.safetensors"}
 

@@ -8,7 +8,7 @@ from transformers import SchedulerType
 
 from glm4v_patched.finetune import schedule
 from glm4v_patched.finetune.schedule import (
-    doubts_of_schedule,
+    schedule_warnings,
     learning_rates,
     require_schedule,
 )
@@ -35,7 +35,7 @@ def test_every_schedule_of_the_installed_transformers_can_be_asked_for():
     for name in (kind.value for kind in SchedulerType):
         for steps in (2, 10, 10**6):
             require_schedule(fields(name, NEEDED.get(name), steps))
-    rates = {"tower": 1e-6, "adapter": 1e-5, "language_model": 1e-4}
+    rates = {"tower": 1e-6, "projector": 1e-5, "language_model": 1e-4}
     for name in ("polynomial", "cosine_with_min_lr"):
         require_schedule(fields(name, NEEDED.get(name), learning_rate=rates))
 
@@ -114,9 +114,9 @@ def test_of_a_long_run_the_edges_are_looked_at():
 
 
 def test_rates_that_never_come_near_or_are_0_for_long_are_doubtful():
-    assert not [*doubts_of_schedule(fields("cosine", steps=100, warmup_steps=99))]
-    (low,) = doubts_of_schedule(fields("linear", steps=100, warmup_steps=500))
+    assert not [*schedule_warnings(fields("cosine", steps=100, warmup_steps=99))]
+    (low,) = schedule_warnings(fields("linear", steps=100, warmup_steps=500))
     assert "is 20% of trainer.learning_rate at most: the run has 100 steps" in low
     kwargs = {"num_stable_steps": 20, "num_decay_steps": 30}
-    (idle,) = doubts_of_schedule(fields("warmup_stable_decay", kwargs, 100, warmup_steps=0))
+    (idle,) = schedule_warnings(fields("warmup_stable_decay", kwargs, 100, warmup_steps=0))
     assert "is 0 in 50% of 100 steps" in idle

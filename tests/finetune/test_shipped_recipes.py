@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.engine.memory_plan import GIB, Batch, decide, estimate, within_limit
+from glm4v_patched.engine.memory_plan import GIB, Batch, decide_options, estimate_peak_bytes, apply_memory_limit
 from glm4v_patched.engine.options import is_lora
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.recipe.shipped import FOLDER, find_recipe, shipped_names
@@ -15,7 +15,7 @@ from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.recipes import train_here
 
 NAMES = ["full_2x141gb", "full_2x80gb_offload", "lm_2x141gb", "lora_1x80gb", "lora_2x24gb"]
-NAMES += ["lora_both_2x80gb", "qlora_1x24gb"]
+NAMES += ["lora_all_2x80gb", "qlora_1x24gb"]
 WHERE = ["data.train=my.jsonl", "out=trained"]
 REAL = ChatGLMConfig()
 
@@ -47,9 +47,9 @@ def test_a_shipped_recipe_fits_the_gpus_that_its_name_says(name):
     # What a GPU of so many GB has free in GiB.
     free = {"24": 23.5, "80": 79, "141": 139}[size] * GIB
     each = asked.trainer.per_device_train_batch_size
-    batch = Batch(rows=each, row_length=2114, processes=int(number))
-    options = decide(REAL, asked.engine_options(), batch, free)
-    assert estimate(REAL, options, batch) < free - 2 * GIB
+    batch = Batch(num_sequences=each, sequence_length=2114, processes=int(number))
+    options = decide_options(REAL, asked.engine_options(), batch, free)
+    assert estimate_peak_bytes(REAL, options, batch) < free - 2 * GIB
     assert (options.offload is True) == name.endswith("_offload")
     rows = each * batch.processes * asked.trainer.gradient_accumulation_steps
     assert 16 <= rows <= 32
@@ -66,11 +66,11 @@ def test_memory_of_the_real_size_is_what_was_predicted(row):
     changes = [text for text in options if text.startswith(("engine.", "trainer."))]
     recipe = shipped(row["recipe"], *changes)
     rows = recipe.trainer.per_device_train_batch_size
-    batch = Batch(rows=rows, row_length=2114, processes=row["gpus"])
+    batch = Batch(num_sequences=rows, sequence_length=2114, processes=row["gpus"])
     # An H200's memory, less what the driver has of it.
-    free = within_limit(139.8 * GIB, recipe.engine.memory_limit)
-    chosen = decide(REAL, replace(recipe.engine_options(), **row["policies"]), batch, free)
-    predicted = estimate(REAL, chosen, batch) / GIB
+    free = apply_memory_limit(139.8 * GIB, recipe.engine.memory_limit)
+    chosen = decide_options(REAL, replace(recipe.engine_options(), **row["policies"]), batch, free)
+    predicted = estimate_peak_bytes(REAL, chosen, batch) / GIB
     assert predicted == pytest.approx(row["peak_allocated_gib"], rel=0.15)
 
 

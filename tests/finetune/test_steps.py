@@ -9,7 +9,7 @@ import pytest
 
 from glm4v_patched.finetune import process, worker
 from glm4v_patched.finetune.divergence import NoResult
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import check_data, make_plan
 from glm4v_patched.finetune.progress import Progress
 from glm4v_patched.finetune.steps import require_batches, require_evaluations
@@ -39,16 +39,16 @@ def test_rows_that_make_no_whole_batch_for_each_process_are_refused(
 ):
     asked = recipe(DROPS | changes)
     if not is_refused:
-        require_batches(resolve(asked), rows, processes)
+        require_batches(resolve_recipe(asked), rows, processes)
         return
     kind = r"packed rows \(data.pack_to\)" if "data.pack_to" in changes else "rows"
     told = f"there are {rows} {kind}: .* for each of {processes} .* takes {4 * processes}, "
     with pytest.raises(ValueError, match=told):
-        require_batches(resolve(asked), rows, processes)
+        require_batches(resolve_recipe(asked), rows, processes)
 
 
 def test_a_plan_is_refused_without_a_batch_an_evaluation_or_a_learning_rate(mine, words):
-    checked, placement = check_data(resolve(mine)), Placement(1, on_cpu=True)
+    checked, placement = check_data(resolve_recipe(mine)), Placement(1, on_cpu=True)
     evaluated = mine.override({"data.eval": 0.2})
     told = []
     for asked, changes in [
@@ -57,9 +57,9 @@ def test_a_plan_is_refused_without_a_batch_an_evaluation_or_a_learning_rate(mine
         (mine, {"trainer.lr_scheduler_type": "cosine_with_min_lr"}),
     ]:
         asked = asked.override(changes)
-        rows = check_data(resolve(asked)) if asked.data.eval else checked
+        rows = check_data(resolve_recipe(asked)) if asked.data.eval else checked
         with pytest.raises(ValueError, match=r"^trainer\.") as refused:
-            make_plan(resolve(asked), placement, rows)
+            make_plan(resolve_recipe(asked), placement, rows)
         told.append(str(refused.value))
     words("\n".join(told))
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from glm4v_patched.data.stream import Stream
+from glm4v_patched.data.stream import StreamDataset
 from glm4v_patched.finetune.divergence import NoResult
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import check_data, make_plan, starting_point
+from glm4v_patched.finetune.plan import check_data, make_plan, find_start_checkpoint
 from glm4v_patched.finetune.recipe.sections import Recipe
-from glm4v_patched.finetune.row_faults import BadRow, RowFaults
+from glm4v_patched.finetune.bad_rows import BadRow, BadRowTracker
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import (
     drawn_recipe,
@@ -65,7 +65,7 @@ def test_a_continued_stream_ends_in_the_same_bits_with_any_number_of_readers(
         {"out": str(tmp_path / "stopped"), "trainer.dataloader_num_workers": 2}
     )
     shutil.copytree(Path(asked.out, "checkpoint-4"), Path(stopped.out, "checkpoint-4"))
-    checkpoint = starting_point(resolve(stopped), 1, True)
+    checkpoint = find_start_checkpoint(resolve_recipe(stopped), 1, True)
     assert train_here(stopped, checkpoint)["history"] == whole
     for name, weight in load_file(Path(stopped.out, "adapter_model.safetensors")).items():
         assert torch.equal(weight, weights[name]), name
@@ -80,7 +80,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_a_checkpoint_to_continue(as
     report = json.loads(Path(asked.out, "training.json").read_text())
     assert not report["finished"] and place in report["error"]
     skips = asked.override({"data.on_bad": "skip"})
-    checkpoint = starting_point(resolve(skips), 1, True)
+    checkpoint = find_start_checkpoint(resolve_recipe(skips), 1, True)
     assert f"{checkpoint.name} has what was learned" in report["error"]
     assert train_here(skips, checkpoint)["steps"]["done"] == 6
 
@@ -98,8 +98,8 @@ def test_a_stream_of_which_no_row_can_be_learned_from_has_no_result(asked, monke
     rows = range(1, 21)
     for row in rows[4:]:
         cut(asked, row)
-    read = Stream.__iter__
-    monkeypatch.setattr(Stream, "__iter__", lambda self: islice(read(self), 4, None))
+    read = StreamDataset.__iter__
+    monkeypatch.setattr(StreamDataset, "__iter__", lambda self: islice(read(self), 4, None))
     skips = {"data.on_bad": "skip", "data.shuffle_buffer": 1, "trainer.max_steps": 2}
     asked = asked.override(skips | {"trainer.save_steps": None})
     with pytest.raises(NoResult, match="the loss and the gradients of all 2 steps were 0"):
@@ -110,17 +110,17 @@ def test_a_stream_of_which_no_row_can_be_learned_from_has_no_result(asked, monke
 def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked, capsys):
     with Path(asked.data.train).open("a") as file:
         file.write("no row\n")
-    checked = check_data(resolve(asked))
-    assert checked.counts.rows == 4 and checked.skipped == 0 and checked.files == ()
-    plan = make_plan(resolve(asked), Placement(1, on_cpu=True), checked)
-    assert plan.steps == 6 and plan.batch.row_length == max(checked.column("positions")) * 5 // 4
-    launch(resolve(asked), Placement(1, on_cpu=True), dry_run=True)
+    checked = check_data(resolve_recipe(asked))
+    assert checked.counts.samples == 4 and checked.skipped == 0 and checked.files == ()
+    plan = make_plan(resolve_recipe(asked), Placement(1, on_cpu=True), checked)
+    assert plan.steps == 6 and plan.batch.sequence_length == max(checked.column("tokens")) * 5 // 4
+    launch(resolve_recipe(asked), Placement(1, on_cpu=True), dry_run=True)
     told = capsys.readouterr().out
     assert "a stream, of which were looked at 4 rows" in told and "epoch" not in told
 
 
 def test_of_many_rows_that_are_left_out_twenty_are_told(capsys):
-    faults = RowFaults(ends=False)
+    faults = BadRowTracker(ends=False)
     for last in (15, 50):
         faults.see([f"row {number}" for number in range(last)], [])
     faults.conclude(step=3)
@@ -152,7 +152,7 @@ def test_a_bad_row_of_one_process_ends_both_under_zero_3(asked, tmp_path):
     plans = []
     for run in runs:
         skipping = run.override({"data.on_bad": "skip"})
-        checkpoint = starting_point(resolve(skipping), 2, True)
+        checkpoint = find_start_checkpoint(resolve_recipe(skipping), 2, True)
         plans.append(planned(skipping, checkpoint, processes=2))
     ended = train_in_processes(*plans)
     assert not ended.status, ended.output[-8000:]

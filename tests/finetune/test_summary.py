@@ -11,18 +11,18 @@ import pytest
 
 from glm4v_patched.cli import main
 from glm4v_patched.data.checked_data import CheckedData
-from glm4v_patched.engine.memory_plan import GIB, OUTSIDE_TORCH, Batch
+from glm4v_patched.engine.memory_plan import GIB, NON_TORCH_BYTES, Batch
 from glm4v_patched.finetune import launch as launching
 from glm4v_patched.finetune import plan as planning
 from glm4v_patched.finetune import summary, worker
-from glm4v_patched.finetune.job import resolve
-from glm4v_patched.finetune.plan import Plan, check_data, digest_of, make_plan
+from glm4v_patched.finetune.job import resolve_recipe
+from glm4v_patched.finetune.plan import Plan, check_data, digest_data, make_plan
 from glm4v_patched.finetune.recipe.sections import Recipe
-from glm4v_patched.finetune.run_folder import LOCK, begin, locked
+from glm4v_patched.finetune.run_folder import LOCK, start_record, locked
 from glm4v_patched.finetune.summary import (
     describe_memory,
     describe_policies,
-    find_doubts,
+    find_warnings,
     show_sample,
 )
 from glm4v_patched.models.placement import Placement
@@ -34,7 +34,7 @@ from tests.helpers.recipes import arguments_of, planned, recipe, write_recipe
 def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
     recipe = mine.override({"out": str(tmp_path), "lora.targets": ["dense"]})
     for placement in (Placement(1, on_cpu=True), Placement(4, local_processes=2, on_cpu=True)):
-        plan = make_plan(resolve(recipe), placement, check_data(resolve(recipe)))
+        plan = make_plan(resolve_recipe(recipe), placement, check_data(resolve_recipe(recipe)))
         plan = replace(plan, checkpoint=tmp_path / "checkpoint-4", changes=("rows: others",))
         plan.write()
         assert Plan.read(plan.path) == plan
@@ -42,44 +42,44 @@ def test_a_plan_reads_back_as_it_was_written(mine, tmp_path):
 
 
 def test_a_plan_is_for_its_rows_as_they_are_packed_and_for_those_of_evaluation(drawn):
-    every = check_data(resolve(drawn))
-    checked = check_data(resolve(drawn.override({"data.eval": 0.2})))
+    every = check_data(resolve_recipe(drawn))
+    checked = check_data(resolve_recipe(drawn.override({"data.eval": 0.2})))
     others = [replace(checked, **change) for change in ({"pack_to": 100}, {"eval": None})]
     others += [every, replace(checked, eval=every)]
-    assert len({digest_of(each) for each in (checked, *others)}) == 5
+    assert len({digest_data(each) for each in (checked, *others)}) == 5
 
 
 def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monkeypatch):
     """Of the real size, on GPUs of which others use some."""
     recipe = mine.override({"engine.language": "auto"})
-    checked = check_data(resolve(recipe))
+    checked = check_data(resolve_recipe(recipe))
     real = ChatGLMConfig()
-    monkeypatch.setattr(planning, "config_of", lambda base: real)
-    batch = Batch(rows=4, row_length=2114, processes=1)
-    monkeypatch.setattr(planning, "batch_of", lambda *_: batch)
+    monkeypatch.setattr(planning, "load_model_config", lambda base: real)
+    batch = Batch(num_sequences=4, sequence_length=2114, processes=1)
+    monkeypatch.setattr(planning, "largest_batch", lambda *_: batch)
     found = []
     for free in (140 * GIB, 75 * GIB):
-        monkeypatch.setattr(planning, "free_on_gpus", lambda number, free=free: [free] * number)
-        plan = make_plan(resolve(recipe), Placement(1), checked)
+        monkeypatch.setattr(planning, "free_bytes_per_gpu", lambda number, free=free: [free] * number)
+        plan = make_plan(resolve_recipe(recipe), Placement(1), checked)
         assert plan.free == free >= plan.needed
         found.append(plan.options.language)
     assert found[0] != found[1]
-    monkeypatch.setattr(planning, "free_on_gpus", lambda number: [140 * GIB, 75 * GIB][:number])
+    monkeypatch.setattr(planning, "free_bytes_per_gpu", lambda number: [140 * GIB, 75 * GIB][:number])
     for local, least in ((2, 75), (1, 140)):  # on two machines, the second GPU is of no process
         placement = Placement(2, local_processes=local)
-        assert make_plan(resolve(recipe), placement, checked).free == least * GIB
+        assert make_plan(resolve_recipe(recipe), placement, checked).free == least * GIB
     limited = recipe.override({"engine.memory_limit": 75.0})
-    assert make_plan(resolve(limited), Placement(1), checked).free < 80 * GIB
+    assert make_plan(resolve_recipe(limited), Placement(1), checked).free < 80 * GIB
     # What is outside of torch is not free.
-    assert "may not suffice" not in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH))
-    assert "may not suffice" in describe_memory(replace(plan, needed=free - OUTSIDE_TORCH + GIB))
+    assert "may not suffice" not in describe_memory(replace(plan, needed=free - NON_TORCH_BYTES))
+    assert "may not suffice" in describe_memory(replace(plan, needed=free - NON_TORCH_BYTES + GIB))
 
 
 def test_what_is_printed_is_what_runs(mine, tmp_path, monkeypatch, capsys):
     """The summary, --dry-run and doctor, and the engine of the process that trains."""
     write_recipe(mine, tmp_path / "recipe.json")
     command = [str(tmp_path / "recipe.json"), "--device", "cpu"]
-    monkeypatch.setattr(launching, "_run", lambda command, _: "")
+    monkeypatch.setattr(launching, "_run_processes", lambda command, _: "")
     monkeypatch.setattr("glm4v_patched.finetune.ending.describe_end", lambda *_: "")
     told = []
     for run in (["train", *command, "--dry-run"], ["doctor", *command], ["train", *command]):
@@ -99,14 +99,14 @@ def test_a_process_that_finds_a_plan_untrue_stops_with_both_numbers(mine, monkey
     with monkeypatch.context() as patch:
         patch.setenv("WORLD_SIZE", "3")
         with words.refused(ValueError, "1 processes", "3 take part"):
-            plan.require_true()
+            plan.require_same_conditions()
     other = replace(plan, files=plan.files | {"model.safetensors": "another"})
     with pytest.raises(ValueError, match=r"model\.safetensors: another planned, [0-9a-f]+ here"):
-        other.require_true()
-    monkeypatch.setattr(planning, "free_memory", lambda limit: 40 * GIB)
-    replace(plan, free=41 * GIB).require_true()
+        other.require_same_conditions()
+    monkeypatch.setattr(planning, "min_free_gpu_memory", lambda limit: 40 * GIB)
+    replace(plan, free=41 * GIB).require_same_conditions()
     with words.refused(RuntimeError, "78.0 GiB", "40.0 GiB"):
-        replace(plan, free=78 * GIB).require_true()
+        replace(plan, free=78 * GIB).require_same_conditions()
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_dry_run_leaves_the_disk_as_it_was(saving, tmp_path, monkeypatch, caps
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # which is for that
     stopped = tmp_path / "here" / "stopped"
     stopped.mkdir()
-    begin(stopped, [])
+    start_record(stopped, [])
     (stopped / LOCK).write_text("process 1 on a machine that lost its power")
     write_recipe(saving, tmp_path / "here" / "recipe.json")
     command = ["train", "recipe.json", "--device", "cpu", "--dry-run"]
@@ -159,15 +159,15 @@ def test_a_dry_run_leaves_the_disk_as_it_was(saving, tmp_path, monkeypatch, caps
 
 
 def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
-    monkeypatch.setattr(CheckedData, "find_doubts", lambda checked: [f"{len(checked.rows)} lost"])
+    monkeypatch.setattr(CheckedData, "find_warnings", lambda checked: [f"{len(checked.rows)} lost"])
     before = sorted(Path(saving.model).parent.rglob("*"))
     assert train(saving, "--dry-run", "trainer.learning_rate=10") == 0
     told = capsys.readouterr().out
-    counts = check_data(resolve(saving)).counts
-    assert counts.rows == counts.images == 14
+    counts = check_data(resolve_recipe(saving)).counts
+    assert counts.samples == counts.images == 14
     for line in [
-        f"data        14 rows, 14 images; {counts.positions} positions, of which "
-        f"{counts.learned} are learned",
+        f"data        14 rows, 14 images; {counts.tokens} positions, of which "
+        f"{counts.supervised} are learned",
         "evaluation  every 4 steps and at the end, on 6 rows",
         "steps       8, 4 an epoch: 2.00 epochs; effective batch 4 (per_device_train_batch_size 2",
         "trained     lora_lm: 6,144 of 766,688 weights; learning rate 10",
@@ -207,11 +207,11 @@ def doubts(changes, rows=64, steps=100) -> list[str]:
     arguments = arguments_of(recipe(SANE | changes), steps)
     batch = 2 * 4 * arguments["gradient_accumulation_steps"]
     plan = SimpleNamespace(arguments=arguments, rows=rows, effective_batch=batch, is_streamed=False)
-    return list(find_doubts(plan))
+    return list(find_warnings(plan))
 
 
 def test_what_is_most_likely_a_mistake_is_told_with_its_numbers(words):
-    rates = {"tower": 1e-5, "adapter": 2, "language_model": 1}
+    rates = {"tower": 1e-5, "projector": 2, "language_model": 1}
     told = []
     for changes in [
         {"trained": "full", "trainer.learning_rate": rates},

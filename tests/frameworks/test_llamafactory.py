@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.helpers.steps import count_runs
 from tests.helpers.tiny import tiny_model
-from tests.remote.rows import assert_close, gradients, two_rows
+from tests.remote.inputs import assert_close, gradients, two_sequences
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llamafactory") is None,
@@ -49,7 +49,7 @@ def trained(weights: str, prepare=None) -> tuple[dict[str, torch.Tensor], dict[s
         config = LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
         model = get_peft_model(model, config)
     runs = count_runs(model)
-    return gradients(model.train(), **two_rows()), runs
+    return gradients(model.train(), **two_sequences()), runs
 
 
 @pytest.mark.parametrize("weights", ["all", "frozen vision", "adapters"])

@@ -7,15 +7,15 @@ import pytest
 import torch
 from packaging.version import Version
 
-from glm4v_patched.remote.keywords import CACHE
+from glm4v_patched.remote.keywords import CACHE_KEYWORD
 from tests.frameworks.results_table import job
 from tests.helpers.tiny import PAD, text, tiny_model
-from tests.remote.rows import two_rows
+from tests.remote.inputs import two_sequences
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 # With transformers 5.24, this peft looks for the cache by its old name, of any model.
-KNOWS_THE_CACHE = CACHE != "cache" or Version(peft.__version__) >= Version("0.22")
+KNOWS_THE_CACHE = CACHE_KEYWORD != "cache" or Version(peft.__version__) >= Version("0.22")
 LINEAR = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
 TOKENS = text(3, seed=1)  # of the first row
 # What a method is told beyond the modules, which its defaults do not fit in this tiny model.
@@ -62,7 +62,7 @@ def config_of(method: str):
 def assert_it_learns_and_generates(config) -> None:
     torch.manual_seed(0)
     model = peft.get_peft_model(tiny_model(), config).train()
-    inputs = two_rows()
+    inputs = two_sequences()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=1e-2)
     losses = []
@@ -107,4 +107,4 @@ def test_prefixes_in_the_cache_are_answered(method):
     config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(tiny_model(), config)
     with pytest.raises(ValueError, match="3 positions .* prefix tuning, .* use prompt tuning"):
-        model(**two_rows())
+        model(**two_sequences())

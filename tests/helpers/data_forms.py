@@ -14,8 +14,8 @@ import yaml
 from PIL import Image
 
 from glm4v_patched.data.checked_data import CheckedData
-from glm4v_patched.data.collate import Size
-from glm4v_patched.data.rows import Fault, Row, read_rows
+from glm4v_patched.data.collate import SampleSize
+from glm4v_patched.data.rows import RowProblem, ConversationRow, iter_rows
 from glm4v_patched.data.source import make_sources, suffix_of
 from tests.helpers.pages import ROOT, blocks
 
@@ -42,9 +42,9 @@ def write_rows(path: Path, *rows: Any) -> Path:
 def found(checked: CheckedData) -> tuple:
     """All that a check has found, to compare it with another's."""
     files = [(file.path, file.sha256) for file in (*checked.files, *checked.images)]
-    sizes = [checked.column(name).tolist() for name in Size._fields]
-    rows = checked.row_lines, checked.row_digests, [*checked.conversations()]
-    plain = checked.sources, checked.pack_to, checked.skipped, checked.asked
+    sizes = [checked.column(name).tolist() for name in SampleSize._fields]
+    rows = checked.row_labels, checked.row_digests, [*checked.conversations()]
+    plain = checked.sources, checked.pack_to, checked.skipped, checked.eval_option
     return *plain, files, sizes, rows, checked.eval and found(checked.eval)
 
 
@@ -144,7 +144,7 @@ def _of_row(value: Any, row: dict) -> Any:
     return value
 
 
-def read_form(path: Path, fields: dict) -> list[Row | Fault]:
+def read_form(path: Path, fields: dict) -> list[ConversationRow | RowProblem]:
     """The rows of a set."""
     sources = make_sources([{"path": str(path), **fields}], {})
-    return [row for source in sources for row in read_rows(source)]
+    return [row for source in sources for row in iter_rows(source)]

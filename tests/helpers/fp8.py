@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glm4v_patched.engine.implementations import TRAINING, Use, become
-from glm4v_patched.engine.kernels.fp8_linear import HeldLinear, Linear
+from glm4v_patched.engine.implementations import TRAINING, ModelUsage, set_implementation
+from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear, Fp8DynamicLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import small_model
@@ -23,7 +23,7 @@ PLAIN = EngineOptions(
 )
 
 # As in inference, but for its kernels.
-FP8_ALONE = Use(purpose=TRAINING, fp8=True, holds_fp8=True, is_fused=True)
+FP8_ALONE = ModelUsage(purpose=TRAINING, fp8=True, stores_fp8=True, has_fused_quantization=True)
 
 
 def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
@@ -35,9 +35,9 @@ def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where)
     for the same sizes."""
     torch.manual_seed(0)
     linear: Any = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16, **where)
-    become(linear, HeldLinear if held else Linear)
+    set_implementation(linear, Fp8StoredLinear if held else Fp8DynamicLinear)
     if held:
-        linear.requires_grad_(False).quantize_weight(keeps_transposed=bias)
+        linear.requires_grad_(False).quantize_weight(stores_transposed=bias)
     return linear
 
 

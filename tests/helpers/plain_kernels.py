@@ -9,9 +9,9 @@ from torch import Tensor
 from glm4v_patched.engine.kernels import inference_layers, reference, skinny_gemm
 
 KERNELS = {
-    "inference_triton": ("add_norm", "add_rms_norm", "rotate", "rotate_and_keep", "attend_to_kept"),
-    "fp8_triton": ("activate", "quantize_rows"),
-    "skinny_gemm_triton": ("sum_of_parts", "parts_of_product"),
+    "inference_triton": ("layer_norm_add", "add_rms_norm", "rope_in_place", "rope_and_update_cache", "flash_decode"),
+    "fp8_triton": ("activate", "activate_and_quantize_rows"),
+    "skinny_gemm_triton": ("reduce_partials", "split_k_matmul"),
 }
 
 
@@ -30,9 +30,9 @@ def put_in_the_place_of_kernels(monkeypatch, model, has_products: bool) -> list[
         module: Any = ModuleType(name)
         vars(module).update({each: noted(getattr(reference, each)) for each in functions})
         monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.kernels.{name}", module)
-    monkeypatch.setattr(inference_layers, "_takes", lambda x: isinstance(x, Tensor))
-    monkeypatch.setattr(inference_layers, "HEAD_CHANNELS", (model.config.kv_channels,))
+    monkeypatch.setattr(inference_layers, "_can_use_kernels", lambda x: isinstance(x, Tensor))
+    monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", (model.config.kv_channels,))
     for module in (inference_layers, skinny_gemm):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(skinny_gemm, "takes", lambda rows, weight: has_products and rows <= 32)
+        monkeypatch.setattr(module, "num_sms", lambda device: 1)
+    monkeypatch.setattr(skinny_gemm, "is_supported", lambda rows, weight: has_products and rows <= 32)
     return calls

@@ -16,7 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from glm4v_patched.engine.environment import environments_of_ranks, path_of_processes
+from glm4v_patched.engine.environment import rank_environments, path_with_interpreter
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_SERVE = 300
@@ -44,7 +44,7 @@ def gpu_environment() -> dict[str, str]:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
-        "PATH": path_of_processes(),
+        "PATH": path_with_interpreter(),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -135,7 +135,7 @@ def run_ranks(*command: str, seconds: float, processes: int = 2) -> Ended:
     """Run a script, or ``-m`` and a module, as each rank of so many processes, which spares torch's
     launcher. Once one fails, the others are given :data:`SECONDS_TO_END`; the status is that of the
     first one that failed."""
-    ranks = [cpu_environment() | told for told in environments_of_ranks(processes)]
+    ranks = [cpu_environment() | told for told in rank_environments(processes)]
     return run_processes([sys.executable, *command], ranks, seconds)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import glm4v_patched
 from hub_upload.layout import INDEX, MANIFEST, our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
-from hub_upload.manifest import as_json
+from hub_upload.manifest import to_json_bytes
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.local_hub import File, LocalHub
 
@@ -62,7 +62,7 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     values = json.loads(path.read_text())
     change(values)
     path.unlink()
-    path.write_bytes(as_json(values))
+    path.write_bytes(to_json_bytes(values))
 
 
 def amended(name: str, **values):

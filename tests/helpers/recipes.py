@@ -11,18 +11,18 @@ from torch import nn
 from glm4v_patched.data.rows import write_conversations
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_from_scratch
-from glm4v_patched.engine.memory_plan import Batch, decide
-from glm4v_patched.finetune.job import resolve
+from glm4v_patched.engine.memory_plan import Batch, decide_options
+from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.recipe.file import write_values
-from glm4v_patched.finetune.recipe.model import base_of
+from glm4v_patched.finetune.recipe.model import resolve_base
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.training_arguments import training_arguments
-from glm4v_patched.models.base import pin
+from glm4v_patched.models.base import pin_revision
 from glm4v_patched.models.placement import Placement
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from tests.helpers.processes import WORKERS, Ended, run_ranks
 
-BATCH = Batch(rows=1, row_length=2114, processes=2)
+BATCH = Batch(num_sequences=1, sequence_length=2114, processes=2)
 LEAST = {
     "model": "m",
     "out": "o",
@@ -34,7 +34,7 @@ LEAST = {
 
 def recipe(changes: Mapping = {}) -> Recipe:  # noqa: B006 (only read)
     """A recipe whose files need not be there; changes are by dotted names."""
-    return Recipe.of(LEAST).override(changes)
+    return Recipe.from_values(LEAST).override(changes)
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
@@ -70,8 +70,8 @@ def planned(
 
     out = Path(recipe.out)
     out.mkdir(exist_ok=True)
-    job = resolve(recipe)
-    job = job.with_base(pin(job.base))
+    job = resolve_recipe(recipe)
+    job = job.with_base(pin_revision(job.base))
     checked = check_data(job)
     checked.write(out / CHECKED_DATA)
     placement = Placement(processes, on_cpu=not torch.cuda.is_available())
@@ -106,8 +106,8 @@ def train_in_processes(
 def arguments_of(asked: Recipe, steps: int = 10) -> dict[str, Any]:
     """What the Trainer is given for a recipe, on a CPU, of so many steps an epoch."""
     return training_arguments(
-        resolve(asked),
-        decide(ChatGLMConfig(), asked.engine_options(), BATCH, 0),
+        resolve_recipe(asked),
+        decide_options(ChatGLMConfig(), asked.engine_options(), BATCH, 0),
         steps,
         steps,
         on_cpu=True,
@@ -121,4 +121,4 @@ def built(asked: Recipe) -> nn.Module:
     """The recipe's model, ready to be trained on a CPU."""
     from glm4v_patched.finetune.worker import build_model
 
-    return build_model(decide(ChatGLMConfig(), asked.engine_options(), BATCH, 0), base_of(asked))
+    return build_model(decide_options(ChatGLMConfig(), asked.engine_options(), BATCH, 0), resolve_base(asked))

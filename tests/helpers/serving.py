@@ -11,9 +11,9 @@ from PIL import Image
 
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import replies
-from glm4v_patched.inference.serving.answer_queue import Ended
+from glm4v_patched.inference.serving.answer_queue import AnswerEnd
 from glm4v_patched.inference.serving.app import make_app
-from glm4v_patched.inference.serving.limits import Limits
+from glm4v_patched.inference.serving.limits import ServerLimits
 
 QUESTION = "What is it?"
 CHAT = "/v1/chat/completions"
@@ -90,7 +90,7 @@ class EchoQueue:
         text = min(cuts, key=len, default=text)
         for piece in filter(None, (text[:4], text[4:9], text[9:])):
             ask.tell(piece)
-        ask.tell(Ended("stop", 3, 7))
+        ask.tell(AnswerEnd("stop", 3, 7))
 
     def stop(self) -> None: ...
 
@@ -98,7 +98,7 @@ class EchoQueue:
 
 
 def echo_app(queue: EchoQueue, with_page: bool = False, **limits):
-    limits = Limits(**limits)
+    limits = ServerLimits(**limits)
     return make_app(queue, Generation(), limits, lambda: None, with_page)  # type: ignore
 
 

@@ -71,15 +71,15 @@ def encoded(model: GLM4VForCausalLM, pixels: torch.Tensor) -> torch.Tensor:
     return model.get_image_features(pixels, return_dict=True).pooler_output
 
 
-def three_id_image() -> list[int]:
+def unexpanded_image() -> list[int]:
     return [BOI, PAD, EOI]
 
 
-def grown_image() -> list[int]:
+def expanded_image() -> list[int]:
     return [BOI, *[FILL] * NUM_IMAGE_TOKENS, EOI]
 
 
-def grown_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def expand_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Inputs in the three-id form, as many images in every row, rewritten to the grown form.
 
     Where they are given, the mask grows with ones, labels with -100, and the positions of an image

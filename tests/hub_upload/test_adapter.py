@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.finetune.adapter_card import BASE, NOT_ON_HUB, PLACE, WHERE
+from glm4v_patched.finetune.adapter_card import BASE_PLACEHOLDER, NOT_ON_HUB, ADAPTERS_LOCATION, BASE_LOCATION
 from hub_upload.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST
 from tests.helpers.answering import write_files
 from tests.helpers.publishable import TAG, amended, as_files, signed
@@ -19,9 +19,9 @@ NAME, BASE_ID, COMMIT = "our-org/glm-4v-shapes", "zai-org/glm-4v-9b", "a" * 40
 CARD = f"""---
 library_name: peft
 ---
-Adapters for {NOT_ON_HUB}. {PLACE} {WHERE}
+Adapters for {NOT_ON_HUB}. {ADAPTERS_LOCATION} {BASE_LOCATION}
 
-model = AutoModelForCausalLM.from_pretrained({BASE}, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained({BASE_PLACEHOLDER}, trust_remote_code=True)
 """
 
 
@@ -56,7 +56,7 @@ def test_adapters_are_built_and_verified(adapters, build, run, tmp_path):
     card = ModelCard.load(out / "README.md")
     assert card.data.base_model == BASE_ID and f"`ADAPTERS` is `{NAME}`" in card.text
     assert f'from_pretrained("{BASE_ID}", revision="{COMMIT}"' in card.text
-    assert NOT_ON_HUB not in card.text and WHERE not in card.text
+    assert NOT_ON_HUB not in card.text and BASE_LOCATION not in card.text
     texts = "".join((out / name).read_text() for name in names - {ADAPTER_WEIGHTS})
     assert str(adapters.parent) not in texts
     before = as_files(out)

@@ -15,7 +15,7 @@ from tests.helpers.publishable import (
     python_of_card,
     shards_of,
 )
-from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
+from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 
 def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, monkeypatch):
@@ -39,7 +39,7 @@ def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, m
     assert of_card["answer"].shape[1] > inputs["input_ids"].shape[1]
     assert type(again).__name__ == type(model).__name__
     assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
-    row = [*text(3, seed=1), *grown_image(), *text(4, seed=2)]
+    row = [*text(3, seed=1), *expanded_image(), *text(4, seed=2)]
     question = {"input_ids": torch.tensor([row]), "pixel_values": random_pixels(1)}
     with torch.no_grad():
         want = tiny_model()(**question).logits

@@ -23,7 +23,7 @@ def load_answerer():
     """A model of a folder that answers in six tokens."""
 
     def load(folder: Path) -> Answerer:
-        loaded = loading.load(find_source(str(folder)), "cpu")
+        loaded = loading.load_with_processor(find_source(str(folder)), "cpu")
         return Answerer(loaded, Generation(max_new_tokens=6))
 
     return load
@@ -50,7 +50,7 @@ def referenced(files) -> Path:
 
 @pytest.fixture
 def never_loads(monkeypatch) -> None:
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded"))
 
 
 @pytest.fixture

@@ -15,26 +15,26 @@ from PIL import Image
 from transformers import GenerationConfig
 
 from glm4v_patched.cli import main
-from glm4v_patched.data.rows import Source
+from glm4v_patched.data.rows import DataSource
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import questions
 from glm4v_patched.inference.answer import answer_file
 from glm4v_patched.inference.answer_worker import Answer, Answerer, require_room
 from glm4v_patched.inference.decoding import static_cache
-from glm4v_patched.inference.questions import Generation, Question, Request, read_questions
-from glm4v_patched.models.base import Base, identify
+from glm4v_patched.inference.questions import Generation, Question, AnswerOptions, read_questions
+from glm4v_patched.models.base import ModelSource, identify
 from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
+from glm4v_patched.models.loading import load_with_processor
 from tests.helpers.local_hub import LocalHub
 
 NEW = 6
 SETTINGS = "answers.jsonl.settings.json"
 
 
-def request(files, **changes) -> Request:
+def request(files, **changes) -> AnswerOptions:
     given = {"model": str(files.model), "data": files.data, "device": "cpu", "batch_size": 3}
     given |= {"generation": Generation(max_new_tokens=NEW)} | changes
-    return Request(**given | {"data": Source(str(given["data"]))})
+    return AnswerOptions(**given | {"data": DataSource(str(given["data"]))})
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answe
     assert read_questions(files.data)[0].prompt[-1]["role"] == "user"
     called = {"role": "assistant", "metadata": "search", "content": "shapes"}
     asked = {"role": "user", "content": "a"}
-    assert questions.question_of(1, [asked, called]).reference == "search\nshapes"
+    assert questions.make_question(1, [asked, called]).reference == "search\nshapes"
     # A finished file is left as it is.
     before = answered.read_bytes(), answered.stat().st_mtime_ns
     assert len(answer_file(request(files), answered)) == 6
@@ -104,7 +104,7 @@ def test_batches_and_a_static_cache_answer_as_single_rows_do(files, source, tmp_
 
 
 def test_which_cache_is_taken(files, tmp_path):
-    base = Base(str(files.model))
+    base = ModelSource(str(files.model))
     for cache, device, weights, taken in (
         ("auto", "cuda", None, "static"),
         ("auto", "cpu", None, "dynamic"),
@@ -116,7 +116,7 @@ def test_which_cache_is_taken(files, tmp_path):
     config = tmp_path / "exported" / "config.json"
     method = {"quantization_config": {"quant_method": "compressed-tensors"}}
     config.write_text(json.dumps(json.loads(config.read_text()) | method))
-    assert static_cache.chosen("auto", "cuda", Base(str(config.parent))) == "dynamic"
+    assert static_cache.chosen("auto", "cuda", ModelSource(str(config.parent))) == "dynamic"
 
 
 def test_each_batch_and_each_seed_draws_its_own_tokens(files):
@@ -124,7 +124,7 @@ def test_each_batch_and_each_seed_draws_its_own_tokens(files):
         asked = Generation(top_k=50, max_new_tokens=NEW, **generation)
         rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in (1, 2)]
         given = request(files, generation=asked, batch_size=1)
-        return [answer.text for _, answer in module.answers(given, Base(given.model), rows)]
+        return [answer.text for _, answer in module.answers(given, ModelSource(given.model), rows)]
 
     [first, second] = drawn()
     assert [first, second] == drawn() and len({first, second, *drawn(seed=3)}) == 4
@@ -148,7 +148,7 @@ def test_the_next_batch_is_placed_while_one_answers(files, monkeypatch):
     monkeypatch.setattr(Answerer, "generate", wait)
     rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in range(3)]
     asked = request(files, batch_size=1)
-    assert len([*module.answers(asked, Base(asked.model), rows)]) == 3
+    assert len([*module.answers(asked, ModelSource(asked.model), rows)]) == 3
 
 
 @pytest.mark.parametrize("has_image", [False, True])
@@ -189,7 +189,7 @@ def test_an_image_that_has_gone_since_ends_with_its_row_after_the_answers_before
     shutil.copytree(files.data.parent, tmp_path / "files")
     data = tmp_path / "files" / files.data.name
     asked = request(files, data=data, processes=processes, batch_size=1)
-    rows = read_questions(Source(str(data)))
+    rows = read_questions(DataSource(str(data)))
     Path(rows[3].prompt[0]["image"]).unlink()
     groups = []
 
@@ -223,9 +223,9 @@ def test_code_in_the_folder_is_not_run_and_adapters_of_a_changed_model_are_refus
         shutil.copytree(getattr(files, name), tmp_path / name)
     for path in (tmp_path / "model").glob("*.py"):
         path.write_text("raise SystemExit('the code of the folder was run')\n")
-    model, _ = load(find_source(str(tmp_path / "model")), "cpu")
+    model, _ = load_with_processor(find_source(str(tmp_path / "model")), "cpu")
     assert type(model).__module__ == "glm4v_patched.remote.modeling_chatglm"
-    recorded, report = identify(Base(str(files.model))), tmp_path / "adapters" / "training.json"
+    recorded, report = identify(ModelSource(str(files.model))), tmp_path / "adapters" / "training.json"
     report.write_text(json.dumps({"base": recorded}))
     assert find_source(str(tmp_path / "adapters")).model == str(files.model)
     report.write_text(json.dumps({"base": recorded | {"model.safetensors": "0" * 64}}))
@@ -287,12 +287,12 @@ def test_images_count_by_what_is_in_them(tmp_path, words):
         Image.new("RGB", (8, 8), color).save(tmp_path / name)
         asked = {"role": "user", "image": str(tmp_path / name), "content": "a"}
         rows = [Question(1, [asked], "b")]
-        return questions.digest_questions(rows, questions.digest_images(rows))
+        return questions.digest_questions(rows, questions.digest_image_files(rows))
 
     # Not by their paths; in bitmaps of one side, not by their sizes.
     assert digest("a.bmp", "red") != digest("a.bmp") == digest("b.bmp")
     with words.refused(ValueError, "row 2"):
-        questions.digest_images([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
+        questions.digest_image_files([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
 
 
 def test_damaged_answers_are_not_continued(files, begun, out, never_loads):
@@ -434,7 +434,7 @@ def test_a_row_that_leaves_no_room_is_named(files, answerer, words):
     """To the position: the longest row and its answer just fit, and one more token does not."""
     questions = read_questions(files.data)
     taken = max(answerer.encode([each.prompt for each in questions[2:3]])["input_ids"].shape)
-    base = Base(str(files.model))
+    base = ModelSource(str(files.model))
     require_room(base, questions[2:3], new=1024 - taken)
     with words.refused(ValueError, "line 3"):
         require_room(base, questions[2:3], new=1025 - taken)

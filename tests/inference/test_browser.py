@@ -13,7 +13,7 @@ import uvicorn
 from PIL import Image
 
 from glm4v_patched.inference.serving import page
-from glm4v_patched.inference.serving.answer_queue import Ended
+from glm4v_patched.inference.serving.answer_queue import AnswerEnd
 from glm4v_patched.inference.serving.connections import Connection, note_requests
 from glm4v_patched.inference.serving.serve import hosts_of
 from tests.helpers.serving import EchoQueue, echo_app
@@ -101,7 +101,7 @@ class Answers(EchoQueue):
             if ask.cancelled.is_set():
                 return self.stopped.set()
         ask.tell(self.text[5:])
-        ask.tell(Ended("stop", 1, 1))
+        ask.tell(AnswerEnd("stop", 1, 1))
 
 
 @pytest.fixture(scope="module")

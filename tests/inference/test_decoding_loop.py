@@ -18,19 +18,19 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from glm4v_patched.engine.implementations import CUDA_GRAPHS, Use, use_implementations
-from glm4v_patched.engine.kernels.recorded_calls import RecordedCalls
+from glm4v_patched.engine.implementations import CUDA_GRAPHS, ModelUsage, use_implementations
+from glm4v_patched.engine.kernels.cuda_graphs import CudaGraphCallable
 from glm4v_patched.inference.decoding import loop
-from glm4v_patched.inference.decoding.loop import draw_ahead
+from glm4v_patched.inference.decoding.loop import decode_without_sync
 from glm4v_patched.inference.decoding.static_cache import StaticCaches
-from glm4v_patched.remote.keywords import CACHE
+from glm4v_patched.remote.keywords import CACHE_KEYWORD
 from tests.helpers.tiny import (
     PAD,
-    grown_image,
+    expanded_image,
     padded,
     random_pixels,
     text,
-    three_id_image,
+    unexpanded_image,
     tiny_model,
 )
 from tests.helpers.waits import Calls, Operators
@@ -93,7 +93,7 @@ def both_loops(
     """The ids of our loop, which are those of transformers'."""
     want, got = (
         model.generate(**batch, **options, **seeded)
-        for seeded in map(seed, (theirs or {}, {"custom_generate": draw_ahead} | (ours or {})))
+        for seeded in map(seed, (theirs or {}, {"custom_generate": decode_without_sync} | (ours or {})))
     )
     assert got.dtype == want.dtype and got.is_contiguous() and torch.equal(got, want)
     return got
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_transformers_loop(model, mode, late, monkeypatch):
     monkeypatch.setitem(loop.LATE, "cpu", late)
     theirs, ours = Put(), Put()
     streams = ({"streamer": theirs}, {"tokens_to": ours}) if mode.startswith("greedy") else ()
-    batch = batch_of(grown_image() if late else three_id_image(), 3)
+    batch = batch_of(expanded_image() if late else unexpanded_image(), 3)
     got = both_loops(model, batch, *streams, **MODES[mode], **STATIC)
     if streams:
         assert ours.given == theirs.given and ours.ended == theirs.ended == 1
@@ -118,11 +118,11 @@ def test_tokens_are_those_of_transformers_loop(model, mode, late, monkeypatch):
 
 
 def test_a_cache_that_was_drawn_into_beyond_the_end_is_used_again(model, two_late):
-    caches, batch = StaticCaches(model, 64), batch_of(three_id_image(), 3)
+    caches, batch = StaticCaches(model, 64), batch_of(unexpanded_image(), 3)
     wanted = [model.generate(**batch, **GREEDY, **ends) for ends in (ENDS, NEVER)]
     for _ in range(2):
         for ends, want in zip((ENDS, NEVER), wanted, strict=True):
-            options = caches.options(3, 60)
+            options = caches.generate_kwargs(3, 60)
             assert torch.equal(model.generate(**batch, **GREEDY, **ends, **options), want)
 
 
@@ -135,10 +135,10 @@ def test_a_callers_criterion_is_called_as_often_as_by_transformers_loop(model, t
             calls[-1].append(input_ids.tolist())
             return torch.full((len(input_ids),), len(calls[-1]) == 3)
 
-    for more in ({}, {"custom_generate": draw_ahead}):
+    for more in ({}, {"custom_generate": decode_without_sync}):
         calls.append([])
         given = GREEDY | NEVER | STATIC | {"stopping_criteria": [Third()]} | more
-        model.generate(**batch_of(three_id_image()), **given)
+        model.generate(**batch_of(unexpanded_image()), **given)
     assert calls[0] == calls[1] and len(calls[0]) == 3
 
 
@@ -147,14 +147,14 @@ def test_a_transformers_that_differs_is_told(model):
     ends = StoppingCriteriaList([EosTokenCriteria(7)])
     given = model, torch.tensor([[5]]), LogitsProcessorList(), ends
     with pytest.raises(RuntimeError, match="no _pad_token_tensor in GenerationConfig.* install tr"):
-        draw_ahead(*given, GenerationConfig(num_beams=1, max_length=9))
+        decode_without_sync(*given, GenerationConfig(num_beams=1, max_length=9))
 
 
 @pytest.mark.parametrize("mode", ["greedy, ends", "min_new_tokens", "max_time"])
 def test_nothing_waits_for_the_device_between_two_tokens(model, mode, two_late):
     """From the first token to the end; with transformers' loop every step does."""
     between, forward = {}, model.forward
-    for name, more in {"theirs": {}, "ours": {"custom_generate": draw_ahead}}.items():
+    for name, more in {"theirs": {}, "ours": {"custom_generate": decode_without_sync}}.items():
         marks = []
         with Calls() as calls, Operators() as operators, pytest.MonkeyPatch.context() as patch:
 
@@ -164,7 +164,7 @@ def test_nothing_waits_for_the_device_between_two_tokens(model, mode, two_late):
 
             patch.setattr(model, "forward", wraps(forward)(step))
             torch.manual_seed(0)
-            model.generate(**batch_of(three_id_image(), 3), **MODES[mode], **STATIC, **more)
+            model.generate(**batch_of(unexpanded_image(), 3), **MODES[mode], **STATIC, **more)
         assert len(marks) > 3
         # From the second step to the last one.
         between[name] = [last - first for first, last in zip(marks[1], marks[-1], strict=True)]
@@ -186,7 +186,7 @@ def test_a_cache_is_used_again_as_long_as_it_has_room():
 def test_on_a_gpu_the_same_tokens_without_a_wait(mode):
     """By recorded steps. The second time torch raises where anything waits in one."""
     model = tiny_model(torch.bfloat16).to("cuda")
-    batch = {name: x.cuda() for name, x in batch_of(three_id_image(), 3).items()}
+    batch = {name: x.cuda() for name, x in batch_of(unexpanded_image(), 3).items()}
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
 
     caches = StaticCaches(model, 64)
@@ -211,29 +211,29 @@ def test_on_a_gpu_the_same_tokens_without_a_wait(mode):
     length = batch["input_ids"].shape[1]
     rows = drawn(**NEVER)[:, length:].tolist()
     for ends in ([row[7 - 2 * number] for number, row in enumerate(rows)], None):
-        kept = {CACHE: StaticCache(config=model.config, max_cache_len=64)}
+        kept = {CACHE_KEYWORD: StaticCache(config=model.config, max_cache_len=64)}
         wanted = drawn(eos_token_id=ends, disable_compile=True, **kept)
-        assert torch.equal(drawn(eos_token_id=ends, **caches.options(3, 60)), wanted)
+        assert torch.equal(drawn(eos_token_id=ends, **caches.generate_kwargs(3, 60)), wanted)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop._Suppressed, "__call__", call_and_forbid)
             patch.setattr(loop, "require_finite", require_finite_and_wait)
             try:
-                got = drawn(eos_token_id=ends, **caches.options(3, 60))
+                got = drawn(eos_token_id=ends, **caches.generate_kwargs(3, 60))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(got, wanted)
 
 
 def test_a_given_step_draws_all_tokens_but_the_first(model, two_late):
-    batch, calls = batch_of(grown_image()), []
+    batch, calls = batch_of(expanded_image()), []
     wanted = model.generate(**batch, **GREEDY, **NEVER)
 
     def step(**given):
         calls.append(given["input_ids"].shape)
         return model(**given)
 
-    options = StaticCaches(model, 64).options(2, 60)  # on a CPU it records nothing
-    assert "step" not in options and options["custom_generate"] is draw_ahead
+    options = StaticCaches(model, 64).generate_kwargs(2, 60)  # on a CPU it records nothing
+    assert "step" not in options and options["custom_generate"] is decode_without_sync
     got = model.generate(**batch, **GREEDY, **NEVER, **options, step=step)
     assert torch.equal(got, wanted) and calls == [(2, 1)] * (NEW - 1)
 
@@ -247,7 +247,7 @@ def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeyp
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
-    step = RecordedCalls(lambda ids, cache: seen.append((ids, cache)) or ids)
+    step = CudaGraphCallable(lambda ids, cache: seen.append((ids, cache)) or ids)
     cache = object()
     for number in range(3):
         step(ids=torch.tensor([number]), cache=cache)
@@ -268,7 +268,7 @@ def test_a_recorded_tower_is_called_and_recorded_with_the_towers_own_arguments(m
     tower = model.transformer.vision
     wanted = [tower(image[None]) for image in images]
     together = tower(images)
-    use_implementations(model, Use(purpose=CUDA_GRAPHS))
+    use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
     for image, features in zip(images, wanted, strict=True):  # the first runs, the second records
         assert torch.equal(tower(image[None]), features)
     assert torch.equal(tower(images), together)
@@ -277,15 +277,15 @@ def test_a_recorded_tower_is_called_and_recorded_with_the_towers_own_arguments(m
 @pytest.mark.gpu
 def test_on_a_gpu_a_recorded_step_draws_what_it_draws_unrecorded():
     model = tiny_model(torch.bfloat16).to("cuda")
-    batch = {name: x.cuda() for name, x in batch_of(three_id_image(), 3).items()}
+    batch = {name: x.cuda() for name, x in batch_of(unexpanded_image(), 3).items()}
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
     caches = StaticCaches(model, 64)
     for new in (NEW, 5, NEW):  # the second and third replay what the first recorded
         options = GREEDY | NEVER | {"max_new_tokens": new}
-        kept = {CACHE: StaticCache(config=model.config, max_cache_len=64)}
-        unrecorded = {"custom_generate": draw_ahead, "step": model.__call__}
+        kept = {CACHE_KEYWORD: StaticCache(config=model.config, max_cache_len=64)}
+        unrecorded = {"custom_generate": decode_without_sync, "step": model.__call__}
         wanted = model.generate(**batch, **options, **kept, **unrecorded)
-        assert torch.equal(model.generate(**batch, **options, **caches.options(3, 60)), wanted)
+        assert torch.equal(model.generate(**batch, **options, **caches.generate_kwargs(3, 60)), wanted)
 
 
 @pytest.mark.gpu
@@ -296,7 +296,7 @@ def test_on_a_gpu_a_recorded_tower_sees_each_image_and_several_at_once():
     with torch.no_grad():
         wanted = [tower(image[None]) for image in images]
         together = tower(images)
-        use_implementations(model, Use(purpose=CUDA_GRAPHS))
+        use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
         for _ in range(2):  # it runs, is recorded, and is replayed
             for image, features in zip(images, wanted, strict=True):
                 assert torch.equal(tower(image[None]), features)

@@ -15,11 +15,11 @@ from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE
 from glm4v_patched.inference import export as module
 from glm4v_patched.inference.answer_worker import Answerer
-from glm4v_patched.inference.export import FORMATS, require_compressor
+from glm4v_patched.inference.export import EXPORT_FORMATS, require_compressor
 from glm4v_patched.inference.merge import merge
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
+from glm4v_patched.models.loading import load_with_processor
 from glm4v_patched.terminal_text import pip_install
 from tests.helpers.fresh_process import run_without_package
 
@@ -48,7 +48,7 @@ def export(model: Path, out: Path, rows: Path, *options: str, bits: str = "int8"
 
 def logits(folder: Path, rows: Path, swapped: bool = False) -> torch.Tensor:
     """Of the last position of each row's question, about its image or the next row's."""
-    loaded = load(find_source(str(folder)), "cpu")
+    loaded = load_with_processor(find_source(str(folder)), "cpu")
     answerer = Answerer(loaded, Generation())
     prompts = [messages[:-1] for messages in read_conversations(rows)]
     images = [prompt[0]["image"] for prompt in prompts]
@@ -64,7 +64,7 @@ def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @by_compressor
-@pytest.mark.parametrize("bits", FORMATS)
+@pytest.mark.parametrize("bits", EXPORT_FORMATS)
 def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits):
     out = tmp_path / "new" / "out"
     asked = ["--evaluate", str(learned), "--max-new-tokens", "2"]
@@ -78,7 +78,7 @@ def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits
     whole, weights = (load_file(each / "model.safetensors") for each in (files.model, out))
     assert all(torch.equal(weights[name], whole[name]) for name in LEFT)
     fc1 = {n.rpartition(".")[2] for n in weights if ".vision.transformer.layers.0.mlp.fc1." in n}
-    assert fc1 == ({"weight", "bias"} | ({"weight_scale"} if FORMATS[bits].tower else set()))
+    assert fc1 == ({"weight", "bias"} | ({"weight_scale"} if EXPORT_FORMATS[bits].tower else set()))
     assert '"quant_method": "compressed-tensors"' in (out / "config.json").read_text()
     texts = "".join(path.read_text() for path in out.iterdir() if path.suffix != ".safetensors")
     assert str(tmp_path) not in texts and str(files.model) not in texts

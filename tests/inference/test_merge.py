@@ -99,7 +99,7 @@ def test_no_file_outside_is_written_that_an_index_names(files, tmp_path, monkeyp
     names = dict.fromkeys(load_file(victim), "../mine.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     adapters, before = str(moved_to(folder, files, tmp_path / "adapters")), victim.read_bytes()
-    of_hub = module.Base(str(folder), adapters=Path(adapters))
+    of_hub = module.ModelSource(str(folder), adapters=Path(adapters))
     for find in (module.find_source, lambda *_: of_hub):
         monkeypatch.setattr(module, "find_source", find)
         with pytest.raises(ValueError, match="names '../mine.safetensors'; expected names of file"):
@@ -189,7 +189,7 @@ def test_a_model_of_the_hub_that_lacks_a_weight_is_named_with_it(files, tmp_path
     weights = load_file(model / "model.safetensors")
     del weights[f"transformer.{FIRST}.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    of_hub = module.Base(str(model), adapters=files.adapters)
+    of_hub = module.ModelSource(str(model), adapters=files.adapters)
     monkeypatch.setattr(module, "find_source", lambda *_: of_hub)
     with pytest.raises(ValueError, match=rf"lacks 1 of \d+ weights .*{FIRST}"):
         merge("our-org/adapters", tmp_path / "merged")

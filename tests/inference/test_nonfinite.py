@@ -22,9 +22,9 @@ from glm4v_patched.inference.nonfinite import (
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving.answer_queue import AnswerQueue
 from glm4v_patched.inference.serving.app import make_app
-from glm4v_patched.inference.serving.limits import Limits
+from glm4v_patched.inference.serving.limits import ServerLimits
 from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
+from glm4v_patched.models.loading import load_with_processor
 from tests.helpers.serving import call
 
 WEIGHT = "transformer.encoder.layers.1.mlp.dense_4h_to_h.weight"
@@ -44,7 +44,7 @@ def diverged(files, tmp_path_factory) -> Path:
 
 
 def of(folder: Path, cache: str = "dynamic", **generation) -> Answerer:
-    loaded = load(find_source(str(folder)), "cpu")
+    loaded = load_with_processor(find_source(str(folder)), "cpu")
     return Answerer(loaded, Generation(max_new_tokens=6, **generation), cache)
 
 
@@ -73,7 +73,7 @@ def test_each_command_ends_with_one_line_that_names_the_weight(
 def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):
     broken = of(diverged)
     queue = AnswerQueue({"m": broken})
-    app = make_app(queue, broken.generation, Limits(hosts=["localhost"]), lambda: None)
+    app = make_app(queue, broken.generation, ServerLimits(hosts=["localhost"]), lambda: None)
     body = {"model": "m", "messages": ASKED, "max_tokens": 4}
     for given in (body, body | {"stream": True}):
         status, reply = asyncio.run(call(app, given))

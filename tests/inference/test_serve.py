@@ -23,14 +23,14 @@ from PIL import Image
 
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation
-from glm4v_patched.inference.serving.answer_queue import AnswerQueue, Ask, Ended, Penalties, Row
+from glm4v_patched.inference.serving.answer_queue import AnswerQueue, Ask, AnswerEnd, Penalties, Row
 from glm4v_patched.inference.serving.app import make_app
 from glm4v_patched.inference.serving.connections import run_server
-from glm4v_patched.inference.serving.limits import ApiError, Limits
+from glm4v_patched.inference.serving.limits import ApiError, ServerLimits
 from glm4v_patched.inference.serving.requests import Wanted
 from glm4v_patched.inference.serving.serve import with_adapters
 from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
+from glm4v_patched.models.loading import load_with_processor
 from tests.helpers.answering import write_adapters
 from tests.helpers.processes import serving
 from tests.helpers.serving import QUESTION, about, call, data_url, png
@@ -237,7 +237,7 @@ def test_adapters_are_served_by_name_beside_their_model(server, endless, adapter
 
 def test_adapters_that_are_served_stay_on_beside_others(adapters, load_answerer):
     base, other = (find_source(str(folder)) for folder in adapters.values())
-    loaded = load(base, "cpu")
+    loaded = load_with_processor(base, "cpu")
     model, using = with_adapters(loaded.model, base, {"two.b": other})
     both = Answerer(loaded._replace(model=model), Generation(max_new_tokens=NEW))
     for name, folder in adapters.items():
@@ -319,7 +319,7 @@ def batches_of(answerer, monkeypatch, asks: list[Ask], fails=lambda batch: None)
         queue._waiting.extend(asks)
         queue._changed.notify()
     last, ended = asking({}, "last", seed=1, max_tokens=1), threading.Event()
-    last.tell = lambda event: ended.set() if isinstance(event, Ended) else None
+    last.tell = lambda event: ended.set() if isinstance(event, AnswerEnd) else None
     queue.submit(last)
     assert ended.wait(60)
     queue.stop()
@@ -347,7 +347,7 @@ def test_a_batch_is_of_requests_that_draw_alike_and_of_sixteen_rows_or_images_at
     # 16 alike, and the 17th with nine images; two that are hot; every other one alone.
     assert sorted(sizes) == [1] * 6 + [2, 2, 16] and told.pop("gone") == []
     for events in told.values():
-        assert isinstance(events[-1], Ended) and events[-1].reason == "length"
+        assert isinstance(events[-1], AnswerEnd) and events[-1].reason == "length"
 
 
 def test_a_request_that_fails_takes_no_other_with_it(answerer, monkeypatch):
@@ -381,7 +381,7 @@ def test_a_request_with_less_room_than_another_is_answered_apart(answerer, monke
 def test_who_waits_when_the_server_is_stopped_is_told_so_and_its_health(answerer):
     told: dict[object, list] = {}
     queue = AnswerQueue({"": answerer})
-    app = make_app(queue, Generation(), Limits(api_key=KEY), print)
+    app = make_app(queue, Generation(), ServerLimits(api_key=KEY), print)
 
     def health() -> int:
         """Which needs no key."""
@@ -434,8 +434,8 @@ def test_a_row_ends_once_whatever_the_batch_does_then(answerer):
         said: list = []
         answer = row(said, tokenizer, most=most)
         assert [answer.take(token) for _ in range(5)].index(True) == tokens - 1
-        assert said[-1] == Ended(reason, tokens, 0)
-        assert sum(isinstance(event, Ended) for event in said) == 1
+        assert said[-1] == AnswerEnd(reason, tokens, 0)
+        assert sum(isinstance(event, AnswerEnd) for event in said) == 1
     closed: list = []
     assert row(closed, tokenizer, is_closed=lambda: True).take(1)
     assert closed[-1].status == 503

@@ -9,7 +9,7 @@ import pytest
 
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import conversation, requests
-from glm4v_patched.inference.serving.answer_queue import Ended
+from glm4v_patched.inference.serving.answer_queue import AnswerEnd
 from glm4v_patched.inference.serving.limits import ApiError
 from glm4v_patched.inference.serving.response_store import Recent, ResponseStore
 from tests.helpers.serving import (
@@ -365,7 +365,7 @@ def test_the_events_of_a_response_are_complete_and_in_order(queue, monkeypatch):
     def submit(ask) -> None:
         ask.tell("Hel")
         ask.tell("lo")
-        ask.tell(Ended("length", 2, 7))
+        ask.tell(AnswerEnd("length", 2, 7))
 
     monkeypatch.setattr(queue, "submit", submit)
     events = stream_of(queue, RESPONSES)

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from glm4v_patched.data import fetching
-from glm4v_patched.data.image_files import from_data_url
+from glm4v_patched.data.image_files import decode_data_url
 from glm4v_patched.inference.serving import connections, guard, request_images
 from glm4v_patched.inference.serving.connections import Connection, note_requests
 from glm4v_patched.inference.serving.guard import BODY, Guard, parse
@@ -20,7 +20,7 @@ from glm4v_patched.inference.serving.limits import (
     MOST_BYTES_OF_TEXT,
     MOST_VALUES,
     VARIABLE,
-    Limits,
+    ServerLimits,
 )
 from glm4v_patched.inference.serving.serve import hosts_of
 from tests.helpers.serving import EchoQueue, about, call, data_url, echo_app, png
@@ -41,8 +41,8 @@ async def echo(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-def ask(body: object = None, limits: Limits | None = None, **options) -> tuple[int, dict]:
-    return asyncio.run(call(Guard(echo, limits or Limits()), body, **options))
+def ask(body: object = None, limits: ServerLimits | None = None, **options) -> tuple[int, dict]:
+    return asyncio.run(call(Guard(echo, limits or ServerLimits()), body, **options))
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_without_a_key_other_hosts_and_pages_are_refused(host, called, origin, i
     headers = {"host": called, "authorization": "Bearer secret"}
     headers |= {} if origin is None else {"origin": origin}
     for key, expected in ((None, 403 if is_refused else 200), ("secret", 200)):
-        limits = Limits(api_key=key, hosts=hosts_of(host, key))
+        limits = ServerLimits(api_key=key, hosts=hosts_of(host, key))
         assert ask(limits=limits, method="GET", **headers)[0] == expected
 
 
 def test_a_key_is_taken_as_http_has_it_and_a_websocket_is_closed():
     for sent in ("bearer  secret", "Bearer secrets", "Bearer ", "Basic secret", "secret"):
-        got, body = ask(limits=Limits(api_key="secret"), method="GET", authorization=sent)
+        got, body = ask(limits=ServerLimits(api_key="secret"), method="GET", authorization=sent)
         assert (got == 200) == (sent == "bearer  secret")
         assert got == 200 or (got, body["error"]["code"]) == (401, "invalid_api_key")
     sent_back: list = []
@@ -76,7 +76,7 @@ def test_a_key_is_taken_as_http_has_it_and_a_websocket_is_closed():
     async def send(message):
         sent_back.append(message)
 
-    asyncio.run(Guard(echo, Limits())({"type": "websocket", "path": "/"}, None, send))
+    asyncio.run(Guard(echo, ServerLimits())({"type": "websocket", "path": "/"}, None, send))
     assert sent_back == [{"type": "websocket.close", "code": 1008}]
 
 
@@ -87,7 +87,7 @@ def test_a_header_that_two_readers_could_read_differently_is_refused(name):
     headers += [(b"authorization", b"Bearer secret"), (b"origin", b"http://localhost")]
 
     async def with_headers(more: list) -> tuple[int, dict]:
-        app = Guard(echo, Limits(api_key="secret", hosts=["localhost"]))
+        app = Guard(echo, ServerLimits(api_key="secret", hosts=["localhost"]))
         return await call(lambda scope, *rest: app(scope | {"headers": headers + more}, *rest), {})
 
     assert asyncio.run(with_headers([]))[0] == 200
@@ -123,15 +123,15 @@ def test_a_header_that_two_readers_could_read_differently_is_refused(name):
     ],
 )
 def test_a_body_that_is_too_large_or_no_json_is_refused(body, limits, status, told):
-    got, answered = ask(body, Limits(**limits))
+    got, answered = ask(body, ServerLimits(**limits))
     assert got == status and told in answered["error"]["message"]
     assert answered["error"]["type"] == ("rate_limit_error" if got == 429 else INVALID)
 
 
 def test_what_is_just_small_enough_is_taken():
     content = b'{"a": "%s"}' % (b"b" * (MOST_BYTES_OF_TEXT - 1))
-    assert parse(content, Limits())[1] == content
-    assert ask(content, Limits(max_body_bytes=len(content)))[0] == 200
+    assert parse(content, ServerLimits())[1] == content
+    assert ask(content, ServerLimits(max_body_bytes=len(content)))[0] == 200
     assert ask({"a": [0] * (MOST_VALUES - 2)})[0] == 200
     # And handed on as it came.
     parts = [{"type": "input_image", "image_url": IMAGE}, {"type": "image", "image": IMAGE}]
@@ -157,7 +157,7 @@ def test_waiting_requests_hold_a_limited_number_of_bytes():
             await over.wait()
             await echo(scope, receive, send)
 
-        app, over = Guard(application, Limits(max_body_bytes=1000)), asyncio.Event()
+        app, over = Guard(application, ServerLimits(max_body_bytes=1000)), asyncio.Event()
         body = {"a": "a" * 890}
         waiting = [asyncio.create_task(call(app, body)) for _ in range(8)]
         while len(app.answered) < 8:
@@ -176,7 +176,7 @@ def test_waiting_requests_hold_a_limited_number_of_bytes():
 
 def test_a_body_that_is_slow_gives_way_to_one_that_arrives():
     """Eight of 32 MB that end before their last byte kept others out for a minute."""
-    app = Guard(echo, Limits(max_body_bytes=1000))
+    app = Guard(echo, ServerLimits(max_body_bytes=1000))
 
     async def stalled(scope, receive, send):
         async def part():
@@ -208,7 +208,7 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
     fetching, over = [], threading.Event()
     fetch = lambda *given: fetching.append(given) or over.wait(30) and png()  # noqa: E731
     monkeypatch.setattr(request_images, "fetch", fetch)
-    app = Guard(echo, Limits(allow_urls=True))
+    app = Guard(echo, ServerLimits(allow_urls=True))
 
     async def slow(scope, receive, send):
         async def part():
@@ -237,7 +237,7 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
 def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
     """400 of them, half-open and without a key, ended the service; in one burst, too."""
     monkeypatch.setattr(connections, "SECONDS_FOR_A_HEAD", 1.5)
-    config = uvicorn.Config(note_requests(Guard(echo, Limits())), ws="none", lifespan="off")
+    config = uvicorn.Config(note_requests(Guard(echo, ServerLimits())), ws="none", lifespan="off")
     config.load()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     there: set[Connection] = set()
@@ -339,7 +339,7 @@ def test_a_server_that_ends_cuts_off_bodies_that_arrive_and_later_all_else(monke
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    app, state, there = Guard(until_it_is_gone, Limits()), ServerState(), set()
+    app, state, there = Guard(until_it_is_gone, ServerLimits()), ServerState(), set()
     config = uvicorn.Config(note_requests(app), ws="none", lifespan="off")
     config.load()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -404,7 +404,7 @@ def test_an_image_that_must_not_be_read_is_refused_wherever_it_stands(url, limit
     ):
         content = [{"type": "text", "text": "a"}, {"type": "any", key: value}]
         for whole in ("messages", "input"):
-            status, body = ask({whole: [{"role": "user", "content": content}]}, Limits(**limits))
+            status, body = ask({whole: [{"role": "user", "content": content}]}, ServerLimits(**limits))
             assert (status, body["error"]["code"]) == (400, code)
             place = f"{whole}[0].content[1].{key}" + ".url" * isinstance(value, dict)
             assert body["error"]["param"] == (whole if code == "too_many_images" else place)
@@ -419,11 +419,11 @@ def test_a_message_hides_no_image_under_a_name_that_a_request_has_for_other_thin
 
 def test_images_are_counted_together():
     small, large = data_url(png((10, 10))), data_url(png((1000, 1000), 1, "1"))
-    assert ask({"messages": about(*[small] * 4)}, Limits(max_pixels=100))[0] == 200
-    status, body = ask({"messages": about(*[large] * 5)}, Limits(max_pixels=10**6))
+    assert ask({"messages": about(*[small] * 4)}, ServerLimits(max_pixels=100))[0] == 200
+    status, body = ask({"messages": about(*[large] * 5)}, ServerLimits(max_pixels=10**6))
     assert status == 400 and "5 images of 5.0 million" in body["error"]["message"]
-    assert ask({"messages": about(*[small] * 3)}, Limits(max_images=3))[0] == 200
-    assert ask({"messages": about(*[small] * 4)}, Limits(max_images=3))[0] == 400
+    assert ask({"messages": about(*[small] * 3)}, ServerLimits(max_images=3))[0] == 200
+    assert ask({"messages": about(*[small] * 4)}, ServerLimits(max_images=3))[0] == 400
 
 
 @pytest.fixture
@@ -455,7 +455,7 @@ def test_nothing_is_fetched_from_a_private_network(shop):
     port, asked = shop
     for address in ("localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "2130706433", "0177.0.0.1"):
         body = {"messages": about(f"http://{address}:{port}/a.png")}
-        status, answered = ask(body, Limits(allow_urls=True))
+        status, answered = ask(body, ServerLimits(allow_urls=True))
         assert (status, answered["error"]["code"]) == (400, "invalid_image") and not asked
 
 
@@ -466,11 +466,11 @@ def test_images_that_are_fetched_share_one_limit_and_are_handed_on_as_data(shop,
         socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", port))]
     )
     monkeypatch.setattr(fetching, "is_public", lambda address: True)
-    status, handed_on = ask({"messages": about(url)}, Limits(allow_urls=True))
+    status, handed_on = ask({"messages": about(url)}, ServerLimits(allow_urls=True))
     assert status == 200 and asked == ["/a.png"]
     url_handed_on = handed_on["messages"][0]["content"][0]["image_url"]["url"]
-    assert from_data_url(url_handed_on) == FETCHED
-    most = Limits(allow_urls=True, max_body_bytes=2 * len(FETCHED) - 1)
+    assert decode_data_url(url_handed_on) == FETCHED
+    most = ServerLimits(allow_urls=True, max_body_bytes=2 * len(FETCHED) - 1)
     assert ask({"messages": about(url, url)}, most)[0] == 400
 
 
@@ -479,7 +479,7 @@ def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, c
     line = capsys.readouterr().out  # of the log, which no terminal obeys
     key = "messages[0].content[0].image_url.url"
     assert f"/v1/chat/completions: 400 {key}: it is no image" in line and "\x1b" not in line
-    limits = Limits(hosts=["a", "b"], max_images=3, api_key="secret")
+    limits = ServerLimits(hosts=["a", "b"], max_images=3, api_key="secret")
     monkeypatch.setenv(VARIABLE, limits.to_json())
     assert Guard(echo).limits == limits
     monkeypatch.delenv(VARIABLE)

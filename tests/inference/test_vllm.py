@@ -28,9 +28,9 @@ from glm4v_patched.inference.serving.guard import Guard
 from glm4v_patched.inference.serving.limits import VARIABLE
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
 from glm4v_patched.models import limits
-from glm4v_patched.models.base import Base
+from glm4v_patched.models.base import ModelSource
 from glm4v_patched.remote.image_checks import ImageFormat
-from glm4v_patched.remote.image_layout import GivenRows, grow_rows
+from glm4v_patched.remote.image_layout import UnexpandedBatch, expand_image_placeholders
 from glm4v_patched.terminal_text import own_command, pip_install
 from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
 
@@ -44,7 +44,7 @@ def executed(monkeypatch, tmp_path) -> list:
     plugin = EntryPoint("glm4v", "glm4v_patched.inference.vllm_plugin:register", vllm.GROUP)
     monkeypatch.setattr(vllm, "entry_points", lambda group: [plugin] if group == vllm.GROUP else [])
     monkeypatch.setattr(serve, "find_vllm", lambda: str(program))
-    monkeypatch.setattr(questions, "place", lambda processes, device: None)
+    monkeypatch.setattr(questions, "place_processes", lambda processes, device: None)
     monkeypatch.setattr(serve, "listen", lambda host, port: open(os.devnull))  # noqa: SIM115
 
     def execve(*given):
@@ -91,7 +91,7 @@ def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path)
     assert (module, name) == (Guard.__module__, "Guard")
     # Not in the command, which other users of the machine see.
     assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
-    of_hub = Base("our-org/model", "c0ffee")
+    of_hub = ModelSource("our-org/model", "c0ffee")
     command = vllm.vllm_command(program, of_hub, "m", {}, ("localhost", 1), Generation())
     assert option(command, "--revision") == "c0ffee"
     assert "--disable-fastapi-docs" in command
@@ -230,7 +230,7 @@ def test_positions_are_those_of_the_model(parts, inner):
         images += [(len(row), len(ids))] if part == "i" else []
         row += ids
     form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
-    grown = grow_rows(GivenRows(torch.tensor([row])), form, num_images=len(images))
+    grown = expand_image_placeholders(UnexpandedBatch(torch.tensor([row])), form, num_images=len(images))
     assert grown.input_ids[0].tolist() == row
     assert shared_positions(len(row), images).tolist() == grown.position_ids[0].tolist()
 
@@ -313,10 +313,10 @@ def test_adapters_on_the_tower_are_refused(words):
 def test_it_draws_no_id_that_our_model_does_not():
     for fill in (None, 7):
         model = tiny_model(image_token_id=fill)
-        assert vllm_plugin.never_drawn(model.config) == model._image_ids()
+        assert vllm_plugin.never_generated_ids(model.config) == model._image_token_ids()
         published = vars(model.config) | {}
         published.pop("image_token_id")
-        assert vllm_plugin.never_drawn(SimpleNamespace(**published)) == model._image_ids()[:2]
+        assert vllm_plugin.never_generated_ids(SimpleNamespace(**published)) == model._image_token_ids()[:2]
 
 
 def test_rows_of_our_processor_are_taken_for_those_that_vllm_grows():

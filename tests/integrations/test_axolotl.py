@@ -30,7 +30,7 @@ def test_every_row_ends_with_an_end_that_is_seen(monkeypatch):
         return {"input_ids": ids, "attention_mask": mask}
 
     tokenizer = SimpleNamespace(eos_token_id=9)
-    ended = module.EndedRows(SimpleNamespace(apply_chat_template=encode, tokenizer=tokenizer))
+    ended = module.EndOfTextProcessor(SimpleNamespace(apply_chat_template=encode, tokenizer=tokenizer))
     assert copy.copy(ended).tokenizer is tokenizer  # as a started process has it
     batch = ended.apply_chat_template([[], []], processor_kwargs={"padding": True})
     assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [9, 9, 8, 9]]
@@ -46,7 +46,7 @@ def test_answers_and_their_ends_are_learned(tmp_path):
     from axolotl.processing_strategies import get_processing_strategy
     from axolotl.utils.collators.mm_chat import MultiModalChatDataCollator
 
-    from glm4v_patched.integrations.axolotl import EndedRows, register
+    from glm4v_patched.integrations.axolotl import EndOfTextProcessor, register
 
     register()
     register()
@@ -58,7 +58,7 @@ def test_answers_and_their_ends_are_learned(tmp_path):
         return {"type": "text", "text": words}
 
     # A started process gets a copy.
-    assert pickle.loads(pickle.dumps(EndedRows(processor))).tokenizer.eos_token == "<|endoftext|>"
+    assert pickle.loads(pickle.dumps(EndOfTextProcessor(processor))).tokenizer.eos_token == "<|endoftext|>"
     strategy = get_processing_strategy(processor, None, "tokenizer_default", model_type="chatglm")
     (question, answer), (other, other_answer) = models.conversations[:2]
     asked, asked_too = (

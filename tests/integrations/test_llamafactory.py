@@ -26,10 +26,10 @@ def template(tmp_path_factory):
     from llamafactory.data.template import TEMPLATES
 
     import glm4v_patched
-    from glm4v_patched.integrations import llamafactory, llamafactory_parts
+    from glm4v_patched.integrations import llamafactory, llamafactory_composite
 
     llamafactory.register()
-    llamafactory_parts.register()
+    llamafactory_composite.register()
     folder, template = tmp_path_factory.mktemp("factory"), TEMPLATES["glm4"]
     write_legacy_repository(folder)
     template.image = str(folder / "large.png")

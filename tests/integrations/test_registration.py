@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.integrations.api_check import require_members
-from glm4v_patched.integrations.image_places import images_first
+from glm4v_patched.integrations.image_tags import move_images_first
 from glm4v_patched.terminal_text import pip_install
 
 
@@ -27,7 +27,7 @@ def test_the_file_for_external_plugins_is_printed():
     ],
 )
 def test_images_go_before_the_words_in_their_order(content, number, words):
-    assert images_first(content) == (number, words)
+    assert move_images_first(content) == (number, words)
 
 
 def test_a_method_that_was_renamed_is_an_error_with_the_version(words):

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from glm4v_patched.engine.gpus import Gpu, Gpus
 from glm4v_patched.models import base as base_of_models
 from glm4v_patched.models import placement
-from glm4v_patched.models.base import Base, digest, identify, pin
-from glm4v_patched.models.find import fault_of_model, find_source
+from glm4v_patched.models.base import ModelSource, digest_file, identify, pin_revision
+from glm4v_patched.models.find import find_model_problem, find_source
 from glm4v_patched.models.loading import load_processor
-from glm4v_patched.models.placement import NoPlace, Placement, place
+from glm4v_patched.models.placement import PlacementError, Placement, place_processes
 
 
 def model(folder: Path, **changes) -> Path:
@@ -29,21 +29,21 @@ def model(folder: Path, **changes) -> Path:
 
 def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
     one, moved = model(tmp_path / "one"), tmp_path / "moved"
-    found = identify(Base(str(one)))
+    found = identify(ModelSource(str(one)))
     shutil.copytree(one, moved)
     (moved / "README.md").touch()
     (moved / "training_args.bin").touch()  # the Trainer leaves it beside what it saves
-    assert identify(Base(str(moved))) == found
+    assert identify(ModelSource(str(moved))) == found
     for name in ("model.safetensors", "tokenizer.json", "model-2.safetensors"):
-        before = identify(Base(str(moved)))
+        before = identify(ModelSource(str(moved)))
         (moved / name).write_text("others")
-        other = identify(Base(str(moved)))
+        other = identify(ModelSource(str(moved)))
         assert {n for n in other if other[n] != before.get(n)} == {name}
     (moved / "adapter_model.safetensors").touch()
     (moved / "adapter_config.json").touch()
-    with_adapters = identify(Base(str(one), adapters=moved))
+    with_adapters = identify(ModelSource(str(one), adapters=moved))
     (moved / "adapter_model.safetensors").write_text("others")
-    assert identify(Base(str(one), adapters=moved)) != with_adapters
+    assert identify(ModelSource(str(one), adapters=moved)) != with_adapters
 
 
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
 
     def digest_of(content: bytes) -> str:
         file.write_bytes(content)
-        return digest(file)
+        return digest_file(file)
 
     found = digest_of(content)
     assert found.endswith("(of samples)") and not digest_of(b"0" * 1000).endswith(")")
@@ -79,30 +79,30 @@ def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
 
     answer(None, LocalEntryNotFoundError("offline"))
-    pinned = pin(Base("org/name", "main"))
-    assert pinned == Base("org/name", "c0ffee")
+    pinned = pin_revision(ModelSource("org/name", "main"))
+    assert pinned == ModelSource("org/name", "c0ffee")
     names = [("config.json", "main"), ("adapter_config.json", "c0ffee")]
     assert asked == [("org/name", *name) for name in names]
     assert identify(pinned) == {"model on the Hub": "org/name at c0ffee"}
-    assert pin(Base(str(tmp_path))) == Base(str(tmp_path))
+    assert pin_revision(ModelSource(str(tmp_path))) == ModelSource(str(tmp_path))
     for given, told in (
         (None, "org/name of the Hub holds adapters; .*hf download"),
         (EntryNotFoundError("no such file"), "org/name is no folder here, and cannot be had"),
     ):
         answer(given)
         with pytest.raises(ValueError, match=told):
-            pin(Base("org/name"))
+            pin_revision(ModelSource("org/name"))
 
 
 def test_adapters_bring_their_own_processor_or_have_the_models(files, tmp_path):
     model = str(files.model)
-    processor = load_processor(Base(model))
-    shared = load_processor(Base(model, adapters=files.adapters))
+    processor = load_processor(ModelSource(model))
+    shared = load_processor(ModelSource(model, adapters=files.adapters))
     assert shared.chat_template == processor.chat_template
     adapters = Path(shutil.copytree(files.adapters, tmp_path / "adapters"))
     processor.chat_template = processor.tokenizer.chat_template = "hello"
     processor.save_pretrained(adapters)
-    assert load_processor(Base(model, adapters=adapters)).chat_template == "hello"
+    assert load_processor(ModelSource(model, adapters=adapters)).chat_template == "hello"
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, 
     found = Gpus((Gpu("a GPU", 80, (9, 0)),) * gpus, "" if gpus else "none is here")
     monkeypatch.setattr(placement, "find_gpus", lambda: found)
     if isinstance(placed, Placement):
-        assert place(**asked) == placed and placed.share == 1
+        assert place_processes(**asked) == placed and placed.share == 1
         return
-    with pytest.raises(NoPlace) as refused:
-        place(**asked)
+    with pytest.raises(PlacementError) as refused:
+        place_processes(**asked)
     assert refused.value.field == placed
     assert Placement(8, local_processes=2).share == 1 / 4
 
@@ -131,14 +131,14 @@ def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, 
 def test_what_is_no_folder_and_has_not_the_form_of_an_id_is_told(monkeypatch):
     """Without a look at the Hub."""
     for name in (f"our-org/{'a' * 88}", "o/n_a.me"):
-        assert fault_of_model(name) is None
+        assert find_model_problem(name) is None
     odd = ["our-org", "our--org/a", "a/b/c", "our-org/a.git", "our-org/ä", f"our-org/{'a' * 97}"]
     for name in [*odd, "/no/such", "./org/name", "-a/b", "~/model"]:
-        told = fault_of_model(name)
+        told = find_model_problem(name)
         assert told.startswith("there is no such folder; expected a folder, or an id of the Hub")
     # Older releases of huggingface_hub take letters beyond ASCII.
     monkeypatch.setattr("huggingface_hub.utils.validate_repo_id", lambda name: None)
-    assert "there is no such folder" in fault_of_model("our-org/ä")
+    assert "there is no such folder" in find_model_problem("our-org/ä")
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1e308"])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from glm4v_patched.cli import main
-from glm4v_patched.models.check_weights import COMPUTED, require_whole
-from glm4v_patched.models.find import fault_of_model, find_source
-from glm4v_patched.models.weight_files import INDEX, WHOLE, shards_of
+from glm4v_patched.models.check_weights import COMPUTED, require_complete_model
+from glm4v_patched.models.find import find_model_problem, find_source
+from glm4v_patched.models.weight_files import WEIGHTS_INDEX, WHOLE, shards_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import drawn_recipe, write_recipe
@@ -57,7 +57,7 @@ def configured(model: Path, **fields) -> None:
 
 
 def write_index(folder: Path, where: dict[str, str]) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
 BOI = r"transformer.vision.boi \[1, 1, 128\]"
@@ -84,7 +84,7 @@ def test_what_is_not_whole_is_refused_by_names_and_shapes(model, new, told):
     else:
         change(model, new)
     with pytest.raises(ValueError, match=told) as refused:
-        require_whole(str(model))
+        require_complete_model(str(model))
     assert str(model) in str(refused.value) and "expected the names and shapes" in str(
         refused.value
     )
@@ -97,33 +97,33 @@ def test_an_index_may_name_any_file_of_its_folder(tmp_path):
         assert shards_of(tmp_path) == [name]
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", INDEX, "notes"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", WEIGHTS_INDEX, "notes"])
 def test_a_pipe_in_a_folder_is_told_and_not_waited_for(model, name):
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
-    assert f"{name} in it is a pipe" in fault_of_model(str(model))
+    assert f"{name} in it is a pipe" in find_model_problem(str(model))
     (model / name).unlink()
     (model / name).symlink_to("nowhere")  # as in a cache of the Hub that has no weights
     (model / "link.json").symlink_to("config.json")
-    assert fault_of_model(str(model)) is None
+    assert find_model_problem(str(model)) is None
 
 
 def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(model):
     content = (model / WHOLE).read_bytes()
     (model / WHOLE).write_bytes(content[:-1])
     told = f"{len(content) - 1:,} of its {len(content):,} bytes"
-    assert told in fault_of_model(str(model))
+    assert told in find_model_problem(str(model))
     (model / WHOLE).write_bytes(content)
     # transformers would read the one, and the index tell of the other.
     (model / "model-1.safetensors").write_bytes(content)
     write_index(model, {"a": "model-1.safetensors"})
     with pytest.raises(ValueError, match="expected one of the two"):
-        require_whole(str(model))
+        require_complete_model(str(model))
     for outside in ("../a.safetensors", "..\\a.safetensors"):
         write_index(model, {"a": outside})
         with pytest.raises(ValueError, match="without another folder's"):
-            require_whole(str(model))
-    (model / INDEX).unlink()
+            require_complete_model(str(model))
+    (model / WEIGHTS_INDEX).unlink()
     configured(model, quantization_config={"quant_method": "gptq", "bits": 4})
     missing = "saved quantized by gptq, needs gptqmodel: .*install gptqmodel"
     with pytest.raises(RuntimeError, match=missing):
@@ -135,20 +135,20 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
 def test_what_transformers_reads_alike_is_whole(model, tmp_path):
     """The decoder's own names, the published buffer, a file beside an old index."""
     want = dict(GLM4VForCausalLM.from_pretrained(model).named_parameters())
-    number = require_whole(str(model))
+    number = require_complete_model(str(model))
     change(model, lambda weights: {n.removeprefix("transformer."): w for n, w in weights.items()})
     change(model, with_more("rotary_pos_emb.inv_freq", 8))
     write_index(model, {"a": WHOLE})
-    assert require_whole(str(model)) == number and fault_of_model(str(model)) is None
+    assert require_complete_model(str(model)) == number and find_model_problem(str(model)) is None
     read = GLM4VForCausalLM.from_pretrained(model).state_dict()
     assert all(torch.equal(weight, read[name]) for name, weight in want.items())
 
 
 def test_pickled_weights_are_refused_with_the_cure(model):
     torch.save(load_file(model / WHOLE), model / "pytorch_model.bin")
-    assert fault_of_model(str(model)) is None
+    assert find_model_problem(str(model)) is None
     (model / WHOLE).unlink()
-    assert "Pickled weights (*.bin) are not read: save" in str(fault_of_model(str(model)))
+    assert "Pickled weights (*.bin) are not read: save" in str(find_model_problem(str(model)))
 
 
 def test_weights_in_pieces_of_a_quantizer_are_whole(model):
@@ -164,29 +164,29 @@ def test_weights_in_pieces_of_a_quantizer_are_whole(model):
         return weights
 
     change(model, in_pieces)
-    require_whole(str(model))
+    require_complete_model(str(model))
     # What is not packed has its own size.
     whole = (model / WHOLE).read_bytes()
     change(model, with_more("transformer.output_layer.weight", 7, 64))
     with pytest.raises(ValueError, match="other shapes"):
-        require_whole(str(model))
+        require_complete_model(str(model))
     (model / WHOLE).write_bytes(whole)
     change(model, without(LAYER + "self_attention.dense"))
     with pytest.raises(ValueError, match="are missing"):
-        require_whole(str(model))
+        require_complete_model(str(model))
 
 
 def test_weights_that_begin_at_random_on_purpose_are_said(model):
-    adapter, number = TOWER + "linear_proj", require_whole(str(model))
+    adapter, number = TOWER + "linear_proj", require_complete_model(str(model))
     change(model, without(adapter))
-    assert require_whole(str(model), None, [adapter]) == number - 6
+    assert require_complete_model(str(model), None, [adapter]) == number - 6
     for from_scratch, trained in (
         ([f"{adapter}.gate"], "full"),  # not all of it
         ([adapter, "score"], "full"),  # nothing of that name
         ([adapter], "lora_lm"),  # not trained
     ):
         with pytest.raises(ValueError, match=r"missing|from_scratch"):
-            require_whole(str(model), None, from_scratch, trained)
+            require_complete_model(str(model), None, from_scratch, trained)
 
 
 def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkeypatch):
@@ -197,19 +197,19 @@ def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkey
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         hub.add_repository("our-org/whole", held)
         hub.add_repository("our-org/text", held | {WHOLE: (model / WHOLE).read_bytes()})
-        require_whole("our-org/whole")
+        require_complete_model("our-org/whole")
         with pytest.raises(ValueError, match="38 of 55 weights are missing"):
-            require_whole("our-org/text")
+            require_complete_model("our-org/text")
         for number, header in enumerate((b"{", b"[]", b'{"a": 1}', b'{"a": {"shape": [null]}}')):
             damaged = len(header).to_bytes(8, "little") + header
             hub.add_repository(f"our-org/damaged-{number}", held | {WHOLE: damaged})
             with pytest.raises(ValueError, match=f"our-org/damaged-{number} cannot be had"):
-                require_whole(f"our-org/damaged-{number}")
+                require_complete_model(f"our-org/damaged-{number}")
         shard, where = held.pop(WHOLE), dict.fromkeys(load_file(tmp_path / "model" / WHOLE), "a")
         where = json.dumps({"weight_map": where}).encode()
-        hub.add_repository("our-org/index", held | {"a": shard, INDEX: where})
-        with pytest.raises(ValueError, match=f"{INDEX} has metadata None"):
-            require_whole("our-org/index")
+        hub.add_repository("our-org/index", held | {"a": shard, WEIGHTS_INDEX: where})
+        with pytest.raises(ValueError, match=f"{WEIGHTS_INDEX} has metadata None"):
+            require_complete_model("our-org/index")
 
 
 ON_CPU = ["--device", "cpu"]
@@ -269,10 +269,10 @@ def test_a_model_is_whole_or_refused_whatever_is_changed(model, profile):
         new = changed(whole, changes)
         save_file(new, model / WHOLE, metadata={"format": "pt"})
         if {n: new[n].shape for n in new if not n.endswith(COMPUTED)} == shapes:
-            require_whole(str(model))
+            require_complete_model(str(model))
             return
         with pytest.raises(ValueError, match="weights") as raised:
-            require_whole(str(model))
+            require_complete_model(str(model))
         assert len(str(raised.value)) < 2_000
 
     check()

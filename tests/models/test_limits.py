@@ -12,13 +12,13 @@ from jinja2.exceptions import TemplateError
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.models import limited_process
-from glm4v_patched.models.base import Base
+from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.check_weights import require_readable
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limited_process import PROCESS, LimitExceeded
 from glm4v_patched.models.limits import SETTINGS, LimitedTemplate, require_adapters
 from glm4v_patched.models.loading import load_processor
-from glm4v_patched.patch.config_json import DEEPEST, read_object
+from glm4v_patched.patch.config_json import MAX_JSON_DEPTH, read_json_object
 from glm4v_patched.remote import configuration_chatglm, modeling_chatglm
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.tokenization_chatglm import CHAT_TEMPLATE
@@ -78,7 +78,7 @@ def test_more_positions_or_larger_patches_than_there_are_weights_for_are_refused
 
 
 ABSURD = [
-    *({name: value} for name in configuration_chatglm.LARGEST_SIZES for value in (10**18, "40")),
+    *({name: value} for name in configuration_chatglm.MAX_CONFIG_SIZES for value in (10**18, "40")),
     {"num_layers": True},
     {"num_layers": 0},
     {"hidden_size": 4096.0},
@@ -87,7 +87,7 @@ ABSURD = [
     {"num_key_value_heads": 10**9},
     *(
         {"vision_config": ChatGLMConfig().vision_config | {name: 10**18}}
-        for name in configuration_chatglm.LARGEST_VISION_SIZES
+        for name in configuration_chatglm.MAX_VISION_SIZES
     ),
 ]
 
@@ -100,13 +100,13 @@ def test_absurd_sizes_are_refused_by_the_config_itself(fields):
 
 def test_the_largest_sizes_are_whole_models_on_the_meta_device():
     """Of one layer each; no product overflows."""
-    vision = configuration_chatglm.LARGEST_VISION_SIZES | {"num_hidden_layers": 1}
+    vision = configuration_chatglm.MAX_VISION_SIZES | {"num_hidden_layers": 1}
     vision |= {"image_size": 2**14, "patch_size": 2**2, "num_positions": 2**24 + 1}
     with pytest.raises(ValueError, match="num_positions is"):
         ChatGLMConfig(vision_config=vision)
     vision |= {"patch_size": 2**3, "num_positions": 2**22 + 1}
     config = ChatGLMConfig(
-        **configuration_chatglm.LARGEST_SIZES | {"num_layers": 1, "num_labels": 2},
+        **configuration_chatglm.MAX_CONFIG_SIZES | {"num_layers": 1, "num_labels": 2},
         vision_config=ChatGLMConfig().vision_config | vision,
     )
     with torch.device("meta"):
@@ -116,8 +116,8 @@ def test_the_largest_sizes_are_whole_models_on_the_meta_device():
 
 JSON = {
     "deep": ("[" * 99_999, "cannot be read: maximum recursion"),
-    "deep enough for others": ('{"a":' * 200 + "1" + "}" * 200, f"nests more than {DEEPEST}"),
-    "lists": ('{"a":' + "[" * 200 + "]" * 200 + "}", f"nests more than {DEEPEST}"),
+    "deep enough for others": ('{"a":' * 200 + "1" + "}" * 200, f"nests more than {MAX_JSON_DEPTH}"),
+    "lists": ('{"a":' + "[" * 200 + "]" * 200 + "}", f"nests more than {MAX_JSON_DEPTH}"),
     "twice": ('{"num_layers": 2, "num_layers": 3}', "the key 'num_layers' is there twice"),
     "twice inside": ('{"a": {"b": 1, "b": 1}}', "the key 'b' is there twice"),
     "digits": ('{"a": ' + "9" * 9999 + "}", "Exceeds the limit"),
@@ -130,15 +130,15 @@ JSON = {
 def test_json_is_read_within_limits(tmp_path, text, told):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=told):
-        read_object(tmp_path / "a.json")
+        read_json_object(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "config.json", "generation_config.json"])
 def test_all_json_that_transformers_reads_is_read_within_limits_first(model, name):
     (model / name).write_text(JSON["lists"][0])
-    with pytest.raises(ValueError, match=f"{name} nests more than {DEEPEST}"):
+    with pytest.raises(ValueError, match=f"{name} nests more than {MAX_JSON_DEPTH}"):
         require_readable(str(model))
-        load_processor(Base(str(model)))
+        load_processor(ModelSource(str(model)))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json"])
@@ -147,14 +147,14 @@ def test_files_that_are_far_too_large_are_not_read(model, name):
         file.truncate(2**33)  # no byte of it is written, nor read
     with pytest.raises(ValueError, match=f"{name} has 8,589,934,592 bytes; expected at most"):
         require_readable(str(model))
-        load_processor(Base(str(model)))
+        load_processor(ModelSource(str(model)))
 
 
 def test_values_are_nested_as_deep_as_is_said(tmp_path):
-    for depth, fits in ((DEEPEST, True), (DEEPEST + 1, False)):
+    for depth, fits in ((MAX_JSON_DEPTH, True), (MAX_JSON_DEPTH + 1, False)):
         (tmp_path / "a.json").write_text('{"a":' * depth + "1" + "}" * depth)
         try:
-            assert read_object(tmp_path / "a.json") and fits
+            assert read_json_object(tmp_path / "a.json") and fits
         except ValueError as error:
             assert not fits and "nests more" in str(error)
 
@@ -187,24 +187,24 @@ TOKENIZERS = {
 def test_what_a_tokenizer_would_take_for_ever_for_is_refused(model, name, values):
     path = model / name
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
-    with pytest.raises(ValueError, match="expected|take it out") as refused:
-        load_processor(Base(str(model)))
+    with pytest.raises(ValueError, match="expected|take it out|remove") as refused:
+        load_processor(ModelSource(str(model)))
     assert str(model) in str(refused.value)
 
 
 def test_a_rank_as_long_as_a_page_is_refused(model):
     (model / "tokenizer.model").write_bytes(b"a" * 3000 + b" 1\n")
     with pytest.raises(ValueError, match="tokenizer.model has a line of 3,002 bytes"):
-        load_processor(Base(str(model)))
+        load_processor(ModelSource(str(model)))
 
 
 def with_template(model: Path, template: str):
     (model / "chat_template.jinja").write_text(template)
-    return load_processor(Base(str(model)))
+    return load_processor(ModelSource(str(model)))
 
 
 def test_a_template_of_others_gives_the_same_ids_by_the_process_with_limits(files, model):
-    ours = load_processor(Base(str(files.model)))
+    ours = load_processor(ModelSource(str(files.model)))
     theirs = with_template(model, OTHER_TEMPLATE)
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     conversations = [CHAT, CHAT[:1]]
@@ -295,7 +295,7 @@ def test_settings_of_adapters_cost_nothing_before_they_are_refused(files, tmp_pa
             (adapters / "adapter_config.json").write_text(config)
             change(adapters / "adapter_config.json", {field: value})
             with pytest.raises(ValueError, match=f"adapter_config.json.*{told}") as error:
-                require_adapters(Base(str(files.model), adapters=adapters))
+                require_adapters(ModelSource(str(files.model), adapters=adapters))
             assert field in ("r", "lora_dropout") or f": {field} " in str(error.value)
             refused.append(field)
 

@@ -11,15 +11,15 @@ from torch.nn import Linear
 
 from glm4v_patched.cli import main
 from glm4v_patched.engine import fp8, trainable
-from glm4v_patched.engine.kernels.fp8_linear import HeldLinear
-from glm4v_patched.engine.options import PACKAGES, LoraOptions
+from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear
+from glm4v_patched.engine.options import REQUIRED_PACKAGES, LoraOptions
 from glm4v_patched.inference.answer_worker import Answerer
 from glm4v_patched.inference.questions import Generation, read_questions
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
-from glm4v_patched.models.loading import load
-from glm4v_patched.models.quantized_weights import WEIGHTS, kept_cache
-from tests.helpers.tiny import grown_image, random_pixels, text, tiny_model
+from glm4v_patched.models.loading import load_with_processor
+from glm4v_patched.models.quantized_weights import WEIGHT_FORMATS, resolve_cache
+from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 
 def asked(files) -> list:
@@ -28,15 +28,15 @@ def asked(files) -> list:
 
 @pytest.mark.parametrize("kind", ["model", "adapters"])
 def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, kind):
-    monkeypatch.setattr(fp8, "_on_cpu", True)
+    monkeypatch.setattr(fp8, "_allow_cpu", True)
     base = find_source(str(getattr(files, kind)), weights="fp8")
-    held, plain = load(base, "cpu", "fp8"), load(base, "cpu")
+    held, plain = load_with_processor(base, "cpu", "fp8"), load_with_processor(base, "cpu")
     assert not any(weight.requires_grad for weight in plain.model.parameters())
     held_layers = set()
     for name, module in plain.model.named_modules():
         if isinstance(module, Linear):
             other = held.model.get_submodule(name)
-            if type(other) is HeldLinear:
+            if type(other) is Fp8StoredLinear:
                 tower = "tower" if ".vision." in name else "language"
                 held_layers.add(f"{tower} {name.removesuffix('.base_layer').rpartition('.')[2]}")
             else:
@@ -54,7 +54,7 @@ def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, 
 
 def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
     """As a server puts several on one model."""
-    monkeypatch.setattr(fp8, "_on_cpu", True)
+    monkeypatch.setattr(fp8, "_allow_cpu", True)
     torch.manual_seed(0)
     lora = LoraOptions(targets=("dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"))
     trained = trainable.select_weights(tiny_model(torch.bfloat16), "lora_all", lora)
@@ -66,11 +66,11 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
     def build(**given):
         return tiny_model(torch.bfloat16)
 
-    row = torch.tensor([[*text(3), *grown_image()]])
+    row = torch.tensor([[*text(3), *expanded_image()]])
     with_it = {"input_ids": row, "pixel_values": random_pixels(1).bfloat16()}
-    later = trainable.continue_adapters(loading.hold(build, "cpu", "fp8"), tmp_path)
-    before = loading.hold(build, "cpu", "fp8", tmp_path)
-    none = loading.hold(build, "cpu", "fp8")
+    later = trainable.load_trainable_adapters(loading.build_on_device(build, "cpu", "fp8"), tmp_path)
+    before = loading.build_on_device(build, "cpu", "fp8", tmp_path)
+    none = loading.build_on_device(build, "cpu", "fp8")
     with torch.no_grad():
         got, want, without = (each.eval()(**with_it).logits for each in (later, before, none))
     assert (got - want).norm() < 0.5 * (without - want).norm()
@@ -79,8 +79,8 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 @pytest.mark.parametrize("way", [4, 8, "fp8"])
 def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
-    monkeypatch.setattr(fp8, "_on_cpu", True)
-    model, left, hold = tiny_model(), [], HeldLinear.quantize_weight
+    monkeypatch.setattr(fp8, "_allow_cpu", True)
+    model, left, hold = tiny_model(), [], Fp8StoredLinear.quantize_weight
     layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
     alive = [weakref.ref(layer.weight) for layer in layers]
     del layers
@@ -90,16 +90,16 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
         left.append(sum(weight() is not None for weight in alive))
         return torch.nn.Identity() if given == way else None
 
-    def held(linear, keeps_transposed):
+    def held(linear, stores_transposed):
         replaced(linear, None)
-        hold(linear, keeps_transposed)
+        hold(linear, stores_transposed)
 
     monkeypatch.setattr(trainable, "_quantized", replaced)
-    monkeypatch.setattr(HeldLinear, "quantize_weight", held)
+    monkeypatch.setattr(Fp8StoredLinear, "quantize_weight", held)
     if way == "fp8":
-        loading.hold(lambda: model, "cpu", "fp8")
+        loading.build_on_device(lambda: model, "cpu", "fp8")
     else:
-        trainable.quantize(model, "cpu", way)
+        trainable.quantize_linear_layers(model, "cpu", way)
         assert len(left) == len(alive)
     assert len(left) > 8
     # The one before may still be there.
@@ -129,7 +129,7 @@ REFUSED = [
 def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
     files, tmp_path, monkeypatch, capsys, command, arguments, named
 ):
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded"))
     if command == "answer":
         arguments = [*arguments, "--data", str(files.data), "--out", str(tmp_path / "out.jsonl")]
     assert main([command, str(files.model), *arguments]) == 1
@@ -137,30 +137,30 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
 
 
 def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
-    assert kept_cache("auto", None, otherwise="static") == "static"
-    assert kept_cache("auto", "fp8", otherwise="static") == "static"
-    assert kept_cache("auto", "8bit", otherwise="static") == "dynamic"
-    assert kept_cache("dynamic", "fp8", otherwise="static") == "dynamic"
-    assert kept_cache("auto", "compressed-tensors", otherwise="static") == "dynamic"
+    assert resolve_cache("auto", None, otherwise="static") == "static"
+    assert resolve_cache("auto", "fp8", otherwise="static") == "static"
+    assert resolve_cache("auto", "8bit", otherwise="static") == "dynamic"
+    assert resolve_cache("dynamic", "fp8", otherwise="static") == "dynamic"
+    assert resolve_cache("auto", "compressed-tensors", otherwise="static") == "dynamic"
     with pytest.raises(ValueError, match="--cache static with a model saved by compressed-tensors"):
-        kept_cache("static", "compressed-tensors", otherwise="static")
+        resolve_cache("static", "compressed-tensors", otherwise="static")
 
 
 def test_a_missing_package_or_gpu_is_named(files, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="fp8 runs on a GPU"):
-        loading.hold(partial(pytest.fail, "the model was built"), "cuda", "fp8")
+    with pytest.raises(RuntimeError, match="fp8 needs a GPU"):
+        loading.build_on_device(partial(pytest.fail, "the model was built"), "cuda", "fp8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="^--weights 4bit needs .*bitsandbytes"):
         find_source(str(files.model), weights="4bit")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", sorted(WEIGHTS))
+@pytest.mark.parametrize("weights", sorted(WEIGHT_FORMATS))
 def test_each_way_answers_on_a_gpu(files, weights):
-    if weights in PACKAGES:
+    if weights in REQUIRED_PACKAGES:
         reason = "bitsandbytes is missing: pip install bitsandbytes"
         pytest.importorskip("bitsandbytes", reason=reason)
-    loaded = load(find_source(str(files.model), weights=weights), "cuda", weights)
+    loaded = load_with_processor(find_source(str(files.model), weights=weights), "cuda", weights)
     assert len(Answerer(loaded, Generation(max_new_tokens=4)).answer(asked(files))) == 2
     assert type(loaded.model.transformer.output_layer) is torch.nn.Linear

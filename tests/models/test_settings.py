@@ -7,13 +7,13 @@ from itertools import product
 
 import pytest
 
-from glm4v_patched.engine.options import OF_QUANTIZERS
-from glm4v_patched.models.base import KINDS, NOT_LOADED, Base, base_of_adapters
+from glm4v_patched.engine.options import QUANTIZER_PACKAGES
+from glm4v_patched.models.base import KINDS, NOT_LOADED, ModelSource, base_of_adapters
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limits import TOKENIZER
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.patch.config_json import why_not_glm4v
-from glm4v_patched.remote.configuration_chatglm import GENERAL, SAVED, VISION, ChatGLMConfig
+from glm4v_patched.remote.configuration_chatglm import GENERAL_SETTINGS, SAVED_CONFIG_FIELDS, VISION_SETTINGS, ChatGLMConfig
 from tests.helpers.tiny import golden_json
 
 VALUES = [None, True, -1, 0, 1.5, float("inf"), 10**30, "", "x", [], [[1]], {}, {"a": {"b": 1}}]
@@ -22,7 +22,7 @@ OTHERS = ["attribute_map", "sub_configs", "to_dict", "from_dict", "_auto_class",
 OTHERS += ["__dict__", "vision", "keys_to_ignore_at_inference", "num_hidden_layers", "vocab_size"]
 OTHERS += ["rope_parameters", "layer_types", "per_layer_config", "num_labels", "pruned_heads"]
 OTHERS += ["attn_implementation", "_attn_implementation_internal", "tokenizer_class", "model_type"]
-SETTINGS = [*sorted({*SAVED, *GENERAL}), *OTHERS, *(f"vision_config.{name}" for name in VISION)]
+SETTINGS = [*sorted({*SAVED_CONFIG_FIELDS, *GENERAL_SETTINGS}), *OTHERS, *(f"vision_config.{name}" for name in VISION_SETTINGS)]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -90,7 +90,7 @@ def test_a_tokenizer_of_wrong_types_is_read_or_refused_by_the_settings_name(file
     for name, value in [*product(TOKENIZER, VALUES), *others]:
         (folder / "tokenizer_config.json").write_text(json.dumps(given | {name: value}))
         try:
-            load_processor(Base(str(folder))).tokenizer("x")
+            load_processor(ModelSource(str(folder))).tokenizer("x")
         except ValueError as error:
             assert name in str(error) and str(folder) in str(error) and len(str(error)) < 1_000
             refused[name] += 1
@@ -128,7 +128,7 @@ def test_a_config_that_names_another_one_is_refused(files, tmp_path, keys):
         find_source(str(model))
 
 
-METHODS = [*OF_QUANTIZERS, "higgs", "evil", None, 1, "", [], {}]
+METHODS = [*QUANTIZER_PACKAGES, "higgs", "evil", None, 1, "", [], {}]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.models.find import fault_of_model
+from glm4v_patched.models.find import find_model_problem
 from glm4v_patched.models.weight_files import (
-    INDEX,
+    WEIGHTS_INDEX,
     LONGEST_HEADER,
     WHOLE,
-    Shape,
+    TensorInfo,
     read_header,
     shards_of,
     tensors_of,
@@ -114,7 +114,7 @@ def test_what_the_library_writes_is_read_as_it_reads_it(tmp_path):
         save_file(held, tmp_path / WHOLE, metadata={"format": "pt"})
         with safe_open(tmp_path / WHOLE, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {n: Shape(tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+            shapes = {n: TensorInfo(tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
         assert read_header(tmp_path / WHOLE) == shapes == tensors_of(tmp_path)
 
 
@@ -172,25 +172,25 @@ def test_an_index_that_cannot_be_is_refused_by_its_name(tmp_path, content):
     save_file({"b": torch.zeros(2), "c": torch.zeros(2)}, tmp_path / "3")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / INDEX).write_text(json.dumps(index(GOOD)))
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps(index(GOOD)))
     assert {*tensors_of(tmp_path)} == {*GOOD}
     written = content if isinstance(content, bytes) else json.dumps(content).encode()
-    (tmp_path / INDEX).write_bytes(written)
-    with pytest.raises(ValueError, match=rf"{INDEX}|nnn|is missing") as told:
+    (tmp_path / WEIGHTS_INDEX).write_bytes(written)
+    with pytest.raises(ValueError, match=rf"{WEIGHTS_INDEX}|nnn|is missing") as told:
         tensors_of(tmp_path)
     assert len(str(told.value)) < 700
 
 
 def test_a_whole_file_is_read_without_its_index(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / WHOLE)
-    (tmp_path / INDEX).write_text(json.dumps(index({"of another save": WHOLE})))
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps(index({"of another save": WHOLE})))
     assert {*tensors_of(tmp_path)} == {"a"} and shards_of(tmp_path) == [WHOLE]
 
 
 def test_damaged_weights_end_every_load_in_the_same_words(files, tmp_path):
     model = shutil.copytree(files.model, tmp_path / "model")
-    assert fault_of_model(str(model)) is None
+    assert find_model_problem(str(model)) is None
     save_file(load_file(model / WHOLE) | {"n" * 300: torch.zeros(1)}, model / WHOLE)
-    assert fault_of_model(str(model)) is None  # a weight too many is found by require_whole
+    assert find_model_problem(str(model)) is None  # a weight too many is found by require_complete_model
     (model / WHOLE).write_bytes(FILES["a header that is no JSON"])
-    assert f"{WHOLE}: its header cannot be read" in str(fault_of_model(str(model)))
+    assert f"{WHOLE}: its header cannot be read" in str(find_model_problem(str(model)))

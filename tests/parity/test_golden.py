@@ -17,10 +17,10 @@ from tests.helpers.tiny import (
     golden_case,
     golden_json,
     golden_weights,
-    grown_inputs,
+    expand_inputs,
     tiny_model,
 )
-from tests.remote.rows import GREEDY
+from tests.remote.inputs import GREEDY
 
 CASES = [name.rsplit(".", 2)[0] for name in golden_json("index.json")["cases"] if ".fp32." in name]
 FORWARD = [name for name in CASES if name.startswith(("text", "image"))]
@@ -55,7 +55,7 @@ def model_for(dtype, implementation="sdpa", **changes) -> GLM4VForCausalLM:
 
 def model_inputs(inputs: dict, form: str) -> dict:
     inputs = {name: value for name, value in inputs.items() if not name.endswith("_expanded")}
-    return grown_inputs(inputs) if form == "grown" else inputs
+    return expand_inputs(inputs) if form == "grown" else inputs
 
 
 def forms_of(cases: list[str]) -> list:

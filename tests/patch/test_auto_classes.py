@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
 from glm4v_patched.demo.tiny_model import build_from_scratch
-from glm4v_patched.patch.config_json import read_object
+from glm4v_patched.patch.config_json import read_json_object
 from glm4v_patched.patch.repository import Repository
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
@@ -28,7 +28,7 @@ from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.legacy_repository import image_row, remote_code_under, write_legacy_repository
 from tests.helpers.local_hub import LocalHub, redirect_client
 from tests.helpers.tiny import tiny_model
-from tests.remote.rows import assert_close
+from tests.remote.inputs import assert_close
 
 OURS = {
     "AutoConfig": ChatGLMConfig,
@@ -194,8 +194,8 @@ def test_a_method_taken_before_is_an_error_and_never_half_ours(auto_class, publi
 def test_a_config_that_is_no_json_object_is_named(content, fault, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}/config.json .*{fault}"):
-        read_object(tmp_path / "config.json")
-    assert not Repository(tmp_path, {}).holds_glm4v()
+        read_json_object(tmp_path / "config.json")
+    assert not Repository(tmp_path, {}).contains_glm4v()
 
 
 @pytest.fixture
@@ -241,13 +241,13 @@ def test_a_private_repository_is_a_glm4v_for_whoever_may_read_it_and_the_hub_is_
     where = {"cache_dir": str(tmp_path / "cache")}
     config = {"config.json": (published / "config.json").read_bytes()}
     hub.add_repository("our-org/private", config, private=True)
-    assert not Repository("our-org/private", where).holds_glm4v()
+    assert not Repository("our-org/private", where).contains_glm4v()
     for option in ("token", "use_auth_token"):
         place = {"cache_dir": str(tmp_path / option), option: hub.token}
-        assert Repository("our-org/private", place).holds_glm4v()
+        assert Repository("our-org/private", place).contains_glm4v()
     hub.requests.clear()
     hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
-    assert not Repository("our-org/unknown", where).holds_glm4v()
+    assert not Repository("our-org/unknown", where).contains_glm4v()
     asked = {request.path for request in hub.requests}
     assert asked == {"/our-org/unknown/resolve/main/config.json"}
 
@@ -264,7 +264,7 @@ def test_an_adapters_base_is_looked_for_without_its_subfolder_and_revision(
     adapter.refs["v2"] = adapter.head
     assert "v2" not in base.refs
     for place in ({}, {"subfolder": "text"}):
-        assert Repository("our-org/adapter", where | {"revision": "v2"} | place).holds_glm4v()
+        assert Repository("our-org/adapter", where | {"revision": "v2"} | place).contains_glm4v()
 
 
 def test_a_hub_that_never_answers_is_named_or_the_cache_is_taken(

@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 from glm4v_patched.bench.roofline import config_of
 from glm4v_patched.inference.vllm_plugin import SharedPositions
 from glm4v_patched.models.base import _require_glm4v
-from glm4v_patched.models.check_weights import fault_of_model_folder
+from glm4v_patched.models.check_weights import find_model_folder_problem
 from glm4v_patched.patch.config_json import is_glm4v, why_not_glm4v
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
-from hub_upload.build import _config
+from hub_upload.build import _make_config
 from tests.helpers.tiny import golden_json
 
 OTHERS = {
@@ -41,7 +41,7 @@ def test_another_model_is_refused_in_the_same_words_everywhere(change, named, tm
     assert reason is not None and named in reason and not is_glm4v(values)
     (tmp_path / "config.json").write_text(json.dumps(values))
     save_file({}, tmp_path / "model.safetensors")
-    assert reason in str(fault_of_model_folder(tmp_path))
+    assert reason in str(find_model_folder_problem(tmp_path))
 
     class Foreign(PretrainedConfig):
         model_type = values["model_type"] or ""
@@ -52,13 +52,13 @@ def test_another_model_is_refused_in_the_same_words_everywhere(change, named, tm
     source = SimpleNamespace(name="source", read_json=lambda name: values)
     refusals = [
         lambda: _require_glm4v(tmp_path, tmp_path / "adapters"),
-        lambda: _config(source, {}),
+        lambda: _make_config(source, {}),
         lambda: SharedPositions.verify_and_update_model_config(
             SimpleNamespace(hf_config=Foreign())
         ),
     ]
     if "original_rope" in change:  # the model's own config knows nothing of these words
-        for make in (lambda: ChatGLMConfig(**values), lambda: ChatGLMConfig.of(Foreign())):
+        for make in (lambda: ChatGLMConfig(**values), lambda: ChatGLMConfig.from_config(Foreign())):
             with pytest.raises(ValueError, match="original_rope=.* every glm-4v .* has True"):
                 make()
     if values["model_type"] is not None:

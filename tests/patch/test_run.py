@@ -209,7 +209,7 @@ for name in ({first!r}, "transformers", "transformers"):
 PLUGINS = {
     "swift.model": "ms_swift",
     "llamafactory.data.template": "llamafactory",
-    "llamafactory.model.model_utils.visual": "llamafactory_parts",
+    "llamafactory.model.model_utils.visual": "llamafactory_composite",
     "axolotl.model_support": "axolotl",
     "openrlhf.models.model": "openrlhf",
 }

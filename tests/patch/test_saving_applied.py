@@ -17,7 +17,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import glm4v_patched
 import glm4v_patched.remote
-from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, fault_of_adapters
+from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, find_adapter_problem
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import (
     image_row,
@@ -28,7 +28,7 @@ from tests.helpers.legacy_repository import (
 REMOTE = Path(glm4v_patched.remote.__file__).parent
 PUBLISHED = "zai-org/glm-4v-9b"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LOADS_ADAPTERS = fault_of_adapters() is None
+LOADS_ADAPTERS = find_adapter_problem() is None
 # transformers 5.24 wants a newer peft for adapters that it adds, too.
 ADDS_ADAPTERS = Version(peft.__version__) >= Version(MIN_PEFT_VERSION)
 ADAPTERS = ["adapter", "trainer_adapter", *(["transformers_adapter"] if ADDS_ADAPTERS else [])]

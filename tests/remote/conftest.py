@@ -3,7 +3,7 @@
 import pytest
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import grown_image, three_id_image, tiny_model
+from tests.helpers.tiny import expanded_image, unexpanded_image, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -14,4 +14,4 @@ def model() -> GLM4VForCausalLM:
 @pytest.fixture(params=["three ids", "grown"])
 def image(request) -> list[int]:
     """The ids of an image, in either form."""
-    return three_id_image() if request.param == "three ids" else grown_image()
+    return unexpanded_image() if request.param == "three ids" else expanded_image()

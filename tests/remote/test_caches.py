@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from tests.helpers.tiny import grown_image, padded, random_pixels, text, tiny_model
-from tests.remote.rows import GREEDY
+from tests.helpers.tiny import expanded_image, padded, random_pixels, text, tiny_model
+from tests.remote.inputs import GREEDY
 
 # fp32, cached against one pass. Measured 5.7e-6; another row's position differs by 0.1 and more.
 ATOL = 2e-5
 # Unlike numbers of images, so that the next positions of the rows differ.
 ROWS = [
     text(20, seed=1),
-    [*text(4, seed=2), *grown_image(), *text(6, seed=3)],
-    [*text(2, seed=4), *grown_image(), *grown_image(), *text(3, seed=5)],
+    [*text(4, seed=2), *expanded_image(), *text(6, seed=3)],
+    [*text(2, seed=4), *expanded_image(), *expanded_image(), *text(3, seed=5)],
 ]
 STEP = torch.tensor([[7], [8], [9]])
 
@@ -98,8 +98,8 @@ def test_a_cache_made_anew_from_its_tensors_needs_positions(model):
 @torch.no_grad()
 def test_a_turn_is_taken_back_with_its_image(model):
     """And another one takes its place."""
-    first = [*text(2, seed=1), *grown_image(), *text(3, seed=2)]
-    turns = [[*text(4, seed=seed), *grown_image(), *text(2, seed=seed + 1)] for seed in (3, 5)]
+    first = [*text(2, seed=1), *expanded_image(), *text(3, seed=2)]
+    turns = [[*text(4, seed=seed), *expanded_image(), *text(2, seed=seed + 1)] for seed in (3, 5)]
     images = random_pixels(3)
     cache = model(torch.tensor([first]), pixel_values=images[:1]).past_key_values
     for turn, image in zip(turns, images[1:], strict=True):
@@ -119,7 +119,7 @@ def test_a_turn_is_taken_back_with_its_image(model):
 def test_what_was_cropped_away_is_not_taken_for_what_came_after(model):
     cache = model(torch.tensor([text(20, seed=1)]), use_cache=True).past_key_values
     cache.crop(-10)
-    turn = torch.tensor([[*grown_image(), *text(4, seed=2)]])
+    turn = torch.tensor([[*expanded_image(), *text(4, seed=2)]])
     model(turn, past_key_values=cache, pixel_values=random_pixels(1))
     cache.crop(-7)
     with pytest.raises(ValueError, match="give position_ids"):

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from glm4v_patched.remote.checkpointing import frozen_parameters_held
+from glm4v_patched.remote.checkpointing import keep_frozen_parameters_gathered
 from glm4v_patched.remote.modeling_chatglm import GLMBlock
 from glm4v_patched.remote.visual import TransformerLayer
 from tests.helpers.steps import count_runs
-from tests.helpers.tiny import grown_image, random_pixels, tiny_model
-from tests.remote.rows import assert_close, gradients, two_rows
+from tests.helpers.tiny import expanded_image, random_pixels, tiny_model
+from tests.remote.inputs import assert_close, gradients, two_sequences
 
 # transformers has it under another name, and with these options, from 5.23 on.
 NAME = next(
@@ -37,9 +37,9 @@ def layers(model) -> dict[str, torch.nn.Module]:
 
 
 @REENTRANT
-@pytest.mark.parametrize("image", [grown_image(), []], ids=["an image", "text"])
+@pytest.mark.parametrize("image", [expanded_image(), []], ids=["an image", "text"])
 def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant):
-    inputs = two_rows(image)
+    inputs = two_sequences(image)
     model = tiny_model().train()
     want = gradients(model, **inputs)
     # Either name: transformers 5.23 keeps the older one.
@@ -58,11 +58,11 @@ def test_nothing_is_recomputed_in_eval_mode_without_gradients_or_once_disabled(u
     model = tiny_model()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     runs = count_runs(model)
-    gradients(model, **two_rows())
+    gradients(model, **two_sequences())
     with torch.no_grad():
-        model.train()(**two_rows())
+        model.train()(**two_sequences())
     model.gradient_checkpointing_disable()
-    gradients(model, **two_rows())
+    gradients(model, **two_sequences())
     assert set(runs.values()) == {3}  # once each
 
 
@@ -78,7 +78,7 @@ def test_a_replaced_checkpointing_function_gets_a_bound_method_and_hidden_states
         return checkpoint(function, *inputs, use_reentrant=False)
 
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=spy)
-    gradients(model, **two_rows())
+    gradients(model, **two_sequences())
     assert {id(f.__self__) for f, _ in calls} == {id(layer) for layer in layers(model).values()}
     for function, inputs in calls:
         assert inspect.ismethod(function)
@@ -118,13 +118,13 @@ FROZEN = {
 @REENTRANT
 @pytest.mark.parametrize("make", FROZEN.values(), ids=FROZEN)
 def test_what_is_trained_beside_frozen_weights_gets_plain_gradients(make, use_reentrant):
-    want = gradients(make(), **two_rows())
+    want = gradients(make(), **two_sequences())
     model = make()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if make in (FROZEN["all but adapters"], frozen_tower):
         model.enable_input_require_grads()
     runs = count_runs(model)
-    got = gradients(model, **two_rows())
+    got = gradients(model, **two_sequences())
     assert_close(got, want)
     assert all(gradient.norm() > 0 for gradient in got.values())
     assert set(got) == {"loss", *(n for n, p in model.named_parameters() if p.requires_grad)}
@@ -149,11 +149,11 @@ def test_a_frozen_tower_keeps_nothing_but_for_what_learns(use_reentrant):
     tower.register_forward_hook(lambda *call: outputs.append(call[2].requires_grad))
     pixels = random_pixels(1).requires_grad_()
     for given in ({}, {"pixel_values": pixels}):
-        model(**two_rows() | given).loss.backward()
+        model(**two_sequences() | given).loss.backward()
     with torch.no_grad():  # of whoever asks for features alone
-        model(**two_rows())
+        model(**two_sequences())
     tower.boi.requires_grad_(True)
-    model(**two_rows())
+    model(**two_sequences())
     assert outputs == [False, True, False, True]
     assert pixels.grad.norm() > 0
 
@@ -163,15 +163,15 @@ def test_a_frozen_tower_keeps_nothing_but_for_what_learns(use_reentrant):
 )
 def test_layer_options_are_honored_and_refused_where_they_have_no_effect():
     model = tiny_model().train()
-    want = gradients(model, **two_rows())
+    want = gradients(model, **two_sequences())
     getattr(model, NAME)(every_n_layers=2)
     runs = count_runs(model)
-    assert_close(gradients(model, **two_rows()), want)
+    assert_close(gradients(model, **two_sequences()), want)
     assert sorted(runs.values()) == [1, 1, 2, 2], runs
     model = tiny_model().train()
     model.gradient_checkpointing_enable({"use_reentrant": False, "every_n_layers": 2})
     with pytest.raises((TypeError, ValueError), match="every_n_layers"):
-        gradients(model, **two_rows())
+        gradients(model, **two_sequences())
 
 
 def test_a_cache_is_refused_if_filled_and_else_stays_empty():
@@ -182,7 +182,7 @@ def test_a_cache_is_refused_if_filled_and_else_stays_empty():
     with pytest.raises(ValueError, match="holds 3 positions.*disable one"):
         model(input_ids=ids, past_key_values=filled)
     cache = DynamicCache(config=model.config)
-    output = model(**two_rows(), past_key_values=cache, use_cache=True)
+    output = model(**two_sequences(), past_key_values=cache, use_cache=True)
     assert output.past_key_values is None and cache.get_seq_length() == 0
 
 
@@ -229,7 +229,7 @@ def test_frozen_parameters_stay_gathered_through_the_recomputation_and_no_longer
     trained.ds_active_sub_modules.add(OUTER_MODULE)
 
     def recompute():
-        with frozen_parameters_held(layer):
+        with keep_frozen_parameters_gathered(layer):
             for module in layer:
                 frozen = [p for p in module.parameters() if not p.requires_grad]
                 for parameter in frozen:
@@ -249,5 +249,5 @@ def test_frozen_parameters_stay_gathered_through_the_recomputation_and_no_longer
     want = [{OUTER_MODULE}, {layer[0].ds_id}, *[{layer[1].ds_id}] * 2]
     assert users(layer) == want
     assert [module.ds_recompute_parameters for module in layer.modules()] == [set()] * 3
-    with frozen_parameters_held(layer):  # outside of a backward pass
+    with keep_frozen_parameters_gathered(layer):  # outside of a backward pass
         assert users(layer) == want

@@ -24,7 +24,7 @@ import glm4v_patched
 from glm4v_patched.remote.class_lists import enter_class
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
 from tests.helpers.fresh_process import run_without_package
-from tests.helpers.tiny import grown_image, random_pixels, text, three_id_image, tiny_model
+from tests.helpers.tiny import expanded_image, random_pixels, text, unexpanded_image, tiny_model
 
 # Of the tested releases the older ones do not divide by the labels of all accumulated batches.
 COUNTS_ALL = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
@@ -121,13 +121,13 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_smoothed_labels_are_shifted(kind, folder, tmp_path):
-    model, given = MODELS[kind](folder), batches(grown_image())
+    model, given = MODELS[kind](folder), batches(expanded_image())
     want = by_hand(model, given)
     assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
 
 
 def test_so_are_those_of_text_and_of_packed_samples(tmp_path):
-    model, two = tiny_model(), batches(grown_image())
+    model, two = tiny_model(), batches(expanded_image())
     packed = {name: torch.cat([batch[name] for batch in two], dim=1) for name in two[0]}
     packed["pixel_values"] = torch.cat([batch["pixel_values"] for batch in two])
     length = two[0]["input_ids"].shape[1]
@@ -150,7 +150,7 @@ def test_a_derived_class_has_the_loss_of_ours(folder, tmp_path):
 
 @pytest.mark.parametrize("by", ["label_smoothing_factor", "compute_loss_func"])
 def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_path):
-    model, given = adapted(tiny_model()), batches(three_id_image())
+    model, given = adapted(tiny_model()), batches(unexpanded_image())
     ran = trainer(model, given, tmp_path, learning_rate=1.0)
     if by == "compute_loss_func":
         ran.label_smoother = None
@@ -199,8 +199,8 @@ json.dump(found, open("found.json", "w"))
 
 
 def test_the_same_from_a_saved_folder_without_this_package(folder):
-    given = batches(grown_image())
-    torch.save([given, batches(three_id_image())], folder / "batches.pt")
+    given = batches(expanded_image())
+    torch.save([given, batches(unexpanded_image())], folder / "batches.pt")
     functions = "\n\n".join(map(getsource, (trainer, trained_and_evaluated)))
     run_without_package(FRESH.format(functions=functions), folder)
     *losses, refused = json.loads((folder / "found.json").read_text())

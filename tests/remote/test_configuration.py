@@ -114,12 +114,12 @@ class Foreign(PretrainedConfig):
 
 def test_configs_of_other_classes_with_the_same_fields_become_ours():
     ours = tiny_config()
-    assert ChatGLMConfig.of(ours) is ours
+    assert ChatGLMConfig.from_config(ours) is ours
     theirs = Foreign(**golden_json("config.json"))
     theirs.dtype = torch.float16
     theirs.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     theirs._attn_implementation, theirs._commit_hash = "flex_attention", "0123abc"
-    config = ChatGLMConfig.of(theirs)
+    config = ChatGLMConfig.from_config(theirs)
     assert type(config) is ChatGLMConfig and config._commit_hash == "0123abc"
     for name in golden_json("config.json"):
         if name not in ("auto_map", "torch_dtype", "dtype", "transformers_version"):
@@ -130,7 +130,7 @@ def test_configs_of_other_classes_with_the_same_fields_become_ours():
     assert not set(ChatGLMConfig.attribute_map) & vars(config).keys()
     theirs = Foreign(**golden_json("config.json") | {"vision_config": None})
     with pytest.raises(ValueError, match="Foreign has model_type .*: give the config of a glm-4v"):
-        ChatGLMConfig.of(theirs)
+        ChatGLMConfig.from_config(theirs)
 
 
 NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "1e39", "1" + "0" * 400]

@@ -11,11 +11,11 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from glm4v_patched.remote import generation_chatglm
-from tests.helpers.tiny import grown_image, random_pixels, text, three_id_image, tiny_model
+from tests.helpers.tiny import expanded_image, random_pixels, text, unexpanded_image, tiny_model
 from tests.helpers.waits import Calls, Operators
-from tests.remote.rows import DRAWN, GREEDY, prompts
+from tests.remote.inputs import DRAWN, GREEDY, prompts
 
-IMAGES = {"text": [], "three ids": three_id_image(), "grown": grown_image()}
+IMAGES = {"text": [], "three ids": unexpanded_image(), "grown": expanded_image()}
 
 
 def steps_of(model, **given) -> list[tuple[list[str], list[str]]]:
@@ -91,12 +91,12 @@ def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attenti
 
     @wraps(prepare)
     def both(input_ids, **given):
-        inputs, prompt = prepare(input_ids, **given), given["grown_prompt"]
+        inputs, prompt = prepare(input_ids, **given), given["expanded_prompt"]
         if (num_drawn := prompt.num_drawn(input_ids)) == 1:
             steps.append((inputs, copied(inputs)))
         elif num_drawn:
             after = copied(steps[-1][1])
-            assert model.advance_drawn_inputs(after, input_ids[:, -1:], prompt, num_drawn)
+            assert model.advance_decode_inputs(after, input_ids[:, -1:], prompt, num_drawn)
             steps.append((inputs, after))
         return inputs
 
@@ -115,7 +115,7 @@ def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attenti
 
 def test_a_static_cache_has_room_for_rows_that_grow_or_is_refused():
     model = tiny_model()  # generate makes no smaller cache than one before
-    batch = prompts(three_id_image())
+    batch = prompts(unexpanded_image())
     options = GREEDY | {"return_dict_in_generate": True}
     want = model.generate(**batch, **GREEDY)
     output = model.generate(**batch, **options, cache_implementation="static")
@@ -145,10 +145,10 @@ def test_a_compiled_graph_says_when_rows_do_not_fit_it():
         with pytest.raises(RuntimeError, match="these rows do not fit a compiled graph"):
             compiled(input_ids=fault, use_cache=False)
     # As long as grown ones, for the shapes of short rows tell that they are not.
-    grown = {"input_ids": torch.tensor([[*text(4), *grown_image(), *text(2)]])}
+    grown = {"input_ids": torch.tensor([[*text(4), *expanded_image(), *text(2)]])}
     grown |= {"pixel_values": random_pixels(1), "use_cache": False}
     assert (compiled(**grown).logits - model(**grown).logits).abs().max() <= 1e-5
-    row = torch.tensor([[*text(5), *three_id_image(), *text(4)]])
+    row = torch.tensor([[*text(5), *unexpanded_image(), *text(4)]])
     with pytest.raises(RuntimeError, match="in the three-id form .give grown rows"):
         compiled(input_ids=row, pixel_values=random_pixels(1), use_cache=False)
 

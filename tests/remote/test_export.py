@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
-from tests.helpers.tiny import PAD, grown_image, random_pixels, text, three_id_image, tiny_config
+from tests.helpers.tiny import PAD, expanded_image, random_pixels, text, unexpanded_image, tiny_config
 from tests.helpers.tiny import tiny_model as make_tiny_model
 
 ATOL = 1e-5
@@ -139,9 +139,9 @@ def test_text_runs_at_other_sizes(model, make):
 @varies_in_images
 @pytest.mark.parametrize("kind", [with_images, with_images_and_labels])
 def test_a_program_with_images_takes_both_forms_and_any_number_in_a_row(model, kind):
-    program = check(model, kind(three_id_image()), [(1, 0), (2, 0), (3, 12)])
-    check_program(program, model, kind(grown_image()), [(1, 0), (2, 0), (3, 12)])
-    batch = kind(three_id_image())(2, 9)
+    program = check(model, kind(unexpanded_image()), [(1, 0), (2, 0), (3, 12)])
+    check_program(program, model, kind(expanded_image()), [(1, 0), (2, 0), (3, 12)])
+    batch = kind(unexpanded_image())(2, 9)
     with pytest.raises(RuntimeError, match="do not fit a compiled graph"):
         program(**batch | {"pixel_values": batch["pixel_values"][1:]})
 
@@ -150,7 +150,7 @@ def test_a_program_with_images_takes_both_forms_and_any_number_in_a_row(model, k
 @pytest.mark.slow
 def test_packed_rows_with_images_run_at_other_sizes(model):
     def make(rows: int, length: int) -> dict[str, torch.Tensor]:
-        sample = [*text(2), *three_id_image(), *text(length)]
+        sample = [*text(2), *unexpanded_image(), *text(length)]
         positions = [*range(len(sample))] * 2
         return {
             "input_ids": torch.tensor([[*sample, *sample]] * rows),
@@ -172,9 +172,9 @@ def test_embeddings_run_at_other_sizes_and_cannot_grow(model):
 
         return make
 
-    program = check(model, embed(grown_image()), [(1, 0), (3, 9)])
+    program = check(model, embed(expanded_image()), [(1, 0), (3, 9)])
     with pytest.raises(RuntimeError):
-        program(**embed(three_id_image())(2, 9))
+        program(**embed(unexpanded_image())(2, 9))
 
 
 @varies_in_images
@@ -194,7 +194,7 @@ def test_the_tower_runs_for_other_numbers_of_images(model):
 @pytest.mark.slow
 def test_a_classifier_runs_at_other_sizes(classifier):
     def ending_in_padding(rows: int, length: int) -> dict[str, torch.Tensor]:
-        batch = with_images(three_id_image())(rows, length)
+        batch = with_images(unexpanded_image())(rows, length)
         ids = torch.nn.functional.pad(batch["input_ids"], (0, 2), value=PAD)
         return batch | {"input_ids": ids}
 
@@ -226,7 +226,7 @@ def test_a_step_goes_on_from_a_cache_of_another_length(model):
         assert (step(**after(*size)).logits - want).abs().max() <= ATOL
 
 
-@pytest.mark.parametrize("make", [padded, packed, with_images(three_id_image())])
+@pytest.mark.parametrize("make", [padded, packed, with_images(unexpanded_image())])
 @torch.no_grad()
 def test_onnx_runtime_runs_it_at_other_sizes(model, make, tmp_path):
     reason = "the session clients of tests/noxfile.py installs it"

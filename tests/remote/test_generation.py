@@ -12,7 +12,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from glm4v_patched.remote.keywords import named_cache
+from glm4v_patched.remote.keywords import cache_kwarg
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.legacy_repository import write_legacy_tokenizer
 from tests.helpers.tiny import (
@@ -20,15 +20,15 @@ from tests.helpers.tiny import (
     EOI,
     FILL,
     PAD,
-    grown_image,
+    expanded_image,
     images_of,
     padded,
     random_pixels,
     text,
-    three_id_image,
+    unexpanded_image,
     tiny_model,
 )
-from tests.remote.rows import GREEDY, new_tokens
+from tests.remote.inputs import GREEDY, new_tokens
 
 # fp32, cached against one pass. Measured 8.5e-6; positions that continue from the cache's length,
 # not from the image's three, must fail.
@@ -56,7 +56,7 @@ def recomputed_tokens(model, row: list[int], images: torch.Tensor) -> list[int]:
     number = GREEDY["max_new_tokens"]
     for _ in range(number):
         logits = model(input_ids=torch.tensor([row]), pixel_values=images, use_cache=False).logits
-        logits[..., model._image_ids()] = -torch.inf  # which generate does not draw
+        logits[..., model._image_token_ids()] = -torch.inf  # which generate does not draw
         row.append(logits[0, -1].argmax().item())
     return row[-number:]
 
@@ -81,22 +81,22 @@ def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache)
 
 def test_another_number_of_images_than_there_are_places_is_refused(model):
     row = {
-        "input_ids": torch.tensor([four_rows(three_id_image())[2]]),
+        "input_ids": torch.tensor([four_rows(unexpanded_image())[2]]),
         "pixel_values": random_pixels(3),
     }
     for num_beams in (1, 2):
         with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
             new_tokens(model, row, num_beams=num_beams)
     # Also of those that are in the cache already, of which none is looked at.
-    ids = torch.tensor([[*grown_image(), *text(4)]])
+    ids = torch.tensor([[*expanded_image(), *text(4)]])
     with torch.no_grad():
         cache = model(ids, pixel_values=random_pixels(1), use_cache=True)
-    given = {"pixel_values": random_pixels(2)} | named_cache(cache.past_key_values)
+    given = {"pixel_values": random_pixels(2)} | cache_kwarg(cache.past_key_values)
     with pytest.raises(ValueError, match="2 images were given for 1 begin-of-image ids"):
         new_tokens(model, {"input_ids": torch.tensor([[*ids[0], 7]]), **given})
     for ids, number, told in (
         (text(4), 2, "2 images were given with inputs_embeds.*give input_ids"),
-        (three_id_image(), 1, "take 6 positions here, and inputs_embeds cannot be grown"),
+        (unexpanded_image(), 1, "take 6 positions here, and inputs_embeds cannot be grown"),
     ):
         embeds = model.get_input_embeddings()(torch.tensor([ids])).detach()
         with pytest.raises(ValueError, match=told):
@@ -121,7 +121,7 @@ class Draws(LogitsProcessor):
 @pytest.mark.parametrize("drawn", [[BOI, 7, EOI], [7, EOI, BOI, 8, BOI]], ids=str)
 def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, drawn):
     """Image ids, too, where that is allowed: among drawn ids they are text."""
-    row = [*four_rows(grown_image())[1], 7, 8, 7, 8, 7]
+    row = [*four_rows(expanded_image())[1], 7, 8, 7, 8, 7]
     batch = {"input_ids": torch.tensor([row]), "pixel_values": random_pixels(1)}
     draws = {"logits_processor": LogitsProcessorList([Draws(len(row), drawn)])}
     draws["suppress_tokens"] = []
@@ -185,14 +185,14 @@ def test_generate_goes_on_from_a_cache_that_was_changed(
     if len(image) == 3:  # rows of unlike growth are padded on the left, as generate wants them
         ids, of_rows[1] = torch.tensor([begin] * 2), random_pixels(2, seed=2)
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids, pixel_values=torch.cat(of_rows), use_cache=True, **named_cache(cache))
+    model(input_ids=ids, pixel_values=torch.cat(of_rows), use_cache=True, **cache_kwarg(cache))
     change(cache)
     after = [*text(2, seed=7), *image, *text(2, seed=8)] if brings_images else text(2, seed=7)
     new = random_pixels(len(chosen) if brings_images else 0, seed=3)
     every = [torch.cat((of_rows[i], new[n : n + 1])) for n, i in enumerate(chosen)]
     whole = {"input_ids": torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)}
     want = new_tokens(model, whole | {"pixel_values": torch.cat(every)})
-    given = {"pixel_values": new, **named_cache(copy.deepcopy(cache))}
+    given = {"pixel_values": new, **cache_kwarg(copy.deepcopy(cache))}
     assert torch.equal(new_tokens(model, whole | given), want)
 
 
@@ -205,15 +205,15 @@ def test_generate_goes_on_from_a_cache_that_was_changed(
 def test_several_answers_go_on_from_a_repeated_cache(model, options, first_given):
     """Of a row that ends with an image and one without, where another one follows at once. All
     images are given, or those that are not in the cache."""
-    first = torch.tensor([[*text(3, seed=1), *grown_image()], text(9, seed=2)])
-    second = torch.tensor([[*grown_image(), *text(3, seed=9)]] * 2)
+    first = torch.tensor([[*text(3, seed=1), *expanded_image()], text(9, seed=2)])
+    second = torch.tensor([[*expanded_image(), *text(3, seed=9)]] * 2)
     cache, images = DynamicCache(config=model.config), random_pixels(3)
-    model(first, pixel_values=images[:1], use_cache=True, **named_cache(cache))
+    model(first, pixel_values=images[:1], use_cache=True, **cache_kwarg(cache))
     cache.batch_repeat_interleave(2)
     answers = []
     for given in (
         {"pixel_values": images},
-        {"pixel_values": images[first_given:], **named_cache(cache)},
+        {"pixel_values": images[first_given:], **cache_kwarg(cache)},
     ):
         torch.manual_seed(0)
         whole = {"input_ids": torch.cat([first, second], dim=1), **given}
@@ -261,7 +261,7 @@ def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
     wants_image_ids, options, suppressed, are_drawn
 ):
     torch.manual_seed(0)
-    ids = row(grown_image())
+    ids = row(expanded_image())
     options = options if "generation_config" in options else {**GREEDY, "do_sample": True} | options
     options = options | ({} if suppressed is None else {"suppress_tokens": suppressed})
     # Beside one of generate's own class.
@@ -272,7 +272,7 @@ def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
 
 
 def test_features_of_images_are_refused_by_generate(model):
-    ids = torch.tensor([text(2) + grown_image()])
+    ids = torch.tensor([text(2) + expanded_image()])
     with pytest.raises(ValueError, match="not used by the model: .'image_features'"):
         model.generate(ids, image_features=model.get_image_features(random_pixels(1)), **GREEDY)
 

@@ -5,10 +5,10 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
-from glm4v_patched.engine.deepspeed.zero3 import limit_run_ahead, norm_in_place
+from glm4v_patched.engine.deepspeed.zero3 import limit_layers_in_flight, norm_in_place
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import padded, random_pixels, text, three_id_image, tiny_config
-from tests.remote.rows import assert_close, gradients
+from tests.helpers.tiny import padded, random_pixels, text, unexpanded_image, tiny_config
+from tests.remote.inputs import assert_close, gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> dict[str, torch.T
     model = GLM4VForCausalLM._from_config(config, attn_implementation=implementation)
     model = model.to("cuda", dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    image = three_id_image()
+    image = unexpanded_image()
     two, one = [*image, *text(100, 1), *image, *text(200, 2)], [5, *image, *text(180, 3)]
     rows = [two, one, text(140, 4)]
     if side == "packed":
@@ -75,8 +75,8 @@ def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
         model = GLM4VForCausalLM(tiny_config()).to("cuda", torch.bfloat16).train()
         checkpoint_layers(model, "attention", "attention")
         if layers_ahead:
-            limit_run_ahead(model, layers_ahead)
-        ids = torch.tensor([[5, *three_id_image(), *text(20, 1)]], device="cuda")
+            limit_layers_in_flight(model, layers_ahead)
+        ids = torch.tensor([[5, *unexpanded_image(), *text(20, 1)]], device="cuda")
         pixels = random_pixels(1).to("cuda", torch.bfloat16)
         for _ in range(3):
             found = gradients(model, input_ids=ids, labels=ids, pixel_values=pixels)

@@ -4,31 +4,31 @@ import pytest
 import torch
 
 from glm4v_patched.remote.image_checks import ImageFormat
-from glm4v_patched.remote.image_layout import GivenRows, GrownRows, grow_rows
+from glm4v_patched.remote.image_layout import UnexpandedBatch, ExpandedBatch, expand_image_placeholders
 from tests.helpers.refused import refused
 from tests.helpers.tiny import (
     BOI,
     EOI,
     FILL,
     PAD,
-    grown_image,
+    expanded_image,
     padded,
     random_pixels,
     text,
-    three_id_image,
+    unexpanded_image,
 )
 
 FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
 
-def grow(rows, image_format=FORMAT, **given) -> GrownRows:
+def grow(rows, image_format=FORMAT, **given) -> ExpandedBatch:
     """``rows``: ids of one or of several, also as a tensor."""
     ids = torch.atleast_2d(torch.as_tensor(rows))
-    return grow_rows(GivenRows(ids, **given), image_format, int((ids == BOI).sum()))
+    return expand_image_placeholders(UnexpandedBatch(ids, **given), image_format, int((ids == BOI).sum()))
 
 
 def test_rows_that_grow_unlike_need_no_mask():
-    rows = [[*text(2, seed=1), *three_id_image()], text(5, seed=2)]
+    rows = [[*text(2, seed=1), *unexpanded_image()], text(5, seed=2)]
     grown = grow(rows, past_length=20)
     assert grown.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
 
@@ -45,7 +45,7 @@ def test_an_image_costs_three_positions(image):
     assert grow([5, BOI, PAD, EOI, 6], one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
     # The last position of the table is taken.
     assert grow(text(128)).position_ids.max() == 127
-    assert grow([*grown_image(), *text(125)]).last_position == 127
+    assert grow([*expanded_image(), *text(125)]).last_position == 127
 
 
 def test_positions_of_packed_rows_restart_with_each(image):
@@ -58,8 +58,8 @@ def test_positions_of_packed_rows_restart_with_each(image):
 # Wrong use: what is given, and what of it the error names.
 
 IDS = torch.tensor([text(6)])
-WITH_IMAGE = torch.tensor([[*text(2), *grown_image(), *text(3)]])
-THREE_IDS = torch.tensor([[*text(2), *three_id_image()]])
+WITH_IMAGE = torch.tensor([[*text(2), *expanded_image(), *text(3)]])
+THREE_IDS = torch.tensor([[*text(2), *unexpanded_image()]])
 IMAGE = {"pixel_values": random_pixels(1)}
 
 
@@ -85,7 +85,7 @@ WRONG = {
     "an image cut in two rows": (ids_of([1, BOI, FILL], [FILL, EOI, 1]), "1 begin-of", "0 pairs"),
     "an image of three": (ids_of([1, BOI, *[FILL] * 3, EOI], **IMAGE), "3 ids", "takes 1", "or 4"),
     "another size": (
-        ids_of(grown_image(), pixel_values=random_pixels(1, side=28)),
+        ids_of(expanded_image(), pixel_values=random_pixels(1, side=28)),
         "28)",
         "3, 56, 56",
     ),
@@ -105,14 +105,14 @@ WRONG = {
     "back over padding": (restarting([1, 1, 1, 0, 1, 1], 4, 5, 6, 0, 5, 6), "restart 1 times"),
     "a restart at an image's first": (restarting_inside(3), "0 at 1 places"),
     "packed rows that grow unlike": (
-        ids_of([*text(3), *three_id_image()], text(6), position_ids=torch.arange(6)[None], **IMAGE),
+        ids_of([*text(3), *unexpanded_image()], text(6), position_ids=torch.arange(6)[None], **IMAGE),
         "up to 9",
     ),
     "a label below 0": (
         ids_of([1, 2], labels=torch.tensor([[1, -1]])),
         "holds -1",
     ),
-    "no position left": (ids_of([*grown_image(), *text(126)], **IMAGE), "position 128", "127"),
+    "no position left": (ids_of([*expanded_image(), *text(126)], **IMAGE), "position 128", "127"),
 }
 
 
@@ -152,7 +152,7 @@ LEFT_OVER = {
 
 @pytest.mark.parametrize("row", LEFT_OVER.values(), ids=LEFT_OVER.keys())
 def test_places_of_images_never_become_words(model, row):
-    other = [*text(2), *three_id_image(), *text(3)]
+    other = [*text(2), *unexpanded_image(), *text(3)]
     refused = "(begin-of-image ids|has 0 ids)"
     for rows, images in ([row], None), ([row, other], random_pixels(1)):
         batch = padded(rows, "left") | {"pixel_values": images}

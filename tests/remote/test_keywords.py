@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationMixin
 
-from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE, OF_LOGITS, OLD_CACHE
+from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE_KEYWORD, OF_LOGITS, OLD_CACHE
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
-from tests.helpers.tiny import grown_image, text, tiny_config
-from tests.remote.rows import GREEDY, two_rows
+from tests.helpers.tiny import expanded_image, text, tiny_config
+from tests.remote.inputs import GREEDY, two_sequences
 
 # What a release might call something: a name of its own, and each that is known for something else.
 OTHER_NAMES = ["of_a_future_release", *ATTENTION_KEYWORDS, "cache_position", "seq_idx"]
@@ -19,7 +19,7 @@ OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", 
 
 def rows(image: list[int]) -> dict:
     """One row is padded, so that a lost mask changes tokens."""
-    return {name: value for name, value in two_rows(image).items() if name != "labels"}
+    return {name: value for name, value in two_sequences(image).items() if name != "labels"}
 
 
 def answer(model, inputs, method: str, old: str = "", new: str = ""):
@@ -48,7 +48,7 @@ def answer(model, inputs, method: str, old: str = "", new: str = ""):
 @pytest.mark.parametrize("method", ["prepare_inputs_for_generation", "forward"])
 def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, image, method):
     want, runs, names = answer(model, rows(image), method)
-    assert {CACHE, "attention_mask"} <= names and runs == 1
+    assert {CACHE_KEYWORD, "attention_mask"} <= names and runs == 1
     refused, same = set(), set()
     for old, new in product(sorted(names), OTHER_NAMES):
         if new in names:
@@ -61,13 +61,13 @@ def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, ima
         else:
             assert torch.equal(tokens, want) and runs == 1, f"{old} under {new}"
             same.add((old, new))
-    assert (CACHE, "of_a_future_release") in refused
+    assert (CACHE_KEYWORD, "of_a_future_release") in refused
     assert ("attention_mask", "of_a_future_release") in refused
     # Either name of the cache will do, and what generate keeps account of is not needed.
     not_needed = {"use_cache", "next_sequence_length", "is_first_iteration", "prompt_length"}
     not_needed |= {"cache_position"}
-    assert {old for old, _ in same} <= {CACHE, "return_dict"} | not_needed
-    assert (CACHE, OLD_CACHE) in same
+    assert {old for old, _ in same} <= {CACHE_KEYWORD, "return_dict"} | not_needed
+    assert (CACHE_KEYWORD, OLD_CACHE) in same
 
 
 @torch.no_grad()
@@ -104,17 +104,17 @@ def test_each_class_refuses_with_its_own_keywords(model, image):
         with pytest.raises(ValueError, match=f"given {name}, .*: ChatGLMForSequenceClassif"):
             classifier(**rows(image), **{name: 1})
     given = {"use_cache": False, "output_hidden_states": True, "num_items_in_batch": 2}
-    assert len(classifier.eval()(**rows(grown_image()), **given).hidden_states) == 3
+    assert len(classifier.eval()(**rows(expanded_image()), **given).hidden_states) == 3
 
 
 def test_two_caches_are_refused(model):
-    caches = {name: DynamicCache(config=model.config) for name in (CACHE, OLD_CACHE)}
+    caches = {name: DynamicCache(config=model.config) for name in (CACHE_KEYWORD, OLD_CACHE)}
     ids = torch.tensor([text(4)])
-    with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE}"):
+    with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE_KEYWORD}"):
         model(input_ids=ids, **caches)
-    twice = dict.fromkeys(caches, caches[CACHE])
-    assert model(input_ids=ids, **twice)[CACHE] is caches[CACHE]
-    if CACHE != "cache":  # else generate takes both
+    twice = dict.fromkeys(caches, caches[CACHE_KEYWORD])
+    assert model(input_ids=ids, **twice)[CACHE_KEYWORD] is caches[CACHE_KEYWORD]
+    if CACHE_KEYWORD != "cache":  # else generate takes both
         with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is"):
             model.generate(ids, **{OLD_CACHE: caches[OLD_CACHE]}, **GREEDY)
 
@@ -124,12 +124,12 @@ def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch)
 
     @functools.wraps(prepare)
     def without_cache(*args, **given):
-        return prepare(*args, **{n: v for n, v in given.items() if n != CACHE})
+        return prepare(*args, **{n: v for n, v in given.items() if n != CACHE_KEYWORD})
 
     monkeypatch.setattr(model, "prepare_inputs_for_generation", without_cache)
     with pytest.raises(ValueError, match="has drawn 1 tokens with use_cache=True and handed over"):
-        model.generate(**rows(grown_image()), **GREEDY)
-    model.generate(**rows(grown_image()), **GREEDY, use_cache=False)
+        model.generate(**rows(expanded_image()), **GREEDY)
+    model.generate(**rows(expanded_image()), **GREEDY, use_cache=False)
 
 
 def test_a_generate_without_what_is_overridden_is_an_error(model, monkeypatch):

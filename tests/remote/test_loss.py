@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 from glm4v_patched.remote.loss import computes_loss, supervised_positions
 from tests.helpers.refused import refused
-from tests.helpers.tiny import grown_image, padded, random_pixels, text, three_id_image, tiny_model
-from tests.remote.rows import assert_close, gradients
+from tests.helpers.tiny import expanded_image, padded, random_pixels, text, unexpanded_image, tiny_model
+from tests.remote.inputs import assert_close, gradients
 
 # fp32. The chunked path sums chunks where the other sums all at once: measured 4.8e-7 for losses of
 # 7 (one unit in the last place), 5e-7 for gradients. A chunk left out must fail.
@@ -21,7 +21,7 @@ ATOL = 5e-6
 
 def batch(image=None) -> dict[str, torch.Tensor]:
     """One row with an image and one without, supervised after the image; id 0 is one as others."""
-    image = grown_image() if image is None else image
+    image = expanded_image() if image is None else image
     rows = [[*text(3, seed=1), *image, 0, *text(7, seed=2), 0], text(16, seed=3)]
     inputs = padded(rows, "right")
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -163,7 +163,7 @@ def of_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("way", ["last", "mask", "negative indices"])
 def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, skip_logits):
     model = tiny_model().train()
-    whole = two_images(grown_image()) | {"num_items_in_batch": 20 if skip_logits else None}
+    whole = two_images(expanded_image()) | {"num_items_in_batch": 20 if skip_logits else None}
     inputs, columns = cut(whole, way)
     assert inputs["labels"].shape[1] < whole["labels"].shape[1]
     want = gradients(model, **whole)
@@ -181,7 +181,7 @@ def test_labels_cut_to_the_kept_positions_are_learned_as_whole_ones(way, skip_lo
 
 
 def test_three_id_rows_may_keep_the_text_behind_their_images_and_no_more(model):
-    whole = two_images(three_id_image())
+    whole = two_images(unexpanded_image())
     for way in ("last", "mask"):
         with pytest.raises(ValueError, match=r"rows of 12 ids take 15 positions .* give grown row"):
             model(**cut(whole, way)[0])
@@ -197,7 +197,7 @@ REFUSED = {
     "labels without rows": (torch.ones(15, dtype=torch.long), 3, "(15,)", "(2, 15)"),
     "labels of neither length": (torch.ones(2, 20, dtype=torch.long), 20, "20 positions", "ps 15"),
     "below 0": (None, -3, "-3"),
-    "a short mask": (two_images(grown_image())["labels"][:, :3], SHORT, "9 positions"),
+    "a short mask": (two_images(expanded_image())["labels"][:, :3], SHORT, "9 positions"),
     "a mask of each row": (None, SHORT.expand(2, -1), "2 dimensions"),
 }
 
@@ -205,11 +205,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_positions_that_cannot_be_kept_are_refused_with_both_numbers(model, case):
     labels, kept, *named = REFUSED[case]
-    inputs = two_images(grown_image())
+    inputs = two_images(expanded_image())
     inputs["labels"] = inputs["labels"] if labels is None else labels
     with refused(ValueError, *named):
         model(**inputs, logits_to_keep=kept)
-    labels = two_images(grown_image())["labels"]
+    labels = two_images(expanded_image())["labels"]
     twice = {"labels": labels[:, -4:], "shift_labels": labels.roll(-1, dims=1)}
     with pytest.raises(ValueError, match="labels were cut to 4 positions, and there are shift_la"):
         model(**inputs | twice, logits_to_keep=4)

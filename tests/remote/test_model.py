@@ -6,22 +6,22 @@ from peft import LoraConfig, get_peft_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache
 
-from glm4v_patched.remote.keywords import CACHE
+from glm4v_patched.remote.keywords import CACHE_KEYWORD
 from glm4v_patched.remote.loss import computes_loss
 from glm4v_patched.remote.modeling_chatglm import ChatGLMModel, GLM4VForCausalLM
 from glm4v_patched.remote.sharding import must_run_on_every_process
 from tests.helpers.refused import refused
 from tests.helpers.tiny import (
     FILL,
-    grown_image,
+    expanded_image,
     padded,
     random_pixels,
     text,
-    three_id_image,
+    unexpanded_image,
     tiny_config,
     tiny_model,
 )
-from tests.remote.rows import two_rows
+from tests.remote.inputs import two_sequences
 
 # fp32, a product with fewer rows. Measured 0 on this CPU.
 ATOL = 1e-5
@@ -29,7 +29,7 @@ ATOL = 1e-5
 
 def test_evaluation_fills_a_cache_and_training_one_that_is_asked_for(model):
     """What they compute: tests/parity, in both."""
-    inputs, cache = two_rows(), DynamicCache(config=model.config)
+    inputs, cache = two_sequences(), DynamicCache(config=model.config)
     evaluated = model(**inputs, past_key_values=cache)
     assert evaluated.past_key_values is cache
     assert cache.get_seq_length() == evaluated.logits.shape[1]
@@ -40,7 +40,7 @@ def test_evaluation_fills_a_cache_and_training_one_that_is_asked_for(model):
 
 @torch.no_grad()
 def test_tuples_hold_what_the_named_output_holds():
-    inputs, model = two_rows(three_id_image()), tiny_model(output_hidden_states=True)
+    inputs, model = two_sequences(unexpanded_image()), tiny_model(output_hidden_states=True)
     named = model(**inputs)
     loss, logits, cache, states, images = model(**inputs, return_dict=False)
     assert torch.equal(loss, named.loss) and torch.equal(logits, named.logits)
@@ -49,7 +49,7 @@ def test_tuples_hold_what_the_named_output_holds():
     assert torch.equal(images, named.image_hidden_states)
 
 
-IDS, EMBEDS = torch.tensor([[5, *three_id_image()]]), torch.zeros(1, 4, 64)
+IDS, EMBEDS = torch.tensor([[5, *unexpanded_image()]]), torch.zeros(1, 4, 64)
 CONTRADICTIONS = {
     "exactly one of input_ids": {"input_ids": IDS, "inputs_embeds": EMBEDS},
     "two names": {"input_ids": IDS, "pixel_values": random_pixels(1), "images": random_pixels(1)},
@@ -69,7 +69,7 @@ def test_inputs_that_contradict_each_other_are_refused(model, named):
 
 @torch.no_grad()
 def test_images_may_be_said_in_any_way_and_by_their_place_in_the_published_code(model):
-    inputs = two_rows(three_id_image())
+    inputs = two_sequences(unexpanded_image())
     ids, mask, images = (inputs[name] for name in ("input_ids", "attention_mask", "pixel_values"))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for part in (model, model.transformer):
@@ -115,7 +115,7 @@ def test_resizing_resizes_both_tables_and_keeps_old_logits(size):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_the_model_computes_in_the_dtype_of_its_weights(dtype):
     model = tiny_model(dtype)
-    output = model(**two_rows(), output_hidden_states=True)
+    output = model(**two_sequences(), output_hidden_states=True)
     assert {x.dtype for x in (output.logits, *output.hidden_states)} == {dtype}
     assert output.past_key_values.layers[0].keys.dtype == dtype
     assert output.loss.dtype == torch.float32
@@ -183,7 +183,7 @@ def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
     for name, parameter in model.transformer.vision.named_parameters():
         assert parameter.grad is not None and (parameter.grad == 0).all(), name
     # All processes that draw together have begun with an image, or with a blank one.
-    runs, cache = [], model.eval()(**inputs, use_cache=True)[CACHE]
+    runs, cache = [], model.eval()(**inputs, use_cache=True)[CACHE_KEYWORD]
     model.transformer.vision.register_forward_pre_hook(lambda *call: runs.append(call))
     model(torch.tensor([text(2)] * 2), past_key_values=cache)
     assert not runs
@@ -193,7 +193,7 @@ def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
 def test_what_frameworks_pass_on_is_taken():
     """Packed rows of transformers' collator, generate of 4.57, OpenRLHF's token types."""
     model = tiny_model(image_token_id=FILL)
-    ids = torch.tensor([[*text(2), *grown_image(), *text(3)]])
+    ids = torch.tensor([[*text(2), *expanded_image(), *text(3)]])
     length = ids.shape[1]
     given = {"input_ids": ids, "pixel_values": random_pixels(1)}
     types = (ids == FILL).int()
@@ -217,11 +217,11 @@ def test_hidden_states_of_rows_that_grow_are_refused_in_training_and_named_once_
     """A reward model reads its score where the mask of the rows as given ends: inside an image."""
     model = tiny_model().train()
     with pytest.raises(ValueError, match="rows of 10 ids take 13 positions.*give grown rows"):
-        model(**two_rows(three_id_image()), output_hidden_states=True)
-    model.eval()(**two_rows(grown_image()), output_hidden_states=True)
+        model(**two_sequences(unexpanded_image()), output_hidden_states=True)
+    model.eval()(**two_sequences(expanded_image()), output_hidden_states=True)
     assert not caplog.records
-    for image in (three_id_image(), [7, *three_id_image()]):
-        model(**two_rows(image), output_hidden_states=True)
+    for image in (unexpanded_image(), [7, *unexpanded_image()]):
+        model(**two_sequences(image), output_hidden_states=True)
     (record,) = caplog.records
     assert "rows of 10 ids take 13 positions" in record.getMessage()
 
@@ -229,9 +229,9 @@ def test_hidden_states_of_rows_that_grow_are_refused_in_training_and_named_once_
 @torch.no_grad()
 def test_set_attn_implementation_reaches_both_towers():
     model = tiny_model()
-    want, valid = model(**two_rows()).logits, two_rows()["attention_mask"].bool()
+    want, valid = model(**two_sequences()).logits, two_sequences()["attention_mask"].bool()
     model.set_attn_implementation("eager")
-    output = model(**two_rows(), output_attentions=True)
+    output = model(**two_sequences(), output_attentions=True)
     assert (output.logits[valid] - want[valid]).abs().max() <= ATOL
     images = {"output_attentions": True, "return_dict": True}
     assert output.attentions and model.get_image_features(random_pixels(1), **images).attentions

@@ -14,8 +14,8 @@ import transformers.utils.hub
 from transformers import AutoModelForCausalLM, AutoProcessor
 
 import glm4v_patched
-from glm4v_patched.models.base import Base, base_of_adapters
-from glm4v_patched.models.check_weights import require_whole
+from glm4v_patched.models.base import ModelSource, base_of_adapters
+from glm4v_patched.models.check_weights import require_complete_model
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.remote.configuration_chatglm import FETCHED_QUANTIZERS
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
@@ -117,9 +117,9 @@ def plant(file: Path, values) -> None:
 
 
 def by_command(folder: Path) -> None:
-    require_whole(str(folder))
+    require_complete_model(str(folder))
     GLM4VForCausalLM.from_pretrained(folder)
-    load_processor(Base(str(folder), None))
+    load_processor(ModelSource(str(folder), None))
 
 
 def by_auto_class(folder: Path) -> None:
@@ -172,5 +172,5 @@ BROKEN = [
 def test_files_that_cannot_be_read_are_named(folder, name, values, told):
     plant(folder / name, values)
     with pytest.raises(ValueError, match=told):
-        require_whole(str(folder))
-        load_processor(Base(str(folder), None))
+        require_complete_model(str(folder))
+        load_processor(ModelSource(str(folder), None))

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from glm4v_patched.remote.attention import group_samples
-from tests.helpers.tiny import grown_image, images_of, padded, text, tiny_model
-from tests.remote.rows import assert_close, gradients
+from tests.helpers.tiny import expanded_image, images_of, padded, text, tiny_model
+from tests.remote.inputs import assert_close, gradients
 
 # Of the largest gradient, in fp32: the same sample at another place of another product. Measured
 # 1.8e-6; samples that saw each other differed by 1.1.
@@ -65,7 +65,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("implementation", ["sdpa, checkpointed", "eager"])
 def test_no_tensor_of_row_by_row_is_made_for_packed_samples(implementation):
     # 1,520 positions: a row by row tensor is three times the logits, the largest of the others.
-    rows = [[*text(30, seed=i), *grown_image(), *text(40, seed=-i)] for i in range(20)]
+    rows = [[*text(30, seed=i), *expanded_image(), *text(40, seed=-i)] for i in range(20)]
     length = sum(map(len, rows))
     model = tiny_model(attn_implementation=implementation.split(",")[0]).train()
     if "checkpointed" in implementation:

@@ -13,7 +13,7 @@ from glm4v_patched.remote import processing_chatglm
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.refused import refused
-from tests.remote.rows import IMAGE, pil_image, user
+from tests.remote.inputs import IMAGE, pil_image, user
 
 PREFIX = "[gMASK]<sop>"
 N = 4

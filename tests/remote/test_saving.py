@@ -23,12 +23,12 @@ from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import (
     golden_bytes,
     golden_weights,
-    grown_image,
+    expanded_image,
     random_pixels,
     text,
     tiny_model,
 )
-from tests.remote.rows import pil_image, user
+from tests.remote.inputs import pil_image, user
 from tests.remote.test_remote_rules import closure
 
 REMOTE = Path(sys.modules[GLM4VForCausalLM.__module__].__file__).parent
@@ -38,7 +38,7 @@ KINDS_OF_KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    row = [*text(3, seed=1), *grown_image(), *text(4, seed=2)]
+    row = [*text(3, seed=1), *expanded_image(), *text(4, seed=2)]
     return {"input_ids": torch.tensor([row]), "pixel_values": random_pixels(1)}
 
 

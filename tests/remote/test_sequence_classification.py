@@ -15,7 +15,7 @@ from tests.helpers.legacy_repository import remote_code_under
 from tests.helpers.tiny import (
     PAD,
     golden_weights,
-    grown_image,
+    expanded_image,
     padded,
     random_pixels,
     text,
@@ -103,7 +103,7 @@ def test_rows_are_given_without_a_mask_or_by_place_in_the_published_code(image):
 )
 def test_losses_are_those_of_transformers(num_labels, labels, loss):
     model = tiny_classifier(num_labels).train()
-    output = model(**batch(grown_image(), "left"), labels=labels)
+    output = model(**batch(expanded_image(), "left"), labels=labels)
     assert (output.loss - loss(output.logits, labels)).abs() <= ATOL
     output.loss.backward()
     # Each has a gradient, which processes that train together wait for.
@@ -141,7 +141,7 @@ def test_it_begins_from_a_language_model_and_loads_again(applied, tmp_path):
         with glm4v_patched.applied() if applied else nullcontext():
             made = load("model", num_labels=1, trust_remote_code=not applied)
         assert (type(made) is ChatGLMForSequenceClassification) is applied
-        want = made.eval()(**batch(grown_image())).logits
+        want = made.eval()(**batch(expanded_image())).logits
         assert want.shape == (4, 1)
         made.save_pretrained(tmp_path / "saved")
         weights = load_file(tmp_path / "saved" / "model.safetensors")
@@ -149,5 +149,5 @@ def test_it_begins_from_a_language_model_and_loads_again(applied, tmp_path):
         config = json.loads((tmp_path / "saved" / "config.json").read_text())
         assert config["architectures"] == ["ChatGLMForSequenceClassification"]
         again = load("saved", trust_remote_code=True)
-        assert (again.eval()(**batch(grown_image())).logits - want).abs().max() <= ATOL
+        assert (again.eval()(**batch(expanded_image())).logits - want).abs().max() <= ATOL
         assert again.config.num_labels == 1

@@ -20,7 +20,7 @@ from glm4v_patched.remote.tokenization_chatglm import (
     convert_ranks,
 )
 from tests.helpers.refused import refused
-from tests.remote.rows import IMAGE, pil_image, user
+from tests.remote.inputs import IMAGE, pil_image, user
 
 
 def chat_ids(tokenizer, conversation, **kwargs):
@@ -315,7 +315,7 @@ def test_assistant_mask_covers_what_the_model_writes(tokenizer):
     assert [part for part in marked.split("_") if part] == ["<|user|> cat", "dog<|user|>"]
 
 
-def special_ids(tokenizer, ids) -> list[int]:
+def special_token_ids(tokenizer, ids) -> list[int]:
     return [i for i in ids if i in set(tokenizer.all_special_ids)]
 
 
@@ -336,14 +336,14 @@ def test_no_string_of_the_user_becomes_special(tokenizer, token):
         return chat_ids(tokenizer, conversation, add_generation_prompt=True, tools=tools)
 
     ids = ids_with(token)
-    assert special_ids(tokenizer, ids) == special_ids(tokenizer, ids_with("evil"))
+    assert special_token_ids(tokenizer, ids) == special_token_ids(tokenizer, ids_with("evil"))
     text = tokenizer.decode(ids, skip_special_tokens=True)
     assert f"a{token}b {token}" in text and text.count(token) >= 10
     # Nor do its parts join.
     for at in range(1, len(token)):
         parts = [{"type": "text", "text": t} for t in (token[:at], token[at:])]
         ids = chat_ids(tokenizer, user(parts))
-        assert len(special_ids(tokenizer, ids)) == 3, at
+        assert len(special_token_ids(tokenizer, ids)) == 3, at
         assert tokenizer.decode(ids).endswith(token)
 
 
@@ -354,12 +354,12 @@ def test_user_text_is_safe_in_any_template(tokenizer):
 
     template = "<sop>{% for m in messages %}{{ m['content'] | trim | upper }}{% endfor %}<eop>"
     ids = chat_ids(tokenizer, user("  <|x|> [MASK]<|"), chat_template=template)
-    assert special_ids(tokenizer, ids) == tokenizer.convert_tokens_to_ids(["<sop>", "<eop>"])
+    assert special_token_ids(tokenizer, ids) == tokenizer.convert_tokens_to_ids(["<sop>", "<eop>"])
     assert tokenizer.decode(ids) == "<sop> <|X|> [MASK]<| <eop>"
     template = "{{ evil }}{{ messages[0]['metadata'] }}"
     message = user("x", metadata=Evil())
     ids = chat_ids(tokenizer, message, chat_template=template, evil="<sop>")
-    assert special_ids(tokenizer, ids) == []
+    assert special_token_ids(tokenizer, ids) == []
     ids = chat_ids(tokenizer, user("x"), chat_template="{{ n }}", n=np.int64(3))
     assert tokenizer.decode(ids) == "3"
 
@@ -370,7 +370,7 @@ def test_text_comes_back_unchanged(tokenizer):
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL_TOKENS, *more]})
     for text in [*texts, "ababab! ☃"]:
         ids = chat_ids(tokenizer, user(text))
-        assert len(special_ids(tokenizer, ids)) == 3
+        assert len(special_token_ids(tokenizer, ids)) == 3
         assert tokenizer.decode(ids, skip_special_tokens=True) == "\n" + text
     tokenizer.clean_up_tokenization_spaces = True
     assert tokenizer.decode(tokenizer.encode("a , b", add_special_tokens=False)) == "a, b"

@@ -13,8 +13,8 @@ from glm4v_patched.remote.attention import eager_attention
 from glm4v_patched.remote.keywords import EMBEDS_ARE_CUT
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.legacy_repository import remote_code_under
-from tests.helpers.tiny import grown_image, random_pixels, text, three_id_image, tiny_model
-from tests.remote.rows import DRAWN, GREEDY, new_tokens, prompts, two_rows
+from tests.helpers.tiny import expanded_image, random_pixels, text, unexpanded_image, tiny_model
+from tests.remote.inputs import DRAWN, GREEDY, new_tokens, prompts, two_sequences
 
 # fp32, the same sums in another order. Measured 3.4e-6 on this CPU.
 ATOL = 2e-5
@@ -29,10 +29,10 @@ def eager_model() -> GLM4VForCausalLM:
 @torch.no_grad()
 def test_eager_attention_gives_its_weights_where_asked_for(image):
     model = tiny_model(attn_implementation="eager")
-    assert model(**two_rows(image)).attentions is None
-    asked = model(**two_rows(image), output_attentions=True)
+    assert model(**two_sequences(image)).attentions is None
+    asked = model(**two_sequences(image), output_attentions=True)
     model.config.output_attentions = True
-    for output in (asked, model(**two_rows(image)), model.transformer(**two_rows(image))):
+    for output in (asked, model(**two_sequences(image)), model.transformer(**two_sequences(image))):
         assert len(output.attentions) == model.config.num_layers
         for weights in output.attentions:
             assert weights.shape == (2, model.config.num_attention_heads, 13, 13)
@@ -46,21 +46,21 @@ def test_other_implementations_warn_once_and_give_none(model, monkeypatch):
     logger.warning_once.cache_clear()
     monkeypatch.setattr(logger, "warning", heard.append)
     for asked in (None, True, True):
-        assert model(**two_rows(), output_attentions=asked).attentions is None
+        assert model(**two_sequences(), output_attentions=asked).attentions is None
     assert len(heard) == 1 and "'sdpa' makes no weights" in heard[0]
 
 
 def test_weights_have_gradients_and_recomputed_layers_give_none():
     model = tiny_model(attn_implementation="eager").train()
-    output = model(**two_rows(), output_attentions=True)
+    output = model(**two_sequences(), output_attentions=True)
     for weights in output.attentions:
         weights.retain_grad()
     output.logits.sum().backward()
     assert all(weights.grad.abs().sum() > 0 for weights in output.attentions)
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="output_attentions=True in training, where 2 of 2 layers"):
-        model(**two_rows(), output_attentions=True)
-    assert model.eval()(**two_rows(), output_attentions=True).attentions is not None
+        model(**two_sequences(), output_attentions=True)
+    assert model.eval()(**two_sequences(), output_attentions=True).attentions is not None
 
 
 @torch.no_grad()
@@ -75,14 +75,14 @@ def test_image_features_have_the_type_of_this_transformers_and_forward_takes_the
         )
         assert len(shown.hidden_states) == 1 + model.config.vision.num_hidden_layers
         assert torch.equal(shown.hidden_states[-1], shown.last_hidden_state)
-    inputs = two_rows()
+    inputs = two_sequences()
     features = model.get_image_features(inputs["pixel_values"])
     got = model(**inputs | {"pixel_values": None}, image_features=features)
     assert torch.equal(got.logits, model(**inputs).logits)
     both = {"pixel_values": random_pixels(2), "image_features": want[:1]}
     for wrong in (both, {"image_features": want[:1, 1:]}):
         with pytest.raises(ValueError, match="image_features"):
-            model(torch.tensor([grown_image()]), **wrong)
+            model(torch.tensor([expanded_image()]), **wrong)
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def generated(model, batch: dict, mode: str, **options):
 
 
 @pytest.mark.parametrize(
-    "image", [[], three_id_image(), grown_image()], ids=["text", "three ids", "grown"]
+    "image", [[], unexpanded_image(), expanded_image()], ids=["text", "three ids", "grown"]
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_has_its_outputs_and_draws_the_same_with_another_cache_and_without(
@@ -167,7 +167,7 @@ def test_every_mode_has_its_outputs_and_draws_the_same_with_another_cache_and_wi
         assert tuple(layer.keys.shape) == tuple(layer.values.shape) == wanted
 
 
-@pytest.mark.parametrize("image", [[], grown_image()], ids=["text", "grown"])
+@pytest.mark.parametrize("image", [[], expanded_image()], ids=["text", "grown"])
 @pytest.mark.parametrize(
     "options", [{"cache_implementation": "static"}, {"num_beams": 2, "num_return_sequences": 2}]
 )

@@ -28,7 +28,7 @@ CHECKPOINT_ENGINE = (
 SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 GATHERS_WHEN_LOADING = "_allgather_params_coalesced"
 # The three classes of numbers that DeepSpeed's part of a checkpoint holds.
-IN_CHECKPOINTS = (
+CHECKPOINT_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.zero.config:ZeroStageEnum",
     "deepspeed.utils.tensor_fragment:fragment_address",
@@ -36,7 +36,7 @@ IN_CHECKPOINTS = (
 # Compiles DeepSpeed's own collectives for a CPU, when processes join.
 COLLECTIVES, COMPILES_COLLECTIVES = "deepspeed.comm.torch", "build_shm_op"
 # Of a weight that ZeRO-3 has sharded.
-OF_SHARDED_WEIGHTS = (
+SHARDED_WEIGHT_ATTRIBUTES = (
     "all_gather_coalesced",
     "ds_active_sub_modules",
     "ds_id",
@@ -93,7 +93,7 @@ def replace_in_all(owners: Iterable[Any], name: str, make: Callable[[Any], Any])
 
 
 @contextmanager
-def nothing_compiled() -> Iterator[None]:
+def skip_collectives_compilation() -> Iterator[None]:
     """Where processes join DeepSpeed's group: on a CPU without its own collectives, which it would
     compile first, for a minute.
 
@@ -119,9 +119,9 @@ def zero3_optimizers(model: nn.Module) -> list[Any]:
 
 def is_sharded(weight: Tensor) -> bool:
     """Whether ZeRO-3 has sharded a weight. Some of the names without the others are an error."""
-    known = [name for name in OF_SHARDED_WEIGHTS if hasattr(weight, name)]
+    known = [name for name in SHARDED_WEIGHT_ATTRIBUTES if hasattr(weight, name)]
     if known:
-        require([weight], OF_SHARDED_WEIGHTS)
+        require([weight], SHARDED_WEIGHT_ATTRIBUTES)
     return bool(known)
 
 
@@ -135,14 +135,14 @@ def gathered(weight: Tensor, modifier_rank: int | None = None) -> AbstractContex
     return deepspeed.zero.GatheredParameters([weight], modifier_rank=modifier_rank)
 
 
-def shard_of(weight: Tensor) -> Tensor:
+def local_shard(weight: Tensor) -> Tensor:
     """What this process holds of a weight between steps, with padding; all if it is not sharded."""
     return attribute(weight, "ds_tensor") if is_sharded(weight) else weight
 
 
-def own_shard(weight: nn.Parameter) -> Tensor:
+def unpadded_shard(weight: nn.Parameter) -> Tensor:
     """What this process holds of a sharded weight, without the padding of the last shard."""
-    require([weight], OF_SHARDED_WEIGHTS)
+    require([weight], SHARDED_WEIGHT_ATTRIBUTES)
     held: Any = weight
     shard = held.ds_tensor.data
     begin = torch.distributed.get_rank(held.ds_process_group) * shard.numel()

@@ -28,13 +28,13 @@ from . import internals
 
 WAITS_FOR_EVERY_GATHER = Version("0.19.8")
 GATHERS_AT_ONCE = "allgather_into_tensor_coalesced"
-LAYERS_AHEAD = 3
+MAX_LAYERS_IN_FLIGHT = 3
 """Of the GPU, that the CPU may be. Any number of them would be 2 % faster and take 6 % more memory
 (docs/benchmarks)."""
 
 
 @cache
-def wait_for_every_gather() -> None:
+def serialize_gloo_gathers() -> None:
     """Have an older DeepSpeed load what is in the files, where the CPU's processes share weights.
 
     Before 0.19.8 it gathers several weights at once and waits for the last one only (its PR 8539).
@@ -52,7 +52,7 @@ def wait_for_every_gather() -> None:
         return gather_each
 
     internals.replace_in_all(
-        [internals.resolve(internals.SHARDING_INIT)], internals.GATHERS_WHEN_LOADING, one_by_one
+        [internals.import_deepspeed_name(internals.SHARDING_INIT)], internals.GATHERS_WHEN_LOADING, one_by_one
     )
 
 
@@ -71,13 +71,13 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
 
         set_z3_leaf_modules(model, list({type(layer) for layer in checkpointed_layers(model)}))
     if torch.cuda.is_available():
-        limit_run_ahead(model, LAYERS_AHEAD)
+        limit_layers_in_flight(model, MAX_LAYERS_IN_FLIGHT)
 
     def once(*_: Any) -> None:
         hook.remove()
         weights = list(model.parameters())  # by now all are sharded, adapters too
         if gathers:
-            internals.require(weights, internals.OF_SHARDED_WEIGHTS)
+            internals.require(weights, internals.SHARDED_WEIGHT_ATTRIBUTES)
             internals.replace_in_all(weights, "all_gather_coalesced", gather_in_place)
         optimizers = internals.zero3_optimizers(model)
         internals.replace_in_all(optimizers, internals.GRADIENT_NORM, norm_in_place)
@@ -88,7 +88,7 @@ def adapt_zero3(model: nn.Module, options: EngineOptions) -> None:
     hook = model.register_forward_pre_hook(once)
 
 
-def limit_run_ahead(model: nn.Module, layers: int) -> None:
+def limit_layers_in_flight(model: nn.Module, layers: int) -> None:
     """Have the CPU wait, forward and backward, until the GPU is at most so many layers behind."""
     reached: deque[torch.cuda.Event] = deque()
 
@@ -120,7 +120,7 @@ class _Gather:
         # Once: it is waited for by each parameter, and some may have been released again by then.
         for work in self.works:
             work.wait()
-        available = internals.resolve(internals.ZERO_PARAM_STATUS).AVAILABLE
+        available = internals.import_deepspeed_name(internals.ZERO_PARAM_STATUS).AVAILABLE
         for parameter in self.parameters:
             parameter.ds_status = available
         self.works, self.parameters = [], []  # which hold memory
@@ -128,7 +128,7 @@ class _Gather:
 
 def gather_in_place(gather: Callable) -> Callable:
     """``gather``, a parameter's ``all_gather_coalesced``, without copies where that is possible."""
-    status = internals.resolve(internals.ZERO_PARAM_STATUS)
+    status = internals.import_deepspeed_name(internals.ZERO_PARAM_STATUS)
 
     def gather_without_copies(
         parameters: Iterable[Any], quantize: bool = False, **options: Any
@@ -170,7 +170,7 @@ def _are_plain(parameters: list[Any]) -> bool:
     if not parameters:
         return False
     group = parameters[0].ds_process_group
-    absent = internals.resolve(internals.ZERO_PARAM_STATUS).NOT_AVAILABLE
+    absent = internals.import_deepspeed_name(internals.ZERO_PARAM_STATUS).NOT_AVAILABLE
     types = {parameter.dtype for parameter in parameters} - {torch.uint8}  # of weights in fp8
     if len(types) > 1 or distributed.get_world_size(group) == 1:
         return False

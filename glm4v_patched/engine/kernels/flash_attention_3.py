@@ -25,10 +25,10 @@ LARGEST_ERROR = 0.01
 class FrozenTowerAttention(Attention):
     """Of a tower that no gradient reaches."""
 
-    def forward(self, x_NTV: Tensor, kept_weights: list[Tensor] | None = None) -> Tensor:
-        is_read_only = kept_weights is None and not x_NTV.requires_grad
+    def forward(self, x_NTV: Tensor, attention_collector: list[Tensor] | None = None) -> Tensor:
+        is_read_only = attention_collector is None and not x_NTV.requires_grad
         if not (is_read_only and x_NTV.is_cuda and x_NTV.dtype == torch.bfloat16):
-            return super().forward(x_NTV, kept_weights)
+            return super().forward(x_NTV, attention_collector)
         fused = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
         attend = _as_operator if torch.compiler.is_compiling() else _attend
         return self.dense(attend(*fused.unbind(2)).flatten(2))

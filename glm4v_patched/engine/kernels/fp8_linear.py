@@ -9,8 +9,8 @@ each channel of a weight. What comes out is bf16. Of a layer with a weight ``W``
 
 A weight that is trained, or saved, stays the bf16 (or fp32) parameter that it is and is quantized
 where it is used: under ZeRO-3 after it is gathered. A frozen one under LoRA is neither, and is held
-in fp8 (:class:`HeldLinear`): half of the memory, and half of what ZeRO-3 gathers. Biases, norms,
-LoRA's factors, embeddings, the adapter between the towers and the output layer stay as they are.
+in fp8 (:class:`Fp8StoredLinear`): half of the memory, and half of what ZeRO-3 gathers. Biases, norms,
+LoRA's factors, embeddings, the projector between the towers and the output layer stay as they are.
 
 Quantizing is plain torch, so that torch.compile puts it into the kernel that makes the activation.
 """
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...remote.visual import MLP
+from ...remote.visual import VisionMLP as MLP
 from ..deepspeed import internals
 from . import skinny_gemm
 from .e4m3 import E4M3
-from .fp8_matmul import Quantized, product, quantize_rows, quantize_rows_of_gelu
+from .fp8_matmul import Quantized, product, quantize_rows, gelu_and_quantize_rows
 from .skinny_gemm import Parts
 
 # Shapes: T rows of activations (tokens), I channels in, O channels out.
@@ -121,7 +121,7 @@ class Linear(nn.Linear):
         return quantize_rows(self.weight)
 
 
-class HeldLinear(nn.Linear):
+class Fp8StoredLinear(nn.Linear):
     """Holds its frozen weight in fp8: ``weight`` ``(O, I)`` as bytes, ``weight_scale`` ``(O, 1)``
     as bits, types that no cast of a model changes. In the place of its input it takes
     :class:`fp8_matmul.Quantized`, where no gradient is wanted."""
@@ -129,7 +129,7 @@ class HeldLinear(nn.Linear):
     weight_scale: Tensor
     transposed: Tensor | None
 
-    def quantize_weight(self, keeps_transposed: bool) -> None:
+    def quantize_weight(self, stores_transposed: bool) -> None:
         """Quantize the frozen weight of a linear layer that has become one of this class."""
         old: Any = self.weight
         with internals.gathered(old), torch.no_grad():
@@ -138,11 +138,11 @@ class HeldLinear(nn.Linear):
         new = nn.Parameter(held, requires_grad=False)
         if internals.is_sharded(old):
             internals.attribute(old, "convert_to_zero_parameters")([new])
-            shard = internals.shard_of(old)
+            shard = internals.local_shard(old)
             shard.data = shard.data.new_empty(0)
         self.weight = new
         self.register_buffer("weight_scale", scale.view(torch.int32), persistent=False)
-        transposed = held.t().contiguous() if keeps_transposed else None
+        transposed = held.t().contiguous() if stores_transposed else None
         self.register_buffer("transposed", transposed, persistent=False)
 
     def forward(self, x: Any) -> Tensor:
@@ -150,10 +150,10 @@ class HeldLinear(nn.Linear):
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
             return _finish(self.without_bias(rows), x, self.bias)
-        if skinny_gemm.takes(rows.shape[0], self.weight):
-            from .skinny_gemm_triton import sum_of_parts  # takes Triton
+        if skinny_gemm.is_supported(rows.shape[0], self.weight):
+            from .skinny_gemm_triton import reduce_partials  # takes Triton
 
-            return _finish(sum_of_parts(self.in_parts(rows)), x)
+            return _finish(reduce_partials(self.in_parts(rows)), x)
         return _finish(product(*quantize_rows(rows), *self.quantized(), bias=self.bias), x)
 
     def without_bias(self, x: Tensor) -> Tensor:
@@ -162,13 +162,13 @@ class HeldLinear(nn.Linear):
         return _HeldProduct.apply(x, self.weight, self.weight_scale, self.transposed)
 
     def in_parts(self, x: Any) -> Parts:
-        """The product of so few rows that :func:`skinny_gemm.takes` them, left in parts."""
-        from .skinny_gemm_triton import parts_of_product  # takes Triton
+        """The product of so few rows that :func:`skinny_gemm.is_supported` them, left in parts."""
+        from .skinny_gemm_triton import split_k_matmul  # takes Triton
 
         numbers, scales = quantize_rows(x.reshape(-1, self.in_features))
         weight, scale = self.quantized()
         shape = torch.Size((*x.shape[:-1], self.out_features))
-        parts = parts_of_product(numbers, weight, scales)
+        parts = split_k_matmul(numbers, weight, scales)
         return Parts(parts, shape, torch.bfloat16, scale, self.bias)
 
     def quantized(self) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ class FrozenTowerMLP(MLP):
         fc2: Any = self.fc2
         x = _in_computed_type(x_NTV)
         wide = fc1.without_bias(x.reshape(-1, fc1.in_features))
-        quantized = quantize_rows_of_gelu(wide, fc1.bias)
+        quantized = gelu_and_quantize_rows(wide, fc1.bias)
         weight, scale = fc2.quantized()
         return _finish(product(*quantized, weight, scale, fc2.bias), x)
 

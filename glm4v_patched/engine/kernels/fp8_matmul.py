@@ -49,7 +49,7 @@ def quantize_rows(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
     return quantized.contiguous(), largest / LARGEST
 
 
-def quantize_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def gelu_and_quantize_rows(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """GELU of ``x + bias``, in e4m3 with a scale for each row. It has no gradient.
 
     Of rows as wide as the tower's (15,360) torch.compile computes GELU twice, once for a row's
@@ -68,7 +68,7 @@ def quantize_rows_of_gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # So that compilers call it as it is.
-@torch.library.custom_op("glm4v_patched::quantize_rows_of_gelu", mutates_args=())
+@torch.library.custom_op("glm4v_patched::gelu_and_quantize_rows", mutates_args=())
 def _gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows(gelu(x.float() + bias.float()))
 

@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.cache_utils import StaticLayer
 
-from ...remote.cached_rows import is_static
+from ...remote.cache_metadata import is_static
 from ...remote.modeling_chatglm import MLP, GLMBlock, SelfAttention
-from ...remote.visual import MLP as TowerMLP
+from ...remote.visual import VisionMLP as TowerMLP
 from ...remote.visual import PatchEmbedding, TransformerLayer
 from . import skinny_gemm
-from .fp8_linear import HeldLinear
+from .fp8_linear import Fp8StoredLinear
 from .fp8_matmul import Quantized
-from .skinny_gemm import Parts, multiprocessors
+from .skinny_gemm import Parts, num_sms
 
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_CHANNELS = (16, 32, 64, 128)
+SUPPORTED_HEAD_DIMS = (16, 32, 64, 128)
 # Of the keys in a layer of StaticCache. Without them, drawn ids attend as others do.
 HAS_COUNTERS = Version(transformers.__version__) >= Version("5.4")
 MOST_HEADS = 16
 """That share keys: the smallest block of a tensor core's left factor."""
 
 
-class ReadPatchEmbedding(PatchEmbedding):
+class InferencePatchEmbedding(PatchEmbedding):
     """Multiplies by the patches: cuDNN's convolution of three channels takes ten times as long."""
 
     def project(self, pixels_N3SS: Tensor) -> Tensor:
@@ -48,23 +48,23 @@ class ReadPatchEmbedding(PatchEmbedding):
         return linear(patches_NPI, proj.weight.flatten(1), proj.bias)
 
 
-class ReadTowerLayer(TransformerLayer):
+class InferenceTowerLayer(TransformerLayer):
     """Normalizes, adds and quantizes in one step."""
 
     fuses: Callable[[str], bool]
 
-    def layer_forward(self, x_NTV: Tensor, *kept_weights: list[Tensor]) -> Tensor:
+    def layer_forward(self, x_NTV: Tensor, *attention_collector: list[Tensor]) -> Tensor:
         if not (_takes(x_NTV) and x_NTV.dtype == self.input_layernorm.weight.dtype):
-            return super().layer_forward(x_NTV, *kept_weights)
-        from .inference_triton import add_norm  # takes Triton
+            return super().layer_forward(x_NTV, *attention_collector)
+        from .inference_triton import layer_norm_add  # takes Triton
 
         quantizes = x_NTV.dtype == torch.bfloat16 and self.fuses("mlp.fc1")
-        attended = self.attention(x_NTV, *kept_weights)
-        x_NTV, given = add_norm(x_NTV, self.input_layernorm, attended, quantizes)
-        return add_norm(x_NTV, self.post_attention_layernorm, self.mlp(given), False)[0]
+        attended = self.attention(x_NTV, *attention_collector)
+        x_NTV, given = layer_norm_add(x_NTV, self.input_layernorm, attended, quantizes)
+        return layer_norm_add(x_NTV, self.post_attention_layernorm, self.mlp(given), False)[0]
 
 
-class ReadTowerMLP(TowerMLP):
+class InferenceTowerMLP(TowerMLP):
     """GELU in the memory of its input."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class ReadTowerMLP(TowerMLP):
         return self.fc2(activate(wide, "gelu"))
 
 
-class ReadMLP(MLP):
+class InferenceMLP(MLP):
     """SwiGLU in one step, which quantizes if the second product is in fp8."""
 
     fuses: Callable[[str], bool]
@@ -91,8 +91,8 @@ class ReadMLP(MLP):
         if self.fuses("dense_4h_to_h") and _is_quantized(last, wide):
             *leading, width = wide.shape
             rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
-            is_few = skinny_gemm.takes(math.prod(leading), last.weight)
-            group = skinny_gemm.channels_of_a_part(last.weight) if is_few else None
+            is_few = skinny_gemm.is_supported(math.prod(leading), last.weight)
+            group = skinny_gemm.channels_per_split(last.weight) if is_few else None
             quantized = quantize_rows(rows, None, "swiglu", group)
             given: Any = Quantized(*quantized).reshape(*leading, width // 2)
         else:
@@ -100,11 +100,11 @@ class ReadMLP(MLP):
         return _last_product(self, "dense_4h_to_h", given)
 
 
-class ReadBlock(GLMBlock):
+class InferenceBlock(GLMBlock):
     """Adds, normalizes and quantizes in one step, for the block behind it, too."""
 
     fuses: Callable[[str], bool]
-    behind: "ReadBlock | None" = None  # which torch does not see
+    behind: "InferenceBlock | None" = None  # which torch does not see
     # What will be its input, and that normalized; kept until its next pass, if a pass ends early.
     handed: tuple[Any, Any] | None = None
 
@@ -128,8 +128,8 @@ class ReadBlock(GLMBlock):
 
     def _quantizes(self, x_BRD: Tensor) -> bool:
         attention: Any = self.self_attention
-        is_fused = self.fuses("self_attention.query_key_value")
-        return is_fused and _is_quantized(attention.query_key_value, x_BRD)
+        has_fused_quantization = self.fuses("self_attention.query_key_value")
+        return has_fused_quantization and _is_quantized(attention.query_key_value, x_BRD)
 
     def _normalize(self, name: str, x: Tensor, y: Any, quantizes: bool) -> tuple[Tensor, Any]:
         """By the kernel, if the norm is ours; what another one makes is not quantized here."""
@@ -142,7 +142,7 @@ class ReadBlock(GLMBlock):
         return added, norm(added)
 
 
-class ReadSelfAttention(SelfAttention):
+class InferenceSelfAttention(SelfAttention):
     """Rotates queries and keys where they are. Of one id of each row, writes its key and value to a
     cache of fixed size as it rotates, and attends to the cache's parts side by side."""
 
@@ -150,29 +150,29 @@ class ReadSelfAttention(SelfAttention):
     overwrites: Callable[[str], bool]
 
     def forward(
-        self, x_BRD: Any, cos, sin, attention_mask, past_key_values, fills, attention_kwargs
+        self, x_BRD: Any, cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
     ) -> Any:
-        given = cos, sin, attention_mask, past_key_values, fills, attention_kwargs
-        kept = self._kept(x_BRD, attention_mask, past_key_values, fills)
+        given = cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
+        kept = self._kept(x_BRD, attention_mask, past_key_values, cache_update)
         if kept is None:
             return super().forward(x_BRD, *given)
-        from .inference_triton import attend_to_kept, rotate_and_keep  # takes Triton
+        from .inference_triton import flash_decode, rope_and_update_cache  # takes Triton
 
         heads = _product(self, "query_key_value", x_BRD)
-        query_BHC = rotate_and_keep(heads, self.split_sizes, cos, sin, kept)
+        query_BHC = rope_and_update_cache(heads, self.split_sizes, cos, sin, kept)
         quantizes = (
             self.fuses("dense")
             and _is_quantized(self.dense, heads)
-            and skinny_gemm.takes(len(query_BHC), self.dense.weight)
+            and skinny_gemm.is_supported(len(query_BHC), self.dense.weight)
             and self.head_dim == skinny_gemm.WIDTH
         )
-        attended = attend_to_kept(query_BHC, kept, attention_mask, quantizes)
+        attended = flash_decode(query_BHC, kept, attention_mask, quantizes)
         return _last_product(self, "dense", attended)
 
-    def _kept(self, x: Any, mask: Any, cache: Any, fills: Any) -> Any:
+    def _kept(self, x: Any, mask: Any, cache: Any, cache_update: Any) -> Any:
         """The cache's layer, if it is of fixed size and filled, there is one id of each row, and
         the kernels take its keys and this mask; else None."""
-        is_filled = HAS_COUNTERS and is_static(cache) and not fills[0]
+        is_filled = HAS_COUNTERS and is_static(cache) and not cache_update[0]
         if not is_filled or x.shape[1] != 1:
             return None
         kept: Any = cache.layers[self.layer_idx]
@@ -183,18 +183,18 @@ class ReadSelfAttention(SelfAttention):
         fits = (
             self.config._attn_implementation == "sdpa"
             and self.num_key_value_groups <= MOST_HEADS
-            and self.head_dim in HEAD_CHANNELS
+            and self.head_dim in SUPPORTED_HEAD_DIMS
             and isinstance(mask, Tensor)
             and mask.dtype == torch.bool
             and mask.shape in ((1, 1, 1, room), (rows, 1, 1, room))
             and kept.keys.dtype == kept.values.dtype == x.dtype
             and kept.keys.is_contiguous()
-            and multiprocessors(kept.keys.device) > 0
+            and num_sms(kept.keys.device) > 0
         )
         return kept if fits else None
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        fits = self.head_dim in HEAD_CHANNELS and heads_BRHC.is_contiguous()
+        fits = self.head_dim in SUPPORTED_HEAD_DIMS and heads_BRHC.is_contiguous()
         if not (_takes(heads_BRHC) and fits and self.overwrites("query_key_value")):
             return super().rotate(heads_BRHC, cos, sin)
         from .inference_triton import rotate  # takes Triton
@@ -205,15 +205,15 @@ class ReadSelfAttention(SelfAttention):
 
 
 def _add(x: Tensor, y: Tensor | Parts) -> Tensor:
-    from .skinny_gemm_triton import sum_of_parts  # takes Triton
+    from .skinny_gemm_triton import reduce_partials  # takes Triton
 
-    return sum_of_parts(y, x) if isinstance(y, Parts) else x + y
+    return reduce_partials(y, x) if isinstance(y, Parts) else x + y
 
 
 def _is_quantized(linear: nn.Module, x: Any) -> bool:
     """Whether a linear layer that is fused takes :class:`fp8_matmul.Quantized` in the place of
     ``x``: with a scale for each row, or, of a few rows, for groups of channels."""
-    return isinstance(linear, HeldLinear) and x.dtype == torch.bfloat16
+    return isinstance(linear, Fp8StoredLinear) and x.dtype == torch.bfloat16
 
 
 def in_parts(layer: nn.Module, x: Any) -> Any:
@@ -222,15 +222,15 @@ def in_parts(layer: nn.Module, x: Any) -> Any:
     linear: Any = layer
     *leading, width = x.shape
     is_taken = isinstance(x, Quantized) or _takes(x)
-    if not (is_taken and skinny_gemm.takes(math.prod(leading), linear.weight)):
+    if not (is_taken and skinny_gemm.is_supported(math.prod(leading), linear.weight)):
         return layer(x)
-    if isinstance(layer, HeldLinear):
+    if isinstance(layer, Fp8StoredLinear):
         return linear.in_parts(x) if x.dtype == torch.bfloat16 else layer(x)
     if x.dtype != linear.weight.dtype:
         return layer(x)
-    from .skinny_gemm_triton import parts_of_product  # takes Triton
+    from .skinny_gemm_triton import split_k_matmul  # takes Triton
 
-    parts = parts_of_product(x.reshape(-1, width), linear.weight)
+    parts = split_k_matmul(x.reshape(-1, width), linear.weight)
     return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)
 
 

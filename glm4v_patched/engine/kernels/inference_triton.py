@@ -11,7 +11,7 @@ from ...remote.modeling_chatglm import RMSNorm
 from .e4m3 import E4M3, LARGEST, SMALLEST
 from .fp8_matmul import Quantized
 from .fp8_triton import quantize
-from .skinny_gemm import BLOCKS_A_PROCESSOR, Parts, multiprocessors, overlaps
+from .skinny_gemm import BLOCKS_A_PROCESSOR, Parts, num_sms, overlaps
 from .skinny_gemm_triton import KINDS, load_row, operands, take_turn
 
 # A compiler that fuses steps would leave out roundings between them.
@@ -202,7 +202,7 @@ def triton_attend_to_part(
     room,
     groups,
     heads,
-    blocks_a_part,
+    k_blocks_per_split,
     scale,
     channels: tl.constexpr,
     block_heads: tl.constexpr,
@@ -222,8 +222,8 @@ def triton_attend_to_part(
     highest = tl.full((block_heads,), float("-inf"), tl.float32)
     total = tl.zeros((block_heads,), tl.float32)
     weighed = tl.zeros((block_heads, channels), tl.float32)
-    first = tl.program_id(1) * blocks_a_part
-    for number in range(first, tl.minimum(first + blocks_a_part, tl.cdiv(keys, block))):
+    first = tl.program_id(1) * k_blocks_per_split
+    for number in range(first, tl.minimum(first + k_blocks_per_split, tl.cdiv(keys, block))):
         position = number * block + tl.arange(0, block)
         inside = position < keys
         looks = tl.load(mask + row * mask_of_row + position * mask_width, mask=inside, other=0)
@@ -281,11 +281,11 @@ def triton_join_parts(
         tl.store(out, joined)
 
 
-def rotate_and_keep(
+def rope_and_update_cache(
     heads: Tensor | Parts, sizes: tuple[int, int, int], cos_BR1C: Tensor, sin_BR1C: Tensor, kept
 ) -> Tensor:
     """Queries ``(B, H, C)`` of one id of each row, rotated. Keys, rotated, and values are written
-    to ``kept``, a ``StaticLayer``, behind those that are there; :func:`attend_to_kept`
+    to ``kept``, a ``StaticLayer``, behind those that are there; :func:`flash_decode`
     counts them.
 
     Args:
@@ -309,16 +309,16 @@ def rotate_and_keep(
     return query
 
 
-def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantizes: bool) -> Tensor | Quantized:
+def flash_decode(query_BHC: Tensor, kept, mask: Tensor, quantizes: bool) -> Tensor | Quantized:
     """``(B, 1, H * C)`` of attention to what ``kept``, a ``StaticLayer``, holds and
-    :func:`rotate_and_keep` has added, under a mask ``(B or 1, 1, 1, room)`` that is true where it
+    :func:`rope_and_update_cache` has added, under a mask ``(B or 1, 1, 1, room)`` that is true where it
     looks. Quantized, a head's channels have a scale."""
     (batch, heads, channels), (_, groups, room, _) = query_BHC.shape, kept.keys.shape
     is_early, blocks = overlaps(query_BHC.device), triton.cdiv(room, BLOCK)
     # As many parts as fill the GPU once.
-    wanted = BLOCKS_A_PROCESSOR * multiprocessors(query_BHC.device) // (batch * groups)
-    blocks_a_part = triton.cdiv(blocks, min(max(wanted, 1), MOST_PARTS))
-    parts = triton.cdiv(blocks, blocks_a_part)
+    wanted = BLOCKS_A_PROCESSOR * num_sms(query_BHC.device) // (batch * groups)
+    k_blocks_per_split = triton.cdiv(blocks, min(max(wanted, 1), MOST_PARTS))
+    parts = triton.cdiv(blocks, k_blocks_per_split)
     found = query_BHC.new_empty(batch * heads, parts, channels + 2, dtype=torch.float32)
     out = _room_for(query_BHC.view(batch, 1, heads * channels), channels if quantizes else 0)
     numbers, scales = out if isinstance(out, Quantized) else (out, out)
@@ -330,7 +330,7 @@ def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantizes: bool) -> Te
         triton_attend_to_part[batch * groups, parts](
             query_BHC, kept.keys, kept.values, kept.cumulative_length, mask, largest, sums,
             weighed, mask.stride(0) if len(mask) > 1 else 0, mask.stride(3), room, groups,
-            heads // groups, blocks_a_part, channels**-0.5 * LOG2_E, channels, BLOCK_HEADS, BLOCK,
+            heads // groups, k_blocks_per_split, channels**-0.5 * LOG2_E, channels, BLOCK_HEADS, BLOCK,
             is_early, launch_pdl=is_early, num_warps=4,
         )  # fmt: skip
         triton_join_parts[batch * heads,](
@@ -341,7 +341,7 @@ def attend_to_kept(query_BHC: Tensor, kept, mask: Tensor, quantizes: bool) -> Te
     return out
 
 
-def add_norm(
+def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
 ) -> tuple[Tensor, Tensor | Quantized]:
     """``x + norm(y)``, of ``(..., width)`` in bf16 or fp16 each, and the same again, quantized if

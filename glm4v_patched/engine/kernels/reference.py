@@ -19,7 +19,7 @@ from .skinny_gemm import Parts
 # Of inference_triton.py.
 
 
-def add_norm(
+def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
 ) -> tuple[Tensor, Tensor | Quantized]:
     added = x + layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
@@ -39,7 +39,7 @@ def rotate(heads_BRHC: Tensor, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: T
     heads_BRHC[:, :, :rotated_heads] = apply_rotary(rotated, cos_BR1C, sin_BR1C)
 
 
-def rotate_and_keep(
+def rope_and_update_cache(
     heads: Tensor | Parts, sizes: tuple[int, int, int], cos: Tensor, sin: Tensor, kept: Any
 ) -> Tensor:
     split = reduced(heads).unflatten(-1, (sum(sizes), -1)).clone()
@@ -49,7 +49,7 @@ def rotate_and_keep(
     return query.squeeze(2)
 
 
-def attend_to_kept(
+def flash_decode(
     query_BHC: Tensor, kept: Any, mask: Tensor, quantizes: bool
 ) -> Tensor | Quantized:
     query_BHRC = query_BHC[:, :, None]
@@ -82,11 +82,11 @@ def quantize_rows(
 # Of skinny_gemm_triton.py.
 
 
-def sum_of_parts(of: Parts, residual: Tensor | float = 0.0) -> Tensor:
+def reduce_partials(of: Parts, residual: Tensor | float = 0.0) -> Tensor:
     return reduced(of) + residual
 
 
-def parts_of_product(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
     """Return the whole product as one partial sum, where the kernel splits it over blocks."""
     x = x.float() if scales is None else x.float() * scales
     return torch.stack([x @ weight.float().T])

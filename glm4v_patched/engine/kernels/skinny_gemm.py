@@ -38,30 +38,30 @@ def takes(rows: int, weight: Tensor) -> bool:
         and not width % WIDTH
         and weight.is_cuda
         and not torch.compiler.is_compiling()
-        and multiprocessors(weight.device) > 0
+        and num_sms(weight.device) > 0
     )
 
 
-def blocks_a_part(width: int, parts: int) -> int:
+def k_blocks_per_split(width: int, parts: int) -> int:
     return -(-(width // WIDTH) // parts)
 
 
-def parts_for(columns: int, width: int, processors: int) -> int:
+def num_splits(columns: int, width: int, processors: int) -> int:
     """Into how many parts a product is cut, so that its blocks fill the GPU once. A product that
     fills it already is one part."""
     wanted = max(BLOCKS_A_PROCESSOR * processors // (columns // COLUMNS), 1)
     # Parts of whole blocks: the last ones would be empty where they do not go up.
-    return -(-(width // WIDTH) // blocks_a_part(width, min(wanted, width // WIDTH)))
+    return -(-(width // WIDTH) // k_blocks_per_split(width, min(wanted, width // WIDTH)))
 
 
-def channels_of_a_part(weight: Tensor) -> int:
+def channels_per_split(weight: Tensor) -> int:
     """Of a product with a weight ``(N, K)``. The last part may have less."""
     columns, width = weight.shape
-    parts = parts_for(columns, width, multiprocessors(weight.device))
-    return blocks_a_part(width, parts) * WIDTH
+    parts = num_splits(columns, width, num_sms(weight.device))
+    return k_blocks_per_split(width, parts) * WIDTH
 
 
-def multiprocessors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Of a GPU that the kernel runs on: since Ampere, whose shared memory holds its blocks."""
     facts = torch.cuda.get_device_properties(device)
     return facts.multi_processor_count if facts.major >= 8 else 0

@@ -10,10 +10,10 @@ from .skinny_gemm import (
     MOST_ROWS,
     WIDTH,
     Parts,
-    blocks_a_part,
-    multiprocessors,
+    k_blocks_per_split,
+    num_sms,
     overlaps,
-    parts_for,
+    num_splits,
 )
 
 # Blocks of weights on their way at a time: of bf16 16 KiB each, with the rows' 4 or 8.
@@ -39,7 +39,7 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
     rows,
     columns,
     width,
-    blocks_a_part,
+    k_blocks_per_split,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_width: tl.constexpr,
@@ -56,8 +56,8 @@ def triton_product_of_few_rows(  # profiles know kernels by their names
     rows_at = x + row[:, None] * width + at
     # Weights are the left factor: tensor cores take 64 of those, and as few as 8 of the right one.
     total = tl.zeros((block_columns, block_rows), tl.float32)
-    first = part * blocks_a_part
-    last = tl.minimum(first + blocks_a_part, width // block_width)
+    first = part * k_blocks_per_split
+    last = tl.minimum(first + k_blocks_per_split, width // block_width)
     if is_early:
         tl.extra.cuda.gdc_wait()  # until the kernel before has written the rows
     by_block: tl.constexpr = groups > 1 and groups != parts
@@ -160,7 +160,7 @@ def operands(x: Tensor | Parts) -> tuple[tuple, tuple]:
     return given, (KINDS[x.dtype], True, is_scaled, has_bias)
 
 
-def sum_of_parts(of: Parts, residual: Tensor | None = None) -> Tensor:
+def reduce_partials(of: Parts, residual: Tensor | None = None) -> Tensor:
     """The product, of its shape and dtype, and what is added to it."""
     _, rows, columns = of.parts.shape
     out = of.parts.new_empty(of.shape, dtype=of.dtype)
@@ -174,9 +174,9 @@ def sum_of_parts(of: Parts, residual: Tensor | None = None) -> Tensor:
     return out
 
 
-def parts_of_product(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
     """``x @ weight.T``, as sums over parts of the width that are yet to be added: as many as fill
-    the GPU, each of :data:`WIDTH` times :func:`blocks_a_part` channels, but the last.
+    the GPU, each of :data:`WIDTH` times :func:`k_blocks_per_split` channels, but the last.
 
     Args:
         x: ``(M, K)`` of bf16, fp16 or e4m3, at most :data:`MOST_ROWS` rows.
@@ -196,7 +196,7 @@ def parts_of_product(x: Tensor, weight: Tensor, scales: Tensor | None = None) ->
             f"most {MOST_ROWS} rows, one width that is a multiple of {WIDTH}, and a multiple of "
             f"{COLUMNS} columns"
         )
-    parts = parts_for(columns, width, multiprocessors(x.device))
+    parts = num_splits(columns, width, num_sms(x.device))
     groups = 0 if scales is None else scales.shape[1]
     if groups not in {0, 1, parts, width // WIDTH}:
         raise ValueError(
@@ -208,7 +208,7 @@ def parts_of_product(x: Tensor, weight: Tensor, scales: Tensor | None = None) ->
     with torch.cuda.device_of(x):
         triton_product_of_few_rows[columns // COLUMNS, parts](
             x, x if scales is None else scales, weight, out, rows, columns, width,
-            blocks_a_part(width, parts), 16 if rows <= 16 else MOST_ROWS, COLUMNS, WIDTH,
+            k_blocks_per_split(width, parts), 16 if rows <= 16 else MOST_ROWS, COLUMNS, WIDTH,
             parts, groups, is_early, launch_pdl=is_early, num_warps=4, num_stages=STAGES,
         )  # fmt: skip
     return out

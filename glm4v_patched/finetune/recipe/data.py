@@ -5,28 +5,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ...data.formats import FORMATS
-from ...data.source import Source, make_sources
+from ...data.formats import ROW_FORMATS
+from ...data.source import DataSource, make_sources
 from .types import (
     MAY_CHANGE,
     AtLeastOne,
     AtLeastZero,
     Expected,
     Folder,
-    Place,
+    PathText,
     Section,
     Text,
 )
 
-Share = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
-Format = Literal[("auto", *FORMATS)]  # type: ignore[valid-type]
-SETS = "a file, a folder, an id of the Hub, a list of sets"
+EvalFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+FormatName = Literal[("auto", *ROW_FORMATS)]  # type: ignore[valid-type]
+SETS_IN_WORDS = "a file, a folder, an id of the Hub, a list of sets"
 # How many rows are looked at before a training whose rows are read as it goes: where it is not
 # said, and where none are to be checked, which still tell how long rows are.
-FIRST, FEWEST = 1000, 20
+DEFAULT_CHECKED_ROWS, MIN_CHECKED_ROWS = 1000, 20
 
 
-Extent = Annotated[
+CheckExtent = Annotated[
     str,
     Field(pattern="^(all|none|first [1-9][0-9]{0,8})$"),
     Expected("all, none or first N, N > 0"),
@@ -36,15 +36,15 @@ Extent = Annotated[
 class Data(Section):
     """What is learned."""
 
-    train: Annotated[Place | list[Any], Expected(SETS), MAY_CHANGE]
+    train: Annotated[PathText | list[Any], Expected(SETS_IN_WORDS), MAY_CHANGE]
     """Conversations: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow, tar of WebDataset), files by a
     pattern (rows/*.jsonl), a folder (of these, of images, of LLaMA-Factory's) or an id of the
     Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight says how often each row
     comes in an epoch. Of a set may also be given: format, columns, image_folder, ignore,
     allow_urls, max_samples, and split, subset and revision of what datasets reads."""
     eval: Annotated[
-        Place | list[Any] | Share | None,
-        Expected(f"{SETS}, a share of the rows as 0.05 or null"),
+        PathText | list[Any] | EvalFraction | None,
+        Expected(f"{SETS_IN_WORDS}, a share of the rows as 0.05 or null"),
         MAY_CHANGE,
     ] = None
     """Conversations to evaluate on, named as those to train on; or the share of the rows that is
@@ -54,7 +54,7 @@ class Data(Section):
     answers is logged, and the images with answers are drawn to answers.png in out; 0 for none."""
     eval_max_new_tokens: Annotated[AtLeastOne, MAY_CHANGE] = 64
     """Tokens of such an answer, at most."""
-    format: Annotated[Format, MAY_CHANGE] = "auto"
+    format: Annotated[FormatName, MAY_CHANGE] = "auto"
     """Of the rows; "auto": by the keys of a file's first row."""
     columns: Annotated[
         dict[str, str | list[str]] | None,
@@ -74,7 +74,7 @@ class Data(Section):
     pack_to: AtLeastOne | None = None
     """Pack conversations into rows of at most so many positions, none longer; the batch size then
     counts such rows."""
-    check: Extent | None = None
+    check: CheckExtent | None = None
     """Which rows of each set are read and decoded before the first step: all, none or first N; the
     rest is then checked as it is learned. null: all, or "first 1000" of a stream."""
     stream: bool | None = None
@@ -107,14 +107,14 @@ class Data(Section):
         """How many rows of each set to train on are checked before; None for all."""
         if not self.is_streamed:
             return None
-        word = self.check or f"first {FIRST}"
-        return FEWEST if word == "none" else int(word.split()[1])
+        word = self.check or f"first {DEFAULT_CHECKED_ROWS}"
+        return MIN_CHECKED_ROWS if word == "none" else int(word.split()[1])
 
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[DataSource, ...]:
         """The sets of ``train``."""
         return make_sources(self.train, self._of_every_set())
 
-    def evaluated(self) -> float | tuple[Source, ...] | None:
+    def evaluated(self) -> float | tuple[DataSource, ...] | None:
         """The sets of ``eval``, or the share that is held out."""
         if self.eval is None or isinstance(self.eval, float):
             return self.eval
@@ -124,7 +124,7 @@ class Data(Section):
         """The files and folders of all sets."""
         return [Path(source.path) for source in self.all_sources() if source.is_local]
 
-    def all_sources(self) -> list[Source]:
+    def all_sources(self) -> list[DataSource]:
         """The sets of ``train`` and ``eval``."""
         evaluated = self.evaluated()
         return [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]

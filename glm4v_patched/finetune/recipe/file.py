@@ -18,12 +18,12 @@ from ...atomic import write_atomically
 from ...terminal_text import listed, printable
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
-MOST_BYTES = 2**16
-MOST_FAULTS = 20
+MAX_RECIPE_BYTES = 2**16
+MAX_PROBLEMS = 20
 NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 
-class Fault(NamedTuple):
+class RecipeProblem(NamedTuple):
     """``name`` is dotted; empty where no field is to blame, and an option where that is."""
 
     name: str
@@ -31,12 +31,12 @@ class Fault(NamedTuple):
 
 
 @contextmanager
-def collecting(faults: list[Fault], name: str, before: str = "") -> Iterator[None]:
+def collect_problems(faults: list[RecipeProblem], name: str, before: str = "") -> Iterator[None]:
     """Add an error about a field to ``faults``, and go on after the block."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        faults.append(Fault(name, f"{before}{error}"))
+        faults.append(RecipeProblem(name, f"{before}{error}"))
 
 
 class RecipeError(ValueError):
@@ -45,7 +45,7 @@ class RecipeError(ValueError):
     found: tuple[Any, Any] = None, None
 
     def __init__(self, lines: Sequence[str], names: Sequence[str] = ()):
-        super().__init__(listed(lines, MOST_FAULTS, between="\n"))
+        super().__init__(listed(lines, MAX_PROBLEMS, between="\n"))
         self.names = {*names}
 
 
@@ -62,7 +62,7 @@ class Document:
     lines: dict[str, int]
     overridden: frozenset[str] = frozenset()
 
-    def error(self, faults: Sequence[Fault]) -> RecipeError:
+    def error(self, faults: Sequence[RecipeProblem]) -> RecipeError:
         """The error that lists faults with file and line, in their order."""
         ordered = sorted(faults, key=lambda fault: self.lines.get(fault.name, 0))
         lines = [self._where(fault.name) + fault.text for fault in ordered]
@@ -86,7 +86,7 @@ class Document:
         given: dict[str, Any] = {}
         for text in assignments:
             name, equals, value = text.partition("=")
-            told = f"command line: {shown_name(name)}"
+            told = f"command line: {short_name(name)}"
             if not equals or not all(name.split(".")):
                 told = f"command line: {shown(text)} is no assignment; expected field=value, as in "
                 raise RecipeError([told + "engine.compile=true"])
@@ -95,7 +95,7 @@ class Document:
             given[name], _ = _read_yaml(value, f"{told}:")
         if not isinstance(self.values, dict):
             return self  # which is reported instead
-        values = place_all(self.values, given)
+        values = set_nested(self.values, given)
         return replace(self, values=values, overridden=frozenset(given))
 
 
@@ -124,7 +124,7 @@ def write_values(path: Path, values: Mapping[str, Any]) -> None:
     write_atomically(path, as_yaml(text) + "\n")
 
 
-def place_all(values: dict, given: Mapping[str, Any]) -> dict:
+def set_nested(values: dict, given: Mapping[str, Any]) -> dict:
     """A copy of nested ``values`` with others by dotted names."""
     values = dict(values)
     for name, value in given.items():
@@ -133,7 +133,7 @@ def place_all(values: dict, given: Mapping[str, Any]) -> dict:
         for section in sections:
             inner = place.get(section, {})
             if not isinstance(inner, dict):
-                text = f"{shown_name(name)} cannot be: {shown_name(section)} is {shown(inner)}"
+                text = f"{short_name(name)} cannot be: {short_name(section)} is {shown(inner)}"
                 raise RecipeError([f"command line: {text}, and no section"])
             place[section] = place = dict(inner)
         place[field] = value
@@ -145,7 +145,7 @@ def shown(value: Any) -> str:
     return _on_one_line(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def shown_name(name: str) -> str:
+def short_name(name: str) -> str:
     """A key, on one line and not too long."""
     return _on_one_line(name) or '""'
 
@@ -159,13 +159,13 @@ def _on_one_line(text: str) -> str:
 def _read_text(path: Path, name: str) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_RECIPE_BYTES + 1)
     except (OSError, ValueError) as error:
         raise RecipeError([f"{name}: {getattr(error, 'strerror', None) or error}"]) from None
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_RECIPE_BYTES:
         raise RecipeError(
             [
-                f"{name}: has over {MOST_BYTES:,} bytes, and a recipe is a page of text: is it "
+                f"{name}: has over {MAX_RECIPE_BYTES:,} bytes, and a recipe is a page of text: is it "
                 "another file?"
             ]
         )
@@ -181,7 +181,7 @@ def _read_text(path: Path, name: str) -> str:
 def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
     lines: dict[str, int] = {}
     try:
-        loader = _Loader(text)
+        loader = _Yaml12Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None, {}
@@ -199,7 +199,7 @@ def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         raise RecipeError([f"{place}{line}: {told}"]) from None
 
 
-class _Loader(yaml.SafeLoader):
+class _Yaml12Loader(yaml.SafeLoader):
     """Safe YAML without aliases and tags, whose scalars are those of YAML 1.2.
 
     In YAML 1.1 ``1e-4`` is text, ``010`` is 8, ``1:30`` is 90, ``2024-01-01`` is a date, and
@@ -231,13 +231,13 @@ class _Loader(yaml.SafeLoader):
             raise _marked(str(error), node) from None
 
 
-_Loader.add_implicit_resolver(
+_Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
-_Loader.add_implicit_resolver(
+_Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), list("-+0123456789")
 )
-_Loader.add_implicit_resolver(
+_Yaml12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
         r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
@@ -263,7 +263,7 @@ def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> None:
                 raise _marked("a key is not text", key)
             name, line = outer + key.value, key.start_mark.line + 1
             if name in lines:
-                told = f"{shown_name(name)} is there twice, in lines {lines[name]} and {line}"
+                told = f"{short_name(name)} is there twice, in lines {lines[name]} and {line}"
                 raise _marked(told, key)
             lines[name] = line
             _add_lines(value, f"{name}.", lines)

@@ -10,15 +10,15 @@ from ...engine.options import LANGUAGE_TARGETS, TOWER_TARGETS, is_lora
 from ...models.base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    Base,
+    ModelSource,
     base_of_adapters,
 )
 from ...models.weight_files import read_header
-from ...patch.config_json import read_object
+from ...patch.config_json import read_json_object
 from .sections import Recipe
 
 
-def base_of(recipe: Recipe) -> Base:
+def resolve_base(recipe: Recipe) -> ModelSource:
     """Where the recipe's model lies; of a folder of adapters, where the model under them does.
 
     Raises:
@@ -26,7 +26,7 @@ def base_of(recipe: Recipe) -> Base:
     """
     folder = Path(recipe.model)
     if not (folder / ADAPTER_CONFIG).is_file():
-        return Base(recipe.model, recipe.revision)
+        return ModelSource(recipe.model, recipe.revision)
     base = base_of_adapters(folder, recipe.revision)
     if not is_lora(recipe.trained):
         raise ValueError(
@@ -48,7 +48,7 @@ def base_of(recipe: Recipe) -> Base:
 
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
     """What the recipe says of adapters is what those in a folder have, as far as it says it."""
-    config, lora = read_object(folder / ADAPTER_CONFIG), recipe.lora
+    config, lora = read_json_object(folder / ADAPTER_CONFIG), recipe.lora
     theirs = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     theirs |= {name: name for name in ("use_rslora", "use_dora")}
     for field, name in theirs.items():
@@ -59,7 +59,7 @@ def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
                 "expected the same" + ", or null" * (field != "rank")
             )
     towers = [LANGUAGE_TARGETS, *[TOWER_TARGETS] * (recipe.trained == "lora_all")]
-    targets = None if lora.targets is None else {*lora.names} & {*chain(*towers)}
+    targets = None if lora.targets is None else {*lora.target_names} & {*chain(*towers)}
     on = {name.rsplit(".", 3)[1] for name in names if ".lora_A." in name}
     if targets is not None and on != targets:
         raise ValueError(

@@ -4,7 +4,7 @@ _ROWS = "trainer.per_device_train_batch_size"
 _PACKED = "data.pack_to, which wastes less than grouping by length"
 
 # What to write, a key of a recipe or one with its value, and the names that it is for.
-_HERE = {
+_FIELDS_HERE = {
     "out": "output_dir",
     "--overwrite": "overwrite_output_dir",
     "--resume or --resume-from": "resume_from_checkpoint",
@@ -41,7 +41,7 @@ _HERE = {
     "lora.targets": "lora_target target_modules",
     "trainer.gradient_accumulation_steps": "accumulation grad_accum",
     "trainer.learning_rate": "lr",
-    "trainer.learning_rate: {tower: 1.0e-6, adapter: 1.0e-5, language_model: 1.0e-5}": "vit_lr",
+    "trainer.learning_rate: {tower: 1.0e-6, projector: 1.0e-5, language_model: 1.0e-5}": "vit_lr",
     "trainer.lr_scheduler_type": "scheduler",
     "trainer.num_train_epochs": "epochs num_epochs",
     "trainer.max_grad_norm": "clipping",
@@ -52,7 +52,7 @@ _HERE = {
     "trainer.report_to: swanlab": "use_swanlab",
 }
 # Why nothing is written; also of names that begin with such a one.
-_NOWHERE = {
+_REFUSED = {
     "the weights are sharded by DeepSpeed: engine.zero_stage": "fsdp",
     "processes and their group are the launcher's: --processes": "ddp local_rank "
     "parallelism_config accelerator_config mp_parameters",
@@ -96,33 +96,33 @@ def _by_name(table: dict[str, str]) -> dict[str, str]:
     return {name: told for told, names in table.items() for name in names.split()}
 
 
-HERE, NOWHERE = _by_name(_HERE), _by_name(_NOWHERE)
+FIELDS_HERE, REFUSED_FIELDS = _by_name(_FIELDS_HERE), _by_name(_REFUSED)
 OTHER_VALUES = {
     "trained": {"lora": "lora_lm or lora_all", "freeze": "lm", "all": "full", "llm": "lm"},
 }
 
 
-def refusal(name: str) -> str | None:
+def trainer_field_refusal(name: str) -> str | None:
     """Why a field may not be in ``trainer``; None for others.
 
     ``name`` need not be one of the installed release.
     """
     if name == "ddp_timeout":  # handed on, unlike all others of its group
         return None
-    if name in HERE:
-        return f"trainer.{name} is set by the recipe; expected {HERE[name]}"
+    if name in FIELDS_HERE:
+        return f"trainer.{name} is set by the recipe; expected {FIELDS_HERE[name]}"
     reason = _reason_against(name)
     return reason and f"trainer.{name} cannot be set: {reason}"
 
 
 def _reason_against(name: str) -> str | None:
-    starts = (start for start in NOWHERE if name == start or name.startswith(start + "_"))
-    return next((NOWHERE[start] for start in starts), None)
+    starts = (start for start in REFUSED_FIELDS if name == start or name.startswith(start + "_"))
+    return next((REFUSED_FIELDS[start] for start in starts), None)
 
 
-def cure(name: str) -> str | None:
+def field_suggestion(name: str) -> str | None:
     """What to do about a key that is another program's; None of others."""
-    if name in HERE:
-        return f"did you mean {HERE[name]}?"
+    if name in FIELDS_HERE:
+        return f"did you mean {FIELDS_HERE[name]}?"
     reason = _reason_against(name)
     return reason and f"it is not needed: {reason}"

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from ...engine.options import (
-    PARTS,
+    MODEL_PARTS,
     TRAINED,
     EngineOptions,
     EngineSection,
@@ -28,23 +28,23 @@ from ...engine.options import (
 from ...paths import PathError
 from .data import Data
 from .file import (
-    MOST_FAULTS,
-    Fault,
+    MAX_PROBLEMS,
+    RecipeProblem,
     RecipeError,
-    place_all,
+    set_nested,
     read_document,
     shown,
-    shown_name,
+    short_name,
 )
-from .other_names import OTHER_VALUES, cure, refusal
+from .other_names import OTHER_VALUES, field_suggestion, trainer_field_refusal
 from .rules import conflicts
-from .trainer import MAY_CHANGE_TOO, TrainerFields, installed_fields
+from .trainer import UNDECLARED_MAY_CHANGE, TrainerFields, installed_fields
 from .types import (
     MAY_CHANGE,
     AtLeastOne,
     Expected,
     Folder,
-    Place,
+    PathText,
     Section,
     Text,
     annotated,
@@ -63,15 +63,15 @@ def _join_parts(value: Any) -> Any:
     check_trained(value)
     if value in TRAINED:
         return value
-    ordered = "+".join(part for part in PARTS if part in value.split("+"))
-    return {"+".join(PARTS): "full", "language_model": "lm"}.get(ordered, ordered)
+    ordered = "+".join(part for part in MODEL_PARTS if part in value.split("+"))
+    return {"+".join(MODEL_PARTS): "full", "language_model": "lm"}.get(ordered, ordered)
 
 
 class Recipe(Section):
     """What to train and how."""
 
     # What is behind model and data.train is compared by its contents.
-    model: Annotated[Place, Expected("a folder or an id of the Hub"), MAY_CHANGE]
+    model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
     """What to start from."""
     out: Annotated[Folder, MAY_CHANGE]
     """For checkpoints and what is trained; of LoRA, the adapters alone."""
@@ -80,11 +80,11 @@ class Recipe(Section):
     trained: Annotated[
         str,
         BeforeValidator(_join_parts),
-        Expected(f"{', '.join(TRAINED)}, or a list of {', '.join(PARTS)}"),
+        Expected(f"{', '.join(TRAINED)}, or a list of {', '.join(MODEL_PARTS)}"),
     ] = "full"
-    """full: all weights; lm: all but the vision tower and its adapter; lora_lm: LoRA on the
+    """full: all weights; lm: all but the vision tower and its projector; lora_lm: LoRA on the
     language model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits. Or
-    parts of the model, as [adapter, language_model]."""
+    parts of the model, as [projector, language_model]."""
     lora: LoraOptions = LoraOptions()
     engine: EngineSection = EngineSection()
     revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
@@ -111,7 +111,7 @@ class Recipe(Section):
         Raises:
             RecipeError: a field is unknown or a value cannot be.
         """
-        return self.of(place_all(self.model_dump(), values))
+        return self.of(set_nested(self.model_dump(), values))
 
     def engine_options(self) -> EngineOptions:
         """What is asked of the engine, "auto" where that is left open."""
@@ -136,14 +136,14 @@ class Recipe(Section):
 
 
 # Under ZeRO-3, to or from selective policies, it changes the rounding.
-OF_ENGINE = {"engine.tower", "engine.language", "engine.memory_limit"}
+ENGINE_MAY_CHANGE = {"engine.tower", "engine.language", "engine.memory_limit"}
 
 
 class Checked(NamedTuple):
     """``known`` has the values, by dotted names, that can be relied on although others cannot."""
 
     recipe: Recipe | None
-    faults: list[Fault]
+    faults: list[RecipeProblem]
     known: dict[str, Any]
 
 
@@ -155,7 +155,7 @@ def check_values(values: Any) -> Checked:
     if not isinstance(values, Mapping):
         kind = "is empty" if values is None else f"is {shown(values)}"
         text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
-        return Checked(None, [Fault("", text)], {})
+        return Checked(None, [RecipeProblem("", text)], {})
     given, faults = dict(_by_path(values)), []
     known = {}
     for name, field in fields():
@@ -163,22 +163,22 @@ def check_values(values: Any) -> Checked:
         if path in given or (section in given and section != path):
             continue
         if field.is_required():
-            faults.append(Fault(name, f"{name} is missing; expected {expected(annotated(field))}"))
+            faults.append(RecipeProblem(name, f"{name} is missing; expected {expected(annotated(field))}"))
         else:
             known[name] = field.default
     for path, value in given.items():
         name = ".".join(path)
         if (kind := _type_of(path)) is None:
-            faults.append(Fault(name, _describe_key(path, value, len(faults))))
+            faults.append(RecipeProblem(name, _describe_key(path, value, len(faults))))
         elif value is not None or path in DECLARED:  # else it is the default of this release
             try:
                 known[name] = _adapter(path).validate_python(value)
             except ValidationError as error:
-                faults.append(Fault(name, _describe_misfit(name, value, kind, error)))
+                faults.append(RecipeProblem(name, _describe_misfit(name, value, kind, error)))
     faults += conflicts(known)
     if faults:
         return Checked(None, faults, known)
-    return Checked(Recipe.model_validate(place_all({}, known)), [], known)
+    return Checked(Recipe.model_validate(set_nested({}, known)), [], known)
 
 
 def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -195,7 +195,7 @@ def _type_of(path: tuple[str, ...]) -> Any:
     """The type of a field with all that is said of it; None if there is no such field."""
     if path in DECLARED:
         return annotated(DECLARED[path])
-    if len(path) == 2 and path[0] == "trainer" and refusal(path[1]) is None:
+    if len(path) == 2 and path[0] == "trainer" and trainer_field_refusal(path[1]) is None:
         kind = installed_fields().get(path[1])
         return kind and kind | None
     return None
@@ -245,7 +245,7 @@ DECLARED = {tuple(name.split(".")): field for name, field in fields()}
 def may_change() -> frozenset[str]:
     """Fields, by their dotted names, that the continuation of a run may have other values of."""
     declared = {name for name, field in fields() if MAY_CHANGE in field.metadata}
-    return frozenset(declared | OF_ENGINE | {f"trainer.{name}" for name in MAY_CHANGE_TOO})
+    return frozenset(declared | ENGINE_MAY_CHANGE | {f"trainer.{name}" for name in UNDECLARED_MAY_CHANGE})
 
 
 def describe_fields() -> str:
@@ -277,11 +277,11 @@ def _describe_key(path: tuple[str, ...], value: Any, before: int) -> str:
     if path[0] in SECTIONS and len(path) == 1:
         text = f"expected a section with {', '.join(SECTIONS[path[0]])}"
         return f"{path[0]} is {shown(value)}; {text}"
-    if path[0] == "trainer" and (reason := refusal(path[-1])):
+    if path[0] == "trainer" and (reason := trainer_field_refusal(path[-1])):
         return reason
-    name = shown_name(".".join(path))
+    name = short_name(".".join(path))
     told = f"{name} is not a field of a recipe"
-    if before >= MOST_FAULTS:  # a similar name is looked for among all, for a millisecond
+    if before >= MAX_PROBLEMS:  # a similar name is looked for among all, for a millisecond
         return told
     names = [name for name, _ in fields()]
     if path[0] in names:
@@ -293,7 +293,7 @@ def _describe_key(path: tuple[str, ...], value: Any, before: int) -> str:
     if section == "trainer":
         near |= {known: f"trainer.{known}" for known in installed_fields()}
     near |= {inner: f"{section}.{inner}".strip(".") for inner in around}
-    if path[-1] not in near and (instead := cure(path[-1])):
+    if path[-1] not in near and (instead := field_suggestion(path[-1])):
         return f"{told}; {instead}"
     if close := difflib.get_close_matches(path[-1], near, 1):
         return f"{told}; did you mean {near[close[0]]}?"

@@ -19,7 +19,7 @@ def describe_shipped() -> str:
     """A line for each: its name, and what it is for."""
     lines = []
     for name in shipped_names():
-        comment = itertools.takewhile(lambda line: line.startswith("# "), _lines(name))
+        comment = itertools.takewhile(lambda line: line.startswith("# "), _recipe_lines(name))
         told = " ".join(line[2:] for line in comment).partition(" Run it with:")[0]
         lines.append(f"{name:<22}{told}")
     return "\n".join(lines)
@@ -33,7 +33,7 @@ def shipped_text(name: str) -> str:
     """
     _shipped(name)
     return "\n".join(
-        [*_lines(name), "# Yours: the rows, and the folder for what is trained.", YOURS]
+        [*_recipe_lines(name), "# Yours: the rows, and the folder for what is trained.", YOURS]
     )
 
 
@@ -50,7 +50,7 @@ def find_recipe(path: Path) -> Path:
     return path if is_file or path.suffix or path.parent != Path() else _shipped(path.name)
 
 
-def _lines(name: str) -> list[str]:
+def _recipe_lines(name: str) -> list[str]:
     return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 
 from pydantic import ConfigDict, Field
 
-from .other_names import refusal
+from .other_names import trainer_field_refusal
 from .types import (
     MAY_CHANGE,
     AtLeastOne,
@@ -30,9 +30,9 @@ from .types import (
     Seed,
 )
 
-Strategy = Literal["no", "steps", "epoch"]
-Metric = Literal["eval_loss", "loss", "eval_exact_match", "exact_match"]
-Schedule = Literal[
+StrategyName = Literal["no", "steps", "epoch"]
+MetricName = Literal["eval_loss", "loss", "eval_exact_match", "exact_match"]
+ScheduleName = Literal[
     "linear",
     "cosine",
     "cosine_with_restarts",
@@ -46,10 +46,10 @@ Schedule = Literal[
     "warmup_stable_decay",
     "greedy",
 ]
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow the evaluations, not the steps."""
 Epochs = Annotated[float, Field(gt=0, le=1e6)]
-Logger = Literal[
+LoggerName = Literal[
     "none",
     "all",
     "tensorboard",
@@ -83,14 +83,14 @@ class TrainerFields(Section):
     """Batches of each process in one update: the effective batch is this times
     per_device_train_batch_size times the processes."""
     learning_rate: Annotated[
-        Positive | dict[Literal["tower", "adapter", "language_model"], Positive],
+        Positive | dict[Literal["tower", "projector", "language_model"], Positive],
         Expected("a number above 0, or one for each part"),
     ]
     """The highest of the schedule. Parts of the model may have their own, as {tower: 1e-6,
     language_model: 1e-5}."""
     warmup_steps: NotNegative = 0.05
     """Steps until the learning rate is at its highest; below 1, a share of all steps."""
-    lr_scheduler_type: Schedule = "cosine"
+    lr_scheduler_type: ScheduleName = "cosine"
     """What it does then; older releases of transformers do not have greedy."""
     weight_decay: NotNegative = 0.0
     """Of AdamW; not of biases and norms."""
@@ -109,7 +109,7 @@ class TrainerFields(Section):
     save_total_limit: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Keep so many of the newest checkpoints, and the best one if that is to be loaded; null:
     all."""
-    eval_strategy: Strategy | None = None
+    eval_strategy: StrategyName | None = None
     """When to compute the loss of data.eval; null: "epoch" if there is such data, else "no"."""
     eval_steps: AtLeastOne | None = None
     """Evaluate every so many steps."""
@@ -117,7 +117,7 @@ class TrainerFields(Section):
     """null: as per_device_train_batch_size."""
     load_best_model_at_end: bool = False
     """Save, at the end, the weights of the checkpoint with the best metric_for_best_model."""
-    metric_for_best_model: Metric = "eval_loss"
+    metric_for_best_model: MetricName = "eval_loss"
     """Of the evaluation; exact_match is of the rows that are answered (data.eval_answers)."""
     early_stopping_patience: AtLeastOne | None = None
     """End after so many evaluations without a better metric_for_best_model (of transformers'
@@ -125,22 +125,22 @@ class TrainerFields(Section):
     early_stopping_threshold: NotNegative = 0.0
     """By how much the metric has to be better to count as such."""
     report_to: Annotated[
-        Logger | list[Logger], Expected(f"loggers: {', '.join(get_args(Logger))}"), MAY_CHANGE
+        LoggerName | list[LoggerName], Expected(f"loggers: {', '.join(get_args(LoggerName))}"), MAY_CHANGE
     ] = "none"
     """Loggers, as tensorboard or wandb."""
 
     @property
-    def others(self) -> dict[str, Any]:
+    def undeclared_fields(self) -> dict[str, Any]:
         """The given fields that are declared nowhere here, for ``TrainingArguments``."""
         return dict(self.model_extra or {})
 
     @property
-    def saving(self) -> str:
+    def effective_save_strategy(self) -> str:
         """The strategy that is in force."""
         return self.save_strategy or ("no" if self.save_steps is None else "steps")
 
     @property
-    def evaluating(self) -> str:
+    def effective_eval_strategy(self) -> str:
         """The strategy that is in force, where there is data to evaluate on."""
         return self.eval_strategy or ("epoch" if self.eval_steps is None else "steps")
 
@@ -164,7 +164,7 @@ class TrainerFields(Section):
         """Updates of the weights in which all rows are learned once, as the Trainer counts them;
         0 where no batch is whole, and those that are not are dropped."""
         batches, per_process = self.per_device_train_batch_size, processes
-        if self.others.get("dataloader_drop_last"):
+        if self.undeclared_fields.get("dataloader_drop_last"):
             of_process = rows // batches // per_process
         else:
             of_process = math.ceil(math.ceil(rows / batches) / per_process)
@@ -183,24 +183,24 @@ class TrainerFields(Section):
 
     def log_every(self, steps: int, steps_an_epoch: int) -> int:
         """Where the recipe leaves it open: for about 50 entries in so many steps."""
-        if self.others.get("logging_strategy") == "epoch":
+        if self.undeclared_fields.get("logging_strategy") == "epoch":
             return steps_an_epoch
         return self.logging_steps or max(steps // 50, 1)
 
     def save_every(self, steps_an_epoch: int) -> int:
         """Steps; 0 for never, and for "best"."""
-        return steps_an_epoch if self.saving == "epoch" else self.save_steps or 0
+        return steps_an_epoch if self.effective_save_strategy == "epoch" else self.save_steps or 0
 
     def eval_every(self, steps_an_epoch: int) -> int:
         """Steps, where there is data to evaluate on; 0 for never."""
-        if self.evaluating == "no":
+        if self.effective_eval_strategy == "no":
             return 0
-        return steps_an_epoch if self.evaluating == "epoch" else self.eval_steps or 0
+        return steps_an_epoch if self.effective_eval_strategy == "epoch" else self.eval_steps or 0
 
     def eval_delay(self, steps_an_epoch: int) -> float:
         """Steps before the first evaluation; the recipe has epochs where those are evaluated."""
-        delay = self.others.get("eval_delay") or 0
-        return delay * steps_an_epoch if self.evaluating == "epoch" else delay
+        delay = self.undeclared_fields.get("eval_delay") or 0
+        return delay * steps_an_epoch if self.effective_eval_strategy == "epoch" else delay
 
 
 def is_longer(there: Any, now: dict[str, float]) -> bool:
@@ -212,7 +212,7 @@ def is_longer(there: Any, now: dict[str, float]) -> bool:
 
 # What the continuation of a run may change, of the fields that are handed on: how it is logged, and
 # how rows are loaded.
-MAY_CHANGE_TOO = {
+UNDECLARED_MAY_CHANGE = {
     "logging_strategy",
     "logging_first_step",
     "logging_dir",
@@ -238,7 +238,7 @@ MAY_CHANGE_TOO = {
 }
 
 # As torch demands them, but only once the model is loaded.
-OUR_TYPES: dict[str, Any] = {
+STRICTER_TYPES: dict[str, Any] = {
     "adam_beta1": BelowOne,
     "adam_beta2": BelowOne,
     "adam_epsilon": Positive,
@@ -269,9 +269,9 @@ def installed_fields() -> dict[str, Any]:
             f"{error}; glm4v-patched doctor, without a recipe, says what does not fit"
         ) from None
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    names = [n for n in names if refusal(n) is None and n not in TrainerFields.model_fields]
+    names = [n for n in names if trainer_field_refusal(n) is None and n not in TrainerFields.model_fields]
     kinds = get_type_hints(TrainingArguments)
-    return {name: OUR_TYPES.get(name) or _checked(kinds[name]) for name in names}
+    return {name: STRICTER_TYPES.get(name) or _checked(kinds[name]) for name in names}
 
 
 def _checked(kind: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from ...paths import expand
+from ...paths import expand_path
 from .file import shown
 
 
@@ -31,11 +31,11 @@ kept, how they are told, or how what is computed is computed."""
 
 
 # Larger ones overflow in what they are handed to, with errors that name no field.
-MOST, LARGEST = 2**31 - 1, 1e30
-AtLeastZero = Annotated[int, Field(ge=0, le=MOST)]
-AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
-Positive = Annotated[float, Field(gt=0, le=LARGEST)]
-NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+MAX_INT, MAX_FLOAT = 2**31 - 1, 1e30
+AtLeastZero = Annotated[int, Field(ge=0, le=MAX_INT)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MAX_INT)]
+Positive = Annotated[float, Field(gt=0, le=MAX_FLOAT)]
+NotNegative = Annotated[float, Field(ge=0, le=MAX_FLOAT)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy takes no larger one
 Text = Annotated[
@@ -43,8 +43,8 @@ Text = Annotated[
     Field(pattern=r"^([^\p{C}\p{Z}]| )+$"),  # as str.isprintable has it
     Expected("text without control characters"),
 ]
-Place = Annotated[Text, AfterValidator(expand)]
-Folder = Annotated[Place, Expected("a folder")]
+PathText = Annotated[Text, AfterValidator(expand_path)]
+Folder = Annotated[PathText, Expected("a folder")]
 
 
 _PLAIN_WORDS: dict[Any, str] = {
@@ -67,22 +67,22 @@ def annotated(field: FieldInfo) -> Any:
 
 def expected(annotation: Any) -> str:
     """What a value may be, in words."""
-    *first, last = _choices(annotation)
+    *first, last = _choices_in_words(annotation)
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _choices(annotation: Any) -> list[str]:
+def _choices_in_words(annotation: Any) -> list[str]:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *metadata = get_args(annotation)
         said = [item.words for item in metadata if isinstance(item, Expected)]
-        [first, *rest] = said[-1:] or _choices(inner)
+        [first, *rest] = said[-1:] or _choices_in_words(inner)
         return [
             first + _range(metadata) * (first in (_PLAIN_WORDS[int], _PLAIN_WORDS[float])),
             *rest,
         ]
     if origin in (Union, UnionType):
-        return [words for part in get_args(annotation) for words in _choices(part)]
+        return [words for part in get_args(annotation) for words in _choices_in_words(part)]
     if origin is Literal:
         return [value if isinstance(value, str) else shown(value) for value in get_args(annotation)]
     return _PLAIN_WORDS[origin or annotation].split(", ")

@@ -1,6 +1,6 @@
 """A loop for ``generate`` in which nothing waits for the device between two tokens.
 
-    model.generate(**inputs, past_key_values=StaticCache(...), custom_generate=draw_ahead)
+    model.generate(**inputs, past_key_values=StaticCache(...), custom_generate=decode_without_sync)
 
 After every token transformers' own loop asks the device whether all rows have ended, and makes the
 next step's inputs only then, while the device has nothing to do. Here the answer is copied to the
@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from ...remote.configuration_chatglm import TESTED_TRANSFORMERS
-from ...remote.keywords import CACHE
+from ...remote.keywords import CACHE_KEYWORD
 from ..nonfinite import NonFiniteLogits, finite_rows, require_finite
 
 # Tokens that may have been queued before what the device says of one must have come: so many steps
@@ -42,7 +42,7 @@ LATE = {"cuda": 2}  # by kind of device; 0 for others
 NONFINITE = 2  # in a report, in place of whether a row is unfinished
 
 
-def draw_ahead(
+def decode_without_sync(
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -52,13 +52,13 @@ def draw_ahead(
     step: Any = None,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Draw tokens: for ``generate(custom_generate=draw_ahead)``, which gives the first ones.
+    """Draw tokens: for ``generate(custom_generate=decode_without_sync)``, which gives the first ones.
 
     Args:
         tokens_to: A streamer, in the place of generate's ``streamer``. It is given each token up to
             :data:`LATE` tokens later.
         step: Called in the place of the model from the second token on
-            (:class:`RecordedCalls`).
+            (:class:`CudaGraphCallable`).
 
     Returns:
         The ids that ``generate`` returns without ``custom_generate``, ``(B, L)``.
@@ -85,7 +85,7 @@ def draw_ahead(
     forward: Any = step or model
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     outputs = model(**inputs, return_dict=True)
-    model_kwargs[CACHE] = outputs[CACHE]
+    model_kwargs[CACHE_KEYWORD] = outputs[CACHE_KEYWORD]
     inputs, length = None, given
     while True:
         # A copy in fp32, as transformers makes it. The outputs must be gone before the next step,
@@ -112,8 +112,8 @@ def draw_ahead(
             reports.add(unfinished, tokens_B, finite_B)
         if length == most or reports.look():
             break
-        prompt = model_kwargs["grown_prompt"]
-        if inputs is None or not model.advance_drawn_inputs(
+        prompt = model_kwargs["expanded_prompt"]
+        if inputs is None or not model.advance_decode_inputs(
             inputs, tokens_B[:, None], prompt, length - given
         ):
             inputs = model.prepare_inputs_for_generation(sofar, **model_kwargs)

@@ -8,20 +8,20 @@ from typing import Any
 
 from transformers import StaticCache
 
-from ...engine.implementations import CUDA_GRAPHS, Use, use_implementations
-from ...engine.kernels.recorded_calls import RecordedCalls
-from ...models.base import Base
+from ...engine.implementations import CUDA_GRAPHS, ModelUsage, use_implementations
+from ...engine.kernels.cuda_graphs import CudaGraphCallable
+from ...models.base import ModelSource
 from ...models.check_weights import quantized_by
-from ...models.quantized_weights import kept_cache
-from ...remote.keywords import named_cache
-from .loop import draw_ahead
+from ...models.quantized_weights import resolve_cache
+from ...remote.keywords import cache_kwarg
+from .loop import decode_without_sync
 
 
 class StaticCaches:
     """The cache of one model for the number of rows that was wanted last, of the largest size.
 
     When it is handed out again it is emptied: what was answered with it must not be needed. On a
-    GPU steps and the model's tower are recorded (:mod:`...engine.kernels.recorded_calls`).
+    GPU steps and the model's tower are recorded (:mod:`...engine.kernels.cuda_graphs`).
     """
 
     def __init__(self, model: Any, step: int):
@@ -31,10 +31,10 @@ class StaticCaches:
         """
         self.model, self.step = model, step
         if model.device.type == "cuda":
-            use_implementations(model, Use(purpose=CUDA_GRAPHS))
+            use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
         self._rows = self._room = 0
         self._cache: StaticCache | None = None
-        self._graph: RecordedCalls | None = None
+        self._graph: CudaGraphCallable | None = None
 
     def of(self, rows: int, positions: int) -> StaticCache:
         """An empty cache with room for so many positions of each row."""
@@ -48,14 +48,14 @@ class StaticCaches:
 
     def options(self, rows: int, positions: int) -> dict[str, Any]:
         """What ``generate`` is given beside the rows; on a CPU nothing is recorded."""
-        given = named_cache(self.of(rows, positions)) | {"custom_generate": draw_ahead}
+        given = cache_kwarg(self.of(rows, positions)) | {"custom_generate": decode_without_sync}
         if self.model.device.type == "cuda":
-            self._graph = given["step"] = self._graph or RecordedCalls(self.model)
+            self._graph = given["step"] = self._graph or CudaGraphCallable(self.model)
         return given
 
 
-def chosen(cache: str, device: str, base: Base, weights: str | None = None) -> str:
+def chosen(cache: str, device: str, base: ModelSource, weights: str | None = None) -> str:
     """``static`` or ``dynamic``; ``auto`` is ``static`` on a GPU, if the steps of such weights can
     be recorded."""
     weights = weights or quantized_by(base.model, base.revision)
-    return kept_cache(cache, weights, "dynamic" if device == "cpu" else "static")
+    return resolve_cache(cache, weights, "dynamic" if device == "cpu" else "static")

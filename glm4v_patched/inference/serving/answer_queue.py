@@ -23,7 +23,7 @@ MOST_IMAGES = 16
 """Of a batch, if its first request has not more: what the vision tower computes at once."""
 
 
-class Ended(NamedTuple):
+class AnswerEnd(NamedTuple):
     """The answer is complete: ``reason`` is "stop" or "length", ``tokens`` are those of the
     answer."""
 
@@ -32,7 +32,7 @@ class Ended(NamedTuple):
     prompt_tokens: int
 
 
-Event = str | Ended | ApiError
+Event = str | AnswerEnd | ApiError
 """More of an answer, its end, or why there is none."""
 
 
@@ -245,7 +245,7 @@ class Row(Words):
             self.end()  # which may find a text that stops it
             is_whole = token in self.end_ids or self.is_stopped
             self.reason = "stop" if is_whole else "length"
-            self.ask.tell(Ended(self.reason, self.tokens, self.prompt_tokens))
+            self.ask.tell(AnswerEnd(self.reason, self.tokens, self.prompt_tokens))
         elif self.ask.cancelled.is_set():
             self.reason = "the client went away"
         elif self.is_closed():

@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..questions import Generation
-from .answer_queue import AnswerQueue, Ask, Ended, Event, as_api_error
+from .answer_queue import AnswerQueue, Ask, AnswerEnd, Event, as_api_error
 from .guard import BODY, HOLD, PAGE_PATH, Guard, refusal
-from .limits import ApiError, Limits, log
+from .limits import ApiError, ServerLimits, log
 from .page import show_page
 from .replies import ChatReply, ResponseReply, TextReply
 from .requests import (
@@ -40,7 +40,7 @@ ENDPOINTS: dict[str, tuple[type, type[TextReply]]] = {
 def make_app(
     queue: AnswerQueue,
     defaults: Generation,
-    limits: Limits,
+    limits: ServerLimits,
     on_start: Callable[[], object],
     with_page: bool = False,
 ) -> Starlette:
@@ -74,7 +74,7 @@ def make_app(
         wanted = await asyncio.to_thread(read_request, kind, body, names, defaults, stored)
         events, reply = _events(queue, request, wanted), form(wanted)
 
-        async def save(text: str, end: Ended) -> dict[str, Any]:
+        async def save(text: str, end: AnswerEnd) -> dict[str, Any]:
             response = reply.whole(text, end)
             if wanted.store:
                 await asyncio.to_thread(responses.save, wanted.items, response)
@@ -137,7 +137,7 @@ async def _events(queue: AnswerQueue, request: Request, wanted: Wanted) -> Async
             if isinstance(event, ApiError):
                 raise event
             yield event
-            if isinstance(event, Ended):
+            if isinstance(event, AnswerEnd):
                 return
     finally:
         ask.cancelled.set()
@@ -149,14 +149,14 @@ async def _stream(
     found: Event,
     events: AsyncIterator[Any],
     path: str,
-    save: Callable[[str, Ended], Awaitable[object]],
+    save: Callable[[str, AnswerEnd], Awaitable[object]],
 ) -> AsyncIterator[str]:
     """Server-sent events, of which ``found`` is the first."""
     text = ""
     try:
         for each in reply.begin():
             yield each
-        while not isinstance(found, Ended):
+        while not isinstance(found, AnswerEnd):
             text += str(found)
             yield reply.more(str(found))
             found = await anext(events)

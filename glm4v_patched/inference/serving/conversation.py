@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...data.image_files import from_data_url
-from ...data.messages import PLACE, PLACES_AT_THE_ENDS, as_words
+from ...data.image_files import decode_data_url
+from ...data.messages import IMAGE_PLACEHOLDER_RE, EDGE_PLACEHOLDERS_RE, describe_value
 from ...terminal_text import shorten
 from .limits import ApiError
 
@@ -118,7 +118,7 @@ def drop_neutral(
         same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in values)
         if not (any(same) if values else not value):
             expected = " or ".join(map(json.dumps, values)) or "nothing"
-            told = f"is {as_words(value)}, which this server cannot do; expected {expected}"
+            told = f"is {describe_value(value)}, which this server cannot do; expected {expected}"
             raise invalid(before + key, told, "unsupported_parameter")
     return plain
 
@@ -126,11 +126,11 @@ def drop_neutral(
 def _read_message(key: str, given: dict[str, Any]) -> Turn:
     message = drop_neutral(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES, f"{key}.")
     if (kind := message.pop("type", "message")) != "message":
-        raise invalid(f"{key}.type", f'is {as_words(kind)}; expected "message"')
+        raise invalid(f"{key}.type", f'is {describe_value(kind)}; expected "message"')
     said = message.pop("role", None)
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise invalid(f"{key}.role", f"is {as_words(said)}; expected one of {', '.join(ROLES)}")
+        raise invalid(f"{key}.role", f"is {describe_value(said)}; expected one of {', '.join(ROLES)}")
     content = message.pop("content", "" if role == "assistant" else None)
     _refuse_keys(message, f"{key}.", ("role", "content"))
     where = f"{key}.content"
@@ -139,7 +139,7 @@ def _read_message(key: str, given: dict[str, Any]) -> Turn:
     elif isinstance(content, list):
         content = [_read_part(f"{where}[{at}]", part) for at, part in enumerate(content)]
     else:
-        raise invalid(where, f"is {as_words(content)}; expected text or a list of parts")
+        raise invalid(where, f"is {describe_value(content)}; expected text or a list of parts")
     return Turn(key, role, *_read_content(where, role, content))
 
 
@@ -162,9 +162,9 @@ def _read_content(key: str, role: str, content: list[str | bytes]) -> tuple[list
 
 def _without_places(key: str, words: str, images: int) -> str:
     """Return a text without the places of its images (``<image>``), as the model was trained."""
-    if len(PLACE.findall(words)) == images:
-        words = PLACES_AT_THE_ENDS.sub("", words)
-    if left := PLACE.search(words):
+    if len(IMAGE_PLACEHOLDER_RE.findall(words)) == images:
+        words = EDGE_PLACEHOLDERS_RE.sub("", words)
+    if left := IMAGE_PLACEHOLDER_RE.search(words):
         told = f"has {left[0]} in its text and {images} images: an image is a part of its own, "
         raise invalid(key, f"{told}{AN_IMAGE}, before the text; take {left[0]} out")
     return words
@@ -173,17 +173,17 @@ def _without_places(key: str, words: str, images: int) -> str:
 def _read_part(key: str, given: Any) -> str | bytes:
     """Return a text, or the file of an image."""
     if not isinstance(given, dict):
-        raise invalid(key, f"is {as_words(given)}; expected {A_TEXT} or {AN_IMAGE}")
+        raise invalid(key, f"is {describe_value(given)}; expected {A_TEXT} or {AN_IMAGE}")
     part = drop_neutral(given, IGNORED_OF_PARTS, NEUTRAL_OF_PARTS, f"{key}.")
     kind = part.pop("type", None)
     if kind in TEXTS:
         text = part.pop("text", None)
         if not isinstance(text, str):
-            raise invalid(f"{key}.text", f"is {as_words(text)}; expected text")
+            raise invalid(f"{key}.text", f"is {describe_value(text)}; expected text")
         _refuse_keys(part, f"{key}.", ("type", "text"))
         return text
     if kind not in IMAGES:
-        raise invalid(f"{key}.type", f"is {as_words(kind)}; expected {A_TEXT} or {AN_IMAGE}")
+        raise invalid(f"{key}.type", f"is {describe_value(kind)}; expected {A_TEXT} or {AN_IMAGE}")
     name, url = next(iter(part.items()), ("", None))
     # No other key: what stands there, the guard has not looked at.
     if len(part) != 1 or name not in ("image_url", "image"):
@@ -193,8 +193,8 @@ def _read_part(key: str, given: Any) -> str | bytes:
         url = drop_neutral(url, IGNORED_OF_PARTS, {})
         url = url["url"] if [*url] == ["url"] else None
     if not isinstance(url, str):
-        raise invalid(f"{key}.{name}", f"is {as_words(part[name])}; expected {AN_IMAGE}")
-    return from_data_url(url)  # which the guard has read before
+        raise invalid(f"{key}.{name}", f"is {describe_value(part[name])}; expected {AN_IMAGE}")
+    return decode_data_url(url)  # which the guard has read before
 
 
 def _refuse_keys(left: dict[str, Any], before: str, known: Sequence[str]) -> None:

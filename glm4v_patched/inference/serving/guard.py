@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from .limits import MOST_VALUES, ApiError, Limits, log
-from .request_images import secure
+from .limits import MOST_VALUES, ApiError, ServerLimits, log
+from .request_images import check_and_fetch_images
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -48,8 +48,8 @@ class Guard:
         limits: By default those of the environment (vLLM makes its middleware without arguments).
     """
 
-    def __init__(self, app: Application, limits: Limits | None = None):
-        self.app, self.limits = app, limits or Limits.from_environment()
+    def __init__(self, app: Application, limits: ServerLimits | None = None):
+        self.app, self.limits = app, limits or ServerLimits.from_environment()
         self.held: dict[int, int] = {}  # bytes of each request whose body arrives or is answered
         self.arriving: dict[int, asyncio.Timeout] = {}  # the deadlines of bodies, oldest first
         self.displaced: set[int] = set()
@@ -178,7 +178,7 @@ class Guard:
         )
 
 
-def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
+def parse(content: bytes, limits: ServerLimits) -> tuple[Any, bytes]:
     """Return the JSON of a body, and the body, with images in place of what was fetched."""
     # Before it is parsed: small values take a hundred times the memory that they have here. In
     # base64 there is no such sign.
@@ -195,7 +195,7 @@ def parse(content: bytes, limits: Limits) -> tuple[Any, bytes]:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; expected an object")
-    return (body, json.dumps(body).encode()) if secure(body, limits) else (body, content)
+    return (body, json.dumps(body).encode()) if check_and_fetch_images(body, limits) else (body, content)
 
 
 def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:

@@ -28,7 +28,7 @@ forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """What a request may have.
 
     Args:
@@ -71,7 +71,7 @@ class Limits:
         """Raises ``RuntimeError`` if there are none: a server without limits must not start."""
         if VARIABLE not in os.environ:
             raise RuntimeError(f"{VARIABLE} is not set: start the server by glm4v-patched serve")
-        return Limits(**json.loads(os.environ[VARIABLE]))
+        return ServerLimits(**json.loads(os.environ[VARIABLE]))
 
 
 class ApiError(Exception):

@@ -5,7 +5,7 @@ import time
 import uuid
 from typing import Any
 
-from .answer_queue import Ended
+from .answer_queue import AnswerEnd
 from .limits import ApiError
 from .requests import Wanted
 
@@ -21,7 +21,7 @@ class TextReply:
         name = f"{self.prefix}-{uuid.uuid4().hex}"
         self.head = {"id": name, self.made_at: int(time.time()), "model": wanted.model}
 
-    def whole(self, text: str, end: Ended) -> dict[str, Any]:
+    def whole(self, text: str, end: AnswerEnd) -> dict[str, Any]:
         usage = {"object": self.kind, "usage": self.usage(end)}
         return self.head | usage | {"choices": [self.choice(text, end.reason, is_whole=True)]}
 
@@ -33,7 +33,7 @@ class TextReply:
         """The event of more of the answer."""
         return self._chunk([self.choice(text)])
 
-    def end(self, text: str, end: Ended) -> list[str]:
+    def end(self, text: str, end: AnswerEnd) -> list[str]:
         """Events after the answer, which was ``text``."""
         usage = [self._chunk([], usage=self.usage(end))] if self.include_usage else []
         return [self._chunk([self.choice("", end.reason)]), *usage, "data: [DONE]\n\n"]
@@ -47,7 +47,7 @@ class TextReply:
     ) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
-    def usage(self, end: Ended) -> dict[str, Any]:
+    def usage(self, end: AnswerEnd) -> dict[str, Any]:
         told = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
         return told | {"total_tokens": end.prompt_tokens + end.tokens}
 
@@ -107,7 +107,7 @@ class ResponseReply(TextReply):
             self._event("failed", response=response),
         ]
 
-    def end(self, text: str, end: Ended) -> list[str]:
+    def end(self, text: str, end: AnswerEnd) -> list[str]:
         response = self.whole(text, end)
         return [
             self._event("output_text.done", **self.place, text=text, logprobs=[]),
@@ -116,7 +116,7 @@ class ResponseReply(TextReply):
             self._event(response["status"], response=response),
         ]
 
-    def whole(self, text: str, end: Ended | None = None) -> dict[str, Any]:
+    def whole(self, text: str, end: AnswerEnd | None = None) -> dict[str, Any]:
         """Without an end, of an answer that is on its way."""
         cut = end is not None and end.reason == "length"
         status = "in_progress" if end is None else "incomplete" if cut else "completed"
@@ -138,7 +138,7 @@ class ResponseReply(TextReply):
             }
         )
 
-    def usage(self, end: Ended) -> dict[str, Any]:
+    def usage(self, end: AnswerEnd) -> dict[str, Any]:
         return {
             "input_tokens": end.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},

@@ -14,12 +14,12 @@ from typing import Any
 from PIL import Image
 
 from ...data.fetching import fetch
-from ...data.image_files import from_data_url
-from ...data.image_limits import TooLargeError, measure, open_image
-from ...data.messages import as_words
-from .limits import LARGEST_IMAGES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, Limits, key_of
+from ...data.image_files import decode_data_url
+from ...data.image_limits import TooLargeError, count_decoded_pixels, open_image
+from ...data.messages import describe_value
+from .limits import LARGEST_IMAGES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, ServerLimits, key_of
 
-FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats that clients may send."""
 # Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
 KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
@@ -32,7 +32,7 @@ HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
-def secure(body: Any, limits: Limits) -> bool:
+def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
     """Check the images and the length of a request, and put what it has fetched into it.
 
     Returns:
@@ -62,8 +62,8 @@ def secure(body: Any, limits: Limits) -> bool:
                 fetched += len(content)
                 encoded = base64.b64encode(content).decode()
                 holder[place[-1]] = f"data:image/any;base64,{encoded}"
-            with open_image(content, FORMATS) as image:
-                pixels += measure(image, content, limits.max_pixels)
+            with open_image(content, IMAGE_FORMATS) as image:
+                pixels += count_decoded_pixels(image, content, limits.max_pixels)
     if pixels > (most := limits.max_pixels * LARGEST_IMAGES):
         told = f"the messages have {len(images):,} images of {pixels / 1e6:.1f} million pixels"
         option = f"{LARGEST_IMAGES} times --max-image-megapixels"
@@ -72,7 +72,7 @@ def secure(body: Any, limits: Limits) -> bool:
 
 
 @contextmanager
-def _naming(key: str, limits: Limits) -> Iterator[None]:
+def _naming(key: str, limits: ServerLimits) -> Iterator[None]:
     """Raise what is wrong with an image as ``ApiError`` that names its key."""
     try:
         yield
@@ -120,16 +120,16 @@ def _size_of(value: Any, place: tuple) -> int:
     return len(value.encode())
 
 
-def _read(url: str, limits: Limits, before: int) -> tuple[bytes, bool]:
+def _read(url: str, limits: ServerLimits, before: int) -> tuple[bytes, bool]:
     """Return the file of an image, and whether it was fetched: after so many bytes ``before``."""
     if url[:5].lower() == "data:":
-        return from_data_url(url), False
+        return decode_data_url(url), False
     if not url[:8].lower().startswith(("http://", "https://")):
-        raise ValueError(f"it is {as_words(url)}; expected data:image/...;base64,...")
+        raise ValueError(f"it is {describe_value(url)}; expected data:image/...;base64,...")
     if not limits.allow_urls:
         raise ApiError(
             400,
-            f"image is {as_words(url)}: this server fetches no images (it was started "
+            f"image is {describe_value(url)}: this server fetches no images (it was started "
             "without --allow-urls); send it as data:image/...;base64,...",
             code="url_not_allowed",
         )

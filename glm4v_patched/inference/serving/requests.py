@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ...data.messages import as_words, images_of
+from ...data.messages import describe_value, images_of
 from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
 from .conversation import drop_neutral, invalid, read_messages
-from .limits import ApiError, Limits, key_of
-from .request_images import secure
+from .limits import ApiError, ServerLimits, key_of
+from .request_images import check_and_fetch_images
 from .response_store import ResponseStore
 
 # Keys that change nothing about an answer: names for who asks and in which conversation, and what
@@ -186,7 +186,7 @@ class Stored(NamedTuple):
     that it is read for it."""
 
     responses: ResponseStore
-    limits: Limits
+    limits: ServerLimits
     hold: Callable[[int], None]
 
 
@@ -240,7 +240,7 @@ def _prompt(request: Asking, stored: Stored | None) -> dict[str, Any]:
         own.append((key, stored.responses.item(str(item.get("id")), key) if is_reference else item))
     items = [*before, *(item for _, item in own)]
     if items != request.input:  # of which the guard has seen a part
-        secure({"input": items}, stored.limits)
+        check_and_fetch_images({"input": items}, stored.limits)
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
     said = [*system, *(("previous_response_id", item) for item in before), *own]
     told = {"items": items, "store": request.store, "previous_response_id": earlier}
@@ -258,7 +258,7 @@ def _as_api_error(error: ValidationError, kind: type[Asking]) -> ApiError:
     if first["type"] == "extra_forbidden":
         told = f"is not read; expected one of {', '.join(kind.model_fields)}"
     elif first["type"] != "missing":
-        told += f", and it is {as_words(first['input'])}"
+        told += f", and it is {describe_value(first['input'])}"
     return ApiError(400, f"{key}: {told}", key)
 
 
@@ -268,8 +268,8 @@ def model_called(name: str | None, names: Sequence[str]) -> str:
         return str(name)
     if name is None or name in ALIASES or (name in PLACEHOLDERS and len(names) == 1):
         return names[0]
-    there = " and ".join(map(as_words, names))
-    told = f"there is no model {as_words(name)}; this server has {there}"
+    there = " and ".join(map(describe_value, names))
+    told = f"there is no model {describe_value(name)}; this server has {there}"
     raise ApiError(404, told, "model", "model_not_found")
 
 

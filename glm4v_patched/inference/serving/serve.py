@@ -13,13 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.options import require_packages
-from ...models.base import Base
+from ...models.base import ModelSource
 from ...models.find import find_source
-from ...option_fields import of_options
+from ...option_fields import from_namespace
 from ...terminal_text import pip_install
 from ..questions import Generation, ModelOptions
 from .guard import address_of
-from .limits import MOST_MEGAPIXELS, Limits
+from .limits import MOST_MEGAPIXELS, ServerLimits
 from .vllm import environment_of, find_vllm, vllm_command
 
 LOCAL_NAME = "localhost"
@@ -27,8 +27,8 @@ LOCAL_NAME = "localhost"
 
 def serve(options: Namespace) -> None:
     """Serve until the process is told to end."""
-    limits, generation = _limits(options), of_options(Generation, options)
-    asked = of_options(ModelOptions, options)
+    limits, generation = _limits(options), from_namespace(Generation, options)
+    asked = from_namespace(ModelOptions, options)
     name = options.served_model_name or options.model
     names = [name, *(each for each, _ in options.adapter)]
     if twice := [each for each in {*names} if names.count(each) > 1]:
@@ -69,7 +69,7 @@ def serve(options: Namespace) -> None:
     run_server(app, listener, on_exit=queue.stop)  # else it would be waited for, and cut off
 
 
-def _limits(options: Namespace) -> Limits:
+def _limits(options: Namespace) -> ServerLimits:
     if options.max_image_megapixels > MOST_MEGAPIXELS:
         raise ValueError(
             f"--max-image-megapixels {options.max_image_megapixels}: more than "
@@ -80,7 +80,7 @@ def _limits(options: Namespace) -> Limits:
     if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
         where = variable if options.api_key is None else "--api-key"
         raise ValueError(f"{where} is empty, or has spaces or letters beyond ASCII: give another")
-    limits = of_options(Limits, options, api_key=key, hosts=hosts_of(options.host, key))
+    limits = from_namespace(ServerLimits, options, api_key=key, hosts=hosts_of(options.host, key))
     pixels = options.max_image_megapixels * 10**6
     return replace(limits, max_body_bytes=options.max_body_mb * 10**6, max_pixels=pixels)
 
@@ -107,7 +107,7 @@ def choose_vllm(options: Namespace) -> str | None:
     raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
 
 
-def find_adapters(base: Base, adapters: Mapping[str, str], weights: str | None) -> dict[str, Base]:
+def find_adapters(base: ModelSource, adapters: Mapping[str, str], weights: str | None) -> dict[str, ModelSource]:
     """By their names, the adapters that are served beside a model."""
     others = {}
     for each, folder in adapters.items():
@@ -124,25 +124,25 @@ def find_adapters(base: Base, adapters: Mapping[str, str], weights: str | None) 
     return others
 
 
-def _place(base: Base) -> tuple[str, str | None]:
+def _place(base: ModelSource) -> tuple[str, str | None]:
     is_folder = os.path.isdir(base.model)
     return os.path.realpath(base.model) if is_folder else base.model, base.revision
 
 
 def with_adapters(
-    model: Any, base: Base, others: Mapping[str, Base]
+    model: Any, base: ModelSource, others: Mapping[str, ModelSource]
 ) -> tuple[Any, Callable[[str], AbstractContextManager]]:
     """The model with all adapters on it, and a context for each name in which its own are used."""
     if not others:
         return model, lambda name: nullcontext()
 
-    from ...engine.trainable import continue_adapters
+    from ...engine.trainable import load_trainable_adapters
 
     # Names of modules have no dots, those of clients may.
     own = {name: f"adapters_{number}" for number, name in enumerate(others)}
     for name, found in others.items():
         assert found.adapters is not None
-        model = continue_adapters(model, found.adapters, own[name])
+        model = load_trainable_adapters(model, found.adapters, own[name])
     model.eval().requires_grad_(False)
 
     @contextmanager

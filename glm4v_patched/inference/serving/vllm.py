@@ -13,12 +13,12 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from ...models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Base
+from ...models.base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelSource
 from ...models.weight_files import read_header
 from ...terminal_text import own_command, pip_install
 from ..questions import Generation
 from .guard import Guard
-from .limits import VARIABLE, Limits
+from .limits import VARIABLE, ServerLimits
 from .requests import ALIASES
 
 GROUP = "vllm.general_plugins"
@@ -43,9 +43,9 @@ def find_vllm() -> str | None:
 
 def vllm_command(
     program: str,
-    base: Base,
+    base: ModelSource,
     name: str,
-    others: Mapping[str, Base],
+    others: Mapping[str, ModelSource],
     address: tuple[str, int],
     generation: Generation,
 ) -> list[str]:
@@ -85,7 +85,7 @@ def vllm_command(
     return [*command, "--middleware", MIDDLEWARE, "--allowed-media-domains", NO_DOMAIN]
 
 
-def environment_of(limits: Limits) -> dict[str, str]:
+def environment_of(limits: ServerLimits) -> dict[str, str]:
     """The environment of vLLM's server; a key is not in its command, which other users see."""
     limits = replace(limits, most_at_once=MOST_AT_ONCE, largest_at_once=LARGEST_AT_ONCE)
     variables = {VARIABLE: limits.to_json(), "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}

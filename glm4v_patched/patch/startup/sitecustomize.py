@@ -18,16 +18,16 @@ PLUGINS = {
     "openrlhf.models.model": "openrlhf",
     "swift.model": "ms_swift",
     "llamafactory.data.template": "llamafactory",
-    "llamafactory.model.model_utils.visual": "llamafactory_parts",
+    "llamafactory.model.model_utils.visual": "llamafactory_composite",
 }
 
 
-def spec_of(name, path):
-    finders = [f for f in sys.meta_path if hasattr(f, "find_spec") and type(f) is not AfterImport]
+def find_module_spec(name, path):
+    finders = [f for f in sys.meta_path if hasattr(f, "find_spec") and type(f) is not PostImportHook]
     return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
 
 
-class AfterImport:
+class PostImportHook:
     """Finds these modules where the other finders do, and acts when their imports end."""
 
     def __init__(self):
@@ -35,7 +35,7 @@ class AfterImport:
 
     def find_spec(self, name, path=None, target=None):
         if name in PLUGINS or (self.patches and name.partition(".")[0] in PACKAGES):
-            spec = spec_of(name, path)
+            spec = find_module_spec(name, path)
             if spec is not None and spec.loader is not None:
                 self.watch(spec.loader, name)
             return spec
@@ -63,9 +63,9 @@ class AfterImport:
     def patch(self):
         self.patches = False
         try:
-            from glm4v_patched.patch.run import apply_environment
+            from glm4v_patched.patch.run import apply_from_environment
 
-            apply_environment()
+            apply_from_environment()
         except Exception as error:
             # Whoever tries again is told again.
             self.patches = True
@@ -81,7 +81,7 @@ class AfterImport:
 def run_hidden_sitecustomize():
     """Debian and Colab have one, which this file is found before."""
     here = os.path.dirname(os.path.abspath(__file__))
-    spec = spec_of(__name__, [path for path in sys.path if os.path.abspath(path) != here])
+    spec = find_module_spec(__name__, [path for path in sys.path if os.path.abspath(path) != here])
     if spec is not None and spec.loader is not None:
         module = type(sys)(__name__)
         module.__file__, module.__spec__, module.__loader__ = spec.origin, spec, spec.loader
@@ -90,5 +90,5 @@ def run_hidden_sitecustomize():
 
 
 if os.environ.get("GLM4V_PATCHED", "") not in ("", "0"):
-    sys.meta_path.insert(0, AfterImport())
+    sys.meta_path.insert(0, PostImportHook())
 run_hidden_sitecustomize()

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from .divergence import READ_EVERY, NoResult, highest
+from .divergence import CHECK_INTERVAL, NoResult, max_over_processes
 
 MOST_TOLD = 20
 
@@ -16,7 +16,7 @@ class BadRow(NoResult):
     """A run has ended, with a checkpoint, at a row that cannot be used; on all processes."""
 
 
-class RowFaults(TrainerCallback):
+class BadRowTracker(TrainerCallback):
     """Tells of rows that were left out, and ends the run where it cannot go on.
 
     It ends at most :data:`divergence.READ_EVERY` steps later, for no process waits for the others
@@ -48,9 +48,9 @@ class RowFaults(TrainerCallback):
             return control
         has_to_end = len(self.ending)
         if dist.is_initialized():
-            if state.global_step % READ_EVERY and not control.should_log:
+            if state.global_step % CHECK_INTERVAL and not control.should_log:
                 return control
-            [has_to_end] = highest(torch.tensor([has_to_end], device=args.device))
+            [has_to_end] = max_over_processes(torch.tensor([has_to_end], device=args.device))
         if has_to_end:
             self.has_ended = control.should_save = control.should_training_stop = True
             control.should_log = True  # as before each checkpoint

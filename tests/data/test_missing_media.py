@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from glm4v_patched.data.rows import Fault, Row, read_rows
-from glm4v_patched.data.source import Source, make_sources
-from glm4v_patched.data.stream import Stream
+from glm4v_patched.data.rows import RowProblem, ConversationRow, iter_rows
+from glm4v_patched.data.source import DataSource, make_sources
+from glm4v_patched.data.stream import StreamDataset
 from glm4v_patched.inference.questions import read_questions
 from tests.helpers import data_forms
 from tests.helpers.data_forms import make, png, read_form, turns, write_rows
@@ -25,10 +25,10 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def read(folder: Path, *rows: Any, **fields: Any) -> list[Row | Fault]:
+def read(folder: Path, *rows: Any, **fields: Any) -> list[ConversationRow | RowProblem]:
     path = write_rows(folder / "rows.jsonl", *rows)
     (source,) = make_sources([{"path": str(path), **fields}], {})
-    return [*read_rows(source)]
+    return [*iter_rows(source)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_each_column_is_named_or_ignored_or_the_row_is_refused(folder, more, col
     assert len(found.text) < 500 and found.text == again.text
     ignored = {"q": ["q.image"]}.get(next(iter(more)), [*more])
     (found,) = read(folder, PLAIN | more, columns=columns, ignore=ignored)
-    assert isinstance(found, Row)
+    assert isinstance(found, ConversationRow)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_each_column_is_named_or_ignored_or_the_row_is_refused(folder, more, col
 )
 def test_what_is_empty_or_of_a_tool_needs_no_name(folder, more):
     (row,) = read(folder, PLAIN | more, columns=COLUMNS)
-    assert row == Row(1, turns(*PLAIN.values()))
+    assert row == ConversationRow(1, turns(*PLAIN.values()))
     (row,) = read(folder, PLAIN | more, columns=COLUMNS | {"image": "image"})
-    assert row == Row(1, turns(*PLAIN.values()))
+    assert row == ConversationRow(1, turns(*PLAIN.values()))
 
 
 def test_a_row_that_differs_from_the_first_ones_is_refused(folder):
     rows = [PLAIN, PLAIN | {"image": "a.png"}, PLAIN | {"image": "a.png", "second": "b.png"}]
     plain, lost, both = read(folder, *rows, columns=COLUMNS)
-    assert isinstance(plain, Row) and '"image" ("a.png")' in lost.text and "second" in both.text
+    assert isinstance(plain, ConversationRow) and '"image" ("a.png")' in lost.text and "second" in both.text
     first, shown, lost = read(folder, *rows, columns=COLUMNS | {"image": "image"})
     assert (first.images, shown.images) == ([], [str(folder / "a.png")])
     assert '"second" ("b.png")' in lost.text
@@ -80,9 +80,9 @@ def test_keys_of_turns_are_named_too(folder):
     row = {"talk": [PLAIN | {"image": "a.png", "n": None}]}
     (found,) = read(folder, row, columns=of_turns)
     assert 'turn 1 of 1 of talk: the key "image" is not read' in found.text
-    assert isinstance(read(folder, row, columns=of_turns, ignore=["image"])[0], Row)
+    assert isinstance(read(folder, row, columns=of_turns, ignore=["image"])[0], ConversationRow)
     cauldron = {"texts": [{"user": "q", "assistant": "a", "source": "mine"}]}
-    assert isinstance(read(folder, cauldron)[0], Row)
+    assert isinstance(read(folder, cauldron)[0], ConversationRow)
     cauldron["texts"][0]["image"] = "a.png"
     assert 'the key "image" is not read' in read(folder, cauldron)[0].text
     (found,) = read(folder, {"talk": turns(), "images": ["a.png"]}, columns={"turns": "talk"})
@@ -103,16 +103,16 @@ def test_a_question_that_names_a_file_of_an_image_is_no_sample_without_one(folde
         {"instruction": "What is it?", "input": words, "output": "a"},
     ):
         (found,) = read(folder, row)
-        assert isinstance(found, Fault) and f'{name}" in the words is the file' in found.text
+        assert isinstance(found, RowProblem) and f'{name}" in the words is the file' in found.text
     (found,) = read(folder, PLAIN | {"q": words}, columns=COLUMNS)
-    assert isinstance(found, Fault)
+    assert isinstance(found, RowProblem)
     # Of a file that is not there, in an answer, and of the image that is shown, it is a word.
     for row in (
         turns(words.replace(name, "logo.png")),
         turns("q", words),
         turns(words, image=name),
     ):
-        assert isinstance(read(folder, {"messages": row})[0], Row)
+        assert isinstance(read(folder, {"messages": row})[0], ConversationRow)
 
 
 @pytest.mark.parametrize("name", ["Parquet", "CSV", "a folder a class", "WebDataset"])
@@ -125,10 +125,10 @@ def test_no_form_loses_its_images_by_columns_without_them(tmp_path, monkeypatch,
     fields = fields | {"columns": columns}
     lost = read_form(path, fields)
     assert len(lost) == len(examples)
-    assert all(isinstance(row, Fault) and f'"{image}" (' in row.text for row in lost)
+    assert all(isinstance(row, RowProblem) and f'"{image}" (' in row.text for row in lost)
     # Also as it is streamed, and asked.
     source = make_sources([{"path": str(path), **fields}], {})[0]
-    assert f'"{image}" (' in next(iter(Stream([source], 1, buffer=1))).fault
+    assert f'"{image}" (' in next(iter(StreamDataset([source], 1, buffer=1))).fault
     with pytest.raises(ValueError, match=rf'rows cannot be used:\n.*"{image}" \('):
         read_questions(source)
 
@@ -193,7 +193,7 @@ def test_a_word_that_stands_for_what_is_not_there_is_refused(folder, name, words
     assert "message" in found.text
     path = write_rows(folder / "asked.jsonl", row | more)
     with pytest.raises(ValueError, match="asked.jsonl:1: "):
-        read_questions(Source(str(path), ignore=tuple(more)))
+        read_questions(DataSource(str(path), ignore=tuple(more)))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_word_that_stands_for_what_is_not_there_is_refused(folder, name, words
 )
 def test_a_word_of_a_text_stays(folder, question, answer):
     (row,) = read(folder, {"messages": turns(question, answer)})
-    assert row == Row(1, turns(question, answer))
+    assert row == ConversationRow(1, turns(question, answer))
 
 
 def test_a_video_or_sound_cannot_be_left_out_of_a_sample_that_needs_it(folder):
@@ -226,10 +226,10 @@ def test_a_video_or_sound_cannot_be_left_out_of_a_sample_that_needs_it(folder):
         assert f'"{key}", which data.ignore cannot leave out' in found.text
     for empty in ([], None, "", [None], False):
         (found,) = read(folder, {"messages": turns(), "videos": empty}, ignore=["videos"])
-        assert isinstance(found, Row)
+        assert isinstance(found, ConversationRow)
     # Frames of it are shown, and no word refers to it.
     row = {"messages": turns(image="a.png"), "video": "a.mp4"}
-    assert isinstance(read(folder, row, ignore=["video"])[0], Row)
+    assert isinstance(read(folder, row, ignore=["video"])[0], ConversationRow)
     # Boxes that no word refers to.
     more = {"objects": {"bbox": [[1, 2, 3, 4]]}}
-    assert isinstance(read(folder, {"messages": turns()} | more, ignore=["objects"])[0], Row)
+    assert isinstance(read(folder, {"messages": turns()} | more, ignore=["objects"])[0], ConversationRow)

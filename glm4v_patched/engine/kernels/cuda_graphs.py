@@ -15,7 +15,7 @@ from torch import Tensor
 from ...remote.visual import EVA2CLIPModel
 
 
-class RecordedCalls:
+class CudaGraphCallable:
     """Calls a model, or another function. Of calls with equal arguments, but for what their tensors
     hold, the first runs and the second is recorded; later ones replay it, and write their outputs
     where it wrote its.
@@ -56,14 +56,14 @@ def _alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return kinds(some) == kinds(others)
 
 
-class RecordedTower(EVA2CLIPModel):
+class GraphedTower(EVA2CLIPModel):
     """Of one image, whose kernels take as long to be started as to run. Nothing in it may change
     from then on, such as adapters."""
 
-    graph: RecordedCalls
+    graph: CudaGraphCallable
 
     def set_up(self) -> None:
-        self.graph = RecordedCalls(partial(EVA2CLIPModel.forward, self))
+        self.graph = CudaGraphCallable(partial(EVA2CLIPModel.forward, self))
 
     def forward(self, images: Tensor, record: Any = None) -> Tensor:
         if len(images) != 1 or record is not None or torch.is_grad_enabled():

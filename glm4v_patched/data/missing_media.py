@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .columns import IMAGE_FILES, is_empty
 from .image_files import ImageFiles
 from .messages import images_of, quoted, text_of
-from .source import Source
+from .source import DataSource
 
 MEDIA = ("video", "videos", "audio", "audios")
 ONLY_IMAGES = "the model sees images alone: leave the row out"
@@ -93,7 +93,7 @@ _SURE = {of: _sure(of) for of in PLACEHOLDERS}
 
 
 def require_nothing_left_out(
-    row: dict, messages: list[dict], source: Source, files: ImageFiles
+    row: dict, messages: list[dict], source: DataSource, files: ImageFiles
 ) -> None:
     """Raise ``ValueError`` if a row has what the sample made of it lacks.
 

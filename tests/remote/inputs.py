@@ -3,7 +3,7 @@
 import torch
 from PIL import Image
 
-from tests.helpers.tiny import BOI, grown_image, padded, random_pixels, text
+from tests.helpers.tiny import BOI, expanded_image, padded, random_pixels, text
 
 IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
 DRAWN = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
@@ -28,9 +28,9 @@ def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
     return padded(rows, "left") | ({"pixel_values": random_pixels(number)} if number else {})
 
 
-def two_rows(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
+def two_sequences(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
     """One with an image, grown unless it is given, and a shorter one of text; all is learned."""
-    image = grown_image() if image is None else image
+    image = expanded_image() if image is None else image
     inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], side)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     return inputs | {"pixel_values": random_pixels(1) if image else None, "labels": labels}

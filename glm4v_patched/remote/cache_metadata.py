@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .image_layout import GrownRows
+from .image_layout import ExpandedBatch
 
 # Shapes: B rows, R length of the grown rows, N new ids, K keys: as many as the cache has room for
 # if it is static, as many as it holds if not.
 
 
-class CachedRows(NamedTuple):
+class CacheMetadata(NamedTuple):
     """What a cache's entries do not say, of one time that rows were put there.
 
     Attributes:
@@ -35,7 +35,7 @@ class CachedRows(NamedTuple):
     anchor_keys: Tensor | None
 
 
-CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CachedRows, the latest last
+CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CacheMetadata, the latest last
 
 
 def cached_length(cache: Cache | None) -> int:
@@ -64,11 +64,11 @@ def check_room(cache: Cache | None, length: int) -> None:
         )
 
 
-def _known(cache: Cache | None) -> list[CachedRows]:
+def _known(cache: Cache | None) -> list[CacheMetadata]:
     return getattr(cache, CACHED_ROWS, [])
 
 
-def remember_rows(cache: Cache, rows: GrownRows, past_length: int) -> None:
+def remember_rows(cache: Cache, rows: ExpandedBatch, past_length: int) -> None:
     """Rows were put into the cache behind ``past_length`` positions; it may have been cropped."""
     length = past_length + rows.input_ids.shape[1]
     every = [
@@ -81,7 +81,7 @@ def remember_rows(cache: Cache, rows: GrownRows, past_length: int) -> None:
     else:
         anchor = past_length + max(rows.plain_from, 1)
         last_B1 = rows.position_ids.amax(dim=1, keepdim=True)
-        known = CachedRows(
+        known = CacheMetadata(
             anchor=anchor,
             length=length,
             next_position=last_B1 + 1 - (length - anchor),
@@ -108,7 +108,7 @@ def _keys_before(cache: Cache, anchor: int, length: int) -> Tensor | None:
     return keys[:, :, anchor - 1].flatten(1).clone().view(torch.uint8)
 
 
-def known_rows(cache: Cache | None, length: int) -> CachedRows | None:
+def known_rows(cache: Cache | None, length: int) -> CacheMetadata | None:
     """What tells the position behind so many of a cache, if anything does."""
     reaching = [of for of in _known(cache) if of.anchor <= length <= of.length]
     return reaching[-1] if reaching and reaching[-1].anchor_keys is not None else None
@@ -132,7 +132,7 @@ def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
     return torch.where(is_same.to(follows_B1.device), follows_B1.T, -1).amax(dim=1, keepdim=True)
 
 
-def _same_rows(cache: Cache, known: CachedRows, length: int) -> Tensor | None:
+def _same_rows(cache: Cache, known: CacheMetadata, length: int) -> Tensor | None:
     """``(B, known rows)`` bool, which rows are which; ``None`` if the cache shows no keys."""
     keys = _keys_before(cache, known.anchor, length)
     if keys is None or known.anchor_keys is None:
@@ -153,12 +153,12 @@ def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor
 
 
 @dataclass(eq=False)
-class GrownPrompt:
+class ExpandedPrompt:
     """A prompt that ``generate`` answers, grown once. Beams and several answers change places only
     among copies of one row, so nothing here follows them; what counts is on the host."""
 
     input_ids: Tensor  # (B, L) as given, by which the prompt is known again
-    rows: GrownRows
+    rows: ExpandedBatch
     position_ids: Tensor | None = None  # as given; some releases then hand over those of new ids
     passes: int = 0  # how often inputs were made
 
@@ -166,14 +166,14 @@ class GrownPrompt:
     def length(self) -> int:
         return self.rows.input_ids.shape[1]
 
-    def repeated(self, times: int, input_ids: Tensor) -> "GrownPrompt":
+    def repeated(self, times: int, input_ids: Tensor) -> "ExpandedPrompt":
         """Each row so often; ``input_ids`` are so already."""
 
         def repeat(value: Any) -> Any:
             return value.repeat_interleave(times, dim=0) if isinstance(value, Tensor) else value
 
-        rows = GrownRows(*map(repeat, self.rows))
-        return GrownPrompt(input_ids, rows, repeat(self.position_ids))
+        rows = ExpandedBatch(*map(repeat, self.rows))
+        return ExpandedPrompt(input_ids, rows, repeat(self.position_ids))
 
     def count_images(self, begin_id: int, past_length: int, number: int) -> list[int]:
         """Of each row: all, or where ``number`` is less, those that are not in the cache."""

@@ -5,7 +5,7 @@ from llamafactory.model.model_utils import visual
 from .api_check import require_members
 
 TESTED = "0.9.5"
-TOWER = "transformer.vision"
+VISION_TOWER = "transformer.vision"
 
 
 def register() -> None:
@@ -17,9 +17,9 @@ def register() -> None:
     require_members(visual, names, "llamafactory", TESTED)
     visual._register_composite_model(
         model_type="chatglm",
-        projector_keys=[f"{TOWER}.linear_proj", f"{TOWER}.conv"],
+        projector_keys=[f"{VISION_TOWER}.linear_proj", f"{VISION_TOWER}.conv"],
         vision_model_keys=[
-            f"{TOWER}.{part}" for part in ("patch_embedding", "transformer", "boi", "eoi")
+            f"{VISION_TOWER}.{part}" for part in ("patch_embedding", "transformer", "boi", "eoi")
         ],
         language_model_keys=[
             f"transformer.{part}" for part in ("encoder", "embedding", "output_layer")

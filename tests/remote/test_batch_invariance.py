@@ -16,10 +16,10 @@ from tests.helpers.tiny import (
     FILL,
     NUM_IMAGE_TOKENS,
     PAD,
-    grown_image,
+    expanded_image,
     images_of,
     padded,
-    three_id_image,
+    unexpanded_image,
     tiny_model,
 )
 
@@ -36,7 +36,7 @@ MANY = settings(
 )
 
 TEXT = st.lists(st.integers(0, 499), min_size=0, max_size=6)
-FORM = st.sampled_from([three_id_image(), grown_image()])
+FORM = st.sampled_from([unexpanded_image(), expanded_image()])
 
 
 @st.composite
