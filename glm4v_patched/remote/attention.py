@@ -1,7 +1,7 @@
-"""One way into transformers' attention registry, shared by vision tower and language model.
+"""Attention by transformers' registry of implementations, for vision tower and language model.
 
-Rows that hold several samples are attended to sample by sample (:class:`PackedSamples`), so that no
-mask over the whole row is ever made.
+Packed sequences are attended to sample by sample (:class:`PackedSamples`): no block-diagonal mask
+over a packed sequence is made.
 """
 
 from typing import NamedTuple, cast
@@ -12,46 +12,57 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # Shapes: B batch, Q query length, K key length, H query heads, G key-value heads, C head channels;
-# packed: R length of the rows, N samples of one group, M length of the longest of them, X heads of
+# packed: R sequence length, N samples of one group, M length of the longest of them, X heads of
 # either kind.
 
 
 class PackedSamples(NamedTuple):
-    """Where the samples of packed rows lie. Tokens are counted through all rows, ``0 .. B * R``.
+    """Indices that gather the samples of packed sequences into batches, and scatter them back.
 
-    Samples are gathered in groups of similar lengths, filled on the right with their own last
-    token, which under a causal mask no real query sees. At most half of what a group holds is
-    filling, so attention takes memory in proportion to the rows however unlike the samples are.
+    Samples of similar length form a group, a batch that is padded on the right by repeating each
+    sample's last token; under a causal mask no real query sees this padding. At most half of a
+    group is padding, so memory grows in proportion to the tokens, whatever the lengths.
+
+    Attributes:
+        group_indices: For each group ``(N, M)`` int64, indices into the flattened ``B * R`` tokens.
+        inverse_indices: ``(B * R,)`` int64, for each token its index in the concatenated,
+            flattened groups.
     """
 
-    groups: tuple[Tensor, ...]  # (N, M) int64 each, the token in every place
-    places: Tensor  # (B * R,) int64, the place of every token, counted through all groups
+    group_indices: tuple[Tensor, ...]
+    inverse_indices: Tensor
 
 
 def group_samples(position_ids_BR: Tensor) -> PackedSamples | None:
-    """Group the samples of rows by length; ``None`` where every row is one sample. Positions, 0
-    where a row or a sample starts, are read on the host: the only transfer from the device."""
-    rows, length = position_ids_BR.shape
+    """Group the samples of packed sequences by length.
+
+    Args:
+        position_ids_BR: 0 where a sample starts. Copied to the host, which waits for the device.
+
+    Returns:
+        ``None`` if every sequence is one sample.
+    """
+    batch_size, length = position_ids_BR.shape
     starts = (position_ids_BR.flatten() == 0).cpu().nonzero().flatten()
-    if len(starts) == rows:
+    if len(starts) == batch_size:
         return None
-    lengths = starts.diff(append=starts.new_tensor([rows * length]))
+    lengths = starts.diff(append=starts.new_tensor([batch_size * length]))
     lengths, order = lengths.sort(descending=True, stable=True)
     starts = starts[order]
-    groups, places, taken = [], starts.new_empty(rows * length), 0
+    groups, inverse, num_slots = [], starts.new_empty(batch_size * length), 0
     while len(lengths):
-        # The longest, and as many of the next as leave no more filling than tokens.
-        num_places = lengths[0] * torch.ones_like(lengths).cumsum(0)
-        size = int((num_places <= 2 * lengths.cumsum(0)).sum())
-        of_group_N1, starts_N1 = lengths[:size, None], starts[:size, None]
+        # The longest sample, and as many of the next ones as keep padding at or below half.
+        padded_sizes = lengths[0] * torch.ones_like(lengths).cumsum(0)
+        group_size = int((padded_sizes <= 2 * lengths.cumsum(0)).sum())
+        lengths_N1, starts_N1 = lengths[:group_size, None], starts[:group_size, None]
         columns_M = torch.arange(int(lengths[0]), device="cpu")
-        group_NM = starts_N1 + columns_M.minimum(of_group_N1 - 1)
-        is_token_NM = columns_M < of_group_N1
-        places[group_NM[is_token_NM]] = taken + is_token_NM.flatten().nonzero().flatten()
-        taken += group_NM.numel()
+        group_NM = starts_N1 + columns_M.minimum(lengths_N1 - 1)
+        is_token_NM = columns_M < lengths_N1
+        inverse[group_NM[is_token_NM]] = num_slots + is_token_NM.flatten().nonzero().flatten()
+        num_slots += group_NM.numel()
         groups.append(group_NM.to(position_ids_BR.device, non_blocking=True))
-        lengths, starts = lengths[size:], starts[size:]
-    return PackedSamples(tuple(groups), places.to(position_ids_BR.device, non_blocking=True))
+        lengths, starts = lengths[group_size:], starts[group_size:]
+    return PackedSamples(tuple(groups), inverse.to(position_ids_BR.device, non_blocking=True))
 
 
 def attend(
@@ -65,21 +76,25 @@ def attend(
     attention_collector: list[Tensor] | None = None,
     **kwargs,
 ) -> Tensor:
-    """``(B, Q, H * C)`` by the named implementation (eager, sdpa, flex, flash, ...).
+    """Compute attention by the named implementation (eager, sdpa, flex, flash, ...).
 
     Args:
-        module: Carries ``is_causal`` and ``num_key_value_groups`` (query heads per key-value
-            head), which the implementations read.
-        attention_mask: What transformers makes for that implementation; or packed samples, for one
-            that is causal without a mask (sdpa).
-        attention_collector: Takes the weights ``(B, H, Q, K)``, which only eager attention makes.
+        module: Implementations read its ``is_causal`` and ``num_key_value_groups`` (query heads
+            per key-value head).
+        attention_mask: The mask that transformers makes for this implementation; or packed
+            samples, for an implementation that is causal without a mask (sdpa).
+        attention_collector: The attention weights ``(B, H, Q, K)`` are appended to it. Only eager
+            attention computes them.
+
+    Returns:
+        ``(B, Q, H * C)``.
     """
     if isinstance(attention_mask, PackedSamples):
         return _attend_within_samples(
             module, query_BHQC, key_BGKC, value_BGKC, attention_mask, implementation, **kwargs
         )
-    if implementation == "sdpa" and _is_drawn(module, query_BHQC, key_BGKC, attention_mask):
-        # torch's fused kernel, told of the groups, reads each key once for all heads of its group.
+    if implementation == "sdpa" and _is_decode_step(module, query_BHQC, key_BGKC, attention_mask):
+        # Grouped-query attention: the fused kernel reads each key once for all heads of its group.
         out_BH1C = F.scaled_dot_product_attention(
             query_BHQC, key_BGKC, value_BGKC, attn_mask=attention_mask, enable_gqa=True
         )
@@ -112,17 +127,19 @@ def _attend_within_samples(
     implementation: str,
     **kwargs,
 ) -> Tensor:
+    """Attend within each group of samples, and scatter the outputs back to their sequences."""
+
     def gather(tokens_BXRC: Tensor, group_NM: Tensor) -> Tensor:
         tokens = tokens_BXRC.transpose(1, 2).flatten(0, 1)
         gathered = tokens.index_select(0, group_NM.flatten()).unflatten(0, group_NM.shape)
         return gathered.transpose(1, 2)
 
     outputs = []
-    for group_NM in packed.groups:
+    for group_NM in packed.group_indices:
         query, key, value = (gather(x, group_NM) for x in (query_BHRC, key_BGRC, value_BGRC))
         out = attend(module, query, key, value, None, implementation, **kwargs)
         outputs.append(out.flatten(0, 1))
-    out = torch.cat(outputs).index_select(0, packed.places)
+    out = torch.cat(outputs).index_select(0, packed.inverse_indices)
     return out.unflatten(0, (query_BHRC.shape[0], -1))
 
 
@@ -135,7 +152,11 @@ def eager_attention(
     scaling: float,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """Attention spelled out, with the softmax in fp32. Returns the output and the weights."""
+    """Compute attention in plain torch, with the softmax in fp32.
+
+    Returns:
+        The output ``(B, Q, H, C)`` and the attention weights ``(B, H, Q, K)``.
+    """
     groups = cast(int, module.num_key_value_groups)
     key_BHKC = key_BGKC.repeat_interleave(groups, dim=1)
     value_BHKC = value_BGKC.repeat_interleave(groups, dim=1)
@@ -146,11 +167,11 @@ def eager_attention(
     return (weights_BHQK @ value_BHKC).transpose(1, 2), weights_BHQK
 
 
-def _is_drawn(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None) -> bool:
-    """Whether a causal layer has one query for a cache, and heads that share keys."""
-    is_one = query_BHQC.shape[2] == 1 < key_BGKC.shape[2] and module.is_causal
+def _is_decode_step(module, query_BHQC: Tensor, key_BGKC: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a causal layer attends with one query, over a cache, with grouped heads."""
+    has_one_query = query_BHQC.shape[2] == 1 < key_BGKC.shape[2] and module.is_causal
     has_groups = query_BHQC.shape[1] != key_BGKC.shape[1]
-    is_for_all_heads = mask is None or (
+    is_shared_mask = mask is None or (
         mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1
     )
-    return is_one and has_groups and is_for_all_heads
+    return has_one_query and has_groups and is_shared_mask

@@ -1,6 +1,7 @@
-"""What generation knows of rows whose keys are in a cache: their positions and padding.
+"""Metadata of a key-value cache: position ids and padding of the sequences in it.
 
-An image has more entries there than positions, so what comes next cannot be told from its length.
+An image takes more cache entries than position ids, so the position that follows a cached sequence
+does not follow from the cache's length.
 """
 
 from dataclasses import dataclass
@@ -13,93 +14,100 @@ from transformers.cache_utils import Cache
 
 from .image_layout import ExpandedBatch
 
-# Shapes: B rows, R length of the grown rows, N new ids, K keys: as many as the cache has room for
-# if it is static, as many as it holds if not.
+# Shapes: B sequences, R length of the expanded prompt, N new tokens, K keys: the capacity of a
+# static cache, the length of any other.
 
 
 class CacheMetadata(NamedTuple):
-    """What a cache's entries do not say, of one time that rows were put there.
+    """Metadata of one prefill of a cache.
 
     Attributes:
-        anchor: Positions up to the last that is no plain text. All that lie behind it are text,
-            each at the position after that of the id before it.
-        length: Positions up to which that holds.
-        next_position: ``(B, 1)``, the position that follows ``anchor``.
-        anchor_keys: ``(B, bytes)`` uint8, some layer's keys just before ``anchor``, by which rows
-            are found again that were reordered, selected, repeated or copied since.
+        anchor: Cache length up to the last entry that is padding or part of an image. All entries
+            from here on are text, each at the previous position id + 1.
+        length: Cache length up to which this metadata is valid.
+        next_position: ``(B, 1)``, the position id at ``anchor``.
+        row_fingerprint: ``(B, bytes)`` uint8, the bytes of one layer's keys just before ``anchor``.
+            They identify sequences that were reordered, selected, repeated or copied since.
     """
 
     anchor: int
     length: int
     next_position: Tensor
-    anchor_keys: Tensor | None
+    row_fingerprint: Tensor | None
 
 
-CACHED_ROWS = "glm4v_rows"  # of a cache: a list of CacheMetadata, the latest last
+METADATA_ATTRIBUTE = "glm4v_metadata"  # of a Cache: list[CacheMetadata], the latest prefill last
 
 
 def cached_length(cache: Cache | None) -> int:
+    """Return how many positions a cache holds. Waits for the device if the cache is static."""
     length: Any = 0 if cache is None else cache.get_seq_length()
     # A static cache answers with a tensor, which in transformers 5 is the counter itself.
     return int(length) if isinstance(length, Tensor) else length
 
 
 def is_static(cache: Cache | None) -> bool:
-    """Whether the cache has a fixed size, and its length is known to the device alone."""
+    """Return whether the cache has a fixed size, and only the device knows its length."""
     return cache is not None and bool(cache.is_compileable)
 
 
-def room_of(cache: Cache | None) -> int | None:
-    """The positions that a static cache has room for."""
+def static_cache_len(cache: Cache | None) -> int | None:
+    """Return the capacity of a static cache in positions; ``None`` for any other cache."""
     layers = [] if cache is None else cache.layers
     return getattr(layers[0], "max_cache_len", None) if layers else None
 
 
-def check_room(cache: Cache | None, length: int) -> None:
-    room = room_of(cache)
-    if room is not None and room < length:
+def check_cache_capacity(cache: Cache | None, length: int) -> None:
+    """Raise ``ValueError`` if a static cache is smaller than ``length`` positions."""
+    capacity = static_cache_len(cache)
+    if capacity is not None and capacity < length:
         raise ValueError(
-            f"the cache has room for {room} positions but the rows take {length}: make it larger, "
-            "as large as the rows with their images grown and the answer together"
+            f"the static cache has {capacity} positions but {length} are needed: make it as large "
+            "as the prompt, with its image placeholders expanded, and the answer together"
         )
 
 
-def _known(cache: Cache | None) -> list[CacheMetadata]:
-    return getattr(cache, CACHED_ROWS, [])
+def _get_metadata(cache: Cache | None) -> list[CacheMetadata]:
+    return getattr(cache, METADATA_ATTRIBUTE, [])
 
 
-def remember_rows(cache: Cache, rows: ExpandedBatch, past_length: int) -> None:
-    """Rows were put into the cache behind ``past_length`` positions; it may have been cropped."""
-    length = past_length + rows.input_ids.shape[1]
-    every = [
-        known._replace(length=min(known.length, past_length))
-        for known in _known(cache)
-        if known.anchor <= past_length
+def record_prefill(cache: Cache, batch: ExpandedBatch, past_length: int) -> None:
+    """Record that ``batch`` was added to the cache after ``past_length`` positions.
+
+    The cache may have been cropped before: entries behind ``past_length`` are dropped.
+    """
+    length = past_length + batch.input_ids.shape[1]
+    entries = [
+        entry._replace(length=min(entry.length, past_length))
+        for entry in _get_metadata(cache)
+        if entry.anchor <= past_length
     ]
-    if every and not rows.plain_from and every[-1].length == past_length:
-        every[-1] = every[-1]._replace(length=length)
+    if entries and not batch.text_only_from and entries[-1].length == past_length:
+        entries[-1] = entries[-1]._replace(length=length)
     else:
-        anchor = past_length + max(rows.plain_from, 1)
-        last_B1 = rows.position_ids.amax(dim=1, keepdim=True)
-        known = CacheMetadata(
+        anchor = past_length + max(batch.text_only_from, 1)
+        last_B1 = batch.position_ids.amax(dim=1, keepdim=True)
+        entry = CacheMetadata(
             anchor=anchor,
             length=length,
             next_position=last_B1 + 1 - (length - anchor),
-            anchor_keys=_keys_before(cache, anchor, length),
+            row_fingerprint=_compute_fingerprint(cache, anchor, length),
         )
-        every.append(known)
-    setattr(cache, CACHED_ROWS, every)
+        entries.append(entry)
+    setattr(cache, METADATA_ATTRIBUTE, entries)
 
 
-def remember_drawn(cache: Cache, length: int) -> None:
-    """The cache is about to hold that many positions, the last of them drawn one by one."""
-    known = _known(cache)
-    if known:
-        setattr(cache, CACHED_ROWS, [*known[:-1], known[-1]._replace(length=length)])
+def record_decode_step(cache: Cache, length: int) -> None:
+    """Record that the cache is about to hold ``length`` positions, the last ones generated text."""
+    entries = _get_metadata(cache)
+    if entries:
+        setattr(cache, METADATA_ATTRIBUTE, [*entries[:-1], entries[-1]._replace(length=length)])
 
 
-def _keys_before(cache: Cache, anchor: int, length: int) -> Tensor | None:
-    # The last layer's, for they depend on the whole row; layers that were left out have none.
+def _compute_fingerprint(cache: Cache, anchor: int, length: int) -> Tensor | None:
+    """Return the bytes of each sequence's keys before ``anchor``, ``None`` if they are not
+    readable."""
+    # The last filled layer's keys depend on the whole sequence; skipped layers have none.
     layers: list[Any] = [*cache.layers]
     filled = [layer for layer in layers if layer.is_initialized]
     keys = filled[-1].keys if filled else None
@@ -108,105 +116,137 @@ def _keys_before(cache: Cache, anchor: int, length: int) -> Tensor | None:
     return keys[:, :, anchor - 1].flatten(1).clone().view(torch.uint8)
 
 
-def known_rows(cache: Cache | None, length: int) -> CacheMetadata | None:
-    """What tells the position behind so many of a cache, if anything does."""
-    reaching = [of for of in _known(cache) if of.anchor <= length <= of.length]
-    return reaching[-1] if reaching and reaching[-1].anchor_keys is not None else None
+def find_metadata(cache: Cache | None, length: int) -> CacheMetadata | None:
+    """Return the metadata that determines the position id at a cache length, ``None`` if none
+    does."""
+    valid = [entry for entry in _get_metadata(cache) if entry.anchor <= length <= entry.length]
+    return valid[-1] if valid and valid[-1].row_fingerprint is not None else None
 
 
-def next_position(cache: Cache | None, past_length: int) -> Tensor | None:
-    """The position ``(B, 1)`` that follows each row of the cache, -1 for an unknown row."""
+def compute_next_position(cache: Cache | None, past_length: int) -> Tensor | None:
+    """Return the position id ``(B, 1)`` that follows each cached sequence.
+
+    It is -1 for a sequence that this model did not put there, and ``None`` for an empty cache.
+
+    Raises:
+        ValueError: The position id of no sequence can be determined.
+    """
     if cache is None or not past_length:
         return None
-    known = known_rows(cache, past_length)
-    is_same = None if known is None else _same_rows(cache, known, past_length)
-    if known is None or is_same is None:
+    metadata = find_metadata(cache, past_length)
+    is_same = None if metadata is None else _match_sequences(cache, metadata, past_length)
+    if metadata is None or is_same is None:
         raise ValueError(
-            f"the cache holds {past_length} positions after which the next one is not known (an "
-            "image has more entries than positions): it is where this model has put them there, "
-            "the cache shows its keys, and it ends in text behind its images and padding; give "
-            "position_ids; for peft's prefix tuning, which drops them, use prompt tuning or LoRA"
+            f"the next position id after {past_length} cached positions is unknown (an image takes "
+            "more cache entries than position ids): it is known only for caches that this model "
+            "filled, with readable keys, ending in text behind images and padding; pass "
+            "position_ids. peft's prefix tuning drops position_ids: use prompt tuning or LoRA"
         )
-    # Layers may stand on several devices.
-    follows_B1 = known.next_position + (past_length - known.anchor)
-    return torch.where(is_same.to(follows_B1.device), follows_B1.T, -1).amax(dim=1, keepdim=True)
+    # Layers may be on several devices.
+    next_B1 = metadata.next_position + (past_length - metadata.anchor)
+    return torch.where(is_same.to(next_B1.device), next_B1.T, -1).amax(dim=1, keepdim=True)
 
 
-def _same_rows(cache: Cache, known: CacheMetadata, length: int) -> Tensor | None:
-    """``(B, known rows)`` bool, which rows are which; ``None`` if the cache shows no keys."""
-    keys = _keys_before(cache, known.anchor, length)
-    if keys is None or known.anchor_keys is None:
+def _match_sequences(cache: Cache, metadata: CacheMetadata, length: int) -> Tensor | None:
+    """Compare the cache's sequences with the recorded ones by their fingerprints.
+
+    Returns:
+        ``(B, recorded sequences)`` bool; ``None`` if the cache's keys are not readable.
+    """
+    keys = _compute_fingerprint(cache, metadata.anchor, length)
+    if keys is None or metadata.row_fingerprint is None:
         return None
-    if keys.shape[1] != known.anchor_keys.shape[1]:
-        return keys.new_zeros((keys.shape[0], known.anchor_keys.shape[0]), dtype=torch.bool)
-    return (keys[:, None] == known.anchor_keys.to(keys.device)).all(dim=-1)
+    if keys.shape[1] != metadata.row_fingerprint.shape[1]:
+        shape = keys.shape[0], metadata.row_fingerprint.shape[0]
+        return keys.new_zeros(shape, dtype=torch.bool)
+    return (keys[:, None] == metadata.row_fingerprint.to(keys.device)).all(dim=-1)
 
 
-def check_rows_of_cache(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
+def check_cache_batch_size(cache: Cache | None, past_length: int, input_ids: Tensor) -> None:
+    """Raise ``ValueError`` if the cache's batch size is not that of ``input_ids``."""
     layers: list[Any] = [*cache.layers] if cache is not None and past_length else []
     keys = layers[0].keys if layers else None
     if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[0] != input_ids.shape[0]:
         raise ValueError(
-            f"the cache holds {len(keys)} rows but {len(input_ids)} are given: select or repeat "
-            "the rows of both alike"
+            f"the cache holds {len(keys)} sequences but input_ids has {len(input_ids)}: select or "
+            "repeat the sequences of both alike"
         )
 
 
 @dataclass(eq=False)
 class ExpandedPrompt:
-    """A prompt that ``generate`` answers, grown once. Beams and several answers change places only
-    among copies of one row, so nothing here follows them; what counts is on the host."""
+    """The prompt of a ``generate`` call, whose image placeholders are expanded once, at prefill.
 
-    input_ids: Tensor  # (B, L) as given, by which the prompt is known again
-    rows: ExpandedBatch
-    position_ids: Tensor | None = None  # as given; some releases then hand over those of new ids
-    passes: int = 0  # how often inputs were made
+    Beams and several answers only change places among copies of one sequence, so this needs no
+    reordering. Lengths are known on the host.
+
+    Attributes:
+        input_ids: ``(B, L)`` as passed to ``generate``; the prompt is recognized by this tensor.
+        batch: The prompt with its image placeholders expanded.
+        position_ids: As passed to ``generate``; some releases of transformers then replace them
+            by those of the new tokens.
+        num_forward_calls: How often inputs for ``forward`` were prepared.
+    """
+
+    input_ids: Tensor
+    batch: ExpandedBatch
+    position_ids: Tensor | None = None
+    num_forward_calls: int = 0
 
     @property
     def length(self) -> int:
-        return self.rows.input_ids.shape[1]
+        """The expanded length ``R``."""
+        return self.batch.input_ids.shape[1]
 
-    def repeated(self, times: int, input_ids: Tensor) -> "ExpandedPrompt":
-        """Each row so often; ``input_ids`` are so already."""
+    def repeated(self, repeats: int, input_ids: Tensor) -> "ExpandedPrompt":
+        """Return a prompt with each sequence repeated; ``input_ids`` are repeated already."""
 
         def repeat(value: Any) -> Any:
-            return value.repeat_interleave(times, dim=0) if isinstance(value, Tensor) else value
+            return value.repeat_interleave(repeats, dim=0) if isinstance(value, Tensor) else value
 
-        rows = ExpandedBatch(*map(repeat, self.rows))
-        return ExpandedPrompt(input_ids, rows, repeat(self.position_ids))
+        batch = ExpandedBatch(*map(repeat, self.batch))
+        return ExpandedPrompt(input_ids, batch, repeat(self.position_ids))
 
-    def count_images(self, begin_id: int, past_length: int, number: int) -> list[int]:
-        """Of each row: all, or where ``number`` is less, those that are not in the cache."""
-        is_begin = (self.rows.input_ids == begin_id) & self.rows.image_mask
-        if int(is_begin.sum()) != number:
+    def count_images(self, begin_id: int, past_length: int, num_images: int) -> list[int]:
+        """Return the number of images in each sequence.
+
+        If ``num_images`` is not the number of all images, count those that are not cached.
+        """
+        is_begin = (self.batch.input_ids == begin_id) & self.batch.image_mask
+        if int(is_begin.sum()) != num_images:
             is_begin = is_begin[:, past_length:]
         return is_begin.sum(dim=1).tolist()
 
-    def num_drawn(self, input_ids: Tensor) -> int:
+    def num_generated(self, input_ids: Tensor) -> int:
+        """Return how many tokens of ``input_ids`` follow the prompt."""
         return input_ids.shape[1] - self.input_ids.shape[1]
 
-    def num_new(self, input_ids: Tensor, cache: Cache | None) -> int:
-        """Drawn ids that are not in the cache yet; 0 if something else has to be computed, too."""
-        num_drawn = self.num_drawn(input_ids)
-        if cache is None or num_drawn < 1 or len(input_ids) != len(self.input_ids):
+    def num_uncached(self, input_ids: Tensor, cache: Cache | None) -> int:
+        """Return how many generated tokens are not in the cache yet.
+
+        It is 0 if ``forward`` has to compute anything else, too.
+        """
+        num_generated = self.num_generated(input_ids)
+        if cache is None or num_generated < 1 or len(input_ids) != len(self.input_ids):
             return 0
         if is_static(cache):  # whose own length is on the device
-            num_filled = known[-1].length if (known := _known(cache)) else 0
+            num_filled = entries[-1].length if (entries := _get_metadata(cache)) else 0
         else:
             num_filled = cached_length(cache)
-        num_new = self.length + num_drawn - num_filled
-        return num_new if 0 < num_new <= num_drawn else 0
+        num_uncached = self.length + num_generated - num_filled
+        return num_uncached if 0 < num_uncached <= num_generated else 0
 
-    def positions(self, num_drawn: int, num_new: int) -> Tensor:
-        """``(B, N)`` of the last drawn ids."""
-        last_B1 = self.rows.position_ids[:, -1:]
-        if num_new == 1:
-            return last_B1 + num_drawn
-        return last_B1 + torch.arange(num_drawn - num_new + 1, num_drawn + 1, device=last_B1.device)
+    def decode_position_ids(self, num_generated: int, num_uncached: int) -> Tensor:
+        """Return the position ids ``(B, num_uncached)`` of the last generated tokens."""
+        last_B1 = self.batch.position_ids[:, -1:]
+        if num_uncached == 1:
+            return last_B1 + num_generated
+        first = num_generated - num_uncached + 1
+        return last_B1 + torch.arange(first, num_generated + 1, device=last_B1.device)
 
     def padding_mask(self, num_keys: int) -> Tensor | None:
-        """``(B, K)`` int64, 0 at padding; ``None`` if there is none."""
-        if not self.rows.has_padding:
+        """Return the mask ``(B, K)`` int64, 0 at padding; ``None`` if there is no padding."""
+        if not self.batch.has_padding:
             return None
-        assert self.rows.attention_mask is not None
-        return F.pad(self.rows.attention_mask, (0, num_keys - self.length), value=1)
+        assert self.batch.attention_mask is not None
+        return F.pad(self.batch.attention_mask, (0, num_keys - self.length), value=1)

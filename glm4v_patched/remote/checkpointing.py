@@ -1,21 +1,22 @@
-"""Activation checkpointing that survives ZeRO-3. Knows nothing of this model.
+"""Activation checkpointing that works under ZeRO-3 with frozen weights. Independent of the model.
 
-What goes wrong without it, with DeepSpeed ZeRO-3, frozen weights and non-reentrant checkpoints:
+The problem with DeepSpeed ZeRO-3, frozen weights and non-reentrant checkpoints:
 
-1. The backward pass recomputes a layer; ZeRO-3's forward hooks fire again and, when a submodule is
-   done, partition its parameters in place: ``param.data`` becomes an empty tensor.
-2. torch keeps what autograd saves during the recomputation. A trainable parameter is kept detached,
-   an alias that still holds the gathered storage; a frozen one is kept as the live object.
-3. So when torch compares what was saved with the first forward, frozen parameters have shape [0]:
-   "Recomputed values for the following tensors have different metadata".
+1. Backward recomputes a layer. ZeRO-3's forward hooks run again and partition the parameters of
+   each submodule that is done, in place: ``param.data`` becomes an empty tensor.
+2. Autograd saves tensors during the recomputation. A trainable parameter is saved detached, an
+   alias that still owns the gathered storage; a frozen parameter is saved as the live object.
+3. torch compares the saved tensors with those of the first forward and finds frozen parameters of
+   shape [0]: "Recomputed values for the following tensors have different metadata".
 
-The cure: a layer's frozen parameters stay gathered from its recomputation to the end of its own
-backward. ZeRO-3 does not partition a parameter that some submodule still uses, so a token among
-those users (``ds_active_sub_modules``) holds it; DeepSpeed's own hook after the submodule's
-backward partitions it. Nothing is gathered twice, and torch's comparison stays on.
+The solution: a layer's frozen parameters stay gathered from the recomputation to the end of the
+layer's backward. ZeRO-3 does not partition a parameter that a submodule still uses, so an
+additional id among its users (``ds_active_sub_modules``) keeps it gathered; DeepSpeed's own hook
+after the submodule's backward partitions it. Nothing is gathered twice, and torch's comparison
+stays on.
 
-Newer DeepSpeed (0.19.3) holds such parameters itself, for the module whose backward is under way,
-which may be far outside of the layer; that attribution is undone here, as it is not needed.
+DeepSpeed 0.19.3 and newer keep such parameters gathered themselves, on behalf of the module whose
+backward is running. That may be a module far outside of the layer, so this is undone here.
 """
 
 from collections.abc import Callable
@@ -26,54 +27,60 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# A user that is no module: module ids are non-negative.
-_HOLDER = -1
+# Ids of modules are non-negative.
+_KEEP_GATHERED_ID = -1
 
 
-class _PlainSubclasses:
-    """Keeps ``GradientCheckpointingLayer`` (transformers 5.23) from wrapping our ``forward``."""
+class _NoForwardWrapping:
+    """Keep ``GradientCheckpointingLayer`` (transformers 5.23) from wrapping our ``forward``."""
 
     def __init_subclass__(cls, **kwargs):
         pass
 
 
-class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
+class CheckpointedLayer(_NoForwardWrapping, GradientCheckpointingLayer):
     """A layer that recomputes its activations in backward when checkpointing is enabled.
 
     Subclasses define ``layer_forward(hidden, *rest)``. The checkpointing function receives a bound
     method, so that frameworks find the layer as its ``__self__``, and the hidden states first.
 
-    It is a ``GradientCheckpointingLayer`` because transformers counts those for
-    ``every_n_layers``; that class's own wrapping (of ``__call__``, from 5.23 on of ``forward``)
-    hands over a partial that is bound to nothing, so neither is used.
+    transformers counts ``GradientCheckpointingLayer`` objects for ``every_n_layers``. Its own
+    wrapping (of ``__call__``, from 5.23 on of ``forward``) passes a partial instead of a bound
+    method and is not used.
     """
 
     gradient_checkpointing = False
     _gradient_checkpointing_func: Callable  # set by transformers
 
     def __call__(self, hidden, *rest):
-        learns = self.training and torch.is_grad_enabled()
-        if learns and not hidden.requires_grad and any(p.requires_grad for p in self.parameters()):
+        is_training = self.training and torch.is_grad_enabled()
+        if (
+            is_training
+            and not hidden.requires_grad
+            and any(p.requires_grad for p in self.parameters())
+        ):
             # Reentrant checkpoints differentiate only through inputs that require grad, and
-            # ZeRO-3 releases a layer in the backward of its input. Before the layer's own hooks,
-            # for where it is gathered as a whole (a leaf module) they are what releases it.
+            # ZeRO-3 releases a layer in the backward of its input. This happens before the layer's
+            # hooks run, because they release a layer that is gathered as one unit (a leaf module).
             hidden = hidden.detach().requires_grad_()
         return nn.Module.__call__(self, hidden, *rest)
 
     def layer_forward(self, hidden, *rest):
+        """Compute the layer. Defined by subclasses."""
         raise NotImplementedError
 
     def forward(self, hidden, *rest):
+        """Run :meth:`layer_forward`, under checkpointing if that is enabled in training."""
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        # An input without grad: nothing is kept, nothing to recompute.
+        # Without a gradient for the input there is no backward, hence nothing to recompute.
         if not (recomputes and hidden.requires_grad):
             return self.layer_forward(hidden, *rest)
         return self._gradient_checkpointing_func(self.recomputable_forward, hidden, *rest)
 
     def recomputable_forward(self, hidden, *rest):
-        """``layer_forward``, safe to run a second time inside a backward pass."""
+        """Run :meth:`layer_forward` so that backward may recompute it."""
         if torch.compiler.is_compiling():
-            # A compiled layer recomputes within its own backward, where no hook releases anything.
+            # A compiled layer recomputes within its own backward, where no hook releases weights.
             return self.layer_forward(hidden, *rest)
         with keep_frozen_parameters_gathered(self):
             return self.layer_forward(hidden, *rest)
@@ -81,16 +88,16 @@ class CheckpointedLayer(_PlainSubclasses, GradientCheckpointingLayer):
 
 @contextmanager
 def keep_frozen_parameters_gathered(layer: nn.Module):
-    """Keep the frozen ZeRO-3 parameters of ``layer`` gathered after a recomputation in backward."""
+    """Keep a layer's frozen ZeRO-3 parameters gathered after its recomputation in backward."""
     modules = list(layer.modules()) if _in_backward() else []
     owners = _frozen_zero3_parameters(modules)
     for parameter in owners:
-        parameter.ds_active_sub_modules.add(_HOLDER)
+        parameter.ds_active_sub_modules.add(_KEEP_GATHERED_ID)
     try:
         yield
     finally:
         for parameter, module_ids in owners.items():
-            # Also drops the modules outside this layer that DeepSpeed 0.19.3 and newer entered.
+            # Also drops modules outside this layer, which DeepSpeed 0.19.3 and newer added.
             parameter.ds_active_sub_modules.intersection_update(module_ids)
         if owners:
             for module in modules:
@@ -102,12 +109,12 @@ def _in_backward() -> bool:
 
 
 def _frozen_zero3_parameters(modules: list[nn.Module]) -> dict[Any, set[int]]:
-    """Their frozen ZeRO-3 parameters, each with the ids of the modules that own it."""
-    owners: dict[Any, set[int]] = {}  # parameters, with the attributes that DeepSpeed adds
+    """Map the modules' frozen ZeRO-3 parameters to the ids of the modules that own them."""
+    owners: dict[Any, set[int]] = {}  # parameters have attributes that DeepSpeed adds
     for module in modules:
         if not hasattr(module, "ds_id"):
-            continue  # inside of a leaf module, which is gathered and released from outside
-        # Not module.parameters() or attributes: DeepSpeed's getters gather what is asked for.
+            continue  # inside a leaf module, which is gathered and released as a unit
+        # Attribute access or module.parameters() would trigger DeepSpeed's gather.
         for parameter in module._parameters.values():
             if parameter is None or parameter.requires_grad:
                 continue

@@ -1,9 +1,9 @@
-"""Entries of our classes in transformers' lists of class names.
+"""Registers our classes in transformers' lists of class names.
 
-Other code decides by these lists alone what a class is. A Trainer with ``label_smoothing_factor``
-takes the labels out of the batch and shifts them for the listed causal language models only: any
-other class learns to repeat its input. Classes loaded from a folder or the Hub are in no list, so
-each class enters its own name where it is defined.
+Other code looks only at these lists to learn what a class is. A Trainer with
+``label_smoothing_factor`` takes the labels out of the batch and shifts them only for listed causal
+language models; any other class would be trained to repeat its input. transformers lists no class
+that was loaded from a folder or the Hub, so each of ours registers its name when it is defined.
 """
 
 import transformers
@@ -12,20 +12,22 @@ from transformers.models.auto import modeling_auto
 from .configuration_chatglm import TESTED_TRANSFORMERS
 
 
-def enter_class(cls: type, kind: str, key: str | None = None) -> None:
-    """Enter the name of ``cls`` in the list of ``kind``; ``ImportError`` if there is no such list.
+def register_class_name(cls: type, kind: str, key: str | None = None) -> None:
+    """Add the name of ``cls`` to transformers' ``MODEL_FOR_{kind}_MAPPING_NAMES``.
 
     Args:
-        kind: As in ``MODEL_FOR_{kind}_MAPPING_NAMES``.
-        key: Default the class name, which is no model type: what other models of the type
-            "chatglm" enter stays, and no Auto class finds anything by it.
+        key: The key of the entry. Default: the class name. It is not a model type, so entries of
+            other models of type "chatglm" remain and no Auto class finds it.
+
+    Raises:
+        ImportError: This transformers has no such list.
     """
-    name = f"MODEL_FOR_{kind}_MAPPING_NAMES"
-    names = getattr(modeling_auto, name, None)
+    list_name = f"MODEL_FOR_{kind}_MAPPING_NAMES"
+    names = getattr(modeling_auto, list_name, None)
     if not isinstance(names, dict):
         raise ImportError(
-            f"transformers {transformers.__version__} has no {name}, by which a Trainer decides "
-            "whether labels are shifted; install a tested one: "
+            f"transformers {transformers.__version__} has no {list_name}, which tells a Trainer "
+            "whether to shift labels; install a tested version: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
     names[key or cls.__name__] = cls.__name__

@@ -1,4 +1,4 @@
-"""One score a row: what ``ChatGLMForSequenceClassification`` computes."""
+"""Sequence classification: the forward pass of ``ChatGLMForSequenceClassification``."""
 
 from typing import Any
 
@@ -10,25 +10,26 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from .cache_metadata import cached_length
 from .image_layout import running_max
-from .keywords import CACHE_KEYWORD, cache_kwarg, wants_dict
+from .keywords import CACHE_KEYWORD, cache_kwarg, resolve_return_dict
 from .sharding import refuse_split_model
 
-# Shapes: B rows, L length as given, R length of the grown rows, D width.
+# Shapes: B sequences, L length of input_ids, R expanded length, D hidden size.
 
-# Keywords of the decoder that mean something for each token, of which there is no label or logit.
-OF_TOKENS = ("prompt_length", "shift_labels")
+# Keywords of the decoder about single tokens: a classifier has one label and logit per sequence.
+PER_TOKEN_KWARGS = ("prompt_length", "shift_labels")
 
 
-class ScoresRows(nn.Module):
-    """For a model with a decoder, its ``transformer``, and a linear head, ``score``."""
+class SequenceScoringMixin(nn.Module):
+    """Adds ``forward`` to a model with a decoder, ``transformer``, and a linear head, ``score``."""
 
     config: Any
     transformer: Any
     score: nn.Module
     loss_function: Any
     _check_keywords: Any
-    # A mean over samples: a Trainer has to average it over accumulated batches. It would take this
-    # loss for a sum that num_items_in_batch has divided, because forward takes further keywords.
+    # The loss is a mean over samples, which a Trainer has to average over accumulated batches. As
+    # forward takes **options, a Trainer would otherwise assume that it divides by
+    # num_items_in_batch.
     accepts_loss_kwargs = False
 
     def forward(
@@ -43,28 +44,32 @@ class ScoresRows(nn.Module):
         labels: Tensor | None = None,
         **options,
     ) -> SequenceClassifierOutputWithPast | tuple:
-        """Score each row at its last token. Inputs, and ``options``, as in
-        :meth:`ChatGLMModel.forward`.
+        """Score each sequence at its last token.
+
+        Arguments, also ``options``, are those of :meth:`ChatGLMModel.forward`.
 
         Args:
-            attention_mask: ``(B, cached + L)``. Without one, a row ends before the padding ids
-                that it ends with, as in transformers' own models; a single one need not, where
-                ``config.pad_token_id`` is None.
-            labels: ``(B,)``, classes or (``num_labels`` 1) values; ``(B, num_labels)`` for several
-                at once, by ``config.problem_type`` or their dtype.
+            attention_mask: ``(B, cached + L)``. Without a mask, padding ids at the end of a
+                sequence count as padding, as in transformers' own models. A batch of one sequence
+                needs no mask if ``config.pad_token_id`` is None.
+            labels: ``(B,)``: classes, or values if ``num_labels`` is 1. ``(B, num_labels)``:
+                several classes or values each, as ``config.problem_type`` or their dtype says.
 
         Returns:
             ``loss``; ``logits`` ``(B, num_labels)`` in the dtype of the weights.
+
+        Raises:
+            ValueError: The end of a sequence is unknown, or a sequence is packed.
         """
         self._check_keywords(options, input_ids)
         if self.training:
             refuse_split_model(self)
         cache, return_dict = options.pop("cache", None), options.pop("return_dict", None)
-        attention_mask, past_key_values, images = self.transformer._by_place(
+        attention_mask, past_key_values, images = self.transformer._resolve_positional(
             attention_mask, past_key_values, cache, images
         )
         if attention_mask is None and input_ids is not None:
-            attention_mask = self._mask_of_ends(input_ids, cached_length(past_key_values))
+            attention_mask = self._mask_trailing_padding(input_ids, cached_length(past_key_values))
         output = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -78,9 +83,9 @@ class ScoresRows(nn.Module):
         )
         if attention_mask is not None and output.attention_mask is None:
             raise ValueError(
-                f"position_ids restart within {len(attention_mask)} rows, which then hold more "
-                "than one sample each, but one score is read at the end of a row: give a row for "
-                "every sample"
+                f"position_ids restart within the {len(attention_mask)} sequences, so they are "
+                "packed, but one score is computed per sequence: pass each sample as a sequence of "
+                "its own"
             )
         hidden_BRD = output.last_hidden_state
         last_B = self._last_tokens(hidden_BRD, output.attention_mask)
@@ -97,15 +102,15 @@ class ScoresRows(nn.Module):
             hidden_states=output.hidden_states,
             attentions=output.attentions,
         )
-        return result if wants_dict(return_dict, self.config) else result.to_tuple()
+        return result if resolve_return_dict(return_dict, self.config) else result.to_tuple()
 
-    def _mask_of_ends(self, input_ids: Tensor, past_length: int) -> Tensor:
-        """Zeros at the padding ids that rows end with."""
+    def _mask_trailing_padding(self, input_ids: Tensor, past_length: int) -> Tensor:
+        """Return a mask ``(B, past_length + L)`` with 0 at trailing padding ids."""
         if self.config.pad_token_id is None:
             if input_ids.shape[0] > 1:
                 raise ValueError(
-                    f"{len(input_ids)} rows were given without attention_mask to a model whose "
-                    "config.pad_token_id is None, so where they end is not known: give either"
+                    f"the ends of {len(input_ids)} sequences are unknown without attention_mask, "
+                    "as config.pad_token_id is None: pass attention_mask or set pad_token_id"
                 )
             shape = input_ids.shape[0], past_length + input_ids.shape[1]
             return torch.ones(shape, dtype=torch.long, device=input_ids.device)
@@ -114,15 +119,15 @@ class ScoresRows(nn.Module):
         return F.pad(precedes_token, (past_length, 0), value=1)
 
     def _last_tokens(self, hidden_BRD: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Each row's last column ``(B,)`` that is no padding."""
+        """Return the column ``(B,)`` of each sequence's last token that is not padding."""
         length = hidden_BRD.shape[1]
         columns = torch.arange(length, device=hidden_BRD.device).expand(hidden_BRD.shape[0], -1)
         if attention_mask is None:
             return columns[:, -1]
         if attention_mask.ndim != 2:
             raise ValueError(
-                f"attention_mask has {attention_mask.ndim} dimensions: a score is read at a row's "
-                "last token, which a mask (rows, ids) says"
+                f"attention_mask has {attention_mask.ndim} dimensions: a score is computed at a "
+                "sequence's last token, which only a 2D mask (sequences, tokens) shows"
             )
         is_token = attention_mask[:, -length:].to(hidden_BRD.device) != 0
         return columns.masked_fill(~is_token, 0).amax(dim=1)

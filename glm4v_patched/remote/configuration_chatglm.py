@@ -1,7 +1,7 @@
 """Configuration of glm-4v, with the field names of the published ``config.json``.
 
-Fields that every glm-4v checkpoint has at one value are refused at another: a field that is ignored
-in silence would mean other numbers in silence.
+Fields that have one value in every glm-4v checkpoint are refused with another value: ignoring them
+would silently change the numbers.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,23 +20,25 @@ from transformers.utils import find_adapter_config_file, is_peft_available, logg
 
 OLDEST_TRANSFORMERS = "4.57.6"
 FIRST_UNTESTED_TRANSFORMERS = "5.25"
-# 5.1.0's Trainer does not hand a model to DeepSpeed.
+# The Trainer of 5.1.0 does not pass the model to DeepSpeed.
 TESTED_TRANSFORMERS = f">={OLDEST_TRANSFORMERS},!=5.1.0,<{FIRST_UNTESTED_TRANSFORMERS}"
 
 
-def check_transformers(found: str) -> None:
-    """Warn of a version that this code is not tested on; ``ImportError`` if it is too old."""
-    what = f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {found}"
-    if Version(found) < Version(OLDEST_TRANSFORMERS):
+def check_transformers(installed: str) -> None:
+    """Check the installed version: warn if it is untested, ``ImportError`` if it is too old."""
+    problem = (
+        f"this glm-4v code is tested on transformers {TESTED_TRANSFORMERS} and found {installed}"
+    )
+    if Version(installed) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
-            f"{what}, which lacks what it needs; install a tested one: "
+            f"{problem}, which is too old; install a tested version: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
-    if not SpecifierSet(TESTED_TRANSFORMERS).contains(found, prereleases=True):
-        # Of transformers' own logger: each Auto class may load a copy of this file, and one warning
-        # is enough.
+    if not SpecifierSet(TESTED_TRANSFORMERS).contains(installed, prereleases=True):
+        # By transformers' logger, so that it warns once: each Auto class may load a copy of this
+        # file.
         logging.get_logger().warning_once(
-            f"{what}; if it fails, or its numbers do, install a tested one: "
+            f"{problem}; if it fails or gives wrong numbers, install a tested version: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
 
@@ -44,54 +46,59 @@ def check_transformers(found: str) -> None:
 check_transformers(transformers.__version__)
 
 
-# Without the package of flash attention, transformers fetches it from the Hub: a folder names none.
-OWN_IMPLEMENTATIONS = {"eager", "sdpa", "flex_attention"}
-# Whose kernels some tested transformers fetches from the Hub.
-FETCHED_QUANTIZERS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
+# A config may name no other: transformers downloads flash attention from the Hub where its package
+# is not installed.
+BUILT_IN_ATTENTION = {"eager", "sdpa", "flex_attention"}
+# Quantization methods for which a tested transformers downloads kernels from the Hub.
+QUANTIZERS_WITH_HUB_KERNELS = ["eetq", "fbgemm_fp8", "fp8", "gguf", "metal", "mxfp4", "nvfp4"]
 
 
-def refuse_fetched_code(values: dict, place: str = "config.json") -> None:
-    """Raise ``ValueError`` for a name in a file by which transformers fetches code of others."""
+def refuse_fetched_code(values: dict, source: str = "config.json") -> None:
+    """Raise ``ValueError`` for a setting that makes transformers download and run code.
+
+    Args:
+        source: Name of the file or object of ``values``, for messages.
+    """
     for key, value in values.items():
         fetches = key in ("kernel_config", "use_kernels", "custom_generate") and bool(value)
-        fetches |= key == "quant_method" and value in FETCHED_QUANTIZERS
-        # compressed-tensors takes a name "file.py:class" for one that it has to import.
+        fetches |= key == "quant_method" and value in QUANTIZERS_WITH_HUB_KERNELS
+        # compressed-tensors imports a name of the form "file.py:class".
         fetches |= key in ("format", "type") and ":" in str(value)
         if str(key).endswith(("_implementation", "_implementation_internal")):
-            named = [*value.values()] if isinstance(value, dict) else [value]
-            own = {None, *OWN_IMPLEMENTATIONS}
-            fetches = any(str(n).removeprefix("paged|") not in map(str, own) for n in named)
+            names = [*value.values()] if isinstance(value, dict) else [value]
+            built_in = {None, *BUILT_IN_ATTENTION}
+            fetches = any(str(n).removeprefix("paged|") not in map(str, built_in) for n in names)
         elif isinstance(value, dict) and not fetches:
-            refuse_fetched_code(value, f"{place}: {key}")
+            refuse_fetched_code(value, f"{source}: {key}")
         if fetches:
             raise ValueError(
-                f"{place} has {key} {value!r}, by which code of others would be fetched and run; "
-                f"of attention, {', '.join(sorted(OWN_IMPLEMENTATIONS))} are transformers' own: "
-                "take it out, or give it to from_pretrained yourself"
+                f"{source} has {key} {value!r}, which would download and run code of others; "
+                f"transformers' own attention is {', '.join(sorted(BUILT_IN_ATTENTION))}: "
+                "remove the setting, or pass it to from_pretrained yourself"
             )
 
 
-# Of float32 and, but for rounding, of bfloat16.
-LARGEST_NUMBER = 3.4028234663852886e38
+# The largest finite float32; that of bfloat16 is about the same.
+MAX_FLOAT32 = 3.4028234663852886e38
 
 
-def refuse_nonfinite(values: Mapping | Sequence, place: str) -> None:
-    """Raise ``ValueError`` for a number among nested values that is NaN, infinite or beyond
-    float32."""
+def refuse_nonfinite(values: Mapping | Sequence, source: str) -> None:
+    """Raise ``ValueError`` if a number in nested values is NaN, infinite or beyond float32."""
     items = values.items() if isinstance(values, Mapping) else enumerate(values)
     for key, value in items:
         if isinstance(value, (Mapping, list, tuple)):
-            refuse_nonfinite(value, f"{place}: {key}")
-        elif isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:
-            shown = value if isinstance(value, float) else f"of {value.bit_length()} bits"
+            refuse_nonfinite(value, f"{source}: {key}")
+        elif isinstance(value, (int, float)) and not abs(value) <= MAX_FLOAT32:
+            # Python refuses to convert integers of more than 4,300 digits to text.
+            text = value if isinstance(value, float) else f"of {value.bit_length()} bits"
             raise ValueError(
-                f"{place}: {key} is {shown}; expected a finite number, at most "
-                f"{LARGEST_NUMBER:.2g}, which is float32's largest"
+                f"{source}: {key} is {text}; expected a finite number, at most "
+                f"{MAX_FLOAT32:.2g}, which is float32's largest"
             )
 
 
-# Largest sizes that a config may have: far above those of every model. One of all of them is built
-# on the meta device in a quarter of a minute.
+# Upper limits of sizes in a config, far above those of any model. A model with one size at its
+# limit is built on the meta device in about 15 s.
 MAX_CONFIG_SIZES = {
     "num_layers": 1_000,
     "padded_vocab_size": 2**24,
@@ -116,149 +123,171 @@ MAX_VISION_SIZES = {
 }
 
 
-MOST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    def is_whole(value: Any) -> bool:
-        is_number = isinstance(value, Integral) and value is not True and value is not False
-        return is_number and least <= int(value) <= MOST
-
-    return is_whole
+def _is_token_id(value: Any) -> bool:
+    is_integer = isinstance(value, Integral) and value is not True and value is not False
+    return is_integer and -MAX_INT32 <= int(value) <= MAX_INT32
 
 
-def _of(*types: type) -> Callable[[Any], bool]:
+def _is_instance_of(*types: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types)
 
 
-def _is_number(key: Any) -> bool:
+def _is_label_key(key: Any) -> bool:
     return str(key).isascii() and str(key).isdigit()
 
 
-# How a value is compared, and how an error says what was expected.
+# A predicate of a value, and the description of valid values for errors.
 ValueCheck = tuple[Callable[[Any], bool], str]
-DTYPES = ("auto", "float64", "float32", "float16", "bfloat16")
-# What a setting may be, by its name here.
-KINDS: dict[str, ValueCheck] = {
-    "flag": (_of(bool), "true or false"),
+DTYPE_NAMES = ("auto", "float64", "float32", "float16", "bfloat16")
+# Checks of settings, by the type of setting.
+VALUE_CHECKS: dict[str, ValueCheck] = {
+    "flag": (_is_instance_of(bool), "true or false"),
     "number": (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
-    "id": (lambda value: value is None or _whole(-MOST)(value), "the number of a token, or null"),
+    "id": (
+        lambda value: value is None or _is_token_id(value),
+        "a token id, or null",
+    ),
     "ids": (
         lambda value: (
             value is None
-            or _whole(-MOST)(value)
-            or (isinstance(value, (list, tuple)) and all(map(_whole(-MOST), value)))
+            or _is_token_id(value)
+            or (isinstance(value, (list, tuple)) and all(map(_is_token_id, value)))
         ),
-        "the number of a token, a list of such, or null",
+        "a token id, a list of token ids, or null",
     ),
-    "text": (_of(str, type(None)), "text or null"),
+    "text": (_is_instance_of(str, type(None)), "text or null"),
     "texts": (
-        lambda value: value is None or (isinstance(value, list) and all(map(_of(str), value))),
+        lambda value: (
+            value is None or (isinstance(value, list) and all(map(_is_instance_of(str), value)))
+        ),
         "a list of texts, or null",
     ),
-    "object": (_of(Mapping, type(None)), "an object, or null"),
+    "object": (_is_instance_of(Mapping, type(None)), "an object, or null"),
     "labels": (
-        lambda value: value is None or (isinstance(value, Mapping) and all(map(_is_number, value))),
+        lambda value: (
+            value is None or (isinstance(value, Mapping) and all(map(_is_label_key, value)))
+        ),
         "an object of labels by their numbers, or null",
     ),
     "dtype": (
-        lambda value: value is None or str(value).removeprefix("torch.") in DTYPES,
-        f"null or one of {', '.join(DTYPES)}",
+        lambda value: value is None or str(value).removeprefix("torch.") in DTYPE_NAMES,
+        f"null or one of {', '.join(DTYPE_NAMES)}",
     ),
-    "option": (_of(bool, type(None)), "true, false or null"),
+    "option": (_is_instance_of(bool, type(None)), "true, false or null"),
 }
 
 
-def check_setting_types(values: Mapping, kinds: Mapping[str, str | int | ValueCheck], place: str) -> None:
-    """Raise ``ValueError`` for a setting of another type than ``kinds`` has for its name: one of
-    :data:`KINDS` or like them, or the largest of a size. For transformers builds whatever a config
-    says, and of a thousand million layers never ends."""
+def check_setting_types(
+    values: Mapping, checks: Mapping[str, str | int | ValueCheck], source: str
+) -> None:
+    """Raise ``ValueError`` for a setting of the wrong type or size.
+
+    transformers would build any size that a config has, and not end with a billion layers.
+
+    Args:
+        checks: For each name a key of :data:`VALUE_CHECKS`, a check of that form, or the greatest
+            valid size. Settings without a check are accepted.
+        source: Name of the file of ``values``, for messages.
+    """
     for name, value in values.items():
-        if (kind := kinds.get(name)) is None:
+        if (check := checks.get(name)) is None:
             continue
-        if isinstance(kind, int):
-            fits = type(value) is int and 1 <= value <= kind
-            expected = f"an integer from 1 to {kind:,}"
+        if isinstance(check, int):
+            is_valid = type(value) is int and 1 <= value <= check
+            expected = f"an integer from 1 to {check:,}"
         else:
-            check, expected = KINDS[kind] if isinstance(kind, str) else kind
-            fits = check(value)
-        if not fits:
-            raise ValueError(f"{place}: {name} is {value!r:.60}; expected {expected}")
+            predicate, expected = VALUE_CHECKS[check] if isinstance(check, str) else check
+            is_valid = predicate(value)
+        if not is_valid:
+            raise ValueError(f"{source}: {name} is {value!r:.60}; expected {expected}")
 
 
-def refuse_nonfinite_generation(values: Mapping, place: str) -> None:
-    """Raise ``ValueError`` as :func:`refuse_nonfinite`, for options of generation. ``max_time`` may
-    be infinite, and a bias of sequences minus infinity, which excludes them."""
+def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
+    """Run :func:`refuse_nonfinite` on options of generation.
+
+    ``max_time`` may be infinite, and a ``sequence_bias`` minus infinity, which bans the sequence.
+    """
     checked = {name: value for name, value in values.items() if name != "max_time"}
     biases = checked.pop("sequence_bias", None) or ()
     pairs = biases.items() if isinstance(biases, Mapping) else biases
-    refuse_nonfinite(checked, place)
-    refuse_nonfinite([bias for *_, bias in pairs if bias != -inf], f"{place}: sequence_bias")
+    refuse_nonfinite(checked, source)
+    refuse_nonfinite([bias for *_, bias in pairs if bias != -inf], f"{source}: sequence_bias")
 
 
-def own_places(auto_map: dict | None, saved: str | None) -> dict:
-    """Return those entries of an ``auto_map`` that name a file of this code, in its own folder.
+def own_auto_map(auto_map: dict | None, saved: str | None) -> dict:
+    """Return the entries of an ``auto_map`` that name classes of this code, in its own folder.
 
     Args:
-        saved: The name for the object that is saved, whose place transformers has written itself.
+        saved: The Auto class of the object that is saved: transformers wrote its entry itself.
     """
-    given = (auto_map if isinstance(auto_map, dict) else {}).items()
-    places = {key: [*value] if isinstance(value, tuple) else value for key, value in given}
-    return {key: value for key, value in places.items() if key == saved or PLACES.get(key) == value}
+    entries = (auto_map if isinstance(auto_map, dict) else {}).items()
+    normalized = {key: [*value] if isinstance(value, tuple) else value for key, value in entries}
+    return {
+        key: value
+        for key, value in normalized.items()
+        if key == saved or FULL_AUTO_MAP.get(key) == value
+    }
 
 
 def log_unknown(names: Iterable, file: str) -> None:
-    """Log in one line which settings of a file are not saved: what they may name is not known."""
+    """Log in one line the names of settings that are not saved, because they are unknown."""
     if names := [f"{name!r:.60}" for name in names]:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         logging.get_logger().warning(
             f"{file} is saved without {', '.join(names[:8])}{more}: only settings of glm-4v are "
-            "saved, for others may name code that whoever loads the file would run"
+            "saved, because others may name code that would run when the file is loaded"
         )
 
 
 def keep_known_settings(values: Mapping, known: Collection, file: str) -> dict:
-    """Return the items of ``values`` with a known key, and log the other keys."""
+    """Return the items of ``values`` with a known key, and log all other keys."""
     log_unknown([key for key in values if key not in known], file)
     return {key: value for key, value in values.items() if key in known}
 
 
 def find_adapter_problem() -> str | None:
-    """Why this transformers cannot load adapters of this model by itself; ``None`` if it can."""
+    """Return why this transformers cannot load adapters of this model; ``None`` if it can."""
     if not is_peft_available():
         return None
     from transformers.integrations.peft import MIN_PEFT_VERSION
 
-    found = version("peft")
-    if Version(found) < Version(MIN_PEFT_VERSION):
-        return f"wants peft {MIN_PEFT_VERSION} or newer for them and found {found}"
+    installed = version("peft")
+    if Version(installed) < Version(MIN_PEFT_VERSION):
+        return f"wants peft {MIN_PEFT_VERSION} or newer for them and found {installed}"
     if Version("5.0") <= Version(transformers.__version__) < Version("5.6"):
-        return "before 5.6 does not find them by their names, and leaves them random"
+        return "before 5.6 does not find their weights by name, and leaves them random"
     return None
 
 
-def check_adapters(name_or_path, options: dict, are_adapters: bool = False) -> None:
-    """Raise ``ImportError``, before weights are read, for adapters that this transformers cannot
-    load by itself: ``name_or_path``, or what these ``options`` of ``from_pretrained`` name."""
-    if (fault := find_adapter_problem()) is None:
+def require_adapter_support(name_or_path, options: dict, are_adapters: bool = False) -> None:
+    """Raise ``ImportError``, before weights are read, if adapters cannot be loaded.
+
+    Args:
+        name_or_path: A model or, with ``are_adapters``, an adapter.
+        options: Keywords of ``from_pretrained``, which may name adapters.
+    """
+    if (problem := find_adapter_problem()) is None:
         return
     adapters = (options.get("adapter_kwargs") or {}).get("_adapter_model_path")
     if adapters is None and not are_adapters:
         names = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
-        where = {name: options[name] for name in names if options.get(name) is not None}
-        are_adapters = find_adapter_config_file(name_or_path, **where) is not None
+        hub_options = {name: options[name] for name in names if options.get(name) is not None}
+        are_adapters = find_adapter_config_file(name_or_path, **hub_options) is not None
     if adapters is not None or are_adapters:
         raise ImportError(
             f"{adapters or name_or_path} holds adapters, and transformers "
-            f"{transformers.__version__} {fault}: load the model that they are for, then "
+            f"{transformers.__version__} {problem}: load their base model, then "
             f"peft.PeftModel.from_pretrained(model, {str(adapters or name_or_path)!r})"
         )
 
 
-# <|begin_of_video|> of glm-4v-9b: processing_chatglm.py says why.
+# The id of <|begin_of_video|> in glm-4v-9b; see ChatGLMProcessor.image_token.
 IMAGE_TOKEN_ID = 151341
 
-# What a saved model tells transformers to load, whatever was in the config it came from.
+# The auto_map of every saved model, whatever the config that it was loaded with.
 AUTO_MAP = {
     "AutoConfig": "configuration_chatglm.ChatGLMConfig",
     "AutoModel": "modeling_chatglm.GLM4VForCausalLM",
@@ -269,41 +298,50 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_chatglm.ChatGLMForSequenceClassification",
 }
 
-PROCESSOR = "ChatGLMProcessor"
-# All that a file of ours may name.
-PLACES: dict[str, Any] = AUTO_MAP | {
+PROCESSOR_CLASS = "ChatGLMProcessor"
+# All classes that a saved file may name.
+FULL_AUTO_MAP: dict[str, Any] = AUTO_MAP | {
     "AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor",
-    "AutoProcessor": f"processing_chatglm.{PROCESSOR}",
+    "AutoProcessor": f"processing_chatglm.{PROCESSOR_CLASS}",
     "AutoTokenizer": ["tokenization_chatglm.ChatGLM4Tokenizer", None],
 }
 
 
-def _own_keys(quantization_config: dict) -> dict:
-    """Return what the class of that method writes, of a config of quantized weights; all of it
-    where the method's package is not installed, without which nobody can say."""
+def _known_quantization_keys(quantization_config: dict) -> dict:
+    """Return the settings of a quantization config that its class would save.
+
+    All settings are returned if the package of the quantization method is not installed.
+    """
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     try:
-        own = AutoQuantizationConfig.from_dict({**quantization_config}).to_dict()
-    except Exception:  # what a package of others raises for what it does not take
+        known = AutoQuantizationConfig.from_dict({**quantization_config}).to_dict()
+    except Exception:  # other packages raise any exception for a config that they do not take
         return quantization_config
-    return {key: value for key, value in quantization_config.items() if key in own}
+    return {key: value for key, value in quantization_config.items() if key in known}
 
 
-def _auto_map(given: dict | None) -> dict:
-    """Ours, as ``repository--module.Class`` where it was read from weights without code."""
-    elsewhere = {
+def _model_auto_map(auto_map: dict | None) -> dict:
+    """Return our ``auto_map``, keeping references ``repository--module.Class`` to our classes.
+
+    A config has such references if its folder has weights but no code.
+    """
+    references = {
         name: value
-        for name, value in (given or {}).items()
+        for name, value in (auto_map or {}).items()
         if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
     }
-    # The published code has a config class of the same name; its models are told apart.
-    return AUTO_MAP | (elsewhere if elsewhere.keys() - {"AutoConfig"} else {})
+    # A reference to the config class alone may be to the published code, where it has this name.
+    return AUTO_MAP | (references if references.keys() - {"AutoConfig"} else {})
 
 
 @dataclass(frozen=True)
 class EVA2CLIPVisionConfig:
-    """The ``vision_config`` of a glm-4v, checked. Lengths are in pixels or in tokens as named."""
+    """The ``vision_config`` of a glm-4v, validated.
+
+    ``patch_size`` and ``image_size`` are in pixels; ``num_positions`` counts patches and the class
+    token.
+    """
 
     hidden_size: int = 1792
     num_hidden_layers: int = 63
@@ -351,16 +389,17 @@ class EVA2CLIPVisionConfig:
 
     @property
     def num_patches(self) -> int:
+        """Patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def num_image_tokens(self) -> int:
-        """Positions of one image between its begin and its end: patches after a 2 x 2 stride."""
+        """Inner tokens of one image, without begin and end: patches after a 2 x 2 convolution."""
         return (self.image_size // self.patch_size // 2) ** 2
 
 
-# Fields of the published file at the one value that is computed: that of every checkpoint.
-ONLY = {
+# Fields of the published file with the only supported value, which every checkpoint has.
+FIXED_FIELDS = {
     "multi_query_attention": True,
     "original_rope": True,
     "rmsnorm": True,
@@ -371,8 +410,8 @@ ONLY = {
     "pre_seq_len": None,
     "tie_word_embeddings": False,
 }
-# All fields but ``vision_config`` and ``image_token_id``, with the values of glm-4v-9b.
-DEFAULTS = ONLY | {
+# All fields except ``vision_config`` and ``image_token_id``, with the values of glm-4v-9b.
+DEFAULTS = FIXED_FIELDS | {
     "num_layers": 40,
     "padded_vocab_size": 151552,
     "hidden_size": 4096,
@@ -400,65 +439,78 @@ DEFAULTS = ONLY | {
     "skip_logits": False,
     "loss_chunk_size": 1024,
 }
-# Settings that transformers has for every model, and a glm-4v may have in its file. Others name
-# classes, or are options of generation, which have a file of their own.
-OF_TRANSFORMERS: tuple[str, ...] = (
+# Settings of every transformers model that may be in the config file of a glm-4v. The other ones
+# name classes, or are options of generation, which have their own file.
+TRANSFORMERS_FIELDS: tuple[str, ...] = (
     "architectures",
     "auto_map",
     "chunk_size_feed_forward",
     "dtype",
     "id2label",
+    "is_encoder_decoder",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
 )
-OF_TRANSFORMERS += ("is_encoder_decoder", "label2id", "model_type", "output_attentions")
-OF_TRANSFORMERS += ("output_hidden_states", "problem_type", "quantization_config", "return_dict")
-OF_TRANSFORMERS += ("torch_dtype", "transformers_version")
-SAVED_CONFIG_FIELDS = {*DEFAULTS, "vision_config", "image_token_id", *OF_TRANSFORMERS}
-# The kind of each setting, by its default; of a size the largest.
-OF_DEFAULTS = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
-SETTINGS: dict[str, str | int] = {
-    name: OF_DEFAULTS[type(v)] for name, v in DEFAULTS.items() if v is not None and name not in ONLY
+SAVED_CONFIG_FIELDS = {*DEFAULTS, "vision_config", "image_token_id", *TRANSFORMERS_FIELDS}
+# The check of each setting, see check_setting_types: by the type of its default, or a size limit.
+CHECK_OF_TYPE = {bool: "flag", int: "number", float: "number", tuple: "ids", str: "text"}
+MODEL_SETTINGS: dict[str, str | int] = {
+    name: CHECK_OF_TYPE[type(v)]
+    for name, v in DEFAULTS.items()
+    if v is not None and name not in FIXED_FIELDS
 }
-SETTINGS |= MAX_CONFIG_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
-SETTINGS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
+MODEL_SETTINGS |= MAX_CONFIG_SIZES | {"image_token_id": "id", "bos_token_id": "ids"}
+MODEL_SETTINGS |= {"pad_token_id": "id", "boi_token_id": "id", "eoi_token_id": "id"}
 VISION_SETTINGS: dict[str, str | int] = {
-    field.name: OF_DEFAULTS[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
+    field.name: CHECK_OF_TYPE[type(field.default)] for field in fields(EVA2CLIPVisionConfig)
 }
 VISION_SETTINGS |= MAX_VISION_SIZES
-GENERAL_SETTINGS = {"architectures": "texts", "auto_map": "object", "chunk_size_feed_forward": "number"}
+GENERAL_SETTINGS = {
+    "architectures": "texts",
+    "auto_map": "object",
+    "chunk_size_feed_forward": "number",
+}
 GENERAL_SETTINGS |= {"id2label": "labels", "label2id": "object", "quantization_config": "object"}
 GENERAL_SETTINGS |= {"vision_config": "object", "dtype": "dtype", "torch_dtype": "dtype"}
 GENERAL_SETTINGS |= dict.fromkeys(("is_encoder_decoder", "output_attentions"), "option")
 GENERAL_SETTINGS |= dict.fromkeys(("output_hidden_states", "return_dict"), "option")
 GENERAL_SETTINGS |= {"problem_type": "text", "transformers_version": "text"}
-# Classes of models, ours and the published ones, that a file may name.
-ARCHITECTURES = {place.rpartition(".")[2] for place in AUTO_MAP.values()}
-ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
-# What transformers takes for the config of a model's decoder, where it is there.
-OF_TEXT = ("decoder", "generator", "text_config", "text_encoder")
-HEADS = "num_key_value_heads"
-# By which transformers' pipelines say what they load a model for.
+# Model classes, ours and the published ones, that a config file may name.
+KNOWN_ARCHITECTURES = {reference.rpartition(".")[2] for reference in AUTO_MAP.values()}
+KNOWN_ARCHITECTURES |= {"ChatGLMModel", "ChatGLMForConditionalGeneration"}
+# Attributes in which transformers looks for the config of a model's decoder.
+TEXT_CONFIG_NAMES = ("decoder", "generator", "text_config", "text_encoder")
+KV_HEADS_ALIAS = "num_key_value_heads"
+# The keyword by which transformers' pipelines pass their task to from_pretrained.
 PIPELINE_TASK = "_from_pipeline"
-# transformers 4 puts these on every config, with values of its own, and 5 on none.
-OF_EVERY_CONFIG = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
+# transformers 4 sets these in the base class, to values of its own; transformers 5 does not.
+COMMON_TOKEN_FIELDS = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 class ChatGLMConfig(PretrainedConfig):
     """Configuration of :class:`GLM4VForCausalLM`; ``ChatGLMConfig()`` is glm-4v-9b.
 
-    Fields are those of :data:`DEFAULTS`. Those not in the published file:
+    The fields are those of :data:`DEFAULTS`. These are not in the published file:
 
     Args:
         rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype as
-            the published code does, which is what the weights were trained with.
-        skip_logits: In training, when labels are given, compute only the loss, in chunks of
-            ``loss_chunk_size`` supervised positions; the output's ``logits`` is then ``None``.
-        initializer_range: Standard deviation of new weights.
-        image_token_id: What fills an image's positions in the rows of our processor, for trainers
-            that count them; the model reads any id there. ``None`` for too small a vocabulary.
+            the published code does, with which the weights were trained.
+        skip_logits: In training with labels, compute only the loss, in chunks of
+            ``loss_chunk_size`` supervised tokens; the output's ``logits`` is then ``None``.
+        initializer_range: Standard deviation of randomly initialized weights.
+        image_token_id: The id of an image's inner tokens in expanded prompts, for trainers that
+            count them; the model accepts any id there. ``None`` if the vocabulary is too small.
     """
 
     model_type = "chatglm"
-    # A Trainer would gather these over all of an evaluation, as predictions.
+    # A Trainer would collect these as predictions of an evaluation.
     keys_to_ignore_at_inference = ["past_key_values", "cache", "image_hidden_states"]
     attribute_map = {
         "num_hidden_layers": "num_layers",
@@ -475,13 +527,13 @@ class ChatGLMConfig(PretrainedConfig):
         for alias, name in self.attribute_map.items():
             if alias not in kwargs:
                 continue
-            given = kwargs.pop(alias)
-            if alias == HEADS:  # to_dict writes both names, and callers change this one
-                kwargs[name] = given
-            if kwargs.setdefault(name, given) != given:
+            value = kwargs.pop(alias)
+            if alias == KV_HEADS_ALIAS:  # to_dict writes both names; callers change the alias
+                kwargs[name] = value
+            if kwargs.setdefault(name, value) != value:
                 raise ValueError(f"config.json has {alias} and {name}, which differ; give one")
         refuse_nonfinite(kwargs | {"vision_config": dict(vision_config or {})}, "config.json")
-        check_setting_types(kwargs, SETTINGS, "config.json")
+        check_setting_types(kwargs, MODEL_SETTINGS, "config.json")
         values = {name: kwargs.pop(name, default) for name, default in DEFAULTS.items()}
         if isinstance(values["eos_token_id"], tuple):
             values["eos_token_id"] = [*values["eos_token_id"]]
@@ -493,15 +545,21 @@ class ChatGLMConfig(PretrainedConfig):
         # A plain dict, as in the published file: vLLM and others index it.
         self.vision_config = asdict(EVA2CLIPVisionConfig()) | dict(vision_config or {})
         self._refuse_unsupported()
-        kwargs["auto_map"] = _auto_map(kwargs.get("auto_map"))
+        kwargs["auto_map"] = _model_auto_map(kwargs.get("auto_map"))
         super().__init__(**kwargs)
-        for name in OF_EVERY_CONFIG:
+        for name in COMMON_TOKEN_FIELDS:
             setattr(self, name, values[name])
 
     @classmethod
-    def of(cls, config: PretrainedConfig) -> "ChatGLMConfig":
-        """``config``, which may be of a class of others (the published code's, or vLLM's, which is
-        registered for the whole process), as an object of this class; itself if it is one."""
+    def from_config(cls, config: PretrainedConfig) -> "ChatGLMConfig":
+        """Convert a config of another class to this one.
+
+        That may be the published code's class or vLLM's, which is registered for the whole process.
+        An object of this class is returned as it is.
+
+        Raises:
+            ValueError: It is not the config of a glm-4v.
+        """
         if isinstance(config, cls):
             return config
         values = config.to_dict()
@@ -513,7 +571,7 @@ class ChatGLMConfig(PretrainedConfig):
             )
         own = cls.from_dict(values)
         for name in ("quantization_config", "_pre_quantization_dtype", "_commit_hash"):
-            if name in vars(config):  # to_dict flattens the first, and drops the others
+            if name in vars(config):  # to_dict converts the first to a dict and drops the others
                 setattr(own, name, getattr(config, name))
         if config._attn_implementation is not None:
             own._attn_implementation = config._attn_implementation
@@ -521,7 +579,10 @@ class ChatGLMConfig(PretrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As usual; a pipeline's task is kept for the model that is loaded with this config."""
+        """Load a config as transformers does, and store a pipeline's task for the model's loading.
+
+        The task is stored as an attribute that is never saved.
+        """
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         if kwargs.get(PIPELINE_TASK) is not None:
             config = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -530,72 +591,85 @@ class ChatGLMConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """As transformers'; ``ValueError`` for names by which it would fetch and run code."""
+        """Build a config as transformers does.
 
-        def is_of_class(name: str) -> bool:
+        Raises:
+            ValueError: A setting is invalid, or would make transformers download and run code.
+        """
+
+        def is_class_attribute(name: str) -> bool:
             default = getattr(cls, name, None)
-            return name in OF_TEXT or not isinstance(default, (bool, int, str, type(None)))
+            plain_types = (bool, int, str, type(None))
+            return name in TEXT_CONFIG_NAMES or not isinstance(default, plain_types)
 
         refuse_fetched_code(config_dict)
         refuse_nonfinite(kwargs, "from_pretrained")
         check_setting_types(config_dict, GENERAL_SETTINGS, "config.json")
-        # A null one says nothing. Labels have a number, too.
+        # A null value is harmless. num_labels is a property that may be set.
         foreign = [
-            name for name in config_dict.keys() - SAVED_CONFIG_FIELDS - {"num_labels"} if is_of_class(name)
+            name
+            for name in config_dict.keys() - SAVED_CONFIG_FIELDS - {"num_labels"}
+            if is_class_attribute(name)
         ]
         for name in foreign:
             if config_dict[name] is not None:
                 raise ValueError(
-                    f"config.json has {name}, which is a part of classes of configs, and no "
-                    "setting; expected none of that name: take it out"
+                    f"config.json has {name}, which is an attribute of config classes and not a "
+                    "setting; expected no such key: remove it"
                 )
         config_dict = {key: v for key, v in config_dict.items() if key not in foreign}
-        named = config_dict.get("architectures") or ()
-        if not ARCHITECTURES.issuperset(named):
+        architectures = config_dict.get("architectures") or ()
+        if not KNOWN_ARCHITECTURES.issuperset(architectures):
             logging.get_logger().warning_once(
-                f"config.json: architectures is {named!r:.80}, which is left out; expected one of "
-                f"{', '.join(sorted(ARCHITECTURES))}"
+                f"config.json: architectures {architectures!r:.80} is ignored; expected one of "
+                f"{', '.join(sorted(KNOWN_ARCHITECTURES))}"
             )
             config_dict = config_dict | {"architectures": None}
-        if config_dict.get("quantization_config", ...) is None:  # transformers 4 asks it for more
+        if config_dict.get("quantization_config", ...) is None:  # transformers 4 fails on null
             config_dict = {k: v for k, v in config_dict.items() if k != "quantization_config"}
         try:
             return super().from_dict(config_dict, **kwargs)
         except ImportError:
             raise
-        except Exception as error:  # transformers reads settings of other models, of any type
-            odd = ", ".join(sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED_CONFIG_FIELDS))
-            cure = f"; glm-4v has no {odd:.500}: take out what is wrong" if odd else ""
+        except Exception as error:  # transformers may fail on any setting of other models
+            unknown = ", ".join(
+                sorted(f"{name!r:.60}" for name in config_dict.keys() - SAVED_CONFIG_FIELDS)
+            )
+            cure = f"; glm-4v has no {unknown:.500}: remove the wrong setting" if unknown else ""
             raise ValueError(
                 f"config.json cannot be read by transformers {transformers.__version__}: "
                 f"{error}{cure}"
             ) from error
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """As usual, but for settings that glm-4v does not have: these are logged, and not saved."""
+        """Save as transformers does, but only settings of glm-4v; other settings are logged."""
         values, own = super().to_diff_dict(), self.to_diff_dict()
-        unknown = [name for name in values if name not in SAVED_CONFIG_FIELDS | self.attribute_map.keys()]
+        unknown = [
+            name for name in values if name not in SAVED_CONFIG_FIELDS | self.attribute_map.keys()
+        ]
         for name in own.keys() & {"vision_config", "quantization_config"}:
             unknown += [f"{name}.{key}" for key in values[name] if key not in own[name]]
         log_unknown(unknown, "config.json")
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def to_dict(self) -> dict:
-        """As usual; what is saved has the code beside it, wherever this one's came from."""
-        # peft looks here, and not at the attributes.
-        heads = {HEADS: self.multi_query_group_num}
+        """Return all settings, with the ``auto_map`` of code in the same folder."""
+        # peft reads the dict, which has no aliases.
+        heads = {KV_HEADS_ALIAS: self.multi_query_group_num}
         values = super().to_dict() | {"auto_map": dict(AUTO_MAP)} | heads
         values.pop(PIPELINE_TASK, None)
         return values
 
     def to_diff_dict(self) -> dict:
-        """What is saved: settings of glm-4v, without what follows from the published fields."""
-        values = {k: value for k, value in super().to_diff_dict().items() if k in SAVED_CONFIG_FIELDS}
+        """Return the settings to save: those of glm-4v, unless the published fields imply them."""
+        values = {
+            k: value for k, value in super().to_diff_dict().items() if k in SAVED_CONFIG_FIELDS
+        }
         known = [field.name for field in fields(EVA2CLIPVisionConfig)]
         vision = values["vision_config"]
         values["vision_config"] = {k: value for k, value in vision.items() if k in known}
         if "quantization_config" in values:
-            values["quantization_config"] = _own_keys(values["quantization_config"])
+            values["quantization_config"] = _known_quantization_keys(values["quantization_config"])
         absent = {"bos_token_id": None, "pre_seq_len": None, "image_token_id": IMAGE_TOKEN_ID}
         if self.padded_vocab_size <= IMAGE_TOKEN_ID:
             absent["image_token_id"] = None
@@ -606,14 +680,14 @@ class ChatGLMConfig(PretrainedConfig):
 
     @property
     def vision(self) -> EVA2CLIPVisionConfig:
-        """``vision_config``, checked and with attribute access; fields that we do not know (a file
-        may carry more) are left alone."""
+        """``vision_config``, validated, with attribute access and without unknown fields."""
         known = {field.name for field in fields(EVA2CLIPVisionConfig)}
         values = {name: value for name, value in self.vision_config.items() if name in known}
         return EVA2CLIPVisionConfig(**values)
 
     def _refuse_unsupported(self) -> None:
-        for name, value in ONLY.items():
+        """Raise ``ValueError`` for values that the model does not support."""
+        for name, value in FIXED_FIELDS.items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not supported; every glm-4v checkpoint "
@@ -631,4 +705,4 @@ class ChatGLMConfig(PretrainedConfig):
                 f"kv_channels {self.kv_channels} is not a multiple of 4: half of a head is "
                 "rotated, in pairs"
             )
-        _ = self.vision
+        _ = self.vision  # validates it

@@ -1,7 +1,8 @@
-"""What transformers' ``generate`` asks of the model.
+"""The model's side of transformers' ``generate``.
 
-``generate`` counts ids as given and the cache counts positions, so rows are grown here. A drawn
-token needs nothing from the rows before it (cache_metadata.py).
+``generate`` counts the tokens of the unexpanded prompt while the cache counts expanded positions,
+so the prompt is expanded here, at prefill. Decode steps add no host synchronization: their inputs
+follow from the :class:`ExpandedPrompt` and the number of generated tokens.
 """
 
 from copy import copy
@@ -15,50 +16,51 @@ from transformers.cache_utils import Cache
 from .cache_metadata import (
     ExpandedPrompt,
     cached_length,
-    check_room,
+    check_cache_capacity,
+    find_metadata,
     is_static,
-    known_rows,
-    remember_drawn,
-    room_of,
+    record_decode_step,
+    static_cache_len,
 )
 from .configuration_chatglm import ChatGLMConfig, log_unknown, refuse_nonfinite_generation
 from .image_checks import UnexpandedBatch, check_position
 from .image_layout import ExpandedBatch, expand_image_placeholders
 from .keywords import (
     CACHE_KEYWORD,
-    EMBEDS_ARE_CUT,
-    OLD_CACHE,
-    WANTS_CACHE_POSITION,
-    check_generate,
+    NEEDS_CACHE_POSITION,
+    OTHER_CACHE_KEYWORD,
+    SLICES_INPUTS_EMBEDS,
     cache_kwarg,
-    one_cache,
+    check_overridden_methods,
+    drop_generate_kwargs,
     overrides_generation,
-    refuse,
-    without_account,
+    raise_interface_error,
+    resolve_cache,
 )
-from .masks import mask_of_drawn
+from .masks import decode_mask
 
-# The sizes of static caches that generate makes are multiples of this where it compiles steps.
-CACHE_STEP = 64
-COMPILES_NO_STEPS = ("cpu",)  # by itself
+# Where generate compiles decode steps, sizes of its static caches are rounded up to a multiple of
+# this, because a step is compiled anew for every size.
+STATIC_CACHE_MULTIPLE = 64
+DEVICES_WITHOUT_COMPILATION = ("cpu",)  # unless the caller asks for it
 
-# Shapes: B rows, R length of the grown rows, N new ids, K keys of the cache.
+# Shapes: B sequences, L length of input_ids, R expanded length, N new tokens, K keys of the cache.
 
 
 def known_options(generation_config: GenerationConfig) -> GenerationConfig:
-    """Return a copy with only those options of generation that transformers has, to be saved."""
-    own = copy(generation_config)
+    """Return a copy to be saved, with only the options that transformers defines."""
+    known = copy(generation_config)
     unknown = sorted(generation_config.to_dict().keys() - vars(GenerationConfig()))
     log_unknown(unknown, "generation_config.json")
     for name in unknown:
-        delattr(own, name)
-    return own
+        delattr(known, name)
+    return known
 
 
 class ChatGLMGenerationMixin(GenerationMixin):
-    """For a model whose decoder is its ``transformer``."""
+    """Adds generation to a model whose decoder is its ``transformer``."""
 
-    # transformers looks for its own mixin's name in the names of a class's bases.
+    # The name of this class has to contain that of transformers' mixin, by which it is recognized.
 
     config: ChatGLMConfig
     transformer: Any
@@ -68,13 +70,13 @@ class ChatGLMGenerationMixin(GenerationMixin):
     def load_custom_generate(
         self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs
     ):
-        """As usual, for a caller who says that the code is trusted."""
-        where = pretrained_model_name_or_path
-        if not trust_remote_code:  # transformers 4.57 runs it, unasked
-            raise OSError(  # which is for from_pretrained a folder without
-                f"custom_generate of {where} is code: pass trust_remote_code=True to run it"
+        """Load a ``custom_generate`` as transformers does, but only with ``trust_remote_code``."""
+        source = pretrained_model_name_or_path
+        if not trust_remote_code:  # transformers 4.57 would run the code without asking
+            raise OSError(  # from_pretrained takes an OSError for a folder without such code
+                f"custom_generate of {source} is code: pass trust_remote_code=True to run it"
             )
-        return super().load_custom_generate(where, trust_remote_code=True, **kwargs)
+        return super().load_custom_generate(source, trust_remote_code=True, **kwargs)
 
     def prepare_inputs_for_generation(
         self,
@@ -90,154 +92,180 @@ class ChatGLMGenerationMixin(GenerationMixin):
         cache: Cache | None = None,
         **kwargs,
     ) -> dict:
-        """What ``forward`` needs for the part of the rows that is not in the cache yet.
+        """Prepare the inputs of ``forward`` for the tokens that are not in the cache yet.
 
-        Rows are grown here, and cut after what the cache holds; ``prompt_length`` counts ids as
-        given. Once a ``expanded_prompt`` is in the cache, for a drawn token nothing is grown, nothing
-        waits for the device, and with a static cache every step has the same shapes.
+        A prefill expands image placeholders and slices off the cached part. A decode step, after
+        ``expanded_prompt`` is in the cache, expands nothing and does not wait for the device; with
+        a static cache all steps have the same shapes.
+
+        Args:
+            prompt_length: Number of unexpanded prompt tokens in ``input_ids``.
         """
-        check_generate()
-        cache = one_cache(past_key_values, cache)
-        more = without_account(kwargs)
+        check_overridden_methods()
+        cache = resolve_cache(past_key_values, cache)
+        forwarded = drop_generate_kwargs(kwargs)
         if expanded_prompt is not None:
-            expanded_prompt.passes += 1
-            if expanded_prompt.passes > 1 and cache is None and more.get("use_cache"):
-                refuse(
-                    f"generate has drawn {expanded_prompt.num_drawn(input_ids)} tokens with "
-                    "use_cache=True and handed over no cache, without which every token takes a "
-                    "pass over the whole rows: give use_cache=False if that is wanted, or the "
-                    f"cache as {CACHE_KEYWORD}"
+            expanded_prompt.num_forward_calls += 1
+            if (
+                expanded_prompt.num_forward_calls > 1
+                and cache is None
+                and forwarded.get("use_cache")
+            ):
+                raise_interface_error(
+                    f"generate passed no cache after {expanded_prompt.num_generated(input_ids)} "
+                    "generated tokens although use_cache=True, so every token would recompute the "
+                    "whole sequence: pass use_cache=False if that is intended, or the cache as "
+                    f"{CACHE_KEYWORD}"
                 )
-            num_new = 0 if inputs_embeds is not None else expanded_prompt.num_new(input_ids, cache)
-            if num_new and cache is not None:
-                return more | self._inputs_of_drawn(expanded_prompt, input_ids, cache, num_new)
-        given = UnexpandedBatch(input_ids, attention_mask, position_ids)
+            num_uncached = 0
+            if inputs_embeds is None:
+                num_uncached = expanded_prompt.num_uncached(input_ids, cache)
+            if num_uncached and cache is not None:
+                inputs = self._decode_inputs(expanded_prompt, input_ids, cache, num_uncached)
+                return forwarded | inputs
+        batch = UnexpandedBatch(input_ids, attention_mask, position_ids)
         if inputs_embeds is not None:
-            named = {"pixel_values": pixel_values, "images": images}
+            images_by_name = {"pixel_values": pixel_values, "images": images}
             is_first = kwargs.get("is_first_iteration")
-            inputs = self._inputs_of_embeds(given, inputs_embeds, named, cache, is_first)
+            inputs = self._inputs_from_embeds(batch, inputs_embeds, images_by_name, cache, is_first)
         else:
-            images = self.transformer._one_image_tensor(pixel_values, images)
-            inputs = self._inputs_of_ids(given, images, cache, prompt_length, expanded_prompt)
-        return cache_kwarg(cache) | inputs | more
+            images = self.transformer._stack_images(pixel_values, images)
+            inputs = self._inputs_from_ids(batch, images, cache, prompt_length, expanded_prompt)
+        return cache_kwarg(cache) | inputs | forwarded
 
-    def _inputs_of_embeds(
-        self, given: UnexpandedBatch, inputs_embeds, images: dict, cache, is_first
+    def _inputs_from_embeds(
+        self, batch: UnexpandedBatch, inputs_embeds, images_by_name: dict, cache, is_first
     ) -> dict[str, Any]:
         past_length = cached_length(cache)
-        inputs = {"attention_mask": given.attention_mask}
-        new = 1
-        # Until a token is drawn there are no ids, unless they are given beside embeddings.
-        if is_first or past_length == 0 or given.input_ids.shape[1] == 0:
-            # As everywhere in transformers, they are whole rows.
-            new = inputs_embeds.shape[1] - (0 if EMBEDS_ARE_CUT else past_length)
-            if new < 1:
+        inputs = {"attention_mask": batch.attention_mask}
+        num_new = 1
+        # Before the first generated token there are no ids, unless they came beside embeddings.
+        if is_first or past_length == 0 or batch.input_ids.shape[1] == 0:
+            # As everywhere in transformers, embeddings are those of the whole sequences.
+            num_new = inputs_embeds.shape[1] - (0 if SLICES_INPUTS_EMBEDS else past_length)
+            if num_new < 1:
                 raise ValueError(
                     f"inputs_embeds has {inputs_embeds.shape[1]} positions but the cache holds "
-                    f"{past_length} already: give generate the embeddings of whole rows"
+                    f"{past_length} already: give generate the embeddings of the whole sequences"
                 )
-            inputs |= images | {"inputs_embeds": inputs_embeds[:, -new:]}
+            inputs |= images_by_name | {"inputs_embeds": inputs_embeds[:, -num_new:]}
         else:
-            inputs["input_ids"] = given.input_ids[:, -new:]
-        # generate counts the positions of images that are cached one by one.
-        if given.position_ids is not None and known_rows(cache, past_length) is None:
-            inputs["position_ids"] = given.position_ids[:, -new:]
+            inputs["input_ids"] = batch.input_ids[:, -num_new:]
+        # generate's own position_ids count each cached image token, so metadata wins over them.
+        if batch.position_ids is not None and find_metadata(cache, past_length) is None:
+            inputs["position_ids"] = batch.position_ids[:, -num_new:]
         return inputs
 
-    def _inputs_of_ids(
-        self, given: UnexpandedBatch, images, cache, prompt_length, expanded_prompt
+    def _inputs_from_ids(
+        self, batch: UnexpandedBatch, images, cache, prompt_length, expanded_prompt
     ) -> dict[str, Any]:
         past_length = cached_length(cache)
-        if expanded_prompt is not None and expanded_prompt.input_ids is given.input_ids:
-            rows = expanded_prompt.rows
+        if expanded_prompt is not None and expanded_prompt.input_ids is batch.input_ids:
+            expanded = expanded_prompt.batch
         else:
             if expanded_prompt is not None:
-                given = given._replace(position_ids=expanded_prompt.position_ids)
-            rows = self._grow_whole_rows(given, images, past_length, prompt_length)
-        length = rows.input_ids.shape[1]
-        # A cache may hold more than the rows: peft's virtual tokens have no ids.
+                batch = batch._replace(position_ids=expanded_prompt.position_ids)
+            expanded = self._expand_batch(batch, images, past_length, prompt_length)
+        length = expanded.input_ids.shape[1]
+        # A cache may be longer than the sequences: peft's virtual tokens have no ids.
         first = min(past_length, length - 1)
         inputs = {
-            "input_ids": rows.input_ids[:, first:],
-            "position_ids": rows.position_ids[:, first:],
-            "attention_mask": rows.attention_mask,
-            "pixel_values": _images_after(images, rows, past_length, self.config.boi_token_id),
+            "input_ids": expanded.input_ids[:, first:],
+            "position_ids": expanded.position_ids[:, first:],
+            "attention_mask": expanded.attention_mask,
+            "pixel_values": _uncached_images(
+                images, expanded, past_length, self.config.boi_token_id
+            ),
         }
         if prompt_length is not None:
-            drawn = given.input_ids.shape[1] - prompt_length
-            # Above 0: forward takes no more than drawn ids for such.
-            inputs["prompt_length"] = length - drawn - past_length
+            num_generated = batch.input_ids.shape[1] - prompt_length
+            # It stays above 0, which would tell forward that this is a decode step.
+            inputs["prompt_length"] = length - num_generated - past_length
         return inputs
 
-    def _grow_whole_rows(
-        self, given: UnexpandedBatch, images: Tensor | None, past_length: int, prompt_length: int | None
+    def _expand_batch(
+        self,
+        batch: UnexpandedBatch,
+        images: Tensor | None,
+        past_length: int,
+        prompt_length: int | None,
     ) -> ExpandedBatch:
-        if given.attention_mask is None:
-            # transformers 5 drops a mask of ones, but rows may grow to different lengths; and
-            # positions without a mask would say that rows are packed.
-            given = given._replace(attention_mask=torch.ones_like(given.input_ids))
-        positions = _continued(given.position_ids, given.input_ids.shape[1])
-        given = given._replace(position_ids=positions, num_cached=past_length)
+        if batch.attention_mask is None:
+            # transformers 5 drops a mask of ones, but sequences may expand to different lengths;
+            # and positions without a mask would mean that sequences are packed.
+            batch = batch._replace(attention_mask=torch.ones_like(batch.input_ids))
+        positions = _extend_position_ids(batch.position_ids, batch.input_ids.shape[1])
+        batch = batch._replace(position_ids=positions, num_cached=past_length)
         num_images = 0 if images is None else len(images)
-        return expand_image_placeholders(given, self.transformer.image_format, num_images, prompt_length)
+        image_format = self.transformer.image_format
+        return expand_image_placeholders(batch, image_format, num_images, prompt_length)
 
-    def _inputs_of_drawn(
-        self, prompt: ExpandedPrompt, input_ids: Tensor, cache: Cache, num_new: int
+    def _decode_inputs(
+        self, prompt: ExpandedPrompt, input_ids: Tensor, cache: Cache, num_uncached: int
     ) -> dict[str, Any]:
-        num_drawn = prompt.num_drawn(input_ids)
-        length = self._length_with_drawn(prompt, cache, num_drawn)
-        past_length = length - num_new
-        # Without the strides of rows that grow, for which a compiled step would be another one.
-        new_ids_BN = input_ids[:, -num_new:].clone(memory_format=torch.contiguous_format)
+        """Return the inputs of a decode step over the last ``num_uncached`` generated tokens."""
+        num_generated = prompt.num_generated(input_ids)
+        length = self._checked_length(prompt, cache, num_generated)
+        past_length = length - num_uncached
+        # A copy, because the strides of a slice change with its length: a compiled step would be
+        # compiled anew.
+        new_ids_BN = input_ids[:, -num_uncached:].clone(memory_format=torch.contiguous_format)
         inputs: dict[str, Any] = {
             "input_ids": new_ids_BN,
-            "position_ids": prompt.positions(num_drawn, num_new),
+            "position_ids": prompt.decode_position_ids(num_generated, num_uncached),
             "attention_mask": prompt.padding_mask(length),
             CACHE_KEYWORD: cache,
-            "prompt_length": 0,  # drawn, all of them
+            "prompt_length": 0,  # all of these tokens are generated
         }
         if is_static(cache):
             embeds_BN0 = torch.empty(
                 (*new_ids_BN.shape, 0), dtype=self.dtype, device=input_ids.device
             )
-            padding_mask = prompt.padding_mask(room_of(cache) or length)
-            mask = mask_of_drawn(self.config, embeds_BN0, padding_mask, cache, past_length)
+            padding_mask = prompt.padding_mask(static_cache_len(cache) or length)
+            mask = decode_mask(self.config, embeds_BN0, padding_mask, cache, past_length)
             inputs["attention_mask"] = mask
-            if WANTS_CACHE_POSITION:
+            if NEEDS_CACHE_POSITION:
                 columns = torch.arange(past_length, length, device=input_ids.device)
                 inputs["cache_position"] = columns
-        remember_drawn(cache, length)
+        record_decode_step(cache, length)
         return inputs
 
-    def _length_with_drawn(self, prompt: ExpandedPrompt, cache: Cache, num_drawn: int) -> int:
-        length = prompt.length + num_drawn
-        check_position(prompt.rows.last_position + num_drawn, self.config.seq_length)
-        check_room(cache, length)
+    def _checked_length(self, prompt: ExpandedPrompt, cache: Cache, num_generated: int) -> int:
+        """Return the cache length after the generated tokens, checked against all limits."""
+        length = prompt.length + num_generated
+        check_position(prompt.batch.last_position + num_generated, self.config.seq_length)
+        check_cache_capacity(cache, length)
         return length
 
     def advance_decode_inputs(
-        self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: ExpandedPrompt, num_drawn: int
+        self, inputs: dict[str, Any], new_ids_B1: Tensor, prompt: ExpandedPrompt, num_generated: int
     ) -> bool:
-        """Make the inputs of the drawn id before it, of :meth:`prepare_inputs_for_generation`,
-        those of this one, in place; if that is not possible, nothing changes and it is False.
+        """Turn the inputs of one decode step into those of the next, in place.
 
         Args:
-            num_drawn: Ids drawn so far, this one included.
+            inputs: As :meth:`prepare_inputs_for_generation` or this method left them.
+            new_ids_B1: The newest generated tokens.
+            num_generated: Tokens generated so far, the newest included.
+
+        Returns:
+            Whether it was possible (only with a static cache and a 4D mask). If not, ``inputs`` are
+            unchanged.
         """
         cache, mask = inputs[CACHE_KEYWORD], inputs["attention_mask"]
         if not is_static(cache) or not isinstance(mask, Tensor) or mask.ndim != 4:
             return False
-        length = self._length_with_drawn(prompt, cache, num_drawn)
+        length = self._checked_length(prompt, cache, num_generated)
         inputs["input_ids"] = new_ids_B1
         inputs["position_ids"].add_(1)
-        mask[..., length - 1].fill_(mask.dtype == torch.bool)  # added to scores, 0 is visible
+        # Visible is True in a boolean mask, and 0 in one that is added to the scores.
+        mask[..., length - 1].fill_(mask.dtype == torch.bool)
         if "cache_position" in inputs:
             inputs["cache_position"].add_(1)
-        remember_drawn(cache, length)
+        record_decode_step(cache, length)
         return True
 
     def _image_token_ids(self) -> list[int]:
-        """Begin- and end-of-image, and what fills an image's positions if the config says it."""
+        """Return the ids of begin-of-image, end-of-image and, if configured, of image tokens."""
         config = self.config
         ids = (config.boi_token_id, config.eoi_token_id, config.image_token_id)
         return [i for i in ids if i is not None]
@@ -248,45 +276,47 @@ class ChatGLMGenerationMixin(GenerationMixin):
         processors = super()._get_logits_processor(  # type: ignore[misc]
             generation_config, *arguments, **options
         )
-        # An image id among drawn ids is taken for a lost image by whoever trains on them. Trainers
-        # name some ids of their own; only an empty list says that all may be drawn. First, so that
-        # what chooses among the best sees it; a processor of its own, for generate would drop that
-        # of the config for one of the same class that it is given.
-        given = generation_config.suppress_tokens
-        if given is None or len(given):
-            # generate names that of its ids: that of weights that are offloaded holds no numbers.
+        # A generated image id would look like a lost image to whoever trains on the answer, so
+        # these ids are suppressed. A trainer's list of other ids does not change that; an empty
+        # list allows all. This processor comes first, so that top-k and the like see its result,
+        # and it is a processor of its own, because generate replaces the config's processor by a
+        # given one of the same class.
+        suppressed = generation_config.suppress_tokens
+        if suppressed is None or len(suppressed):
+            # generate passes the device of its ids; that of offloaded weights is "meta".
             device = str(options.get("device", self.device))
-            processors.insert(0, SuppressTokensLogitsProcessor(self._image_token_ids(), device=device))
+            image_ids = self._image_token_ids()
+            processors.insert(0, SuppressTokensLogitsProcessor(image_ids, device=device))
         return processors
 
     @overrides_generation(since="4.57")
     def _expand_inputs_for_generation(
         self, expand_size=1, is_encoder_decoder=False, input_ids=None, **model_kwargs
     ):
-        """Repeat rows for beams or several answers, with each row's images kept together."""
-        if model_kwargs.get(OLD_CACHE) is not None:
-            refuse(
-                f"generate was given {OLD_CACHE}, and its name for a cache is {CACHE_KEYWORD}: give it so"
+        """Repeat sequences, each with its images, for beams or several answers."""
+        if model_kwargs.get(OTHER_CACHE_KEYWORD) is not None:
+            raise_interface_error(
+                f"generate was given {OTHER_CACHE_KEYWORD}: pass the cache as {CACHE_KEYWORD}"
             )
-        images = self.transformer._one_image_tensor(
+        images = self.transformer._stack_images(
             model_kwargs.pop("pixel_values", None), model_kwargs.pop("images", None)
         )
         embeds = model_kwargs.get("inputs_embeds")
         if input_ids is not None and model_kwargs.get("prompt_length") is None:
-            # Called once, before the first token is drawn; given to who assists another model.
+            # This runs once, before the first generated token; an assistant model may get it set.
             model_kwargs["prompt_length"] = input_ids.shape[1]
         prompt = None
         if embeds is None and input_ids is not None:
             prompt = self._expand_prompt(input_ids, images, model_kwargs)
         elif images is not None and expand_size > 1:
-            ids = self.transformer._ids_of(embeds, len(images))
+            ids = self.transformer._placeholder_ids(embeds, len(images))
             prompt = self._expand_prompt(ids, images, model_kwargs | {"prompt_length": None})
         if images is not None and prompt is not None and expand_size > 1:
             past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
             counts = prompt.count_images(self.config.boi_token_id, past_length, len(images))
-            if sum(counts) == len(images):  # else none is needed: all are in the cache
-                of_rows = images.split(counts)
-                images = torch.cat([of_row.repeat(expand_size, 1, 1, 1) for of_row in of_rows])
+            if sum(counts) == len(images):  # else no image is needed: all are in the cache
+                per_sequence = images.split(counts)
+                images = torch.cat([some.repeat(expand_size, 1, 1, 1) for some in per_sequence])
         input_ids, model_kwargs = super()._expand_inputs_for_generation(  # type: ignore[misc]
             expand_size=expand_size,
             is_encoder_decoder=is_encoder_decoder,
@@ -303,95 +333,112 @@ class ChatGLMGenerationMixin(GenerationMixin):
         self, input_ids: Tensor, images: Tensor | None, model_kwargs: dict
     ) -> ExpandedPrompt:
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-        past_length, prompt_length = (
-            cached_length(model_kwargs.get(CACHE_KEYWORD)),
-            model_kwargs["prompt_length"],
-        )
-        given = UnexpandedBatch(input_ids, mask, positions)
-        rows = self._grow_whole_rows(given, images, past_length, prompt_length)
-        if rows.has_padding:
-            assert rows.attention_mask is not None
-            if ends := (rows.attention_mask[:, -1] == 0).nonzero().flatten().tolist():
+        past_length = cached_length(model_kwargs.get(CACHE_KEYWORD))
+        prompt_length = model_kwargs["prompt_length"]
+        batch = UnexpandedBatch(input_ids, mask, positions)
+        expanded = self._expand_batch(batch, images, past_length, prompt_length)
+        if expanded.has_padding:
+            assert expanded.attention_mask is not None
+            is_padded_right = expanded.attention_mask[:, -1] == 0
+            if right_padded := is_padded_right.nonzero().flatten().tolist():
                 raise ValueError(
-                    f"rows {ends} of {len(input_ids)} end in padding, where generate would go on: "
-                    'pad prompts on the left (padding_side="left")'
+                    f"prompts {right_padded} of {len(input_ids)} end in padding, where generate "
+                    'would continue: pad prompts on the left (padding_side="left")'
                 )
-        return ExpandedPrompt(input_ids, rows, positions)
+        return ExpandedPrompt(input_ids, expanded, positions)
 
     def generate_batch(self, *args, **kwargs):
-        """Raises ``ValueError``: transformers' continuous batching hands on ids alone, without
-        images, counts positions by place, and takes rows with equal ids for equal."""
+        """Refuse transformers' continuous batching.
+
+        It passes token ids without images, counts position ids by column, and treats prompts with
+        equal ids as equal.
+
+        Raises:
+            ValueError: Always.
+        """
         raise ValueError(
-            "continuous batching of transformers hands on no images: answer with generate(), "
-            "rows padded on the left"
+            "continuous batching of transformers passes no images to the model: use generate() "
+            "with prompts padded on the left"
         )
 
     @overrides_generation(since="4.57")
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        # transformers sizes a static cache by the ids as given.
+        # transformers sizes a static cache by the unexpanded prompt.
         prompt = model_kwargs.get("expanded_prompt")
         if prompt is not None:
             max_cache_length += prompt.length - prompt.input_ids.shape[1]
-            # The last token needs no position: nothing is computed after it.
-            most_drawn = self.config.seq_length - prompt.rows.last_position
-            last_length = prompt.input_ids.shape[1] + most_drawn
+            # The last token needs no position id: nothing is computed after it.
+            max_generated = self.config.seq_length - prompt.batch.last_position
+            last_length = prompt.input_ids.shape[1] + max_generated
             if generation_config.max_length > last_length:
                 max_cache_length -= generation_config.max_length - last_length
                 generation_config.max_length = last_length
-        if self.device.type not in COMPILES_NO_STEPS:
-            # A step is compiled for every size.
-            max_cache_length = -(-max_cache_length // CACHE_STEP) * CACHE_STEP
+        if self.device.type not in DEVICES_WITHOUT_COMPILATION:
+            num_multiples = -(-max_cache_length // STATIC_CACHE_MULTIPLE)
+            max_cache_length = num_multiples * STATIC_CACHE_MULTIPLE
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
 
     @overrides_generation(since="4.57")
-    def _get_candidate_generator(self, generation_config, **given):
-        # Those of prompt lookup go on behind the longest answer, and verifying needs positions.
+    def _get_candidate_generator(self, generation_config, **options):
+        # Candidates of prompt lookup may exceed max_length, and verifying them needs position ids.
         generator = super()._get_candidate_generator(  # type: ignore[misc]
-            generation_config, **given
+            generation_config, **options
         )
         get_candidates = generator.get_candidates
 
-        def within_length(input_ids, *arguments, **options):
+        def get_candidates_within_length(input_ids, *arguments, **options):
             candidates, logits = get_candidates(input_ids, *arguments, **options)
-            # The pass that verifies them draws one more.
-            most = max(generation_config.max_length - 1, input_ids.shape[1])
+            # The forward pass that verifies the candidates generates one more token.
+            max_candidates = max(generation_config.max_length - 1, input_ids.shape[1])
             if logits is not None:
-                logits = logits[:, : most - input_ids.shape[1]]
-            return candidates[:, :most], logits
+                logits = logits[:, : max_candidates - input_ids.shape[1]]
+            return candidates[:, :max_candidates], logits
 
-        generator.get_candidates = within_length  # type: ignore[method-assign]
+        generator.get_candidates = get_candidates_within_length  # type: ignore[method-assign]
         return generator
 
 
-def _continued(position_ids: Tensor | None, length: int) -> Tensor | None:
-    """``position_ids`` counted on to ``length``: generate in transformers 4 keeps the prompt's."""
+def _extend_position_ids(position_ids: Tensor | None, length: int) -> Tensor | None:
+    """Extend position ids to ``length``: generate in transformers 4 keeps those of the prompt."""
     if position_ids is None or position_ids.shape[1] >= length:
         return position_ids
-    more = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
-    return torch.cat((position_ids, position_ids[:, -1:] + more), dim=1)
+    steps = torch.arange(1, length - position_ids.shape[1] + 1, device=position_ids.device)
+    return torch.cat((position_ids, position_ids[:, -1:] + steps), dim=1)
 
 
-def _images_after(images, rows: ExpandedBatch, past_length: int, begin_id: int) -> Tensor | None:
-    """The images whose begin is not in the cache yet; all given ones, if they are just those."""
+def _uncached_images(
+    images: Tensor | None, batch: ExpandedBatch, past_length: int, begin_id: int
+) -> Tensor | None:
+    """Return the images that begin after the cached part.
+
+    ``images`` are those of the whole sequences, or already only the uncached ones.
+
+    Raises:
+        ValueError: The cache ends inside an image.
+    """
     if images is None:
         return None
-    image_mask = rows.image_mask.cpu()
-    is_begin = (rows.input_ids.cpu() == begin_id) & image_mask
+    image_mask = batch.image_mask.cpu()
+    is_begin = (batch.input_ids.cpu() == begin_id) & image_mask
     columns = torch.arange(is_begin.shape[1])
     is_cut = image_mask & ~is_begin & (columns == past_length) & (past_length > 0)
-    places = (is_begin | is_cut).nonzero()
-    columns_cut = torch.cat((places[:, 1:], is_cut[places.unbind(1)][:, None]), dim=1).tolist()
-    if any(is_cut for _, is_cut in columns_cut):
+    image_starts = (is_begin | is_cut).nonzero()
+    columns_and_cuts = torch.cat(
+        (image_starts[:, 1:], is_cut[image_starts.unbind(1)][:, None]), dim=1
+    ).tolist()
+    if any(is_cut for _, is_cut in columns_and_cuts):
         raise ValueError(
-            f"the cache ends at position {past_length}, inside of an image, which is there as a "
-            "whole or not at all: crop before it (assistant models and prompt lookup crop by ids: "
-            "give them grown rows, as this model's processor makes them)"
+            f"the cache ends at position {past_length}, inside an image, which must be cached "
+            "completely or not at all: crop before the image (assistant models and prompt lookup "
+            "crop by unexpanded tokens: give them expanded prompts, as this model's processor "
+            "makes them)"
         )
-    new = [number for number, (column, _) in enumerate(columns_cut) if column >= past_length]
-    if not new:
+    uncached = [i for i, (column, _) in enumerate(columns_and_cuts) if column >= past_length]
+    if not uncached:
         return None
-    return images[new] if len(images) == len(places) and len(new) < len(places) else images
+    are_all_images = len(images) == len(image_starts) and len(uncached) < len(image_starts)
+    return images[uncached] if are_all_images else images

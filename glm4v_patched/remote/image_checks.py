@@ -1,6 +1,6 @@
-"""What rows of text and images are checked against before they are computed.
+"""Checks of a batch of token ids, masks, labels and images before it is computed.
 
-What can be wrong is counted on the device and comes to the host in one transfer.
+Statistics of the batch are computed on its device and copied to the host in one transfer.
 """
 
 from typing import NamedTuple, cast
@@ -8,11 +8,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-# Shapes: B rows, L length as given, P length of the cache.
+# Shapes: B sequences, L length of input_ids, P length of the cache.
 
 
 class ImageFormat(NamedTuple):
-    """How images are written in a row, and the limits rows are checked against."""
+    """The ids that mark images in a sequence, and the limits that a batch is checked against."""
 
     begin_id: int
     end_id: int
@@ -22,21 +22,22 @@ class ImageFormat(NamedTuple):
 
 
 class UnexpandedBatch(NamedTuple):
-    """Rows of either form, and what comes with each of their ids.
+    """A batch as it was passed to the model, its image placeholders unexpanded or expanded.
 
     Attributes:
         input_ids: ``(B, L)`` int64.
-        attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask for grown rows.
-        position_ids: ``(B, L)`` or ``(1, L)``. In the grown form both ways of counting are taken:
-            with an image's positions shared, or one more for every position (what a collator
-            makes that knows nothing of images). Where they restart at 0 a new sample of a packed
-            row begins; a mask of ones beside them says nothing and is left out.
+        attention_mask: ``(B, P + L)``, 0 at padding and 1 elsewhere; or a 4D mask, for an expanded
+            prompt.
+        position_ids: ``(B, L)`` or ``(1, L)``. In an expanded prompt the inner tokens of an image
+            may share one position id, or be counted one by one (as a collator does that does not
+            know images). Where position ids restart at 0, a new packed sample begins; a mask of
+            ones beside them is ignored.
         labels: ``(B, L)`` int64.
-        label_after: ``(B, 1)`` int64, the label of what follows the last id, if there is one.
-        past_length: ``P``, positions already in the cache.
-        next_position: ``(B, 1)``, the position that follows the cache, -1 where it is not known;
+        label_after: ``(B, 1)`` int64, the label of the token after the last one, if any.
+        past_length: ``P``, the number of cached positions.
+        next_position: ``(B, 1)``, the position id that follows the cache, -1 if it is unknown;
             default ``past_length``.
-        num_cached: How many of these rows' own grown positions a cache holds.
+        num_cached: How many expanded positions of these very sequences are cached.
     """
 
     input_ids: Tensor
@@ -49,188 +50,198 @@ class UnexpandedBatch(NamedTuple):
     num_cached: int = 0
 
 
-def check_shapes(given: UnexpandedBatch) -> None:
-    """Raise ``ValueError`` for inputs of other shapes than the ids."""
-    if given.input_ids.ndim != 2 or not given.input_ids.numel():
+def check_shapes(batch: UnexpandedBatch) -> None:
+    """Raise ``ValueError`` for a tensor whose shape does not match ``input_ids``."""
+    if batch.input_ids.ndim != 2 or not batch.input_ids.numel():
         batch_of_batches = (
             "; the tokenizer's apply_chat_template returns a batch also for one conversation, as "
             "published: give a trainer the processor (AutoProcessor), or texts (tokenize=False)"
         )
         raise ValueError(
-            f"input_ids has shape {tuple(given.input_ids.shape)}: give at least one row with at "
-            f"least one id, (rows, ids){batch_of_batches if given.input_ids.ndim == 3 else ''}"
+            f"input_ids has shape {tuple(batch.input_ids.shape)}: give at least one sequence with "
+            "at least one token, (sequences, tokens)"
+            f"{batch_of_batches if batch.input_ids.ndim == 3 else ''}"
         )
-    (rows, length), past_length = given.input_ids.shape, given.past_length
-    mask, wanted = given.attention_mask, (rows, past_length + length)
-    if mask is not None and mask.ndim == 2 and tuple(mask.shape) != wanted:
+    (batch_size, length), past_length = batch.input_ids.shape, batch.past_length
+    mask, expected = batch.attention_mask, (batch_size, past_length + length)
+    if mask is not None and mask.ndim == 2 and tuple(mask.shape) != expected:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} but input_ids {(rows, length)} after "
-            f"{past_length} cached positions need {wanted}: give one entry for every cached "
-            "position and every id as given; rows with images are grown inside, with their mask"
+            f"attention_mask has shape {tuple(mask.shape)} but input_ids {(batch_size, length)} "
+            f"after {past_length} cached positions need {expected}: give one entry for every "
+            "cached position and every input id; the model expands image placeholders and their "
+            "mask itself"
         )
-    for name, values in (("position_ids", given.position_ids), ("labels", given.labels)):
-        # Of sizes that are symbols, in a graph, only whole shapes can be compared.
-        if values is None or values.shape == given.input_ids.shape:
+    for name, values in (("position_ids", batch.position_ids), ("labels", batch.labels)):
+        # Sizes are symbols in a graph: only complete shapes can be compared.
+        if values is None or values.shape == batch.input_ids.shape:
             continue
         if name == "position_ids" and values.shape == (1, length):
             continue
         raise ValueError(
-            f"{name} has shape {tuple(values.shape)} but input_ids {(rows, length)}: give one for "
-            "every id (a label of -100 where nothing is learned); rows with images grow inside, "
-            "with all of these"
+            f"{name} has shape {tuple(values.shape)} but input_ids {(batch_size, length)}: give "
+            "one for every input id (the label of an unsupervised token is -100); the model "
+            "expands image placeholders, and all of these with them, itself"
         )
 
 
-# What is counted only where it is given: labels, positions, a mask, a cache.
-OPTIONAL_FACTS = ["smallest_label", "largest_label", "labels_inside", "starts_inside"]
-OPTIONAL_FACTS += ["unknown_positions", "wrong_mask_values", "masked", "restarts", "steps_back"]
+# Statistics that need labels, position_ids, a mask or a cache.
+OPTIONAL_STATS = ["smallest_label", "largest_label", "labels_inside", "starts_inside"]
+OPTIONAL_STATS += ["unknown_positions", "wrong_mask_values", "masked", "restarts", "steps_back"]
 
 
-def facts_on_host(facts: dict[str, Tensor]) -> dict[str, int]:
-    """All that is checked, with 0 for what is not there: one transfer from the device."""
-    numbers = torch.stack([fact.long() for fact in facts.values()]).tolist()
-    return dict.fromkeys(OPTIONAL_FACTS, 0) | dict(zip(facts, numbers, strict=True))
+def stats_to_host(stats: dict[str, Tensor]) -> dict[str, int]:
+    """Copy all statistics to the host in one transfer; missing optional ones are 0."""
+    numbers = torch.stack([value.long() for value in stats.values()]).tolist()
+    return dict.fromkeys(OPTIONAL_STATS, 0) | dict(zip(stats, numbers, strict=True))
 
 
-def facts_in_graph(
-    facts: dict[str, Tensor],
-    given: UnexpandedBatch,
+def assert_in_graph(
+    stats: dict[str, Tensor],
+    batch: UnexpandedBatch,
     image_format: ImageFormat,
     num_images: int,
-    may_grow: bool,
+    may_expand: bool,
 ) -> dict[str, int]:
-    """What sound rows have, asserted of these rows whenever the graph runs.
+    """Assert in a compiled graph, each time it runs, that the batch is valid.
 
     Args:
-        may_grow: Whether the graph takes rows of either form; else they are grown.
+        may_expand: Whether the graph takes unexpanded prompts, too.
+
+    Returns:
+        The statistics of a valid batch, so far as they are known when the graph is traced.
     """
-    last = image_format.vocab_size - 1
-    wanted: dict = {"begins": num_images, "ends": num_images, "found": num_images, "misfit": 1}
-    wanted |= {"unknown_positions": 0, "wrong_mask_values": 0}
-    wanted |= {"restarts": 0, "steps_back": 0, "starts_inside": 0}
-    length = given.input_ids.shape[1]
-    if may_grow:
-        length = cast(int, facts["length"].item())  # a symbol, of which this is known
+    last_id = image_format.vocab_size - 1
+    expected: dict = {"begins": num_images, "ends": num_images, "pairs": num_images}
+    expected |= {"inner_length": 1, "unknown_positions": 0, "wrong_mask_values": 0}
+    expected |= {"restarts": 0, "steps_back": 0, "starts_inside": 0}
+    length = batch.input_ids.shape[1]
+    if may_expand:
+        length = cast(int, stats["length"].item())  # a symbol with this one bound
         torch._check(length >= 3)
     else:
-        wanted["length"] = length
-    # Rows without a mask get one where they may grow to different lengths; packed ones must not.
-    is_even = given.input_ids.shape[0] == 1 or not may_grow
-    if given.position_ids is not None and given.attention_mask is None:
-        wanted["shortest"], is_even = facts["length"], True
-    is_sound = facts["last_position"] < image_format.max_positions
-    for name, value in wanted.items():
-        if name in facts:
-            is_sound = is_sound & (facts[name] == value)
+        expected["length"] = length
+    # A batch without a mask gets one if its sequences may expand to different lengths; a packed
+    # batch must not have one.
+    is_even = batch.input_ids.shape[0] == 1 or not may_expand
+    if batch.position_ids is not None and batch.attention_mask is None:
+        expected["shortest"], is_even = stats["length"], True
+    is_valid = stats["last_position"] < image_format.max_positions
+    for name, value in expected.items():
+        if name in stats:
+            is_valid = is_valid & (stats[name] == value)
     for kind in ("id", "label"):
-        if f"smallest_{kind}" in facts:
-            is_sound &= (facts[f"smallest_{kind}"] >= 0) & (facts[f"largest_{kind}"] <= last)
+        if f"smallest_{kind}" in stats:
+            is_valid &= (stats[f"smallest_{kind}"] >= 0) & (stats[f"largest_{kind}"] <= last_id)
     torch._assert_async(
-        is_sound,
-        "these rows do not fit a compiled graph: they are in the three-id form (give grown rows, "
-        "as this model's processor makes them), hold stray begin- or end-of-image ids, or have a "
-        "fault that the same call without compilation names",
+        is_valid,
+        "this batch does not fit a compiled graph: its prompts are unexpanded (give expanded "
+        "prompts, as this model's processor makes them), it has begin- or end-of-image ids without "
+        "a partner, or another problem that the same call without compilation reports",
     )
-    # How much of a mask is padding is not known, nor how far positions go.
-    known = dict.fromkeys((*OPTIONAL_FACTS, *facts), 0) | wanted
-    shortest = length if is_even else 0
-    masked = int("masked" in facts)
-    return known | {"length": length, "shortest": shortest, "plain_from": length, "masked": masked}
+    # The number of masked positions and the last text-only column are unknown: assume the worst.
+    known = dict.fromkeys((*OPTIONAL_STATS, *stats), 0) | expected
+    known |= {"length": length, "shortest": length if is_even else 0}
+    return known | {"text_only_from": length, "masked": int("masked" in stats)}
 
 
 def check_images(
-    facts: dict[str, int], image_format: ImageFormat, num_images: int, num_cached: int
+    stats: dict[str, int], image_format: ImageFormat, num_images: int, num_cached: int
 ) -> None:
-    """Raise ``ValueError`` unless begin and end ids are those of the images that were given."""
-    begins, ends, found = facts["begins"], facts["ends"], facts["found"]
-    if not begins == ends == found:
+    """Raise ``ValueError`` unless image placeholders and images match in number and form."""
+    begins, ends, pairs = stats["begins"], stats["ends"], stats["pairs"]
+    if not begins == ends == pairs:
         raise ValueError(
-            f"input_ids holds {begins} begin-of-image ids ({image_format.begin_id}) and {ends} "
-            f"end-of-image ids ({image_format.end_id}), of which {found} pairs belong together: "
-            "every begin needs its end later in the same row; was a row truncated inside an image?"
+            f"input_ids has {begins} begin-of-image ids ({image_format.begin_id}) and {ends} "
+            f"end-of-image ids ({image_format.end_id}), which form {pairs} pairs: every begin "
+            "needs its end later in the same sequence; was a sequence truncated inside an image?"
         )
-    if facts["misfit"] != 1:
+    if stats["inner_length"] != 1:
         raise ValueError(
-            f"an image has {facts['misfit']} ids between its begin and its end, but takes 1 (to be "
-            f"grown here) or {image_format.num_image_tokens} (grown already, at this model's "
-            "image_size)"
+            f"an image has {stats['inner_length']} ids between its begin and its end, but takes 1 "
+            f"(a placeholder to be expanded here) or {image_format.num_image_tokens} (expanded "
+            "already, at this model's image_size)"
         )
-    not_cached = facts["found_after_cache"]
-    # Those of whole rows, or of what follows the cache; if it holds all of them, none is looked at.
-    are_cached = num_cached > 0 and not not_cached and num_images <= found
-    if num_images not in (found, not_cached) and not are_cached:
+    uncached = stats["pairs_after_cache"]
+    # Images are those of the whole sequences, or those after the cache. If all are cached, none
+    # of the given images is looked at.
+    are_cached = num_cached > 0 and not uncached and num_images <= pairs
+    if num_images not in (pairs, uncached) and not are_cached:
         raise ValueError(
-            f"{num_images} images were given for {found} begin-of-image ids in input_ids: give one "
+            f"{num_images} images were given for {pairs} begin-of-image ids in input_ids: give one "
             "image for each, in the order of their ids"
         )
 
 
-def check_rows(
-    facts: dict[str, int],
-    given: UnexpandedBatch,
+def check_batch_values(
+    stats: dict[str, int],
+    batch: UnexpandedBatch,
     padding_mask: Tensor | None,
     image_format: ImageFormat,
     num_items_in_batch: Tensor | int | None,
 ) -> None:
-    """Raise ``ValueError`` for rows that cannot be computed."""
-    for kind, holds, cure in (
-        ("id", "input_ids holds id", "use the tokenizer of this model, or resize_token_embeddings"),
-        ("label", "labels holds", "give an id of the vocabulary, or -100 where nothing is learned"),
+    """Raise ``ValueError`` for ids, labels, masks or position ids that cannot be computed."""
+    for kind, subject, cure in (
+        ("id", "input_ids has id", "use the tokenizer of this model, or resize_token_embeddings"),
+        ("label", "labels has", "give an id of the vocabulary, or -100 for an unsupervised token"),
     ):
-        smallest, largest = facts[f"smallest_{kind}"], facts[f"largest_{kind}"]
+        smallest, largest = stats[f"smallest_{kind}"], stats[f"largest_{kind}"]
         offender = smallest if smallest < 0 else largest
         if not 0 <= offender < image_format.vocab_size:
             raise ValueError(
-                f"{holds} {offender}, but the vocabulary has {image_format.vocab_size} entries: "
+                f"{subject} {offender}, but the vocabulary has {image_format.vocab_size} entries: "
                 f"{cure}"
             )
-    if padding_mask is not None and facts["wrong_mask_values"]:
+    if padding_mask is not None and stats["wrong_mask_values"]:
         wrong = padding_mask[(padding_mask != 0) & (padding_mask != 1)]
         raise ValueError(
-            f"attention_mask holds {wrong[0].item()} and {len(wrong) - 1} more values other than 0 "
-            "(padding) and 1: give 0 and 1; packed rows have no mask but position_ids that restart "
-            "at 0 with each sample"
+            f"attention_mask has {wrong[0].item()} and {len(wrong) - 1} more values other than 0 "
+            "(padding) and 1: give 0 and 1; packed sequences have no mask but position_ids that "
+            "restart at 0 with each sample"
         )
-    if facts["starts_inside"]:
+    if stats["starts_inside"]:
         raise ValueError(
-            f"position_ids are 0 at {facts['starts_inside']} places between the begin and the end "
-            "of an image, whose positions go on from its begin: leave position_ids out, or count "
-            "them by a mask that is 1 inside images"
+            f"position_ids are 0 at {stats['starts_inside']} tokens between the begin and the end "
+            "of an image, where they have to continue from the begin: leave position_ids out, or "
+            "compute them from a mask that is 1 inside images"
         )
-    restarts, masked = facts["restarts"] + facts["steps_back"], facts["masked"]
-    if facts["steps_back"] or (restarts and (masked or given.past_length)):
+    restarts, masked = stats["restarts"] + stats["steps_back"], stats["masked"]
+    if stats["steps_back"] or (restarts and (masked or batch.past_length)):
         raise ValueError(
-            f"position_ids restart {restarts} times within rows whose attention_mask has {masked} "
-            f"zeros, after {given.past_length} cached positions: samples in one row are told apart "
-            "without a cache, without padding and by positions that restart at 0; give packed rows "
-            "no attention_mask"
+            f"position_ids restart {restarts} times within sequences whose attention_mask has "
+            f"{masked} zeros, after {batch.past_length} cached positions: packing needs no cache, "
+            "no padding, and position_ids that restart at 0; give packed sequences no "
+            "attention_mask"
         )
-    if facts["unknown_positions"]:
+    if stats["unknown_positions"]:
         raise ValueError(
-            f"{facts['unknown_positions']} rows of the cache are not rows as this model filled "
-            "them: what position comes next in them is not known; give position_ids"
+            f"{stats['unknown_positions']} sequences of the cache are not as this model filled "
+            "them, so their next position id is unknown: give position_ids"
         )
-    check_position(facts["last_position"], image_format.max_positions)
-    if facts["labels_inside"] and num_items_in_batch is not None:
-        _check_divisor(facts["labels_inside"], given.labels, int(num_items_in_batch))
+    check_position(stats["last_position"], image_format.max_positions)
+    if stats["labels_inside"] and num_items_in_batch is not None:
+        _check_divisor(stats["labels_inside"], batch.labels, int(num_items_in_batch))
 
 
 def _check_divisor(labels_inside: int, labels: Tensor | None, divisor: int) -> None:
-    """As a Trainer counts labels, which knows nothing of images; this is a further transfer."""
+    """Raise ``ValueError`` if a Trainer counted labels inside images, which are ignored here.
+
+    Counting them needs a further transfer from the device.
+    """
     assert labels is not None
-    counted = int((labels[:, 1:] != -100).sum())
-    if divisor >= counted:
+    num_labels = int((labels[:, 1:] != -100).sum())
+    if divisor >= num_labels:
         raise ValueError(
-            f"labels holds {labels_inside} labels inside images, where nothing is learned, and "
-            f"num_items_in_batch {divisor} may count them (this batch has {counted} labels, others "
-            "of one step may have the rest): the loss would be divided by too much; set labels "
-            "inside images to -100"
+            f"labels has {labels_inside} labels inside images, which are not supervised, and "
+            f"num_items_in_batch {divisor} may count them (this batch has {num_labels} labels, "
+            "other batches of the step may have the rest): the loss would be divided by too much; "
+            "set labels inside images to -100"
         )
 
 
 def check_position(last_position: int, max_positions: int) -> None:
+    """Raise ``ValueError`` if a position id is beyond ``seq_length`` of the config."""
     if last_position >= max_positions:
         raise ValueError(
-            f"a row reaches position {last_position}, but the position table ends at "
-            f"{max_positions - 1} (seq_length {max_positions}): shorten the row"
+            f"a sequence reaches position id {last_position}, but the position table ends at "
+            f"{max_positions - 1} (seq_length {max_positions}): shorten the sequence"
         )

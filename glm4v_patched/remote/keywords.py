@@ -1,8 +1,8 @@
-"""What transformers hands to a model beside its named arguments, under which names.
+"""Keyword arguments that transformers passes to a model beside its own, under which names.
 
-Releases rename what they hand over: 5.24 calls the cache ``cache``, which before was the name of
-another one. No keyword is therefore known by its name alone, but with the kind of its value, and
-whatever else arrives is an error. What is dropped in silence makes generation slow or wrong.
+Releases rename keywords: since 5.24 the cache is ``cache``, formerly the name of another argument.
+So a keyword is recognized by its name and the type of its value, and any other is an error: a
+keyword that is dropped silently makes generation slow or wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,156 +21,180 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .configuration_chatglm import TESTED_TRANSFORMERS, ChatGLMConfig
 
-VERSION = transformers.__version__
+TRANSFORMERS_VERSION = transformers.__version__
 MASK_PARAMETERS = frozenset(signature(create_causal_mask).parameters)
-# transformers 4.57 has to be told where the queries stand, also by whoever fills a static cache.
-WANTS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
+# transformers 4.57 needs the positions of the queries in the cache for masks and static caches.
+NEEDS_CACHE_POSITION = "cache_position" in MASK_PARAMETERS
 
 
-def refuse(fault: str) -> NoReturn:
-    """Raise ``ValueError`` of what this transformers hands over."""
+def raise_interface_error(problem: str) -> NoReturn:
+    """Raise ``ValueError`` for an argument of an unexpected name or type, naming the versions."""
     raise ValueError(
-        f"{fault} (transformers {VERSION}; this code is tested on {TESTED_TRANSFORMERS}: if it was "
-        f"transformers that gave it, pip install 'transformers{TESTED_TRANSFORMERS}')"
+        f"{problem} (transformers {TRANSFORMERS_VERSION}; this code is tested on "
+        f"{TESTED_TRANSFORMERS}: if transformers passed the argument, "
+        f"pip install 'transformers{TESTED_TRANSFORMERS}')"
     )
 
 
-def _name_of_cache() -> str:
-    named = {field.name for field in fields(BaseModelOutputWithPast)} & MASK_PARAMETERS
-    names = [name for name in ("cache", "past_key_values") if name in named]
+def _find_cache_keyword() -> str:
+    shared = {field.name for field in fields(BaseModelOutputWithPast)} & MASK_PARAMETERS
+    names = [name for name in ("cache", "past_key_values") if name in shared]
     if len(names) != 1:
         raise ImportError(
-            f"transformers {VERSION} names the cache neither cache nor past_key_values; install a "
-            f"tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+            f"transformers {TRANSFORMERS_VERSION} names the cache neither cache nor "
+            "past_key_values; install a tested version: "
+            f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
     return names[0]
 
 
-# What this transformers calls it: in outputs, in what generate hands over, and for masks.
-CACHE_KEYWORD = _name_of_cache()
-OLD_CACHE = "cache" if CACHE_KEYWORD == "past_key_values" else "past_key_values"
-# Embeddings of whole rows are handed over without what is in the cache, by 5.3 alone.
-EMBEDS_ARE_CUT = Version("5.3") <= Version(VERSION) < Version("5.4")
+# The name of the cache in this transformers: in outputs, in generate's keywords, and for masks.
+CACHE_KEYWORD = _find_cache_keyword()
+OTHER_CACHE_KEYWORD = "cache" if CACHE_KEYWORD == "past_key_values" else "past_key_values"
+# transformers 5.3 slices the cached part off inputs_embeds.
+SLICES_INPUTS_EMBEDS = Version("5.3") <= Version(TRANSFORMERS_VERSION) < Version("5.4")
 
 
 def cache_kwarg(cache: Any) -> dict[str, Any]:
-    """The cache as a keyword of this transformers."""
+    """Return the cache as a keyword argument, under its name in this transformers."""
     return {CACHE_KEYWORD: cache}
 
 
-def one_cache(past_key_values: Any, cache: Any) -> Cache | None:
-    """What was given under either name of the cache, if it is one and no other is given."""
+def resolve_cache(past_key_values: Any, cache: Any) -> Cache | None:
+    """Return the cache that was passed under either of its two names.
+
+    Raises:
+        ValueError: Two different caches were passed, or a value that is not a ``Cache``.
+    """
     if past_key_values is not None and cache is not None and past_key_values is not cache:
-        refuse(
+        raise_interface_error(
             f"two caches were given, a {type(past_key_values).__name__} as past_key_values and a "
-            f"{type(cache).__name__} as cache, which are two names of one thing: give {CACHE_KEYWORD}"
+            f"{type(cache).__name__} as cache, which are two names of one thing: give "
+            f"{CACHE_KEYWORD}"
         )
-    given = past_key_values if cache is None else cache
-    if given is not None and not isinstance(given, Cache):
-        refuse(
-            f"{'cache' if given is cache else 'past_key_values'} is a {type(given).__name__}; give "
+    value = past_key_values if cache is None else cache
+    if value is not None and not isinstance(value, Cache):
+        raise_interface_error(
+            f"{'cache' if value is cache else 'past_key_values'} is a {type(value).__name__}; give "
             "a Cache, e.g. transformers.DynamicCache()"
         )
-    return given
+    return value
 
 
-def wants_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
+def resolve_return_dict(return_dict: bool | None, config: ChatGLMConfig) -> bool:
+    """Return ``return_dict``, or the config's if it is ``None``."""
     return bool(config.return_dict) if return_dict is None else return_dict
 
 
-def _is_ids(value: Any, *ndims: int) -> bool:
-    whole = (torch.int32, torch.int64)
-    return isinstance(value, Tensor) and value.dtype in whole and value.ndim in ndims
+def _is_int_tensor(value: Any, *ndims: int) -> bool:
+    integers = (torch.int32, torch.int64)
+    return isinstance(value, Tensor) and value.dtype in integers and value.ndim in ndims
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) or (_is_ids(value, 0, 1) and value.numel() == 1)
+def _is_scalar_int(value: Any) -> bool:
+    return isinstance(value, int) or (_is_int_tensor(value, 0, 1) and value.numel() == 1)
 
 
 def _is_lengths(value: Any) -> bool:
-    return _is_ids(value, 1)
+    return _is_int_tensor(value, 1)
 
 
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# What attention takes of its caller, of packed rows: where samples end, and the longest.
-# "cache_position" is of transformers 4.57, and said by the cache.
-_OF_ATTENTION: dict[str, Callable[[Any], bool]] = {
+# Keywords of packed attention, by the type of their values: where samples end, and the longest.
+# "cache_position" is accepted but not passed on: transformers 4.57 sends it, the cache implies it.
+ATTENTION_CHECKS: dict[str, Callable[[Any], bool]] = {
     "cu_seq_lens_k": _is_lengths,
     "cu_seq_lens_q": _is_lengths,
     "is_causal": _is_bool,
-    "max_length_k": _is_number,
-    "max_length_q": _is_number,
+    "max_length_k": _is_scalar_int,
+    "max_length_q": _is_scalar_int,
 }
-ATTENTION_KEYWORDS = tuple(_OF_ATTENTION)
-_OF_ATTENTION["cache_position"] = _is_lengths
+ATTENTION_KWARGS = tuple(ATTENTION_CHECKS)
+ATTENTION_CHECKS["cache_position"] = _is_lengths
 
-# Callers read these in the signature of the model with a head, and pass them to the model without
-# one, too (TRL's DistillationTrainer does). It has no logits that they could change.
-OF_LOGITS = ("logits_to_keep", "return_last_logit", "skip_logits")
+# Callers find these in the signature of the model with a head and pass them to the decoder, too
+# (TRL's DistillationTrainer does). The decoder ignores them: it has no logits.
+LOGITS_KWARGS = ("logits_to_keep", "return_last_logit", "skip_logits")
 
-# What generate keeps account of, in its various versions, and a model need not know.
-_OF_GENERATE: dict[str, Callable[[Any], bool]] = {
-    # Of stop_strings, and of an assistant with another vocabulary.
+# State that generate of some version passes along in model_kwargs; forward does not take it.
+GENERATE_KWARGS: dict[str, Callable[[Any], bool]] = {
+    # For stop_strings, and for an assistant model with another vocabulary.
     "tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
     "assistant_tokenizer": lambda value: isinstance(value, PreTrainedTokenizerBase),
     "is_first_iteration": _is_bool,
-    "labels": lambda value: _is_ids(value, 2),
+    "labels": lambda value: _is_int_tensor(value, 2),
     "cache_position": _is_lengths,
 }
 if "next_sequence_length" in signature(GenerationMixin.prepare_inputs_for_generation).parameters:
-    _OF_GENERATE["next_sequence_length"] = _is_number
+    GENERATE_KWARGS["next_sequence_length"] = _is_scalar_int
 
 
-def names_of(*forwards: Callable) -> tuple[str, ...]:
-    """Return the keywords that methods named ``forward`` have in their signatures, each once."""
-    every = [one for forward in forwards for one in signature(forward).parameters.values()]
-    named = [one.name for one in every if one.kind is not one.VAR_KEYWORD]
-    return tuple(name for name in dict.fromkeys(named) if name != "self")
+def parameter_names(*functions: Callable) -> tuple[str, ...]:
+    """Return the parameter names of functions, each once, without ``self`` and ``**kwargs``."""
+    parameters = [
+        parameter for function in functions for parameter in signature(function).parameters.values()
+    ]
+    names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
+    return tuple(name for name in dict.fromkeys(names) if name != "self")
 
 
-def refuse_unknown(given: dict[str, Any], model: str, known: Sequence[str]) -> None:
-    """Raise ``ValueError`` for a keyword that is not ``known`` to the class ``model``, nor to
-    attention."""
-    for name, value in given.items():
-        if name not in known and name not in _OF_ATTENTION:
-            refuse(
-                f"forward was given {name}, which it does not know{_what(value)}: {model} takes "
-                f"{', '.join(known)}, and for attention {', '.join(ATTENTION_KEYWORDS)}"
+def check_forward_kwargs(kwargs: dict[str, Any], model: str, known: Sequence[str]) -> None:
+    """Raise ``ValueError`` for a keyword that ``forward`` of the class ``model`` does not take.
+
+    Args:
+        known: The parameter names of ``forward``. Keywords of attention are accepted, too.
+    """
+    for name, value in kwargs.items():
+        if name not in known and name not in ATTENTION_CHECKS:
+            raise_interface_error(
+                f"forward got an unexpected keyword {name}{_type_text(value)}: {model} takes "
+                f"{', '.join(known)}, and for attention {', '.join(ATTENTION_KWARGS)}"
             )
 
 
-def attention_keywords(given: dict[str, Any]) -> dict[str, Any]:
-    """Return those of ``given`` that attention takes. Raises ``ValueError`` for a value that is not
-    of its name's kind."""
+def select_attention_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords for the attention implementation.
+
+    Raises:
+        ValueError: A value has the wrong type for its name.
+    """
     attention = {}
-    for name, kind in _OF_ATTENTION.items():
-        if (value := given.get(name)) is None:
+    for name, has_right_type in ATTENTION_CHECKS.items():
+        if (value := kwargs.get(name)) is None:
             continue
-        is_alone = name.startswith("max_") and given.get(f"cu_seq_lens{name[-2:]}") is None
-        if is_alone or not kind(value):
-            refuse(f"forward was given {name}{_what(value)}, which is not what goes by that name")
-        if name in ATTENTION_KEYWORDS:
+        lacks_partner = name.startswith("max_") and kwargs.get(f"cu_seq_lens{name[-2:]}") is None
+        if lacks_partner or not has_right_type(value):
+            _raise_wrong_type("forward", name, value)
+        if name in ATTENTION_KWARGS:
             attention[name] = value
     return attention
 
 
-def without_account(given: dict[str, Any]) -> dict[str, Any]:
-    """What of generate's keywords goes on to ``forward``: not what generate keeps account of."""
-    for name, kind in _OF_GENERATE.items():
-        value = given.get(name)
-        if value is not None and not kind(value):
-            refuse(
-                f"prepare_inputs_for_generation was given {name}{_what(value)}, which is not what "
-                "goes by that name"
-            )
-    return {name: value for name, value in given.items() if name not in _OF_GENERATE}
+def drop_generate_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords without ``generate``'s own state, which ``forward`` does not take.
+
+    Raises:
+        ValueError: A value has the wrong type for its name.
+    """
+    for name, has_right_type in GENERATE_KWARGS.items():
+        value = kwargs.get(name)
+        if value is not None and not has_right_type(value):
+            _raise_wrong_type("prepare_inputs_for_generation", name, value)
+    return {name: value for name, value in kwargs.items() if name not in GENERATE_KWARGS}
 
 
-def _what(value: Any) -> str:
-    """Its type, and what may help to tell what it is."""
+def _raise_wrong_type(function: str, name: str, value: Any) -> NoReturn:
+    raise_interface_error(
+        f"{function} got {name}{_type_text(value)}, which is not the type of value that {name} "
+        "takes"
+    )
+
+
+def _type_text(value: Any) -> str:
+    """Describe a value by its type, in parentheses."""
     if isinstance(value, Tensor):
         return f" (a tensor {tuple(value.shape)} of {value.dtype})"
     if isinstance(value, Cache):
@@ -179,23 +203,24 @@ def _what(value: Any) -> str:
 
 
 def overrides_generation(since: str) -> Callable:
-    """Mark a method that takes the place of one that ``generate`` has since that version."""
+    """Mark a method that overrides one of ``GenerationMixin``'s, which exists since a version."""
 
     def mark(method: Callable) -> Callable:
-        if Version(VERSION) >= Version(since):
-            _OVERRIDDEN.append(method.__name__)
+        if Version(TRANSFORMERS_VERSION) >= Version(since):
+            _OVERRIDDEN_METHODS.append(method.__name__)
         return method
 
     return mark
 
 
-_OVERRIDDEN: list[str] = []
+_OVERRIDDEN_METHODS: list[str] = []
 
 
-def check_generate() -> None:
-    """Raise ``RuntimeError`` where ``generate`` no longer has what this code overrides."""
-    if gone := [name for name in _OVERRIDDEN if not hasattr(GenerationMixin, name)]:
+def check_overridden_methods() -> None:
+    """Raise ``RuntimeError`` if ``generate`` has lost a method that this code overrides."""
+    if missing := [name for name in _OVERRIDDEN_METHODS if not hasattr(GenerationMixin, name)]:
         raise RuntimeError(
-            f"generate of transformers {VERSION} has no {', '.join(gone)}, which this code takes "
-            f"the place of; install a tested one: pip install 'transformers{TESTED_TRANSFORMERS}'"
+            f"generate of transformers {TRANSFORMERS_VERSION} has no {', '.join(missing)}, which "
+            "this code overrides; install a tested version: "
+            f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy over supervised positions. Knows nothing of this model."""
+"""Next-token cross-entropy over supervised tokens. Independent of the model."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Shapes: B batch, L length, K kept positions of a row, R length of rows with their images grown, D
-# width, V vocabulary, S supervised positions of the whole batch.
+# Shapes: B sequences, L length of input_ids, K positions that logits_to_keep selects, R expanded
+# length, D hidden size, V vocabulary, S supervised tokens of the whole batch.
 
 IGNORE_INDEX = -100
 
@@ -19,19 +19,19 @@ IGNORE_INDEX = -100
 def next_token_loss(
     logits_BLV: Tensor, labels_BL: Tensor, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Cross-entropy in fp32 of each position's logits against the label that follows it.
+    """Compute the cross-entropy in fp32 of each position's logits and the next label.
 
     Args:
         logits_BLV: Any floating dtype.
-        labels_BL: int64, aligned with the logits (the shift happens here), any device.
-        num_items_in_batch: Supervised tokens over all micro-batches and processes; the sum is
-            divided by it. ``None``: by the supervised tokens of this batch.
+        labels_BL: int64, aligned with the logits (they are shifted here), on any device.
+        num_items_in_batch: The divisor of the summed loss: supervised tokens of all micro-batches
+            and processes. ``None``: supervised tokens of this batch.
 
     Returns:
-        fp32 scalar; 0 with a graph when nothing is supervised.
+        fp32 scalar; 0, with a graph, if no token is supervised.
     """
-    rows, targets = supervised_positions(labels_BL.to(logits_BLV.device))
-    total = F.cross_entropy(logits_BLV[rows].float(), targets, reduction="sum")
+    indices, targets = supervised_positions(labels_BL.to(logits_BLV.device))
+    total = F.cross_entropy(logits_BLV[indices].float(), targets, reduction="sum")
     return _average(total, targets, num_items_in_batch)
 
 
@@ -42,14 +42,16 @@ def chunked_next_token_loss(
     num_items_in_batch: Tensor | int | None,
     chunk_size: int,
 ) -> Tensor:
-    """:func:`next_token_loss` of ``project(hidden_BLD)``, whose logits exist for ``chunk_size``
-    supervised positions at a time, in forward and again (recomputed) in backward."""
+    """Compute :func:`next_token_loss` of ``project(hidden_BLD)`` without storing all logits.
+
+    Logits exist for ``chunk_size`` supervised tokens at a time, and backward recomputes them.
+    """
 
     def chunk_loss(hidden_SD: Tensor, targets_S: Tensor) -> Tensor:
         return F.cross_entropy(project(hidden_SD).float(), targets_S, reduction="sum")
 
-    rows, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
-    hidden_chunks = hidden_BLD[rows].split(chunk_size)
+    indices, targets = supervised_positions(labels_BL.to(hidden_BLD.device))
+    hidden_chunks = hidden_BLD[indices].split(chunk_size)
     total: Any = 0.0  # a batch without labels is one empty chunk: its loss is 0 and has a graph
     for hidden, target in zip(hidden_chunks, targets.split(chunk_size), strict=True):
         total = total + checkpoint(chunk_loss, hidden, target, use_reentrant=False)
@@ -57,22 +59,35 @@ def chunked_next_token_loss(
 
 
 def supervised_positions(labels_BL: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """``((row, position), labels)``, ``(S,)`` int64 each, of what predicts a supervised label."""
-    # As long as the rows: a graph with ``labels_BL[:, 1:]`` alone would not run on rows of 2 ids.
-    following = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
-    batch, position = (following != IGNORE_INDEX).nonzero(as_tuple=True)
-    return (batch, position), following[batch, position]
+    """Find the positions that predict a supervised token.
+
+    Returns:
+        ``((sequence, position), labels)``, each ``(S,)`` int64.
+    """
+    # Padded to length L: a graph with ``labels_BL[:, 1:]`` would not run on sequences of 2 ids.
+    next_labels = F.pad(labels_BL, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    sequence, position = (next_labels != IGNORE_INDEX).nonzero(as_tuple=True)
+    return (sequence, position), next_labels[sequence, position]
 
 
-class KeptColumns(NamedTuple):
-    """The positions that ``logits_to_keep`` names."""
+class LogitsToKeep(NamedTuple):
+    """The positions that the argument ``logits_to_keep`` selects, the same in every sequence.
 
-    columns: slice | Tensor | None  # in every row; all
-    length: int | None = None  # of the rows that a mask was made for
+    Attributes:
+        columns: ``None`` selects all.
+        length: Length of the mask, if the argument was a boolean mask.
+    """
+
+    columns: slice | Tensor | None
+    length: int | None = None
 
     @classmethod
-    def of(cls, logits_to_keep: int | Tensor) -> "KeptColumns":
-        """Raises ``ValueError`` for a number below 0 or a tensor that is not of all rows."""
+    def from_argument(cls, logits_to_keep: int | Tensor) -> "LogitsToKeep":
+        """Read the argument: a number of last positions (0: all), indices, or a boolean mask.
+
+        Raises:
+            ValueError: The number is below 0 or the tensor has more than one dimension.
+        """
         if not isinstance(logits_to_keep, Tensor):
             if logits_to_keep < 0:
                 raise ValueError(f"logits_to_keep is {logits_to_keep}; expected 0 (all) or more")
@@ -80,62 +95,75 @@ class KeptColumns(NamedTuple):
         if logits_to_keep.ndim != 1:
             raise ValueError(
                 f"logits_to_keep is a tensor of {logits_to_keep.ndim} dimensions; expected a plain "
-                "number, positions (K,), or a mask (L,), the same for all rows"
+                "number, positions (K,), or a mask (L,), the same for all sequences"
             )
         if logits_to_keep.dtype != torch.bool:
             return cls(logits_to_keep)
         return cls(logits_to_keep.nonzero().flatten(), len(logits_to_keep))
 
-    def take(self, values_BR: Tensor) -> Tensor:
-        """Of ``(B, R)`` or ``(B, R, D)`` the kept positions."""
+    def select(self, values_BR: Tensor) -> Tensor:
+        """Return the selected positions of ``(B, R)`` or ``(B, R, D)``."""
         return values_BR if self.columns is None else values_BR[:, self.columns]
 
-    def are_cut(self, labels: Tensor | None, given: Tensor | None) -> bool:
-        """Whether ``labels`` are those of kept positions, not of all of the rows ``given``."""
-        if self.columns is None or labels is None or given is None:
+    def are_cut(self, labels: Tensor | None, inputs: Tensor | None) -> bool:
+        """Return whether ``labels`` are those of the selected positions, not of all ``inputs``.
+
+        Raises:
+            ValueError: The labels fit neither.
+        """
+        if self.columns is None or labels is None or inputs is None:
             return False
-        if min(labels.ndim, given.ndim) < 2 or labels.shape[1] == given.shape[1]:
+        if min(labels.ndim, inputs.ndim) < 2 or labels.shape[1] == inputs.shape[1]:
             return False
-        length, kept = given.shape[1], self.take(given).shape[1]
-        if labels.shape[1] != kept:
+        length, num_selected = inputs.shape[1], self.select(inputs).shape[1]
+        if labels.shape[1] != num_selected:
             raise ValueError(
-                f"labels have {labels.shape[1]} positions and the rows {length}, of which "
-                f"logits_to_keep keeps {kept}: give labels for all positions or for those"
+                f"labels have {labels.shape[1]} positions and the sequences {length}, of which "
+                f"logits_to_keep keeps {num_selected}: give labels for all positions or for those"
             )
         return True
 
     def shifted_labels(self, labels_BK: Tensor, length: int) -> Tensor:
-        """``(B, L)``: at each kept position the label of the next kept one, elsewhere -100."""
-        kept = (
-            self.columns.to(labels_BK.device) if isinstance(self.columns, Tensor) else self.columns
-        )
-        columns = torch.arange(length, device=labels_BK.device)[kept]
-        everywhere = labels_BK.new_full((labels_BK.shape[0], length), IGNORE_INDEX)
-        everywhere[:, columns[:-1]] = labels_BK[:, 1:]
-        return everywhere
+        """Return ``(B, L)``: each selected position has the label of the next selected one.
 
-    def check(self, given: Tensor | None, grown_length: int, image_ids: Collection[int]) -> None:
-        """Raise ``ValueError`` unless the kept positions of the rows as given are those of the rows
-        as grown; ``image_ids`` are those that none of them may have where rows grew."""
-        if self.columns is None or given is None:
+        All other positions have -100.
+        """
+        selected = self.columns
+        if isinstance(selected, Tensor):
+            selected = selected.to(labels_BK.device)
+        columns = torch.arange(length, device=labels_BK.device)[selected]
+        shifted = labels_BK.new_full((labels_BK.shape[0], length), IGNORE_INDEX)
+        shifted[:, columns[:-1]] = labels_BK[:, 1:]
+        return shifted
+
+    def check(
+        self, inputs: Tensor | None, expanded_length: int, image_ids: Collection[int]
+    ) -> None:
+        """Raise ``ValueError`` if the selection means other positions after expansion.
+
+        Args:
+            inputs: ``input_ids`` or ``inputs_embeds``, unexpanded.
+            image_ids: Ids that no selected position of an unexpanded prompt may have.
+        """
+        if self.columns is None or inputs is None:
             return
-        length = given.shape[1]
-        grows = f"rows of {length} ids take {grown_length} positions here"
-        cure = "give grown rows, as this model's processor makes them"
-        if self.length not in (None, grown_length):
-            cure = "" if length == grown_length else f"{cure}, and "
+        length = inputs.shape[1]
+        problem = f"prompts of {length} ids expand to {expanded_length} positions"
+        cure = "give expanded prompts, as this model's processor makes them"
+        if self.length not in (None, expanded_length):
+            cure = "" if length == expanded_length else f"{cure}, and "
             raise ValueError(
-                f"logits_to_keep is a mask of {self.length} positions, but {grows}: {cure}give one "
-                "entry for each position"
+                f"logits_to_keep is a mask of {self.length} positions, but {problem}: {cure}give "
+                "one entry for each position"
             )
-        if not image_ids or length == grown_length:
+        if not image_ids or length == expanded_length:
             return
-        kept = self.take(given)
-        ids = torch.tensor([*image_ids], device=kept.device)
-        if not isinstance(self.columns, slice) or bool(torch.isin(kept, ids).any()):
+        selected = self.select(inputs)
+        ids = torch.tensor([*image_ids], device=selected.device)
+        if not isinstance(self.columns, slice) or bool(torch.isin(selected, ids).any()):
             raise ValueError(
-                f"labels were cut to {kept.shape[1]} positions, among which there are images, but "
-                f"{grows}: {cure}"
+                f"labels were cut to {selected.shape[1]} positions, among which there are images, "
+                f"but {problem}: {cure}"
             )
 
 
@@ -147,18 +175,19 @@ def _average(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
     return total / max(num_items_in_batch, 1)
 
 
-def with_loss(layer: nn.Linear) -> nn.Linear:
-    """Let an output projection compute the loss, too, without keeping its logits.
+def fuse_loss(layer: nn.Linear) -> nn.Linear:
+    """Let an output projection also compute the loss, without storing its logits.
 
-    In its own forward, because a sharded weight is gathered for that: once, whatever the number of
-    chunks. No subclass does it: quantizers and exporters know ``nn.Linear`` by its class.
+    The loss is part of the layer's ``forward``, so that a sharded weight is gathered once for all
+    chunks. The instance is changed instead of its class, because quantizers and exporters recognize
+    ``nn.Linear`` by its class.
     """
     layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
     return layer
 
 
-def computes_loss(layer: nn.Module) -> bool:
-    """Whether it is as :func:`with_loss` left it; also behind a hook of accelerate's."""
+def has_fused_loss(layer: nn.Module) -> bool:
+    """Return whether :func:`fuse_loss` changed the layer, also behind a hook of accelerate."""
     method = layer.__dict__.get("_old_forward", layer.__dict__.get("forward"))
     return getattr(method, "__func__", None) is forward
 
@@ -170,8 +199,11 @@ def forward(
     num_items_in_batch: Tensor | int | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Logits ``(..., V)``; with labels the :func:`chunked_next_token_loss` instead."""
-    # A pickled method is found again by its name: nn.Linear's own then.
+    """Compute logits ``(..., V)``, or with labels the :func:`chunked_next_token_loss`.
+
+    It is named like the method that it replaces, because pickle restores a method by its name: an
+    unpickled layer has the ``forward`` of ``nn.Linear`` again.
+    """
     project = partial(type(layer).forward, layer)
     if labels_BL is None:
         return project(hidden_BLD)

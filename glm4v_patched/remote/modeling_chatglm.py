@@ -1,7 +1,7 @@
 """glm-4v: a GLM-4 language model that reads images through an EVA2-CLIP tower.
 
-Computes what the published code of glm-4v-9b computes, under the same parameter names, for any
-number of images a row, any padding and packing, alike in training and evaluation.
+It computes the same numbers as the published code of glm-4v-9b, with the same parameter names, but
+for any number of images per sequence, with padding and packing, in training and evaluation.
 """
 
 from dataclasses import dataclass
@@ -24,47 +24,50 @@ from transformers.utils import logging
 from .attention import attend
 from .cache_metadata import (
     cached_length,
-    check_room,
-    check_rows_of_cache,
+    check_cache_batch_size,
+    check_cache_capacity,
+    compute_next_position,
     is_static,
-    next_position,
-    remember_rows,
-    room_of,
+    record_prefill,
+    static_cache_len,
 )
 from .checkpointing import CheckpointedLayer
-from .class_lists import enter_class
-from .classification_chatglm import OF_TOKENS, ScoresRows
-from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, check_adapters
+from .class_lists import register_class_name
+from .classification_chatglm import PER_TOKEN_KWARGS, SequenceScoringMixin
+from .configuration_chatglm import PIPELINE_TASK, ChatGLMConfig, require_adapter_support
 from .generation_chatglm import ChatGLMGenerationMixin, known_options
-from .image_checks import UnexpandedBatch, ImageFormat
+from .image_checks import ImageFormat, UnexpandedBatch
 from .image_layout import expand_image_placeholders
 from .keywords import (
     CACHE_KEYWORD,
-    OF_LOGITS,
-    VERSION,
-    WANTS_CACHE_POSITION,
-    attention_keywords,
+    LOGITS_KWARGS,
+    NEEDS_CACHE_POSITION,
+    TRANSFORMERS_VERSION,
     cache_kwarg,
-    names_of,
-    one_cache,
-    refuse_unknown,
-    wants_dict,
+    check_forward_kwargs,
+    parameter_names,
+    resolve_cache,
+    resolve_return_dict,
+    select_attention_kwargs,
 )
-from .loss import KeptColumns, chunked_next_token_loss, computes_loss, next_token_loss, with_loss
-from .masks import causal_mask, is_ready, mask_of_drawn
+from .loss import LogitsToKeep, chunked_next_token_loss, fuse_loss, has_fused_loss, next_token_loss
+from .masks import can_decode, causal_mask, decode_mask
 from .sharding import must_run_on_every_process, refuse_split_model
-from .visual import EVA2CLIPModel, PatchEmbedding, TowerRecord
+from .visual import EVA2CLIPModel, PatchEmbedding, VisionOutputCollector
 
 logger = logging.get_logger(__name__)
 
-# Shapes: B rows, R length of the grown rows, D width, H query heads, G key-value heads, C head
-# channels, F rotated pairs of a head (C / 4), N images, S side of an image, V vocabulary.
+# Shapes: B sequences, L length of input_ids, R expanded length, D hidden size, H query heads, G
+# key-value heads, C head channels, F rotated pairs of a head (C / 4), N images, S side of an image,
+# V vocabulary.
 
 
 class Embedding(nn.Module):
+    """The token embedding."""
+
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        # Typed as what set_input_embeddings may put here.
+        # Typed as nn.Module, because set_input_embeddings may replace it by another class.
         self.word_embeddings: nn.Module = nn.Embedding(config.padded_vocab_size, config.hidden_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -72,10 +75,10 @@ class Embedding(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles for the first half of each head's channels."""
+    """Rotary position embedding of the first half of each head's channels."""
 
-    # Part of the checkpoint format and written as published (without rope_ratio); nothing is
-    # computed from it, because a checkpoint may hold it rounded.
+    # Part of the checkpoint format, and saved as published (without rope_ratio). Nothing is
+    # computed from it, because a checkpoint may contain it rounded.
     inv_freq: Tensor
 
     def __init__(self, config: ChatGLMConfig):
@@ -84,39 +87,47 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self.published_inv_freq().to(torch.get_default_dtype()))
 
     def published_inv_freq(self) -> Tensor:
+        """Return the values ``(F,)`` that checkpoints contain."""
         return self._frequencies(base=10000.0)
 
     def _frequencies(self, base: float, device=None) -> Tensor:
-        rotated = self.config.kv_channels // 2
-        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
-        return 1.0 / base**exponents
+        num_rotated = self.config.kv_channels // 2
+        exponents = torch.arange(0, num_rotated, 2, dtype=torch.float32, device=device)
+        return 1.0 / base ** (exponents / num_rotated)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """For :func:`apply_rotary`, ``(B, R, 1, C)`` each, rounded to ``dtype`` unless
-        ``rope_in_fp32``: cosines, and sines with the sign of what they are added to. For the half
-        of the channels that is not rotated, cosines of 1 and sines of 0."""
+        """Compute the cosines and sines for :func:`apply_rotary`.
+
+        Args:
+            position_ids: ``(B, R)``.
+            dtype: The tables are rounded to it, unless ``config.rope_in_fp32``.
+
+        Returns:
+            Cosines and signed sines, ``(B, R, 1, C)`` each. Channels that are not rotated have a
+            cosine of 1 and a sine of 0.
+        """
         theta_F = self._frequencies(10000.0 * self.config.rope_ratio, position_ids.device)
         angles_BRF = (position_ids[..., None].float() * theta_F).float()
         dtype = torch.float32 if self.config.rope_in_fp32 else dtype
         cos, sin = angles_BRF.cos().to(dtype), angles_BRF.sin().to(dtype)
-        passed = 0, self.config.kv_channels - 2 * len(theta_F)
-        cos_BRC = F.pad(torch.stack((cos, cos), dim=-1).flatten(-2), passed, value=1.0)
-        sin_BRC = F.pad(torch.stack((-sin, sin), dim=-1).flatten(-2), passed)
+        padding = 0, self.config.kv_channels - 2 * len(theta_F)
+        cos_BRC = F.pad(torch.stack((cos, cos), dim=-1).flatten(-2), padding, value=1.0)
+        sin_BRC = F.pad(torch.stack((-sin, sin), dim=-1).flatten(-2), padding)
         return cos_BRC[:, :, None], sin_BRC[:, :, None]
 
 
 def apply_rotary(x_BRHC: Tensor, cos_BR1C: Tensor, sin_BR1C: Tensor) -> Tensor:
-    """Rotate neighboring channels ``(2i, 2i + 1)``."""
+    """Rotate pairs of neighboring channels ``(2i, 2i + 1)``."""
     neighbors_BRHC = x_BRHC.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return (x_BRHC * cos_BR1C + neighbors_BRHC * sin_BR1C).to(x_BRHC.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm that multiplies by its weight in fp32, before the cast back."""
+    """Root-mean-square norm. The weight is multiplied in fp32, before the cast to ``x.dtype``."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, hidden_size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +135,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Causal attention, grouped key-value heads, one fused projection (q, then k, then v)."""
+    """Causal grouped-query attention with one fused projection (q, then k, then v)."""
 
     is_causal = True
 
@@ -147,31 +158,42 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BRD, cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
     ) -> Tensor:
-        """``fills``: whether the cache was empty, and further arguments of its ``update``."""
+        """Attend, and update the cache.
+
+        Args:
+            cache_update: With a cache: ``(is_prefill, cache_kwargs)``, whether the cache was empty
+                before this pass, and further positional arguments of ``Cache.update``.
+            attention_kwargs: Keywords for :func:`attend`.
+        """
         heads_BRHC = self.query_key_value(x_BRD).unflatten(-1, (-1, self.head_dim))
-        query, key, value = (part.transpose(1, 2) for part in self.rotate(heads_BRHC, cos, sin))
+        query, key, value = (x.transpose(1, 2) for x in self.rotate(heads_BRHC, cos, sin))
         if past_key_values is not None:
-            was_empty, where = cache_update
-            new = key, value
-            key, value = past_key_values.update(key, value, self.layer_idx, *where)
-            if was_empty:
-                key, value = new  # all there is to see, without the room that is left
-        given = query, key, value, attention_mask, self.config._attn_implementation
-        return self.dense(attend(self, *given, **attention_kwargs))
+            is_prefill, cache_kwargs = cache_update
+            new_key_value = key, value
+            key, value = past_key_values.update(key, value, self.layer_idx, *cache_kwargs)
+            if is_prefill:
+                key, value = new_key_value  # without the unused capacity of a static cache
+        inputs = query, key, value, attention_mask, self.config._attn_implementation
+        return self.dense(attend(self, *inputs, **attention_kwargs))
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Queries and keys, rotated, and values: ``(B, R, heads, C)`` each."""
-        queries, groups, _ = self.split_sizes
-        turned_BRHC, value_BRGC = heads_BRHC.split((queries + groups, groups), dim=2)
-        return *apply_rotary(turned_BRHC, cos, sin).split((queries, groups), dim=2), value_BRGC
+        """Return rotated queries, rotated keys, and values: ``(B, R, heads, C)`` each."""
+        num_heads, num_groups, _ = self.split_sizes
+        sizes = num_heads + num_groups, num_groups
+        query_key_BRHC, value_BRGC = heads_BRHC.split(sizes, dim=2)
+        rotated_BRHC = apply_rotary(query_key_BRHC, cos, sin)
+        return *rotated_BRHC.split((num_heads, num_groups), dim=2), value_BRGC
 
 
 class MLP(nn.Module):
+    """SwiGLU with one fused projection (gate, then up)."""
+
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        self.dense_h_to_4h = nn.Linear(width, 2 * inner, bias=bias)
-        self.dense_4h_to_h = nn.Linear(inner, width, bias=bias)
+        hidden_size, ffn_size = config.hidden_size, config.ffn_hidden_size
+        bias = config.add_bias_linear
+        self.dense_h_to_4h = nn.Linear(hidden_size, 2 * ffn_size, bias=bias)
+        self.dense_4h_to_h = nn.Linear(ffn_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.dense_h_to_4h(x).chunk(2, dim=-1)
@@ -194,6 +216,8 @@ class GLMBlock(CheckpointedLayer):
 
 
 class GLMTransformer(nn.Module):
+    """The decoder layers and the final norm."""
+
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
         self.config = config
@@ -201,21 +225,29 @@ class GLMTransformer(nn.Module):
         self.final_layernorm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
 
     def forward(
-        self, x_BRD: Tensor, *attention_inputs, keep_states: bool = False
+        self, x_BRD: Tensor, *attention_inputs, collect_hidden_states: bool = False
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The normalized output; if asked, what went into each layer and came out of the last."""
-        states = [x_BRD]
-        # Which may be less than there are: generate leaves out the last layers so.
+        """Run all layers.
+
+        Returns:
+            The normalized output ``(B, R, D)``; with ``collect_hidden_states`` also the input of
+            every layer and the output of the last one.
+        """
+        hidden_states = [x_BRD]
+        # For early-exit drafts, generate sets num_layers below the number of layers.
         for layer in islice(self.layers, self.config.num_layers):
             x_BRD = layer(x_BRD, *attention_inputs)
-            if keep_states:
-                states.append(x_BRD)
-        return self.final_layernorm(x_BRD), tuple(states) if keep_states else None
+            if collect_hidden_states:
+                hidden_states.append(x_BRD)
+        normalized_BRD = self.final_layernorm(x_BRD)
+        return normalized_BRD, tuple(hidden_states) if collect_hidden_states else None
 
 
 class ChatGLMPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialization of all glm-4v models."""
+
     config: ChatGLMConfig
-    transformer: Any  # the decoder, of models with a head
+    transformer: Any  # the decoder, in models with a head
     forward_names: tuple[str, ...]  # the keywords of this class's forward, for its errors
     config_class = ChatGLMConfig
     base_model_prefix = "transformer"
@@ -233,34 +265,44 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """As usual, also with a ``config`` of somebody else's class for the same fields. Raises
-        ``ImportError`` for adapters that this transformers cannot load."""
-        check_adapters(pretrained_model_name_or_path, kwargs)
+        """Load a model as transformers does.
+
+        Args:
+            config: May be of another class for the same fields, such as the published code's.
+
+        Raises:
+            ImportError: The folder has adapters that this transformers cannot load.
+        """
+        require_adapter_support(pretrained_model_name_or_path, kwargs)
         if isinstance(config, PretrainedConfig):
             config = ChatGLMConfig.from_config(config)
         options = kwargs | {"config": config}
         return super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
 
     def load_adapter(self, peft_model_id=None, *args, **kwargs):
-        """As usual. Raises ``ImportError`` where this transformers cannot load them."""
-        check_adapters(peft_model_id, {}, are_adapters=True)
+        """Load an adapter as transformers does.
+
+        Raises:
+            ImportError: This transformers cannot load adapters of this model.
+        """
+        require_adapter_support(peft_model_id, {}, are_adapters=True)
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
-    def _check_keywords(self, given: dict[str, Any], input_ids: Tensor | None) -> None:
+    def _check_keywords(self, kwargs: dict[str, Any], input_ids: Tensor | None) -> None:
         """Raise ``ValueError`` for a keyword that this class's ``forward`` does not take."""
-        types, ids = given.get("token_type_ids"), input_ids
-        # OpenRLHF's are 1 where ids fill an image; those of others mean something else.
+        types, ids = kwargs.get("token_type_ids"), input_ids
+        # OpenRLHF's are 1 at image tokens and may be ignored. Any other meaning is an error.
         if (
             isinstance(types, Tensor)
             and isinstance(ids, Tensor)
             and types.shape == ids.shape
             and not bool(types.ne(ids == self.config.image_token_id).any())
         ):
-            del given["token_type_ids"]
-        refuse_unknown(given, type(self).__name__, self.forward_names)
+            del kwargs["token_type_ids"]
+        check_forward_kwargs(kwargs, type(self).__name__, self.forward_names)
 
     def get_image_features(self, pixel_values: Tensor, **options):
-        """As :meth:`ChatGLMModel.get_image_features`."""
+        """Encode images, see :meth:`ChatGLMModel.get_image_features`."""
         return self.transformer.get_image_features(pixel_values, **options)
 
     @classmethod
@@ -269,51 +311,54 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers guesses from this file's text, in which it misses the name of its registry
-        # (attention.py has it). Both towers read the config at every call.
+        # transformers looks for the name of its registry in this file's source, but attention.py
+        # has it. Tower and decoder read the config in every forward.
         return True
 
-    def _weights_to_keep(
+    def _make_attention_collector(
         self, layers: nn.ModuleList, output_attentions: bool | None
     ) -> list[Tensor] | None:
-        """A list for the attention weights of ``layers``, if they are asked for and made."""
+        """Return an empty list that will collect the attention weights of ``layers``.
+
+        ``None`` if they are not requested, or if the attention implementation computes none.
+        """
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         if not output_attentions:
             return None
         implementation = self.config._attn_implementation
         if implementation != "eager":
-            # transformers' own models warn, too, and return none.
+            # Like transformers' own models, warn and return none.
             logger.warning_once(
-                f"output_attentions=True: the attention implementation {implementation!r} makes "
-                "no weights and none are returned; choose another one, e.g. by "
+                f"output_attentions=True: the attention implementation {implementation!r} computes "
+                "no attention weights, so none are returned; choose another one, e.g. by "
                 'model.set_attn_implementation("eager")'
             )
             return None
-        recomputed = sum(bool(layer.gradient_checkpointing) for layer in layers)
-        if recomputed and self.training and torch.is_grad_enabled():
+        num_recomputed = sum(bool(layer.gradient_checkpointing) for layer in layers)
+        if num_recomputed and self.training and torch.is_grad_enabled():
             raise ValueError(
-                f"output_attentions=True in training, where {recomputed} of {len(layers)} layers "
-                "recompute their activations: the weights of a recomputed layer have no "
-                "gradients; disable activation checkpointing or leave output_attentions out"
+                f"output_attentions=True in training, where {num_recomputed} of {len(layers)} "
+                "layers recompute their activations: attention weights of a recomputed layer have "
+                "no gradients; disable activation checkpointing or leave output_attentions out"
             )
         return []
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal weights of ``initializer_range``, zero biases, norms that change nothing."""
-        drawn: list[Tensor] = []
+        """Initialize weights: normal with ``initializer_range``, biases 0, norms 1."""
+        normal_weights: list[Tensor] = []
         if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
-            drawn = [module.weight]
+            normal_weights = [module.weight]
         elif isinstance(module, (RMSNorm, nn.LayerNorm)):
             nn.init.ones_(module.weight)
         elif isinstance(module, PatchEmbedding):
-            drawn = [module.cls_embedding]
+            normal_weights = [module.cls_embedding]
         elif isinstance(module, EVA2CLIPModel):
-            drawn = [module.boi, module.eoi]
+            normal_weights = [module.boi, module.eoi]
         elif isinstance(module, RotaryEmbedding):
             module.inv_freq.copy_(module.published_inv_freq())
-        for weight in drawn:
+        for weight in normal_weights:
             nn.init.normal_(weight, std=self.config.initializer_range)
         if isinstance(bias := getattr(module, "bias", None), Tensor):
             nn.init.zeros_(bias)
@@ -321,12 +366,12 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
 
 @dataclass
 class ChatGLMModelOutput(BaseModelOutputWithPast):
-    """What the decoder gives, and what it was given in the form it used.
+    """Output of the decoder, with the expanded labels and mask.
 
     Attributes:
-        labels: ``(B, R)`` int64, grown with the rows.
+        labels: ``(B, R)`` int64, expanded with the prompt.
         image_hidden_states: ``(N, num_image_tokens + 2, D)``, the images' features.
-        attention_mask: ``(B, cached + R)``, grown with the rows.
+        attention_mask: ``(B, cached + R)``, expanded with the prompt.
     """
 
     labels: Tensor | None = None
@@ -336,43 +381,54 @@ class ChatGLMModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class GLM4VCausalLMOutput(CausalLMOutputWithPast):
-    """``image_hidden_states``: as in :class:`ChatGLMModelOutput`."""
+    """Output of the language model; ``image_hidden_states`` as in :class:`ChatGLMModelOutput`."""
 
     image_hidden_states: Tensor | None = None
 
 
-class Wanted(NamedTuple):
-    """What a caller wants to see of all layers, and in which form."""
+class OutputOptions(NamedTuple):
+    """Outputs that the caller requested: hidden states, attention weights, dict or tuple.
 
-    states: bool
-    weights: list[Tensor] | None  # which the layers fill
-    as_dict: bool
+    Attributes:
+        attentions: Collects the attention weights of the layers; ``None`` if not requested.
+    """
 
-    def output(
-        self, hidden_BRD: Tensor, states: tuple | None, cache: Cache | None, **more
+    hidden_states: bool
+    attentions: list[Tensor] | None
+    return_dict: bool
+
+    def make_output(
+        self, hidden_BRD: Tensor, hidden_states: tuple | None, cache: Cache | None, **fields
     ) -> ChatGLMModelOutput | tuple:
+        """Build the decoder's output; ``fields`` are further fields of it."""
+        attentions = None
+        if self.attentions is not None:
+            attentions = _pad_to_cache_length(self.attentions, cache)
         output = ChatGLMModelOutput(
             last_hidden_state=hidden_BRD,
             **cache_kwarg(cache),
-            hidden_states=states,
-            attentions=None if self.weights is None else _over_room(self.weights, cache),
-            **more,
+            hidden_states=hidden_states,
+            attentions=attentions,
+            **fields,
         )
-        return output if self.as_dict else output.to_tuple()
+        return output if self.return_dict else output.to_tuple()
 
 
 class ChatGLMModel(ChatGLMPreTrainedModel):
-    """The model without its loss. Owns the output projection, as the published checkpoint does."""
+    """The model without its loss.
 
-    _has_named_growth = False
+    It owns the output projection, as in the published checkpoint.
+    """
+
+    _has_warned_of_expansion = False
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__(config)
         self.embedding = Embedding(config)
         self.rotary_pos_emb = RotaryEmbedding(config)
         self.encoder = GLMTransformer(config)
-        # Typed as what it may become: wrapped by peft, or quantized.
-        self.output_layer: nn.Module = with_loss(
+        # Typed as nn.Module, because peft wraps it and quantizers replace it.
+        self.output_layer: nn.Module = fuse_loss(
             nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
         self.vision = EVA2CLIPModel(config)
@@ -386,6 +442,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
 
     @property
     def image_format(self) -> ImageFormat:
+        """The ids that mark images, and limits, from the config."""
         return ImageFormat(
             begin_id=self.config.boi_token_id,
             end_id=self.config.eoi_token_id,
@@ -415,184 +472,217 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         cache: Cache | None = None,
         **attention_kwargs,
     ) -> ChatGLMModelOutput | tuple:
-        """Run the decoder over rows of text and images, causal over image positions too.
+        """Run the decoder over sequences of text and images, with causal attention throughout.
+
+        Image placeholders are expanded first, so outputs have the expanded length ``R``.
 
         Args:
-            input_ids: ``(B, L)`` int64, images in either form. Exactly one of this and
-                ``inputs_embeds``.
-            attention_mask: ``(B, cached + L)``, 0 at padding and 1 elsewhere, as long as the rows
-                are given.
-            position_ids: ``(B, L)``; made here when not given. Where they restart at 0, without a
-                mask or under one of ones, another sample begins that sees nothing before it.
-            past_key_values: A ``Cache``; rows that follow one may bring new images. For rows that
-                this model did not put there, or after ``crop``, give ``position_ids``.
-            inputs_embeds: ``(B, L, D)``. Images go where these are the embeddings of begin- and
-                end-of-image ids, in rows of the grown form.
-            pixel_values: ``(N, 3, S, S)``, the images of all rows in the order of their
+            input_ids: ``(B, L)`` int64, unexpanded or expanded. Exclusive with ``inputs_embeds``.
+            attention_mask: ``(B, cached + L)``, 0 at padding and 1 elsewhere.
+            position_ids: ``(B, L)``; computed from the mask by default. Where they restart at 0,
+                without a mask or with a mask of ones, a packed sample begins, which attends to
+                nothing before it.
+            past_key_values: A ``Cache``. Sequences that continue it may bring new images. Pass
+                ``position_ids`` if another model filled it, or after ``crop``.
+            inputs_embeds: ``(B, L, D)`` of expanded prompts. Images are inserted between the
+                embeddings of begin- and end-of-image ids.
+            pixel_values: ``(N, 3, S, S)``, the images of all sequences in the order of their
                 begin-of-image ids. ``None`` or empty: no images.
-            images, cache: Other names for ``pixel_values``, of the published code, and for
-                ``past_key_values``, of transformers 5.24.
-            labels: ``(B, L)``; grown with the rows and handed back.
-            output_hidden_states: The input of every layer, and the output of the last before the
-                final norm, too.
-            output_attentions: ``(B, H, R, cached + R)`` of each layer, too. Only eager attention
-                makes them; any other warns and returns none.
-            prompt_length: Ids from this column on were drawn by generation; begin- and
-                end-of-image ids among them are ordinary tokens.
-            image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: what
-                :meth:`get_image_features` gives (its output, too). The tower does not run.
-                Processes that gather it together must all be given features or none; without
-                images, ``N`` is 0, which also leaves out the blank image.
-            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one,
-                as context parallelism cuts them. Handed back as labels ``(B, R + 1)``.
-            num_items_in_batch: What the summed loss will be divided by; refused if it may count
-                labels inside images, where nothing is learned.
-            attention_kwargs: For the attention implementation: those of :mod:`keywords`. The
-                keywords of logits that models with a head name (``logits_to_keep``) change nothing:
-                hidden states are those of all positions.
+            images, cache: Other names of ``pixel_values`` (in the published code) and of
+                ``past_key_values`` (in transformers 5.24).
+            labels: ``(B, L)``; expanded and returned.
+            output_hidden_states: Also return the input of every layer and the output of the last
+                layer, before the final norm.
+            output_attentions: Also return ``(B, H, R, cached + R)`` of each layer. Needs eager
+                attention; any other implementation warns and returns none.
+            prompt_length: Columns from here on are generated: begin- and end-of-image ids among
+                them are ordinary tokens.
+            image_features: ``(N, num_image_tokens + 2, D)``, in place of ``pixel_values``: the
+                output of :meth:`get_image_features`, or its ``pooler_output``. The tower does not
+                run, so under ZeRO-3 either all processes pass features or none. Pass ``N = 0``
+                without images, which also skips the tower's dummy image.
+            shift_labels: ``(B, L)``, in place of ``labels``: the label of the next token, as
+                context parallelism cuts them. Returned as labels ``(B, R + 1)``.
+            num_items_in_batch: The divisor of the summed loss. It is refused if it may count labels
+                inside images, which are not supervised.
+            attention_kwargs: Keywords of packed attention (see :mod:`keywords`). Keywords about
+                logits, such as ``logits_to_keep``, are ignored.
 
         Raises:
-            ValueError: inputs that contradict each other; names the numbers and the cure.
+            ValueError: The inputs contradict each other; the message has the numbers and the cure.
         """
-        for name in OF_LOGITS:
+        for name in LOGITS_KWARGS:
             attention_kwargs.pop(name, None)
         self._check_keywords(attention_kwargs, input_ids)
-        attention_mask, cache, images = self._by_place(
+        attention_mask, cache, images = self._resolve_positional(
             attention_mask, past_key_values, cache, images
         )
-        wanted = self._wanted(output_hidden_states, output_attentions, return_dict)
+        options = self._output_options(output_hidden_states, output_attentions, return_dict)
         others = (inputs_embeds, pixel_values, images, labels, image_features, shift_labels)
-        is_drawn = prompt_length is not None and prompt_length <= 0
-        is_step = is_drawn and position_ids is not None and all(other is None for other in others)
-        if is_step and is_ready(cache, attention_mask, self.config._attn_implementation):
+        is_generated = prompt_length is not None and prompt_length <= 0
+        is_decode_step = is_generated and position_ids is not None
+        is_decode_step = is_decode_step and all(other is None for other in others)
+        if is_decode_step and can_decode(cache, attention_mask, self.config._attn_implementation):
             assert input_ids is not None and position_ids is not None and cache is not None
-            return self._decode(
-                input_ids, attention_mask, position_ids, cache, wanted, attention_kwargs
+            return self._decode_step(
+                input_ids, attention_mask, position_ids, cache, options, attention_kwargs
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        attention_kwargs = attention_keywords(attention_kwargs)
-        pixel_values, features = self._given_images(pixel_values, images, image_features)
-        given_images = pixel_values if features is None else features
-        num_images = 0 if given_images is None else given_images.shape[0]
-        cache = self._cache_to_use(cache, use_cache)
+        attention_kwargs = select_attention_kwargs(attention_kwargs)
+        pixel_values, features = self._resolve_images(pixel_values, images, image_features)
+        pixels_or_features = pixel_values if features is None else features
+        num_images = 0 if pixels_or_features is None else pixels_or_features.shape[0]
+        cache = self._choose_cache(cache, use_cache)
         past_length = cached_length(cache)
 
-        ids = input_ids if inputs_embeds is None else self._ids_of(inputs_embeds, num_images)
-        assert ids is not None
-        check_rows_of_cache(cache, past_length, ids)
-        labels, after = _labels_and_one_after(labels, shift_labels)
-        follows = next_position(cache, past_length) if position_ids is None else None
-        given = UnexpandedBatch(ids, attention_mask, position_ids, labels, after, past_length, follows)
-        rows = expand_image_placeholders(given, self.image_format, num_images, prompt_length, num_items_in_batch)
-        length = rows.input_ids.shape[1]
-        self._check_growth(ids.shape[1], length, inputs_embeds, wanted.states)
-        check_room(cache, past_length + length)
-
-        embeds_BRD = self.embedding(rows.input_ids) if inputs_embeds is None else inputs_embeds
-        embeds_BRD, features = self._merge_images(
-            embeds_BRD, rows.image_mask, pixel_values, features, past_length
+        ids = (
+            input_ids if inputs_embeds is None else self._placeholder_ids(inputs_embeds, num_images)
         )
-        packed = rows.packed_position_ids
-        mask = causal_mask(self.config, embeds_BRD, rows, cache, past_length)
-        if packed is not None:
-            attention_kwargs = {"position_ids": packed, **attention_kwargs}
-        hidden_BRD, states = self._run_layers(
-            embeds_BRD, rows.position_ids, mask, cache, past_length, wanted, attention_kwargs
+        assert ids is not None
+        check_cache_batch_size(cache, past_length, ids)
+        labels, label_after = _split_shifted_labels(labels, shift_labels)
+        next_position = None
+        if position_ids is None:
+            next_position = compute_next_position(cache, past_length)
+        unexpanded = UnexpandedBatch(
+            ids, attention_mask, position_ids, labels, label_after, past_length, next_position
+        )
+        batch = expand_image_placeholders(
+            unexpanded, self.image_format, num_images, prompt_length, num_items_in_batch
+        )
+        length = batch.input_ids.shape[1]
+        self._check_expanded_length(ids.shape[1], length, inputs_embeds, options.hidden_states)
+        check_cache_capacity(cache, past_length + length)
+
+        embeds_BRD = self.embedding(batch.input_ids) if inputs_embeds is None else inputs_embeds
+        embeds_BRD, features = self._merge_images(
+            embeds_BRD, batch.image_mask, pixel_values, features, past_length
+        )
+        mask = causal_mask(self.config, embeds_BRD, batch, cache, past_length)
+        if batch.packed_position_ids is not None:
+            attention_kwargs = {"position_ids": batch.packed_position_ids, **attention_kwargs}
+        hidden_BRD, hidden_states = self._run_layers(
+            embeds_BRD, batch.position_ids, mask, cache, past_length, options, attention_kwargs
         )
         if cache is not None:
-            remember_rows(cache, rows, past_length)
-        return wanted.output(
+            record_prefill(cache, batch, past_length)
+        return options.make_output(
             hidden_BRD,
-            states,
+            hidden_states,
             cache,
-            labels=rows.labels,
+            labels=batch.labels,
             image_hidden_states=features,
-            attention_mask=rows.attention_mask,
+            attention_mask=batch.attention_mask,
         )
 
-    forward_names = names_of(forward)
+    forward_names = parameter_names(forward)
 
-    def _wanted(self, states: bool | None, weights: bool | None, as_dict: bool | None) -> Wanted:
-        return Wanted(
-            bool(self.config.output_hidden_states if states is None else states),
-            self._weights_to_keep(self.encoder.layers, weights),
-            wants_dict(as_dict, self.config),
+    def _output_options(
+        self,
+        output_hidden_states: bool | None,
+        output_attentions: bool | None,
+        return_dict: bool | None,
+    ) -> OutputOptions:
+        """Resolve the arguments of ``forward`` with the config's defaults."""
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        return OutputOptions(
+            bool(output_hidden_states),
+            self._make_attention_collector(self.encoder.layers, output_attentions),
+            resolve_return_dict(return_dict, self.config),
         )
 
     def _run_layers(
-        self, embeds_BRD, position_ids, mask, cache, past_length, wanted: Wanted, kwargs
+        self, embeds_BRD, position_ids, mask, cache, past_length, options: OutputOptions, kwargs
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """``past_length``: ``None`` if the cache holds something, but how much is not known."""
+        """Run the decoder layers.
+
+        Args:
+            past_length: ``None`` if the cache is filled, but its length is only on the device.
+        """
         cos, sin = self.rotary_pos_emb(position_ids, embeds_BRD.dtype)
-        if wanted.weights is not None:
-            kwargs = {"attention_collector": wanted.weights, **kwargs}
+        if options.attentions is not None:
+            kwargs = {"attention_collector": options.attentions, **kwargs}
         cache_update = None
         if cache is not None:
-            where: tuple = ()
+            cache_kwargs: tuple = ()
             columns = kwargs.pop("cache_position", None)
-            if WANTS_CACHE_POSITION and is_static(cache):
+            if NEEDS_CACHE_POSITION and is_static(cache):
                 if columns is None:
                     first = cached_length(cache) if past_length is None else past_length
                     columns = torch.arange(embeds_BRD.shape[1], device=embeds_BRD.device) + first
-                where = ({"cache_position": columns},)
-            cache_update = past_length == 0, where
+                cache_kwargs = ({"cache_position": columns},)
+            is_prefill = past_length == 0
+            cache_update = is_prefill, cache_kwargs
+        attention_inputs = cos, sin, mask, cache, cache_update, kwargs
         return self.encoder(
-            embeds_BRD, cos, sin, mask, cache, cache_update, kwargs, keep_states=wanted.states
+            embeds_BRD, *attention_inputs, collect_hidden_states=options.hidden_states
         )
 
-    def _decode(
+    def _decode_step(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor,
         cache: Cache,
-        wanted: Wanted,
+        options: OutputOptions,
         attention_kwargs: dict,
     ) -> ChatGLMModelOutput | tuple:
-        """Run the decoder over ids that generation drew: nothing is checked or grown, and nothing
-        waits for the device. With a static cache the mask is made before, so that this is one graph
-        for all steps."""
+        """Run the decoder over generated tokens.
+
+        Nothing is checked or expanded, and nothing waits for the device. With a static cache the
+        mask was made before, so that all steps are one graph.
+        """
         columns = attention_kwargs.get("cache_position")
-        attention_kwargs = attention_keywords(attention_kwargs)
+        attention_kwargs = select_attention_kwargs(attention_kwargs)
         if columns is not None:
             attention_kwargs["cache_position"] = columns
         embeds_BND = self.embedding(input_ids)
         past_length = None if is_static(cache) else cached_length(cache)
         mask = attention_mask
         if past_length is not None:
-            mask = mask_of_drawn(self.config, embeds_BND, attention_mask, cache, past_length)
-        hidden_BND, states = self._run_layers(
-            embeds_BND, position_ids, mask, cache, past_length, wanted, attention_kwargs
+            mask = decode_mask(self.config, embeds_BND, attention_mask, cache, past_length)
+        hidden_BND, hidden_states = self._run_layers(
+            embeds_BND, position_ids, mask, cache, past_length, options, attention_kwargs
         )
-        return wanted.output(hidden_BND, states, cache)
+        return options.make_output(hidden_BND, hidden_states, cache)
 
-    def _check_growth(
-        self, given: int, length: int, inputs_embeds: Tensor | None, wants_states: bool
+    def _check_expanded_length(
+        self,
+        unexpanded_length: int,
+        length: int,
+        inputs_embeds: Tensor | None,
+        output_hidden_states: bool,
     ) -> None:
-        """Warn of hidden states that are longer than the rows as given, once; refuse to train on
-        them, and embeddings of such rows, which cannot grow."""
-        if torch.compiler.is_exporting():
-            torch._check(inputs_embeds is None or length == given)
-            return
-        if length == given:
-            return
-        grows = f"rows of {given} ids take {length} positions here"
-        cure = "give grown rows, as this model's processor makes them"
-        if inputs_embeds is not None:
-            raise ValueError(f"{grows}, and inputs_embeds cannot be grown: {cure}, or input_ids")
-        said = (
-            f"{grows}, and so do their hidden states: read by the rows as given (as reward models "
-            f"and value heads do) they are those inside images; {cure}"
-        )
-        if wants_states and self.training:
-            raise ValueError(said)
-        if wants_states and not self._has_named_growth:
-            # Not warning_once, which would say it again for every other length.
-            self._has_named_growth = True
-            logger.warning(said)
+        """Report outputs that are longer than their inputs.
 
-    def get_image_features(  # type: ignore[override]  # other models of ours hand on all options
+        Embeddings cannot be expanded: an error. Hidden states of an expanded prompt are an error in
+        training and otherwise a warning, once per model.
+        """
+        if torch.compiler.is_exporting():
+            torch._check(inputs_embeds is None or length == unexpanded_length)
+            return
+        if length == unexpanded_length:
+            return
+        problem = f"prompts of {unexpanded_length} ids expand to {length} positions"
+        cure = "give expanded prompts, as this model's processor makes them"
+        if inputs_embeds is not None:
+            raise ValueError(
+                f"{problem}, and inputs_embeds cannot be expanded: {cure}, or input_ids"
+            )
+        message = (
+            f"{problem}, and so do their hidden states: whoever indexes these by the unexpanded "
+            f"prompt (as reward models and value heads do) reads inside images; {cure}"
+        )
+        if output_hidden_states and self.training:
+            raise ValueError(message)
+        if output_hidden_states and not self._has_warned_of_expansion:
+            # warning_once would warn again for every other length.
+            self._has_warned_of_expansion = True
+            logger.warning(message)
+
+    def get_image_features(  # type: ignore[override]  # models with a head pass on all options
         self,
         pixel_values: Tensor,
         output_hidden_states: bool | None = None,
@@ -602,77 +692,88 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         """Encode images ``(N, 3, S, S)``, as transformers' own models do.
 
         Returns:
-            With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, what takes an
-            image's place in its row; ``last_hidden_state`` ``(N, T, V)`` of the tower; on request
-            ``hidden_states`` and ``attentions`` of its layers. With transformers 4: what
-            ``pooler_output`` would be, unless ``return_dict`` is given.
+            With transformers 5: ``pooler_output`` ``(N, num_image_tokens + 2, D)``, the embeddings
+            of the images' tokens; ``last_hidden_state`` of the tower, ``(N, tower tokens, tower
+            hidden size)``; on request ``hidden_states`` and ``attentions`` of its layers. With
+            transformers 4: only the tensor of ``pooler_output``, unless ``return_dict`` is given.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         layers = self.vision.transformer.layers
-        record = TowerRecord(
-            states=[] if output_hidden_states else None,
-            weights=self._weights_to_keep(layers, output_attentions),
+        collector = VisionOutputCollector(
+            hidden_states=[] if output_hidden_states else None,
+            attentions=self._make_attention_collector(layers, output_attentions),
         )
-        features_NKD = self._encode(pixel_values, record)
-        if return_dict is None and Version(VERSION).major < 5:
+        features_NKD = self._encode(pixel_values, collector)
+        if return_dict is None and Version(TRANSFORMERS_VERSION).major < 5:
             return features_NKD
+        hidden_states, attentions = collector.hidden_states, collector.attentions
         output = BaseModelOutputWithPooling(
-            last_hidden_state=record.last_state,
+            last_hidden_state=collector.last_hidden_state,
             pooler_output=features_NKD,
-            hidden_states=None if record.states is None else tuple(record.states),
-            attentions=None if record.weights is None else tuple(record.weights),
+            hidden_states=None if hidden_states is None else tuple(hidden_states),
+            attentions=None if attentions is None else tuple(attentions),
         )
-        return output if wants_dict(return_dict, self.config) else output.to_tuple()
+        return output if resolve_return_dict(return_dict, self.config) else output.to_tuple()
 
-    def _encode(self, pixel_values: Tensor, record: TowerRecord | None = None) -> Tensor:
-        """Features ``(N, num_image_tokens + 2, D)`` of images of the configured size."""
+    def _encode(
+        self, pixel_values: Tensor, collector: VisionOutputCollector | None = None
+    ) -> Tensor:
+        """Encode images of the configured size as features ``(N, num_image_tokens + 2, D)``."""
         vision = self.vision.vision_config
-        wanted = (vision.in_channels, vision.image_size, vision.image_size)
-        if tuple(pixel_values.shape[1:]) != wanted:
+        expected = (vision.in_channels, vision.image_size, vision.image_size)
+        if tuple(pixel_values.shape[1:]) != expected:
             raise ValueError(
                 f"images have shape {tuple(pixel_values.shape)} but this model takes "
-                f"(number of images, {', '.join(map(str, wanted))}): resize them with this "
-                "model's image processor; positions are not interpolated"
+                f"(number of images, {', '.join(map(str, expected))}): resize them with this "
+                "model's image processor; position embeddings are not interpolated"
             )
-        return self._run_tower(pixel_values, record)
+        return self._run_tower(pixel_values, collector)
 
-    def _run_tower(self, pixels_N3SS: Tensor, record: TowerRecord | None = None) -> Tensor:
-        # Frameworks make what goes into a layer require grad, for its checkpoint's sake: a frozen
-        # tower would then keep all its activations for a backward pass that leads nowhere.
-        leads_on = torch.is_grad_enabled() and (
+    def _run_tower(
+        self, pixels_N3SS: Tensor, collector: VisionOutputCollector | None = None
+    ) -> Tensor:
+        # CheckpointedLayer and frameworks make the input of a layer require grad. A frozen tower
+        # would then save its activations although nothing needs their gradients.
+        needs_grad = torch.is_grad_enabled() and (
             pixels_N3SS.requires_grad
             or any(parameter.requires_grad for parameter in self.vision.parameters())
         )
-        with torch.set_grad_enabled(leads_on):
-            return self.vision(pixels_N3SS, *(() if record is None else (record,)))
+        with torch.set_grad_enabled(needs_grad):
+            return self.vision(pixels_N3SS, *(() if collector is None else (collector,)))
 
-    def _given_images(self, pixel_values, images, features) -> tuple[Tensor | None, Tensor | None]:
-        """The images, or their features; ``None`` for what there is not."""
+    def _resolve_images(
+        self, pixel_values, images, features
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``(images, features)``: at most one of them, the other is ``None``."""
         if isinstance(features, BaseModelOutputWithPooling):
             features = features.pooler_output
         if features is None:
-            return self._one_image_tensor(pixel_values, images), None
+            return self._stack_images(pixel_values, images), None
         if pixel_values is not None or images is not None:
-            number = len(images if pixel_values is None else pixel_values)
+            num_images = len(images if pixel_values is None else pixel_values)
             raise ValueError(
-                f"{number} images were given as pixel_values and {len(features)} as "
-                "image_features: give those of a batch in one form"
+                f"{num_images} images were given as pixel_values and {len(features)} as "
+                "image_features: give all images of a batch in one form"
             )
-        # Begin and end of an image are features, too.
-        wanted = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
-        if tuple(features.shape[1:]) != wanted:
+        # With the features of begin and end.
+        expected = (self.vision.vision_config.num_image_tokens + 2, self.config.hidden_size)
+        if tuple(features.shape[1:]) != expected:
             raise ValueError(
                 f"image_features have shape {tuple(features.shape)} but this model takes "
-                f"(number of images, {wanted[0]}, {wanted[1]}): give what get_image_features or "
-                "the output's image_hidden_states gave"
+                f"(number of images, {expected[0]}, {expected[1]}): give the output of "
+                "get_image_features, or image_hidden_states of the model's output"
             )
         return None, features
 
     def _merge_images(
         self, embeds_BRD, image_mask_BR, pixel_values, features_NKD, past_length
     ) -> tuple[Tensor, Tensor | None]:
-        """The embeddings with the images in their places, and the images' features, if any."""
+        """Insert images into the embeddings.
+
+        Returns:
+            The embeddings ``(B, R, D)`` and the images' features, or ``None`` without images.
+        """
         if pixel_values is not None:
             features_NKD = self._encode(pixel_values.to(embeds_BRD.device, embeds_BRD.dtype))
         if features_NKD is not None:
@@ -681,47 +782,54 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             merged = features_NKD.to(embeds_BRD.device, embeds_BRD.dtype)
             return embeds_BRD.masked_scatter(image_mask_BR[..., None], merged), features_NKD
         if past_length == 0 and must_run_on_every_process(self.vision):
-            # Another process may have an image; the smallest stand-in keeps this one in step and
-            # changes no number.
+            # Another process may have an image: run the tower here, too, on the smallest dummy
+            # image, which changes no number.
             side, channels = self.vision.smallest_side, self.vision.vision_config.in_channels
             blank = embeds_BRD.new_zeros(1, channels, side, side)
             return embeds_BRD + (self._run_tower(blank) * 0).sum().to(embeds_BRD), None
         return embeds_BRD, None
 
-    def _by_place(self, attention_mask, past_key_values, cache, images) -> tuple:
-        """Mask, cache and images by these names, or by place in the published order: input_ids,
-        images, position_ids, attention_mask. No mask is shaped like images."""
+    def _resolve_positional(self, attention_mask, past_key_values, cache, images) -> tuple:
+        """Return mask, cache and images, also for positional arguments in the published order.
+
+        That order is input_ids, images, position_ids, attention_mask; images are recognized by
+        their shape, which no mask has.
+        """
         if self._are_images(attention_mask):
             if images is not None:
                 raise ValueError(
-                    f"{len(attention_mask)} images were given in the second place and "
-                    f"{len(images)} as images: give them once"
+                    f"{len(attention_mask)} images were given as the second positional argument "
+                    f"and {len(images)} as images: give them once"
                 )
             images, attention_mask = attention_mask, None
         if isinstance(past_key_values, Tensor) and attention_mask is None and cache is None:
             attention_mask, past_key_values = past_key_values, None
-        return attention_mask, one_cache(past_key_values, cache), images
+        return attention_mask, resolve_cache(past_key_values, cache), images
 
-    def _are_images(self, given) -> bool:
-        if isinstance(given, (list, tuple)):
-            return all(image is None or self._are_images(image) for image in given)
-        if not isinstance(given, Tensor) or not given.is_floating_point() or given.ndim < 3:
+    def _are_images(self, value) -> bool:
+        if isinstance(value, (list, tuple)):
+            return all(image is None or self._are_images(image) for image in value)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 3:
             return False
-        # A mask of four dimensions has one channel.
-        return given.shape[-3] == self.vision.vision_config.in_channels
+        # A 4D mask has size 1 here.
+        return value.shape[-3] == self.vision.vision_config.in_channels
 
-    def _one_image_tensor(self, pixel_values, images) -> Tensor | None:
+    def _stack_images(self, pixel_values, images) -> Tensor | None:
+        """Return images passed under either name as one 4D tensor, ``None`` if there are none."""
         if pixel_values is not None and images is not None:
             raise ValueError("pixel_values and images are two names of one input: give one")
         images = pixel_values if images is None else images
         if images is not None and not isinstance(images, Tensor):
-            # The published code's rows without an image have None in their place.
+            # In the published code, a sequence without an image has None in the list.
             images = [image for image in images if image is not None]
-            kinds = {str(tuple(of.shape)) if isinstance(of, Tensor) else type(of) for of in images}
+            kinds = {
+                str(tuple(image.shape)) if isinstance(image, Tensor) else type(image)
+                for image in images
+            }
             if len(kinds) > 1 or not all(isinstance(image, Tensor) for image in images):
                 raise ValueError(
-                    f"images hold {', '.join(sorted(map(str, kinds)))}: give tensors of one shape, "
-                    "as this model's image processor makes them"
+                    f"images contain {', '.join(sorted(map(str, kinds)))}: give tensors of one "
+                    "shape, as this model's image processor makes them"
                 )
             images = torch.stack(images) if images else None
         if images is None or images.shape[0] == 0:
@@ -733,10 +841,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             )
         return images
 
-    def _cache_to_use(self, past_key_values, use_cache) -> Cache | None:
+    def _choose_cache(self, past_key_values, use_cache) -> Cache | None:
+        """Return the cache to use, a new one if ``use_cache`` asks for it, or ``None``."""
         checkpointing = any(layer.gradient_checkpointing for layer in self.encoder.layers)
         if self.training and checkpointing:
-            # A recomputed layer would enter its keys twice.
+            # A recomputed layer would add its keys to the cache twice.
             if cached_length(past_key_values):
                 raise ValueError(
                     f"past_key_values holds {cached_length(past_key_values)} positions, which "
@@ -749,8 +858,11 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             return DynamicCache(config=self.config)
         return past_key_values
 
-    def _ids_of(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
-        """Ids that say how long the rows are and, if there are images, where they begin and end."""
+    def _placeholder_ids(self, inputs_embeds: Tensor, num_images: int) -> Tensor:
+        """Return ids ``(B, L)`` for embeddings: begin- and end-of-image where these are embedded.
+
+        All other positions have the id of some text token.
+        """
         markers = (self.config.boi_token_id, self.config.eoi_token_id)
         text_id = next(i for i in range(3) if i not in markers)
         ids = torch.full(inputs_embeds.shape[:2], text_id, device=inputs_embeds.device)
@@ -758,69 +870,77 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
             vectors = self.embedding(torch.tensor(markers, device=ids.device))
             for marker, vector in zip(markers, vectors.to(inputs_embeds), strict=True):
                 ids = ids.masked_fill((inputs_embeds == vector).all(dim=-1), marker)
-            # A graph counts them where it counts those of ids.
+            # In a graph, assert_in_graph checks the number of begin-of-image ids.
             if not torch.compiler.is_compiling() and not (ids == markers[0]).any():
                 raise ValueError(
-                    f"{num_images} images were given with inputs_embeds, in which 0 positions hold "
-                    f"the embedding of the begin-of-image id {markers[0]}: embed the ids of grown "
-                    "rows, or give input_ids"
+                    f"{num_images} images were given with inputs_embeds, in which 0 positions have "
+                    f"the embedding of the begin-of-image id {markers[0]}: embed the ids of "
+                    "expanded prompts, or give input_ids"
                 )
         return ids
 
 
 class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type: ignore[override]
-    """glm-4v with its loss and generation, under the name by which vLLM serves it."""
+    """glm-4v with its loss and generation, under the class name by which vLLM finds it."""
 
     _auto_class = "AutoModelForCausalLM"
-    # A step of generation with a static cache, and a pass over rows of the grown form.
+    # This holds for a decode step with a static cache and for a pass over expanded prompts.
     _can_compile_fullgraph = True
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("torch."):
-            # FSDP2 derives a class, and save_pretrained would write torch's files, and its name.
+            # FSDP2 derives a class; save_pretrained would copy torch's files and save its name.
             cls.__module__, cls.__name__ = GLM4VForCausalLM.__module__, GLM4VForCausalLM.__name__
-        enter_class(cls, "CAUSAL_LM")
+        register_class_name(cls, "CAUSAL_LM")
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
-        """``empty_init`` has no effect: only weights that no checkpoint gives are initialized."""
+        """Build the model.
+
+        Args:
+            empty_init: Accepted for the published code's callers, without effect.
+        """
         super().__init__(config)
-        # transformers takes it from the class name, which a derived class may lack.
+        # By default transformers derives it from the class name, which a subclass may change.
         self.loss_type = "ForCausalLM"
         self.transformer = ChatGLMModel(config)
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **kwargs):
-        """As usual; the decoder for the pipeline "feature-extraction", which takes logits else."""
+        """Load a model as transformers does, but only the decoder for "feature-extraction".
+
+        That pipeline would otherwise return logits as features.
+        """
         tasks = getattr(config, PIPELINE_TASK, None), kwargs.get(PIPELINE_TASK)
         options = kwargs | {"config": config}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **options)
         if "feature-extraction" not in tasks:
             return loaded
-        # Loaded as a whole: adapters of the folder name the modules of the whole model.
+        # The complete model is loaded, because adapters in the folder name its modules.
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         decoder = model.transformer
-        if (placed := getattr(model, "hf_device_map", None)) is not None:
-            decoder.hf_device_map = placed  # a pipeline moves what has none
+        if (device_map := getattr(model, "hf_device_map", None)) is not None:
+            decoder.hf_device_map = device_map  # a pipeline moves models that have none
         return (decoder, *info) if info else decoder
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        given = self.generation_config
-        self.generation_config = known_options(given)
+        """Save as transformers does, but only generation options that transformers defines."""
+        generation_config = self.generation_config
+        self.generation_config = known_options(generation_config)
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
-            self.generation_config = given
+            self.generation_config = generation_config
 
     def get_output_embeddings(self) -> nn.Module:
         return self.transformer.output_layer
 
     def set_output_embeddings(self, value: nn.Module) -> None:
-        # Resizing makes a plain Linear.
+        # resize_token_embeddings makes a plain Linear.
         if type(value) is nn.Linear:
-            layer: Any = with_loss(value)
-            layer._is_hf_initialized = True  # post_init would draw its weights anew
+            layer: Any = fuse_loss(value)
+            layer._is_hf_initialized = True  # post_init would initialize its weights again
         self.transformer.output_layer = value
 
     def forward(
@@ -841,41 +961,44 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         return_last_logit: bool = False,
         **options,
     ) -> GLM4VCausalLMOutput | tuple:
-        """Predict the next token at every position. Inputs, and ``options``, as in
-        :meth:`ChatGLMModel.forward`.
+        """Predict the next token at every position.
+
+        Arguments, also ``options``, are those of :meth:`ChatGLMModel.forward`.
 
         Args:
-            labels: ``(B, L)`` int64, aligned with ``input_ids`` (shifted here), -100 where nothing
-                is learned; any device. ``(B, K)`` with ``logits_to_keep``: cut to the ``K`` kept
-                positions, of which each learns the label of the next kept one.
-            logits_to_keep: Positions of the logits that are returned: the number of last ones (0:
-                all), indices ``(K,)``, or a boolean mask ``(L,)``. Labels ``(B, L)`` count at all
-                positions all the same.
-            num_items_in_batch: Divisor of the summed loss; default the supervised tokens here.
-            skip_logits: With labels, compute the loss without keeping logits; ``logits`` is then
+            labels: ``(B, L)`` int64, aligned with ``input_ids`` (they are shifted here), -100 at
+                unsupervised tokens; on any device. ``(B, K)`` with ``logits_to_keep``: the labels
+                of the ``K`` selected positions, each of which predicts the next selected one.
+            logits_to_keep: Positions whose logits are returned: the number of last positions (0:
+                all), indices ``(K,)``, or a boolean mask ``(L,)``. The loss of labels ``(B, L)`` is
+                that of all positions nevertheless.
+            num_items_in_batch: The divisor of the summed loss; default: the number of supervised
+                tokens in the batch.
+            skip_logits: With labels, compute the loss without storing logits; ``logits`` is then
                 ``None``. Default: the config's ``skip_logits`` in training, else ``False``.
-            shift_labels: ``(B, L)``, in place of ``labels``: at each id the label of the next one.
-                Not named above, because a Trainer would want it in every batch of an evaluation.
+            shift_labels: ``(B, L)``, in place of ``labels``: the label of the next token. It is
+                part of ``options``, because a Trainer expects parameters that are named like labels
+                in every batch of an evaluation.
             return_last_logit: The published code's name for ``logits_to_keep=1``.
 
         Returns:
-            ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the length
-            of the grown rows; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
+            ``loss`` fp32; ``logits`` ``(B, R, V)`` in the dtype of the weights, ``R`` the expanded
+            length; ``image_hidden_states`` ``(N, num_image_tokens + 2, D)``.
         """
         self._check_keywords(options, input_ids)
         if self.training:
             refuse_split_model(self)
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        kept = KeptColumns.of(1 if return_last_logit else logits_to_keep)
-        are_cut = kept.are_cut(labels, given)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        selection = LogitsToKeep.from_argument(1 if return_last_logit else logits_to_keep)
+        are_cut = selection.are_cut(labels, inputs)
         if are_cut:
-            assert labels is not None and given is not None
+            assert labels is not None and inputs is not None
             if options.get("shift_labels") is not None:
                 raise ValueError(
                     f"labels were cut to {labels.shape[1]} positions, and there are shift_labels "
                     "beside them: give one of them"
                 )
-            options["shift_labels"] = kept.shifted_labels(labels, given.shape[1])
+            options["shift_labels"] = selection.shifted_labels(labels, inputs.shape[1])
             labels = None
         output = self.transformer(
             input_ids,
@@ -893,11 +1016,12 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
         if skip_logits is None:
             skip_logits = self.config.skip_logits and self.training
         length = output.last_hidden_state.shape[1]
-        kept.check(given, length, self._image_token_ids() if are_cut else ())
+        selection.check(inputs, length, self._image_token_ids() if are_cut else ())
         if output.labels is None and num_items_in_batch is not None:
-            self._check_loss_outside(given, length)
+            self._check_external_loss(inputs, length)
+        hidden_BRD, labels = output.last_hidden_state, output.labels
         loss, logits = self._loss_and_logits(
-            output.last_hidden_state, output.labels, num_items_in_batch, kept, are_cut, skip_logits
+            hidden_BRD, labels, num_items_in_batch, selection, are_cut, skip_logits
         )
         result = GLM4VCausalLMOutput(
             loss=loss,
@@ -907,13 +1031,17 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
             attentions=output.attentions,
             image_hidden_states=output.image_hidden_states,
         )
-        return result if wants_dict(return_dict, self.config) else result.to_tuple()
+        return result if resolve_return_dict(return_dict, self.config) else result.to_tuple()
 
-    forward_names = names_of(forward, ChatGLMModel.forward)
+    forward_names = parameter_names(forward, ChatGLMModel.forward)
 
-    def _check_loss_outside(self, given: Tensor | None, length: int) -> None:
-        """Raise ``ValueError`` if whoever keeps the labels gets logits at other positions, or
-        ``RuntimeError`` if a Trainer finds a wrapper's name in place of ours."""
+    def _check_external_loss(self, inputs: Tensor | None, length: int) -> None:
+        """Check that a Trainer that computes the loss itself can do so.
+
+        Raises:
+            ValueError: Its labels are not as long as the logits.
+            RuntimeError: In a wrapper of torch.compile, whose class name makes it not shift labels.
+        """
         if torch.compiler.is_compiling() and self._compiled_call_impl is None:
             torch._assert_async(
                 torch.zeros((), dtype=torch.bool),
@@ -922,53 +1050,57 @@ class GLM4VForCausalLM(ChatGLMPreTrainedModel, ChatGLMGenerationMixin):  # type:
                 "loss outside of it (compute_loss_func): in place of torch_compile call "
                 "model.compile() before (get_base_model().compile() inside peft)",
             )
-        if given is not None and given.shape[1] != length:
+        if inputs is not None and inputs.shape[1] != length:
             raise ValueError(
-                f"rows of {given.shape[1]} ids take {length} positions here, and there is "
-                "num_items_in_batch without labels, as of a Trainer that computes the loss itself "
-                "(label_smoothing_factor, compute_loss_func): its labels are as long as the ids "
-                "and do not fit the logits; give expanded prompts with their labels, as this "
+                f"prompts of {inputs.shape[1]} ids expand to {length} positions, and there is "
+                "num_items_in_batch without labels, as from a Trainer that computes the loss "
+                "itself (label_smoothing_factor, compute_loss_func): its labels are as long as the "
+                "ids and do not fit the logits; give expanded prompts with their labels, as this "
                 "model's processor makes them"
             )
 
     def _loss_and_logits(
-        self, hidden_BRD, labels, num_items_in_batch, kept: KeptColumns, are_cut, skip_logits
+        self, hidden_BRD, labels, num_items_in_batch, selection: LogitsToKeep, are_cut, skip_logits
     ) -> tuple[Tensor | None, Tensor | None]:
         output_layer = self.transformer.output_layer
         if labels is None:
-            return None, output_layer(kept.take(hidden_BRD))
+            return None, output_layer(selection.select(hidden_BRD))
         if skip_logits:
-            chunked = labels, num_items_in_batch, self.config.loss_chunk_size
-            if computes_loss(output_layer):
-                return output_layer(hidden_BRD, *chunked), None
-            # wrapped by peft, or quantized
-            return chunked_next_token_loss(output_layer, hidden_BRD, *chunked), None
+            loss_inputs = labels, num_items_in_batch, self.config.loss_chunk_size
+            if has_fused_loss(output_layer):
+                return output_layer(hidden_BRD, *loss_inputs), None
+            # The layer is wrapped by peft, or quantized.
+            return chunked_next_token_loss(output_layer, hidden_BRD, *loss_inputs), None
         if are_cut:
-            logits = output_layer(kept.take(hidden_BRD))
-            following = F.pad(kept.take(labels[:, 1:]), (1, 0), value=-100)
-            return next_token_loss(logits, following, num_items_in_batch), logits
+            logits = output_layer(selection.select(hidden_BRD))
+            next_labels = F.pad(selection.select(labels[:, 1:]), (1, 0), value=-100)
+            return next_token_loss(logits, next_labels, num_items_in_batch), logits
         logits = output_layer(hidden_BRD)
-        return next_token_loss(logits, labels, num_items_in_batch), kept.take(logits)
+        return next_token_loss(logits, labels, num_items_in_batch), selection.select(logits)
 
 
 ChatGLMForConditionalGeneration = GLM4VForCausalLM  # as published
-enter_class(GLM4VForCausalLM, "CAUSAL_LM")
-# By its model type: TRL's OnlineDPO asks for it before it gives images to a model.
-enter_class(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
+register_class_name(GLM4VForCausalLM, "CAUSAL_LM")
+# Keyed by the model type, which TRL's OnlineDPO looks up before it passes images to a model.
+register_class_name(GLM4VForCausalLM, "IMAGE_TEXT_TO_TEXT", key=ChatGLMConfig.model_type)
 
 
-class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
-    """glm-4v with a linear head, ``score``, on each row's last token, in place of the output
-    projection: classifiers and reward models."""
+class ChatGLMForSequenceClassification(SequenceScoringMixin, ChatGLMPreTrainedModel):
+    """glm-4v for classification and reward modeling.
+
+    A linear head, ``score``, on the last token of each sequence replaces the output projection.
+    """
 
     _auto_class = "AutoModelForSequenceClassification"
     _keys_to_ignore_on_load_unexpected = [r"transformer\.output_layer\.weight"]
     forward_names = tuple(
-        name for name in names_of(ScoresRows.forward, ChatGLMModel.forward) if name not in OF_TOKENS
+        name
+        for name in parameter_names(SequenceScoringMixin.forward, ChatGLMModel.forward)
+        if name not in PER_TOKEN_KWARGS
     )
 
     def __init__(self, config: ChatGLMConfig, empty_init: bool = True):
-        """``empty_init``: as in :class:`GLM4VForCausalLM`."""
+        """Build the model; ``empty_init`` has no effect, as in :class:`GLM4VForCausalLM`."""
         super().__init__(config)
         self.loss_type = "ForSequenceClassification"
         assert config.num_labels is not None
@@ -979,20 +1111,24 @@ class ChatGLMForSequenceClassification(ScoresRows, ChatGLMPreTrainedModel):
         self.post_init()
 
 
-enter_class(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
+register_class_name(ChatGLMForSequenceClassification, "SEQUENCE_CLASSIFICATION")
 
 
-def _labels_and_one_after(
+def _split_shifted_labels(
     labels: Tensor | None, shift_labels: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Return labels aligned with the tokens, and the label after the last token, if any."""
     if shift_labels is None:
         return labels, None
-    # As transformers does: they win over labels. Nothing predicts the first id.
+    # As in transformers, shift_labels win over labels. The first token is not predicted.
     return F.pad(shift_labels[:, :-1], (1, 0), value=-100), shift_labels[:, -1:]
 
 
-def _over_room(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
-    """With 0 for the positions of a static cache that are empty, which were not looked at."""
-    room = room_of(cache) or 0
-    # Padding by nothing would still be another tensor, whose gradients nobody sees.
-    return tuple(F.pad(w, (0, room - w.shape[-1])) if room > w.shape[-1] else w for w in weights)
+def _pad_to_cache_length(weights: list[Tensor], cache: Cache | None) -> tuple[Tensor, ...]:
+    """Pad attention weights with 0 to the capacity of a static cache."""
+    length = static_cache_len(cache) or 0
+    # Weights of full length are returned as they are: F.pad would return another tensor, which is
+    # not part of the loss's graph.
+    return tuple(
+        F.pad(w, (0, length - w.shape[-1])) if length > w.shape[-1] else w for w in weights
+    )

@@ -1,8 +1,8 @@
 """Processor of glm-4v-9b: tokenizer and image processor in one call.
 
-Upstream's tokenizer writes three ids for an image and its model grows the row inside ``forward``.
-This processor emits the grown row, so that ids, mask, labels and logits have one length: an image
-is its begin id, one fill id for every position its features take, and its end id.
+The published tokenizer writes three ids for an image, and the published model expands them inside
+``forward``. This processor returns expanded prompts, so that ids, mask, labels and logits have one
+length: an image is its begin id, one id for each of its inner tokens, and its end id.
 """
 
 from typing import Any
@@ -11,17 +11,17 @@ from transformers import BatchFeature, ProcessorMixin
 from transformers.image_utils import ImageInput
 from transformers.utils import IMAGE_PROCESSOR_NAME, cached_file
 
-# What these import themselves has to be imported here, too: transformers 4.57 looks no further.
-from .configuration_chatglm import own_places
+# transformers 4.57 copies only files that this file imports: imports of imports are repeated here.
+from .configuration_chatglm import own_auto_map
 from .image_processing_chatglm import ChatGLMImageProcessor, flat_images
 from .tokenization_chatglm import (
-    IMAGES_AND_TEXT,
-    VIDEOS_AND_AUDIO,
+    SUPPORTED_MODALITIES,
+    VIDEO_AND_AUDIO_ARGUMENTS,
     ChatGLM4Tokenizer,
     as_batch,
-    drop_empty,
+    drop_empty_media,
     find_images,
-    is_empty,
+    holds_no_media,
 )
 
 DOWNLOAD_OPTIONS = (
@@ -36,22 +36,23 @@ DOWNLOAD_OPTIONS = (
 
 
 class ChatGLMProcessor(ProcessorMixin):
-    """Make model inputs from text, conversations and images.
+    """Processor that makes model inputs from text, conversations and images.
 
     Attributes:
-        num_image_tokens: Positions between begin and end of an image, ``(S // patch // 2) ** 2``.
-        image_token, image_token_id: What fills them.
+        num_image_tokens: Inner tokens of an image, without begin and end,
+            ``(S // patch // 2) ** 2``.
+        image_token, image_token_id: The inner tokens' text and id.
     """
 
-    # Read by transformers 4.57, which wants the Auto names for classes of one's own; 5.x reads
-    # the signature of __init__.
+    # For transformers 4.57, which requires Auto names for custom classes; 5.x reads the signature
+    # of __init__.
     attributes = ["image_processor", "tokenizer"]
     image_processor_class = "AutoImageProcessor"
     tokenizer_class = "AutoTokenizer"
     _auto_class = "AutoProcessor"
 
-    # In the vocabulary and unused, as this model has no video. Upstream's placeholder is
-    # <|endoftext|>, which is also the padding id that collators take out of labels and masks.
+    # It is in the vocabulary and unused, as this model has no video. The published placeholder is
+    # <|endoftext|>, also the padding id, which collators remove from labels and masks.
     image_token = "<|begin_of_video|>"
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
@@ -82,12 +83,15 @@ class ChatGLMProcessor(ProcessorMixin):
 
     @classmethod
     def get_processor_dict(cls, pretrained_model_name_or_path, **kwargs):
-        reader: Any = super(ChatGLMProcessor, _WithoutAudio)
+        reader: Any = super(ChatGLMProcessor, _AudioTokenizerRefusal)
         return reader.get_processor_dict(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def _get_arguments_from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs) -> list:
-        """Load both parts as this file's siblings, so that no second trust question arises."""
+        """Load tokenizer and image processor from this file's siblings.
+
+        Auto classes would ask again whether to trust remote code.
+        """
         tokenizer = ChatGLM4Tokenizer.from_pretrained(pretrained_model_name_or_path, **kwargs)
         options = {name: kwargs[name] for name in DOWNLOAD_OPTIONS if kwargs.get(name) is not None}
         saved = cached_file(
@@ -97,7 +101,7 @@ class ChatGLMProcessor(ProcessorMixin):
             **options,
         )
         if saved is None:
-            # Upstream's repository has no such file; the tokenizer's file holds the image size.
+            # The published repository has no such file; the tokenizer's file has the image size.
             return [ChatGLMImageProcessor(size=tokenizer.image_size), tokenizer]
         image_processor = ChatGLMImageProcessor.from_pretrained(
             pretrained_model_name_or_path, **options
@@ -105,18 +109,18 @@ class ChatGLMProcessor(ProcessorMixin):
         return [image_processor, tokenizer]
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        # The image processor's own file with every version: 4.57 looks for it.
+        """Save as transformers does, with the image processor's own file, which 4.57 reads."""
         self.image_processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_dict(self, **options) -> dict:
-        """What is saved: the image processor's settings, and where the code is.
+        """Return the settings to save: the image processor's, and the ``auto_map``.
 
         ``options`` are those of transformers 4.
         """
         values = super().to_dict(**options)
-        if places := own_places(values.pop("auto_map", None), self._auto_class):
-            values["auto_map"] = places
+        if auto_map := own_auto_map(values.pop("auto_map", None), self._auto_class):
+            values["auto_map"] = auto_map
         return values
 
     def __call__(
@@ -137,28 +141,29 @@ class ChatGLMProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Encode texts and images.
 
-        An image in a text is ``<|begin_of_image|>``, one id, ``<|end_of_image|>`` and grows to
-        `num_image_tokens` ids between the two; one that has grown stays. Special tokens in a text
-        are read as such: text from users belongs in `apply_chat_template`.
+        An image in a text is ``<|begin_of_image|>``, one placeholder, ``<|end_of_image|>``. The
+        placeholder is expanded to `num_image_tokens` ids; an expanded image is left alone. Special
+        tokens in a text are encoded as such: text from users belongs in `apply_chat_template`.
 
         Args:
             images: As for the image processor, in the order of their begin ids; or one list (or
                 None) for each text.
-            text: A text, a list of texts, or rows of ids.
-            videos, audio: None, or lists that hold none; also by the names ``video``, ``audios``.
-            add_special_tokens: Put ``[gMASK]<sop>`` before texts that do not begin with it.
+            text: A text, a list of texts, or sequences of ids.
+            videos, audio: None or empty; also under the names ``video``, ``audios``.
+            add_special_tokens: Prepend ``[gMASK]<sop>`` to texts that do not begin with it.
             return_tensors: ``"pt"``, ``"np"`` or None for lists (``pixel_values`` is then numpy).
-            **kwargs: ``text_kwargs`` and ``images_kwargs``, dicts of options for either part.
+            **kwargs: ``text_kwargs`` and ``images_kwargs``, dicts of options for the tokenizer and
+                the image processor.
 
         Returns:
             Always a batch: ``input_ids`` and ``attention_mask`` ``[B, L]``; with images also
             ``pixel_values``, float32 ``[number of images, 3, S, S]``.
 
         Raises:
-            ValueError: images that do not fit their ids, truncation into an image, or an option
-                that is unknown.
+            ValueError: Images do not match their ids, an image would be truncated, or an option is
+                unknown.
         """
-        given = {
+        text_options = {
             "add_special_tokens": add_special_tokens,
             "padding": padding,
             "truncation": truncation,
@@ -167,14 +172,18 @@ class ChatGLMProcessor(ProcessorMixin):
             "padding_side": padding_side,
             "return_tensors": return_tensors,
         }
-        options, of_images = _merge_options(given, kwargs | {"videos": videos, "audio": audio})
+        options, images_kwargs = _merge_options(
+            text_options, kwargs | {"videos": videos, "audio": audio}
+        )
         if text is None:
             if images is None:
                 raise ValueError("neither text nor images were given: pass at least one of them")
             tensors = options["return_tensors"]
-            return self.image_processor(_flatten(images)[0], return_tensors=tensors, **of_images)
-        rows = {"input_ids": self._encode(text, options["add_special_tokens"])}
-        return self._finish(rows, images, options, of_images)
+            return self.image_processor(
+                _flatten_images(images)[0], return_tensors=tensors, **images_kwargs
+            )
+        sequences = {"input_ids": self._encode(text, options["add_special_tokens"])}
+        return self._build_batch(sequences, images, options, images_kwargs)
 
     def apply_chat_template(  # type: ignore[override]  # the base class says that it returns text
         self,
@@ -193,46 +202,46 @@ class ChatGLMProcessor(ProcessorMixin):
         processor_kwargs: dict[str, Any] | None = None,
         **kwargs,
     ) -> str | list[str] | list[list[int]] | BatchFeature:
-        """Format conversations, as the tokenizer's method of that name, with their images.
+        """Format conversations like the tokenizer's method, with images and expanded prompts.
 
-        Images are taken from the messages: under ``"image"`` in upstream's form, under
-        ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` in a part of a content
-        list. Each is what the image processor takes: a PIL image, an array, a tensor, a path, an
-        URL, base64, or the bytes of a file. Keys that nothing reads are refused. The words
-        ``<image>`` in a text are text.
+        Images are read from the messages: under ``"image"`` of a message as published, or under
+        ``"image"``, ``"url"``, ``"path"``, ``"base64"`` or ``"image_url"`` of a part of a content
+        list. They may be PIL images, arrays, tensors, paths, URLs, base64, or the bytes of files.
+        Unknown keys are refused. The characters ``<image>`` in a text are plain text.
 
         Args:
             processor_kwargs: Options of `__call__`, as transformers 5 passes them.
             **kwargs: ``tools``, ``documents``, ``add_generation_prompt`` and
-                ``continue_final_message``, as the tokenizer takes them; variables for the template.
+                ``continue_final_message``, as for the tokenizer; variables for the template.
 
         Returns:
-            Text (``tokenize=False``), the batch of grown ids, or with ``return_dict`` what
-            `__call__` returns, plus ``assistant_masks`` if asked for.
+            Text (``tokenize=False``), the ids of expanded prompts as a batch, or with
+            ``return_dict`` the same as `__call__`, plus ``assistant_masks`` if requested.
         """
-        given = {
-            "add_special_tokens": False,  # the template writes them, once, whatever is asked for
+        text_options = {
+            "add_special_tokens": False,  # the template writes them in any case
             "padding": padding,
             "truncation": truncation,
             "max_length": max_length,
             "pad_to_multiple_of": pad_to_multiple_of,
             "padding_side": padding_side,
-            # transformers 5 has "auto" for "the processor's own default", which is None here.
+            # In transformers 5, "auto" is the processor's own default, which is None here.
             "return_tensors": None if return_tensors == "auto" else return_tensors,
         }
-        options, of_images = _merge_options(given, processor_kwargs or {})
-        kwargs["chat_template"] = self._named_template(chat_template)
+        options, images_kwargs = _merge_options(text_options, processor_kwargs or {})
+        kwargs["chat_template"] = self._resolve_template(chat_template)
         if not tokenize:
             return self.tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs)
         conversations, _ = as_batch(conversation)
-        rows = self.tokenizer.encode_chats(
+        sequences = self.tokenizer.encode_chats(
             conversations, return_assistant_tokens_mask=return_assistant_tokens_mask, **kwargs
         )
         images = [find_images(messages) for messages in conversations]
-        out = self._finish(rows, images, options, of_images)
-        return out if return_dict else out["input_ids"]
+        batch = self._build_batch(sequences, images, options, images_kwargs)
+        return batch if return_dict else batch["input_ids"]
 
-    def _named_template(self, chat_template: str | None) -> str | None:
+    def _resolve_template(self, chat_template: str | None) -> str | None:
+        """Return the processor's own template, its template of that name, or the argument."""
         templates = self.chat_template
         if isinstance(templates, dict):
             return templates.get(chat_template or "default", chat_template)
@@ -242,85 +251,102 @@ class ChatGLMProcessor(ProcessorMixin):
         if isinstance(text, str) or (len(text) > 0 and isinstance(text[0], int)):
             text = [text]
         prefix = self.tokenizer.get_prefix_tokens()
-        rows = []
+        sequences = []
         for item in text:
             if not isinstance(item, str):
-                rows.append(list(item))
+                sequences.append(list(item))
                 continue
             ids = self.tokenizer(item, add_special_tokens=False)["input_ids"]
-            # The chat template writes the prefix itself; it must not come twice.
+            # A text that the chat template rendered has the prefix already.
             if add_special_tokens and ids[: len(prefix)] != prefix:
                 ids = prefix + ids
-            rows.append(ids)
-        return rows
+            sequences.append(ids)
+        return sequences
 
-    def _finish(
-        self, rows: dict[str, list[list[int]]], images: Any, options: dict, of_images: dict
+    def _build_batch(
+        self, sequences: dict[str, list[list[int]]], images: Any, options: dict, images_kwargs: dict
     ) -> BatchFeature:
-        """Grow, check, cut and pad rows of ids, and add the images."""
+        """Expand, check, truncate and pad sequences, and add the images.
+
+        Args:
+            sequences: ``input_ids`` and values that are aligned with them, per sequence.
+        """
         options = {name: value for name, value in options.items() if name != "add_special_tokens"}
         limit = self.tokenizer.truncation_limit(options.pop("truncation"), options["max_length"])
-        grown: dict[str, list[list[int]]] = {name: [] for name in rows}
+        expanded: dict[str, list[list[int]]] = {name: [] for name in sequences}
         counts = []
-        for number, ids in enumerate(rows["input_ids"]):
-            source, spans = self._grow(number, ids)
+        for number, ids in enumerate(sequences["input_ids"]):
+            source, spans = self._expand_images(number, ids)
             counts.append(len(spans))
-            kept = self._kept(number, len(source), spans, limit)
-            for name, values in rows.items():
-                grown[name].append([values[number][at] for at in source])
+            columns = self._truncation_slice(number, len(source), spans, limit)
+            for name, values in sequences.items():
+                expanded[name].append([values[number][i] for i in source])
             for start, end in spans:
-                fill = [self.image_token_id] * (end - start - 2)
-                grown["input_ids"][-1][start + 1 : end - 1] = fill
-            for values in grown.values():
-                values[-1] = values[-1][kept]
+                inner_ids = [self.image_token_id] * (end - start - 2)
+                expanded["input_ids"][-1][start + 1 : end - 1] = inner_ids
+            for values in expanded.values():
+                values[-1] = values[-1][columns]
 
-        flat, per_row = _flatten(images)
-        if len(flat) != sum(counts) or per_row not in (None, counts):
+        flat, counts_given = _flatten_images(images)
+        if len(flat) != sum(counts) or counts_given not in (None, counts):
             raise ValueError(
-                f"the rows hold {counts} begin-of-image ids but {per_row or len(flat)} images were "
-                "passed: write each image into its text with apply_chat_template and pass each"
+                f"the texts have {counts} begin-of-image ids but {counts_given or len(flat)} "
+                "images were passed: write each image into its text with apply_chat_template and "
+                "pass each"
             )
-        out = BatchFeature(dict(self.tokenizer.pad_rows(grown, **options)))
+        batch = BatchFeature(dict(self.tokenizer.pad_sequences(expanded, **options)))
         if flat:
             tensors = options["return_tensors"]
-            out.update(self.image_processor(flat, return_tensors=tensors, **of_images))
-        return out
+            batch.update(self.image_processor(flat, return_tensors=tensors, **images_kwargs))
+        return batch
 
-    def _grow(self, row: int, ids: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The indices of ``ids`` that make the grown row, and its images' ranges in it."""
-        begin, end = self.tokenizer.convert_tokens_to_ids(
+    def _expand_images(
+        self, number: int, ids: list[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Plan the expansion of one sequence.
+
+        Returns:
+            For each expanded position the index of its id in ``ids``; and the ranges of images in
+            the expanded sequence, from begin to behind end.
+        """
+        begin_id, end_id = self.tokenizer.convert_tokens_to_ids(
             ["<|begin_of_image|>", "<|end_of_image|>"]
         )
-        num_fill, fill = self.num_image_tokens, self.image_token_id
+        num_inner, inner_id = self.num_image_tokens, self.image_token_id
         source: list[int] = []
         spans = []
-        at = 0
-        while at < len(ids):
-            source.append(at)
-            if ids[at] == begin:
-                close = next((i for i in range(at + 1, len(ids)) if ids[i] in (begin, end)), None)
-                if close is None or ids[close] != end:
+        i = 0
+        while i < len(ids):
+            source.append(i)
+            if ids[i] == begin_id:
+                markers = (j for j in range(i + 1, len(ids)) if ids[j] in (begin_id, end_id))
+                end = next(markers, None)
+                if end is None or ids[end] != end_id:
                     raise ValueError(
-                        f"row {row}: the image that begins at position {at} of {len(ids)} has no "
-                        "end-of-image id: was the text cut inside an image?"
+                        f"text {number}: the image that begins at position {i} of {len(ids)} has "
+                        "no end-of-image id: was the text cut inside an image?"
                     )
-                inside = ids[at + 1 : close]
-                if len(inside) != 1 and inside != [fill] * num_fill:
+                inner = ids[i + 1 : end]
+                if len(inner) != 1 and inner != [inner_id] * num_inner:
                     raise ValueError(
-                        f"row {row}: the image that begins at position {at} holds {len(inside)} "
-                        f"ids, expected 1 or {num_fill} times {self.image_token}: was the text "
+                        f"text {number}: the image that begins at position {i} has {len(inner)} "
+                        f"ids, expected 1 or {num_inner} times {self.image_token}: was the text "
                         "made for another image size?"
                     )
-                spans.append((len(source) - 1, len(source) + num_fill + 1))
-                source += [at + 1] * num_fill + [close]
-                at = close
-            at += 1
+                spans.append((len(source) - 1, len(source) + num_inner + 1))
+                source += [i + 1] * num_inner + [end]
+                i = end
+            i += 1
         return source, spans
 
-    def _kept(
-        self, row: int, length: int, spans: list[tuple[int, int]], limit: int | None
+    def _truncation_slice(
+        self, number: int, length: int, spans: list[tuple[int, int]], limit: int | None
     ) -> slice:
-        """Return what truncation to ``limit`` keeps of a grown row of ``length``."""
+        """Return the columns of an expanded sequence that truncation to ``limit`` leaves.
+
+        Raises:
+            ValueError: Truncation would cut an image.
+        """
         if limit is None or length <= limit:
             return slice(None)
         on_right = self.tokenizer.truncation_side == "right"
@@ -329,57 +355,66 @@ class ChatGLMProcessor(ProcessorMixin):
             if start < first or end > last:
                 needed = spans[-1][1] if on_right else length - spans[0][0]
                 raise ValueError(
-                    f"row {row}: {length} ids would be cut to max_length {limit}, into the image "
-                    f"at positions {start} to {end - 1}: use a max_length of at least {needed}, "
-                    "or leave the image out"
+                    f"text {number}: truncating {length} ids to max_length {limit} would cut the "
+                    f"image at positions {start} to {end - 1}: use a max_length of at least "
+                    f"{needed}, or leave the image out"
                 )
         return slice(first, last)
 
 
-class _WithoutAudio(ChatGLMProcessor):
-    """Reads a folder's files. Of these, only an audio tokenizer makes transformers ask for a class,
-    of any name, to load from wherever the file says."""
+class _AudioTokenizerRefusal(ChatGLMProcessor):
+    """Reads the processor's files, and refuses an audio tokenizer.
+
+    transformers would load the tokenizer's class from any repository that the file names.
+    """
 
     @staticmethod
     def get_possibly_dynamic_module(module_name):
         raise ValueError(
-            f"processor_config.json has an audio_tokenizer, {module_name}, which would be fetched "
-            "from where it says; this model has no sound: take it out"
+            f"processor_config.json has an audio_tokenizer, {module_name}, whose code would be "
+            "downloaded and run; this model has no audio: remove it"
         )
 
 
-def _merge_options(given: dict[str, Any], more: dict[str, Any]) -> tuple[dict, dict]:
-    """Options of text, given flat or by part, and those of images."""
-    more = dict(more)
-    of_images = dict(more.pop("images_kwargs", None) or {})
-    of_text = {**(more.pop("text_kwargs", None) or {}), **more}
-    drop_empty(of_text, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
-    # Of either part; what is said of text goes first.
-    tensors = of_images.pop("return_tensors", None)
-    unknown = sorted((of_text.keys() - given.keys()) | (of_images.keys() - {"do_convert_rgb"}))
+def _merge_options(
+    text_options: dict[str, Any], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Merge named options with those in ``text_kwargs`` and ``images_kwargs``.
+
+    Returns:
+        Options of the tokenizer, and options of the image processor.
+    """
+    kwargs = dict(kwargs)
+    images_kwargs = dict(kwargs.pop("images_kwargs", None) or {})
+    text_kwargs = {**(kwargs.pop("text_kwargs", None) or {}), **kwargs}
+    drop_empty_media(text_kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
+    # An option of both; that of the text wins.
+    tensors = images_kwargs.pop("return_tensors", None)
+    unknown_text = text_kwargs.keys() - text_options.keys()
+    unknown = sorted(unknown_text | (images_kwargs.keys() - {"do_convert_rgb"}))
     if unknown:
         raise ValueError(
-            f"unknown options {unknown}: text takes {sorted(given)}, images_kwargs takes "
+            f"unknown options {unknown}: text takes {sorted(text_options)}, images_kwargs takes "
             "['do_convert_rgb']; the image size is the image processor's"
         )
-    # apply_chat_template of transformers says add_special_tokens beside what its caller says.
-    for name in sorted(of_text.keys() - {"add_special_tokens", "return_tensors"}):
-        if given[name] and given[name] != of_text[name]:  # defaults are false
+    # transformers' apply_chat_template passes add_special_tokens beside the caller's own.
+    for name in sorted(text_kwargs.keys() - {"add_special_tokens", "return_tensors"}):
+        if text_options[name] and text_options[name] != text_kwargs[name]:  # defaults are false
             raise ValueError(
-                f"{name} was given twice, as {given[name]!r} and as {of_text[name]!r} in "
-                "text_kwargs: give it once"
+                f"{name} was given twice, as {text_options[name]!r} and as {text_kwargs[name]!r} "
+                "in text_kwargs: give it once"
             )
-    tensors = given["return_tensors"] or of_text.get("return_tensors") or tensors
-    return given | of_text | {"return_tensors": tensors}, of_images
+    tensors = text_options["return_tensors"] or text_kwargs.get("return_tensors") or tensors
+    return text_options | text_kwargs | {"return_tensors": tensors}, images_kwargs
 
 
-def _flatten(images: Any) -> tuple[list, list[int] | None]:
-    """Return a flat list of images, and how many each row has if they came in rows."""
-    if is_empty(images):
+def _flatten_images(images: Any) -> tuple[list, list[int] | None]:
+    """Return a flat list of images, and the number for each text if they came in lists."""
+    if holds_no_media(images):
         return [], None
     if isinstance(images, (list, tuple)) and any(
         item is None or isinstance(item, (list, tuple)) for item in images
     ):
-        rows = [[] if is_empty(item) else flat_images(item) for item in images]
-        return [image for row in rows for image in row], [len(row) for row in rows]
+        per_text = [[] if holds_no_media(item) else flat_images(item) for item in images]
+        return [image for some in per_text for image in some], [len(some) for some in per_text]
     return flat_images(images), None

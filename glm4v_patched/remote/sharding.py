@@ -1,12 +1,16 @@
-"""What training in several processes asks of a model, whichever framework started them."""
+"""Requirements of training in several processes, whichever framework started them."""
 
 import torch
 from torch import nn
 
 
 def must_run_on_every_process(module: nn.Module) -> bool:
-    """Whether weights are spread over processes, which gather them together (ZeRO-3, FSDP), or are
-    whole and trained (ZeRO-1 and 2, DDP): gradients are reduced in buckets that all fill alike."""
+    """Return whether a module has to run in every process, also in one that has no input for it.
+
+    That is the case if its weights are sharded (ZeRO-3, FSDP), because processes gather them
+    together; and if they are replicated and trained (ZeRO-1, ZeRO-2, DDP), because gradients are
+    reduced in buckets that every process must fill alike.
+    """
     if any(hasattr(parameter, "ds_status") for parameter in module.parameters()):
         return True
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -15,7 +19,7 @@ def must_run_on_every_process(module: nn.Module) -> bool:
     from torch.distributed.tensor import DTensor
 
     is_sharded = any(isinstance(parameter, DTensor) for parameter in module.parameters()) or any(
-        isinstance(part, FullyShardedDataParallel) for part in module.modules()
+        isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()
     )
     is_trained = torch.is_grad_enabled() and any(
         parameter.requires_grad for parameter in module.parameters()
@@ -24,19 +28,19 @@ def must_run_on_every_process(module: nn.Module) -> bool:
 
 
 def refuse_split_model(model: nn.Module) -> None:
-    """Raise ``ValueError`` if processes train together and ``device_map`` split this model.
+    """Raise ``ValueError`` if ``device_map`` split a model that several processes train.
 
-    Each process would use all of those devices. Frameworks notice in different ways, or never.
+    Each process would use all of its devices. Frameworks notice this in different ways, or never.
     """
     device_map = getattr(model, "hf_device_map", None)
     if device_map is None or not torch.distributed.is_available():
         return
     # One device may be written as 0, "cuda:0" or torch.device("cuda:0").
     devices = sorted({str(device).removeprefix("cuda:") for device in device_map.values()})
-    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    if len(devices) > 1 and processes > 1:
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if len(devices) > 1 and world_size > 1:
         raise ValueError(
             f"this model was split over {len(devices)} devices ({', '.join(devices)}) by "
-            f"device_map, which cannot be trained by {processes} processes: load it without "
+            f"device_map, which cannot be trained by {world_size} processes: load it without "
             'device_map or with device_map={"": local_rank}, or train it in 1 process'
         )

@@ -1,8 +1,8 @@
 """Tokenizer of glm-4v-9b, backed by the `tokenizers` library.
 
-Ids are upstream's. A folder with only ``tokenizer.model`` (the ranks) is converted on loading, and
-``save_pretrained`` writes ``tokenizer.json``. Ordinary encoding gives no position ids: the model
-makes them. Chats have them, as upstream's.
+Token ids are those of the published tokenizer. A folder with only ``tokenizer.model`` (tiktoken's
+ranks) is converted on loading, and ``save_pretrained`` writes ``tokenizer.json``. Ordinary encoding
+returns no position ids, which the model computes; chats have them, as published.
 """
 
 import base64
@@ -15,8 +15,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
-# First: it raises for versions of transformers that lack what is imported below.
-from .configuration_chatglm import PROCESSOR, keep_known_settings, own_places
+# Imported first: it reports versions of transformers that are too old for the imports below.
+from .configuration_chatglm import PROCESSOR_CLASS, keep_known_settings, own_auto_map
 
 # isort: split
 import numpy as np
@@ -29,8 +29,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from .image_processing_chatglm import ChatGLMImageProcessor
 
-ROLES = ("system", "user", "assistant", "observation")
-# In the order of their ids, which follow the ranks in the original vocabulary.
+CHAT_ROLES = ("system", "user", "assistant", "observation")
+# In the order of their ids, which follow the ranks.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "[MASK]",
@@ -38,18 +38,18 @@ SPECIAL_TOKENS = (
     "[sMASK]",
     "<sop>",
     "<eop>",
-    *(f"<|{role}|>" for role in ROLES),
+    *(f"<|{role}|>" for role in CHAT_ROLES),
     "<|begin_of_image|>",
     "<|end_of_image|>",
     "<|begin_of_video|>",
     "<|end_of_video|>",
 )
 PROMPT_PREFIX = ("[gMASK]", "<sop>")
-# What clean_up_tokenization_spaces takes the spaces from, in this order, as transformers has it.
-UNTIDY = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+# clean_up_tokenization_spaces removes the spaces of these, in this order, as in transformers.
+CLEAN_UP_PATTERNS = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 PROCESSOR_FILE = "processing_chatglm.py"
-# What the tokenizers of other models can be asked to add to a text, or to take away.
-OPTIONS_OF_OTHERS = (
+# Options by which tokenizers of other models add something to a text, or remove it.
+UNSUPPORTED_TEXT_OPTIONS = (
     "add_prefix_space",
     "add_bos_token",
     "add_eos_token",
@@ -59,19 +59,40 @@ OPTIONS_OF_OTHERS = (
 )
 
 # Settings of the tokenizer's file.
-SAVED = {"added_tokens_decoder", "additional_special_tokens", "auto_map", "backend"}
-SAVED |= {"chat_template"}
-SAVED |= {"clean_up_tokenization_spaces", "extra_special_tokens", "image_size", "model_max_length"}
-SAVED |= {"model_input_names", "padding_side", "processor_class", "split_special_tokens"}
-SAVED |= {"tokenizer_class", "truncation_side", *OPTIONS_OF_OTHERS}
-# What transformers puts beside them, which says where the tokenizer was loaded from.
-LOADING_KWARGS = {"name_or_path", "is_local", "local_files_only", "_commit_hash", "special_tokens_map_file"}
+SAVED_TOKENIZER_FIELDS = {
+    "added_tokens_decoder",
+    "additional_special_tokens",
+    "auto_map",
+    "backend",
+}
+SAVED_TOKENIZER_FIELDS |= {"chat_template"}
+SAVED_TOKENIZER_FIELDS |= {
+    "clean_up_tokenization_spaces",
+    "extra_special_tokens",
+    "image_size",
+    "model_max_length",
+}
+SAVED_TOKENIZER_FIELDS |= {
+    "model_input_names",
+    "padding_side",
+    "processor_class",
+    "split_special_tokens",
+}
+SAVED_TOKENIZER_FIELDS |= {"tokenizer_class", "truncation_side", *UNSUPPORTED_TEXT_OPTIONS}
+# Arguments that transformers stores among the settings: where the tokenizer was loaded from.
+LOADING_KWARGS = {
+    "name_or_path",
+    "is_local",
+    "local_files_only",
+    "_commit_hash",
+    "special_tokens_map_file",
+}
 LOADING_KWARGS |= {"tokenizer_file", "vocab_file", "files_loaded", "tokenizer_object", "device_map"}
 
-# What rows may have beside their ids and mask, of the same length.
-PADDED_WITH_0 = {"position_ids", "assistant_masks"}
+# Values aligned with the ids that are padded with 0.
+ZERO_PADDED_KEYS = {"position_ids", "assistant_masks"}
 
-# The ranks were learned on pieces cut by this pattern (that of cl100k_base): part of the format.
+# Texts are split by this pattern (cl100k_base's) before BPE, because the ranks were trained so.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -82,10 +103,11 @@ SPLIT_PATTERN = (
     r"|\s+"
 )
 
-# `piece_break` is undefined, hence empty, wherever this is rendered by somebody else. Our
-# tokenizer puts a mark there, because upstream tokenizes a content apart from the line above it.
-# The generation block holds all that follows <|assistant|>, which is where the prompt for
-# generation ends: the line of metadata (a tool's name, mostly empty) is the model's to write too.
+# `piece_break` is undefined, hence empty, when other code renders this. Our tokenizer inserts a
+# mark there, because the published code tokenizes a content apart from the line above it. The
+# generation block is everything after <|assistant|>, where a generation prompt ends: the model also
+# writes the metadata line (a tool's name, mostly empty). Saved tokenizers have this text: a change
+# would make them templates of others.
 CHAT_TEMPLATE = r"""
 {%- macro describe(tools) %}
     {{- '<|system|>\n' }}{{ piece_break }}
@@ -147,7 +169,7 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """.strip()
 
-# Noncharacters, which Unicode keeps for a program's own use; in a user's text they are escaped.
+# Noncharacters, which Unicode reserves for internal use; in a user's text they are escaped.
 _ESCAPE = "\ufdd0"
 _PIECE_BREAK = "\ufdd1"
 _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
@@ -157,12 +179,12 @@ _CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE with GLM-4's special tokens and chat format.
 
-    ``[gMASK]<sop>`` is put before every ordinary encoding. As upstream, ordinary encoding reads
-    special tokens out of the text; `apply_chat_template` never reads them out of a message.
+    Ordinary encoding prepends ``[gMASK]<sop>`` and, as published, encodes special tokens in the
+    text as such. `apply_chat_template` never does that with the text of a message.
 
     Args:
-        vocab_file: Original ranks (``tokenizer.model``), read if there is no ``tokenizer_file``.
-        image_size: Side in pixels of the images that `apply_chat_template` makes.
+        vocab_file: Published ranks (``tokenizer.model``), read if there is no ``tokenizer_file``.
+        image_size: Side in pixels of the images that `apply_chat_template` preprocesses.
         **kwargs: As for `PreTrainedTokenizerFast`. ``eos_token`` and ``pad_token`` default to
             ``<|endoftext|>``, ``padding_side`` to left.
     """
@@ -190,24 +212,24 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 )
             tokenizer_object = convert_ranks(vocab_file, kwargs.get("added_tokens_decoder"))
             if isinstance(chat_template, str) and "<|begin_of_image|>" not in chat_template:
-                # Upstream's code formats chats itself and never reads the template of its folder.
+                # The published code formats chats itself and ignores the template in its folder.
                 chat_template = None
-        _refuse_options_of_others(kwargs)
+        _refuse_unsupported_options(kwargs)
         if kwargs.get("processor_class") is not None:
-            kwargs["processor_class"] = PROCESSOR  # whatever class the file names
+            kwargs["processor_class"] = PROCESSOR_CLASS  # the file may name any class
         if kwargs.get("backend") is not None:
-            kwargs["backend"] = "tokenizers"  # the only one, whichever the file names
+            kwargs["backend"] = "tokenizers"  # the file may name another one
         kwargs.setdefault("eos_token", "<|endoftext|>")
         kwargs.setdefault("pad_token", "<|endoftext|>")
-        # transformers 5 saves this list as `extra_special_tokens`, where 4.57 takes only a dict (of
-        # named tokens); both take the older name.
-        listed = list(kwargs.pop("additional_special_tokens", None) or ())
+        # transformers 5 saves this list as `extra_special_tokens`, for which 4.57 takes only a dict
+        # (of named tokens); both take the older name.
+        extra_tokens = list(kwargs.pop("additional_special_tokens", None) or ())
         if not isinstance(kwargs.get("extra_special_tokens"), dict):
-            listed += kwargs.pop("extra_special_tokens", None) or ()
+            extra_tokens += kwargs.pop("extra_special_tokens", None) or ()
         elif not kwargs["extra_special_tokens"]:
             del kwargs["extra_special_tokens"]
-        named = {str(token): token for token in (*SPECIAL_TOKENS, *listed)}
-        kwargs["additional_special_tokens"] = list(named.values())
+        unique_tokens = {str(token): token for token in (*SPECIAL_TOKENS, *extra_tokens)}
+        kwargs["additional_special_tokens"] = list(unique_tokens.values())
         super().__init__(
             tokenizer_file=tokenizer_file,
             tokenizer_object=tokenizer_object,
@@ -219,9 +241,12 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         self.update_post_processor()
 
     def update_post_processor(self) -> None:
-        """Put ``[gMASK]<sop>`` before texts, also where transformers 5 would take it away: when
-        ``add_bos_token`` or ``add_eos_token`` is set."""
-        _refuse_options_of_others(vars(self), prefix="_")
+        """Make the backend prepend ``[gMASK]<sop>``.
+
+        transformers 5 calls this when ``add_bos_token`` or ``add_eos_token`` is set, and its own
+        method would remove the prefix.
+        """
+        _refuse_unsupported_options(vars(self), prefix="_")
         prefix = " ".join(PROMPT_PREFIX)
         self.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{prefix} $A",
@@ -231,35 +256,43 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict[str, Any]:
-        """Leave the files to ``__init__``: transformers 5 would take ``tokenizer.json`` apart, and
-        read ``tokenizer.model`` as sentencepiece."""
+        """Leave reading the files to ``__init__``.
+
+        transformers 5 would rebuild the tokenizer from parts of ``tokenizer.json``, and read
+        ``tokenizer.model`` as sentencepiece.
+        """
         return kwargs
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as transformers does, so that ``AutoProcessor`` loads the folder, too.
 
-        A tokenizer that came with a processor names that in its file. Saved alone, it brings the
-        processor's code along, or does not name it where that is not at hand. Settings that it
-        does not have are logged, and not saved.
+        The file of a tokenizer that was loaded with a processor names the processor's class. If the
+        tokenizer is saved alone, the processor's code is copied, too; if that code is missing, the
+        class is not named. Unknown settings are logged and not saved.
         """
-        given = {key: value for key, value in self.init_kwargs.items() if key not in LOADING_KWARGS}
-        kept = keep_known_settings(given, SAVED | self.special_tokens_map.keys(), "tokenizer_config.json")
-        places = own_places(given.get("auto_map"), self._auto_class)
-        saved, code = Path(save_directory, PROCESSOR_FILE), Path(__file__).with_name(PROCESSOR_FILE)
-        if "AutoProcessor" in places and not saved.exists() and not Path(save_directory).is_file():
+        settings = {
+            key: value for key, value in self.init_kwargs.items() if key not in LOADING_KWARGS
+        }
+        known = SAVED_TOKENIZER_FIELDS | self.special_tokens_map.keys()
+        saved_settings = keep_known_settings(settings, known, "tokenizer_config.json")
+        auto_map = own_auto_map(settings.get("auto_map"), self._auto_class)
+        code = Path(__file__).with_name(PROCESSOR_FILE)
+        copy = Path(save_directory, PROCESSOR_FILE)
+        needs_code = "AutoProcessor" in auto_map and not copy.exists()
+        if needs_code and not Path(save_directory).is_file():
             if code.exists():
-                saved.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(code, saved)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(code, copy)
             else:
-                del places["AutoProcessor"]
-        self.init_kwargs = kept | {"auto_map": places}
+                del auto_map["AutoProcessor"]
+        self.init_kwargs = saved_settings | {"auto_map": auto_map}
         return super().save_pretrained(save_directory, *args, **kwargs)
 
-    @functools.wraps(PreTrainedTokenizerFast.__call__)  # its signature is read by others
+    @functools.wraps(PreTrainedTokenizerFast.__call__)  # other code reads its signature
     def __call__(self, *args, **kwargs) -> BatchEncoding:
-        # transformers' tokenizers drop them, with a line in the log.
-        drop_empty(kwargs, IMAGES, "give images to the processor (AutoProcessor)")
-        drop_empty(kwargs, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
+        # transformers' tokenizers would drop them and only log it.
+        drop_empty_media(kwargs, IMAGE_ARGUMENTS, "give images to the processor (AutoProcessor)")
+        drop_empty_media(kwargs, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
         return super().__call__(*args, **kwargs)
 
     def apply_chat_template(  # type: ignore[override]  # in the published order of arguments
@@ -281,17 +314,17 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return_assistant_tokens_mask: bool = False,
         **kwargs,
     ) -> str | list[str] | list[list[int]] | BatchEncoding:
-        """Format one conversation or a list of them, as upstream's method does.
+        """Format one conversation or a list of conversations, as the published method does.
 
-        A message is a dict, a dataclass or one of pydantic's models: ``{"role", "content"}`` with
-        optional ``"metadata"``, ``"tools"`` and ``"image"`` (upstream's form: one image; None, and
-        as upstream False, 0, and what is empty, is none), or has a list of ``{"type": "text",
-        "text": ...}`` and ``{"type": "image", ...}`` as content. The images of a message come
-        first, wherever they stand in that list. Messages with neither image nor text are left out.
-        Other keys are refused unless they are None; a template of one's own may read more.
+        A message is a dict, a dataclass or a pydantic model: ``{"role", "content"}`` with optional
+        ``"metadata"``, ``"tools"`` and ``"image"``. ``"image"`` is one image; None and, as
+        published, any other false value mean no image. ``"content"`` may be a list of ``{"type":
+        "text", "text": ...}`` and ``{"type": "image", ...}``. The images of a message come first,
+        wherever they are in this list. Messages with neither image nor text are left out. Other
+        keys than these are refused unless they are None; a custom template may use more.
 
-        With ``tokenize=True`` no string that is given becomes a special token, whatever the
-        template. A plain string (``tokenize=False``) cannot keep the two apart.
+        With ``tokenize=True`` no text of the caller becomes a special token, with any template. A
+        rendered string (``tokenize=False``) cannot make that distinction.
 
         Args:
             add_special_tokens: ``False`` leaves out the ``[gMASK]<sop>`` at the beginning.
@@ -299,17 +332,17 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             **kwargs: ``documents`` and other variables for the template.
 
         Returns:
-            Text (``tokenize=False``: a string, or a list for a list of conversations), else always
-            a batch with an image as three ids: its ids ``[B, L]``, or with ``return_dict`` also
-            ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at padding), ``assistant_masks`` if
-            asked for, and ``images`` if the messages hold images: float32 ``[number of images,
-            3, S, S]`` in the order of their begin ids, a torch tensor unless ``return_tensors`` is
-            ``"np"``. Without ``return_dict`` images are not opened. In image parts of a content
-            list images may be missing, from all.
+            With ``tokenize=False`` text: a string, or a list for a list of conversations. Otherwise
+            always a batch of unexpanded prompts (three ids for an image): ids ``[B, L]``, or with
+            ``return_dict`` also ``attention_mask``, ``position_ids`` ``[B, L]`` (0 at padding),
+            ``assistant_masks`` if requested, and ``images`` if the messages have images: float32
+            ``[number of images, 3, S, S]`` in the order of their begin ids, a torch tensor unless
+            ``return_tensors`` is ``"np"``. Images are read only with ``return_dict``. Image parts
+            may name no image, if none of them does.
         """
         if not isinstance(add_generation_prompt, (int, type(None))):
             raise ValueError(
-                f"add_generation_prompt is a {type(add_generation_prompt).__name__}: by place the "
+                f"add_generation_prompt is a {type(add_generation_prompt).__name__}: positional "
                 "arguments are in the published order; give tools, documents and chat_template by "
                 "name"
             )
@@ -335,47 +368,56 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             if not add_special_tokens:
                 texts = [text.removeprefix("".join(PROMPT_PREFIX)) for text in texts]
             return texts if is_batched else texts[0]
-        rows = self.encode_chats(conversations, **rendering)
+        sequences = self.encode_chats(conversations, **rendering)
         if not add_special_tokens:
             prefix = self.get_prefix_tokens()
-            starts = [len(prefix) * (row[: len(prefix)] == prefix) for row in rows["input_ids"]]
-            for name, values in rows.items():
-                rows[name] = [row[at:] for row, at in zip(values, starts, strict=True)]
+            starts = [
+                len(prefix) * (ids[: len(prefix)] == prefix) for ids in sequences["input_ids"]
+            ]
+            for name, values in sequences.items():
+                sequences[name] = [x[start:] for x, start in zip(values, starts, strict=True)]
         limit = self.truncation_limit(truncation, max_length)
         if limit is not None:
             cut = slice(None, limit) if self.truncation_side == "right" else slice(-limit, None)
-            rows = {name: [row[cut] for row in values] for name, values in rows.items()}
-        images = self._images(conversations, rows["input_ids"]) if return_dict else []
-        rows["position_ids"] = [[*range(len(row))] for row in rows["input_ids"]]
-        encoding = self.pad_rows(
-            rows, padding=padding, max_length=max_length, return_tensors=return_tensors, **options
+            sequences = {name: [x[cut] for x in values] for name, values in sequences.items()}
+        images = self._collect_images(conversations, sequences["input_ids"]) if return_dict else []
+        sequences["position_ids"] = [[*range(len(ids))] for ids in sequences["input_ids"]]
+        encoding = self.pad_sequences(
+            sequences,
+            padding=padding,
+            max_length=max_length,
+            return_tensors=return_tensors,
+            **options,
         )
         if not return_dict:
             return encoding["input_ids"]
         if images:
-            prepare = ChatGLMImageProcessor(size=self.image_size)
-            kind = "np" if return_tensors == "np" else "pt"
-            encoding["images"] = prepare(images, return_tensors=kind)["pixel_values"]
+            image_processor = ChatGLMImageProcessor(size=self.image_size)
+            image_type = "np" if return_tensors == "np" else "pt"
+            pixel_values = image_processor(images, return_tensors=image_type)["pixel_values"]
+            encoding["images"] = pixel_values
         return encoding
 
     def encode_chats(
         self, conversations: list[list[dict]], return_assistant_tokens_mask: bool = False, **options
     ) -> dict[str, list[list[int]]]:
-        """``input_ids`` of conversations, images as three ids and not opened, and with
-        ``return_assistant_tokens_mask`` ``assistant_masks``, as long.
+        """Encode conversations as unexpanded prompts, without reading their images.
 
         Args:
             **options: ``tools``, ``chat_template``, ``add_generation_prompt``,
-                ``continue_final_message``, as `apply_chat_template` takes them, and variables.
+                ``continue_final_message``, as for `apply_chat_template`, and template variables.
+
+        Returns:
+            ``input_ids`` and, if requested, ``assistant_masks``, one list for each conversation.
         """
         options["return_assistant_tokens_mask"] = return_assistant_tokens_mask
         escape = _Escaper(self._special_ids())
         rendered, spans = self._render(conversations, escape, **options)
         encoded = self._encode_rendered(rendered, spans or [()] * len(rendered))
-        rows = {"input_ids": [ids for ids, _ in encoded]}
+        sequences = {"input_ids": [ids for ids, _ in encoded]}
         if return_assistant_tokens_mask:
-            rows["assistant_masks"] = [mask for _, mask in encoded]
-        return rows
+            sequences["assistant_masks"] = [mask for _, mask in encoded]
+        return sequences
 
     def _render(
         self,
@@ -389,9 +431,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return_assistant_tokens_mask: bool = False,
         **variables,
     ) -> tuple[list[str], list]:
-        """The texts of conversations, and the spans of what an assistant says, if asked for."""
-        drop_empty(variables, IMAGES, "put images into the messages, under 'image'")
-        drop_empty(variables, VIDEOS_AND_AUDIO, IMAGES_AND_TEXT)
+        """Render conversations.
+
+        Returns:
+            Their texts; and for each the character spans of the assistant's turns, if requested.
+        """
+        drop_empty_media(variables, IMAGE_ARGUMENTS, "put images into the messages, under 'image'")
+        drop_empty_media(variables, VIDEO_AND_AUDIO_ARGUMENTS, SUPPORTED_MODALITIES)
         template = self.get_chat_template(chat_template, tools)
         for messages in conversations:
             _check_conversation(messages, own_template=template == CHAT_TEMPLATE)
@@ -400,17 +446,17 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
                 "continue_final_message excludes add_generation_prompt and "
                 "return_assistant_tokens_mask: the final message is left open"
             )
-        variables.pop("sanitize_control_tokens", None)  # of transformers 5.23: always the case here
+        variables.pop("sanitize_control_tokens", None)  # of transformers 5.23; always done here
         if tools is not None:
-            # Schemas are made here, so that docstrings are escaped like any other string.
+            # Schemas are built here, so that docstrings are escaped like any other string.
             tools = [
                 tool if isinstance(tool, Mapping) else get_json_schema(tool)
                 for tool in _as_dicts(tools)
             ]
         escape = escaper or (lambda value: value)
         piece_break = _PIECE_BREAK if escaper else ""
-        made: Any = self.render_template(
-            conversations=[[escape(_said(m)) for m in messages] for messages in conversations],
+        rendered: Any = self.render_template(
+            conversations=[[escape(_drop_none(m)) for m in messages] for messages in conversations],
             tools=escape(tools),
             chat_template=template,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
@@ -418,22 +464,22 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             continue_final_message=continue_final_message,
             **{**self.special_tokens_map, **escape(variables), "piece_break": piece_break},
         )
-        return made
+        return rendered
 
-    def _images(self, conversations: list[list[dict]], rows: list[list[int]]) -> list:
-        """The images of all messages in the order of their begin ids, not opened yet."""
-        found = [find_images(messages, may_miss=True) for messages in conversations]
-        flat = [image for of_row in found for image in of_row]
+    def _collect_images(self, conversations: list[list[dict]], sequences: list[list[int]]) -> list:
+        """Return the images of all messages in the order of their begin ids, not read yet."""
+        per_conversation = [find_images(messages, may_miss=True) for messages in conversations]
+        flat = [image for images in per_conversation for image in images]
         if all(image is None for image in flat):
-            return []  # there are none, or the caller keeps those of image parts elsewhere
-        found = [find_images(messages) for messages in conversations]
+            return []  # there are none, or the caller has the images of image parts elsewhere
+        per_conversation = [find_images(messages) for messages in conversations]
         for name in ("<|begin_of_image|>", "<|end_of_image|>"):
             marker = cast(int, self.convert_tokens_to_ids(name))
-            for number, (images, row) in enumerate(zip(found, rows, strict=True)):
-                if row.count(marker) != len(images):
+            for number, (images, ids) in enumerate(zip(per_conversation, sequences, strict=True)):
+                if ids.count(marker) != len(images):
                     raise ValueError(
-                        f"conversation {number} holds {len(images)} images, but its ids have "
-                        f"{row.count(marker)} times {name}: give a longer max_length, or a chat "
+                        f"conversation {number} has {len(images)} images, but its ids have "
+                        f"{ids.count(marker)} times {name}: give a longer max_length, or a chat "
                         "template that writes images"
                     )
         if self.image_size is None:
@@ -444,13 +490,13 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         return flat
 
     def get_prefix_tokens(self) -> list[int]:
-        """The ids of ``[gMASK]<sop>``."""
+        """Return the ids of ``[gMASK]<sop>``."""
         return cast(list[int], self.convert_tokens_to_ids(list(PROMPT_PREFIX)))
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """``[gMASK]<sop>`` before the ids, and those of a pair after them, as encoding does."""
+        """Prepend ``[gMASK]<sop>`` to the ids, and append those of a pair, as encoding does."""
         return [*self.get_prefix_tokens(), *token_ids_0, *(token_ids_1 or ())]
 
     def get_special_tokens_mask(
@@ -459,13 +505,16 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         token_ids_1: list[int] | None = None,
         already_has_special_tokens: bool = False,
     ) -> list[int]:
-        """1 for special tokens and 0 for others: of these ids, or of what
-        :meth:`build_inputs_with_special_tokens` makes of them."""
+        """Return 1 for special tokens and 0 for others.
+
+        The mask is that of the ids after :meth:`build_inputs_with_special_tokens`, unless they
+        have special tokens already.
+        """
         if already_has_special_tokens:
             return super().get_special_tokens_mask(token_ids_0, token_ids_1, True)
-        num_given = len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
+        num_ids = len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
         num_prefix = len(self.get_prefix_tokens())
-        return [1] * num_prefix + [0] * (num_given - num_prefix)
+        return [1] * num_prefix + [0] * (num_ids - num_prefix)
 
     def _decode(
         self,
@@ -475,8 +524,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         spaces_between_special_tokens: bool = True,
         **kwargs,
     ) -> str:
-        """As slow tokenizers, of which the published one is one: a space on either side of each
-        added token, and the bytes between two of them decoded for themselves."""
+        """Decode as a slow tokenizer, which the published one is.
+
+        There is a space on either side of each added token, and the bytes between two of them are
+        decoded on their own.
+        """
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         if skip_special_tokens:
             special = set(self.all_special_ids)
@@ -492,8 +544,8 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         if clean_up_tokenization_spaces is None:
             clean_up_tokenization_spaces = self.clean_up_tokenization_spaces
         if clean_up_tokenization_spaces:
-            for written in UNTIDY:
-                text = text.replace(written, written.strip())
+            for pattern in CLEAN_UP_PATTERNS:
+                text = text.replace(pattern, pattern.strip())
         return text
 
     def build_single_message(
@@ -504,13 +556,16 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         tokenize: bool = True,
         message_prefix: list[int] | None = None,
     ) -> list[int] | str:
-        """One message of a chat: ``<|role|>``, metadata, a newline, ``message_prefix`` (ids), the
-        text. Special tokens are not read out of the texts."""
-        if role not in ROLES:
-            raise ValueError(f"the message has the role {role!r}: use {', '.join(ROLES)}")
+        """Encode one message: ``<|role|>``, metadata, a newline, ``message_prefix`` (ids), text.
+
+        Special tokens in metadata and text are encoded as plain text. With ``tokenize=False``
+        returns a string.
+        """
+        if role not in CHAT_ROLES:
+            raise ValueError(f"the message has the role {role!r}: use {', '.join(CHAT_ROLES)}")
         if not tokenize:
             return f"<|{role}|>{metadata}\n{message}"
-        encode = self._plain_tokenizer().encode
+        encode = self._tokenizer_without_specials().encode
         head, text = (
             encode(piece, add_special_tokens=False).ids for piece in (f"{metadata}\n", message)
         )
@@ -519,38 +574,41 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def _patch_mistral_regex(cls, tokenizer, *args, **kwargs):
-        """Leave the pattern alone: transformers takes folders that it saved itself in 4.57.3 to
-        4.57.6 for Mistral's, and offers another one, which would change the ids."""
+        """Keep the pattern.
+
+        transformers mistakes folders that 4.57.3 to 4.57.6 saved for Mistral's, and would replace
+        the pattern, which changes ids.
+        """
         return tokenizer
 
     def _pad(self, encoded_inputs, *, padding_side=None, **options) -> dict:  # type: ignore[override]
-        """As transformers', with 0 at padding in :data:`PADDED_WITH_0`."""
+        """Pad as transformers does, and :data:`ZERO_PADDED_KEYS` with 0."""
         padded = super()._pad(encoded_inputs, padding_side=padding_side, **options)
         on_left = (padding_side or self.padding_side) == "left"
-        for name in padded.keys() & PADDED_WITH_0:
+        for name in padded.keys() & ZERO_PADDED_KEYS:
             values = list(padded[name])
             fill = [0] * (len(padded["input_ids"]) - len(values))
             padded[name] = fill + values if on_left else values + fill
         return padded
 
     def truncation_limit(self, truncation: bool | str | None, max_length: int | None) -> int | None:
-        """The length that ``truncation`` cuts rows to, or None if it cuts nothing."""
+        """Return the length that ``truncation`` cuts sequences to, or None if it cuts nothing."""
         if truncation in (None, False, "do_not_truncate"):
             return None
         return self.model_max_length if max_length is None else max_length
 
-    def pad_rows(
+    def pad_sequences(
         self,
-        rows: dict[str, list[list[int]]],
+        sequences: dict[str, list[list[int]]],
         *,
         padding: bool | str = False,
         max_length: int | None = None,
         **options,
     ) -> BatchEncoding:
-        """Pad rows of ids, and of what :data:`PADDED_WITH_0` names, with their attention mask."""
-        # The base class takes a length without this strategy for a request to truncate.
+        """Pad ``input_ids`` and :data:`ZERO_PADDED_KEYS`, and add the attention mask."""
+        # With another strategy, the base class takes a length as a request to truncate.
         max_length = max_length if padding == "max_length" else None
-        return self.pad(dict(rows), padding=padding, max_length=max_length, **options)
+        return self.pad(dict(sequences), padding=padding, max_length=max_length, **options)
 
     def _special_ids(self) -> dict[str, int]:
         return {str(t): i for i, t in self.added_tokens_decoder.items() if t.special}
@@ -558,49 +616,55 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     def _encode_rendered(
         self, rendered: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[int]]]:
-        """Of rendered chats whose user strings are escaped the ids, each with 1 if it stands for
-        characters in the chat's ``spans``."""
+        """Encode rendered chats whose user strings are escaped.
+
+        Args:
+            spans: For each chat the character ranges of the assistant's turns.
+
+        Returns:
+            For each chat its ids, and a mask with 1 for ids of characters in the spans.
+        """
         specials = self._special_ids()
         marks = sorted([*specials, _PIECE_BREAK], key=len, reverse=True)
         split = re.compile("(" + "|".join(map(re.escape, marks)) + ")").split
         chats = [split(text) for text in rendered]
-        # In one call for all of them: a tokenizer is made for it, and it works on several cores.
+        # One call for all chats: it builds one tokenizer, and runs on several cores.
         encodings = iter(
-            self._plain_tokenizer().encode_batch(
+            self._tokenizer_without_specials().encode_batch(
                 [_unescape(piece) for pieces in chats for piece in pieces[::2]],
                 add_special_tokens=False,
             )
         )
 
-        def encode(pieces: list[str], of_chat: Sequence[tuple[int, int]]):
+        def encode(pieces: list[str], chat_spans: Sequence[tuple[int, int]]):
             def in_spans(first: int, last: int) -> int:
-                return int(any(first < end and last > start for start, end in of_chat))
+                return int(any(first < end and last > start for start, end in chat_spans))
 
-            ids, mask, at = [], [], 0
+            ids, mask, offset = [], [], 0
             for number, piece in enumerate(pieces):
                 if number % 2 == 0:
                     encoding = next(encodings)
                     ids += encoding.ids
-                    if of_chat:
-                        # Where each character of the unescaped piece begins in the chat.
-                        places = [m.start() + at for m in re.finditer(_CHARACTER, piece)]
-                        places.append(at + len(piece))
-                        mask += [in_spans(places[a], places[b]) for a, b in encoding.offsets]
+                    if chat_spans:
+                        # The chat offset of each character of the unescaped piece.
+                        starts = [m.start() + offset for m in re.finditer(_CHARACTER, piece)]
+                        starts.append(offset + len(piece))
+                        mask += [in_spans(starts[a], starts[b]) for a, b in encoding.offsets]
                     else:
                         mask += [0] * len(encoding.ids)
                 elif piece != _PIECE_BREAK:
                     ids.append(specials[piece])
-                    mask.append(in_spans(at, at + len(piece)))
-                at += len(piece)
+                    mask.append(in_spans(offset, offset + len(piece)))
+                offset += len(piece)
             return ids, mask
 
-        return [encode(pieces, of_chat) for pieces, of_chat in zip(chats, spans, strict=True)]
+        return [encode(pieces, chat_spans) for pieces, chat_spans in zip(chats, spans, strict=True)]
 
-    def _plain_tokenizer(self) -> Tokenizer:
-        """A tokenizer with this vocabulary that reads no special token out of a text.
+    def _tokenizer_without_specials(self) -> Tokenizer:
+        """Return a tokenizer with this vocabulary that encodes special tokens as plain text.
 
-        It shares the model with the real one (nothing is copied), whose settings, which other
-        threads may be using, stay as they are.
+        It shares its model with the backend tokenizer, whose settings stay unchanged, because other
+        threads may be using it.
         """
         real = self.backend_tokenizer
         plain = Tokenizer(real.model)
@@ -621,7 +685,10 @@ def convert_ranks(
     transformers' TikTokenConverter would need the tiktoken package only to read the file.
 
     Args:
-        special_tokens: id -> token. Defaults to GLM-4's, numbered from the end of the ranks.
+        special_tokens: Maps ids to tokens. Default: GLM-4's, numbered from the end of the ranks.
+
+    Raises:
+        ValueError: The special tokens do not follow the ranks in this file.
     """
     with open(vocab_file, "rb") as lines:
         pairs = (line.split() for line in lines if line.strip())
@@ -631,17 +698,17 @@ def convert_ranks(
     def as_text(token: bytes) -> str:
         return "".join(printable[byte] for byte in token)
 
-    # tiktoken joins the neighbors whose union ranks lowest, whichever way the union is cut in two.
-    # The ranks of this file are no order of learning (a token may rank below its own parts), so
-    # one merge for each token would not do.
+    # tiktoken merges the neighbors whose union has the lowest rank, however the union is split. A
+    # token of this file may rank below its own parts, so each token needs all of its splits as
+    # merges, not one.
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        merges += [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        splits = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(head, tail) for head, tail in splits if head in ranks and tail in ranks]
     model = BPE(
         vocab={as_text(token): rank for token, rank in ranks.items()},
-        merges=[(as_text(left), as_text(right)) for left, right in merges],
-        # tiktoken looks a whole piece up before it merges.
+        merges=[(as_text(head), as_text(tail)) for head, tail in merges],
+        # tiktoken looks up a complete piece before it merges.
         ignore_merges=True,
     )
     tokenizer = Tokenizer(model)
@@ -652,21 +719,22 @@ def convert_ranks(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    wanted = special_tokens or {len(ranks) + i: token for i, token in enumerate(SPECIAL_TOKENS)}
-    for number, special in sorted(wanted.items()):
+    if not special_tokens:
+        special_tokens = {len(ranks) + i: token for i, token in enumerate(SPECIAL_TOKENS)}
+    for token_id, special in sorted(special_tokens.items()):
         tokenizer.add_special_tokens([AddedToken(str(special), special=True, normalized=False)])
-        if tokenizer.token_to_id(str(special)) != number:
+        if tokenizer.token_to_id(str(special)) != token_id:
             raise ValueError(
-                f"{special} should have id {number} but follows {vocab_file} as "
-                f"{tokenizer.token_to_id(str(special))}: that file and the added_tokens_decoder of "
-                "tokenizer_config.json are not of the same tokenizer"
+                f"{special} should have id {token_id} but follows {vocab_file} as "
+                f"{tokenizer.token_to_id(str(special))}: that file and added_tokens_decoder of "
+                "tokenizer_config.json belong to different tokenizers"
             )
     return tokenizer
 
 
-def _refuse_options_of_others(given: Mapping[str, Any], prefix: str = "") -> None:
-    for name in OPTIONS_OF_OTHERS:
-        if value := given.get(prefix + name):
+def _refuse_unsupported_options(options: Mapping[str, Any], prefix: str = "") -> None:
+    for name in UNSUPPORTED_TEXT_OPTIONS:
+        if value := options.get(prefix + name):
             raise ValueError(
                 f"{name} is {value!r}, but this tokenizer only puts [gMASK]<sop> before a text: "
                 "leave it out, and write a space or <|endoftext|> into the text where it belongs"
@@ -674,7 +742,7 @@ def _refuse_options_of_others(given: Mapping[str, Any], prefix: str = "") -> Non
 
 
 def as_batch(conversation: Any) -> tuple[list[list], bool]:
-    """Return a list of conversations of dicts, and whether a list of them is what was given."""
+    """Return conversations as lists of dicts, and whether several were passed."""
     conversation = getattr(conversation, "messages", conversation)
     if len(conversation) == 0:
         raise ValueError("the conversation has 0 messages: give at least 1")
@@ -685,8 +753,10 @@ def as_batch(conversation: Any) -> tuple[list[list], bool]:
 
 
 def _as_dicts(value: Any) -> Any:
-    """``value`` with dicts in the place of dataclasses and of pydantic's models, such as OpenAI's
-    client gives. Images in them are not copied."""
+    """Convert nested dataclasses and pydantic models (such as OpenAI's client returns) to dicts.
+
+    Images in them are not copied.
+    """
     if isinstance(value, Mapping):
         return {key: _as_dicts(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -699,35 +769,35 @@ def _as_dicts(value: Any) -> Any:
 
 
 def _is_no_image(value: Any) -> bool:
-    """Whether a message's ``image`` is none. The published code asks whether it is true."""
-    has_truth = (Sequence, Mapping, int, float, np.generic)  # of an array it may have none
-    return value is None or (isinstance(value, has_truth) and not value)
+    """Return whether a message's ``image`` is absent. The published code tests its truth value."""
+    types_with_truth = (Sequence, Mapping, int, float, np.generic)  # arrays may raise an error
+    return value is None or (isinstance(value, types_with_truth) and not value)
 
 
-def is_empty(value: Any) -> bool:
-    """Return whether an argument for images, videos or audio holds none, however nested."""
+def holds_no_media(value: Any) -> bool:
+    """Return whether an argument for images, videos or audio is empty, at any nesting."""
     if isinstance(value, (list, tuple)):
-        return all(map(is_empty, value))
+        return all(map(holds_no_media, value))
     if hasattr(value, "shape"):
         return 0 in value.shape
     return value is None or (isinstance(value, (str, bytes, Mapping)) and not value)
 
 
-# By the names of transformers' processors, and of their callers.
-IMAGES = ("images", "image", "pixel_values")
-VIDEOS_AND_AUDIO = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
-IMAGES_AND_TEXT = "this model takes images and text"
+# Arguments by the names that transformers' processors and their callers use.
+IMAGE_ARGUMENTS = ("images", "image", "pixel_values")
+VIDEO_AND_AUDIO_ARGUMENTS = ("videos", "video", "audio", "audios", "videos_kwargs", "audio_kwargs")
+SUPPORTED_MODALITIES = "this model takes images and text"
 
 
-def drop_empty(given: dict[str, Any], names: Sequence[str], cure: str) -> None:
-    """Remove ``names`` from ``given``. Raises ``ValueError`` for one that is not empty."""
+def drop_empty_media(kwargs: dict[str, Any], names: Sequence[str], cure: str) -> None:
+    """Remove the arguments ``names`` from ``kwargs``; ``ValueError`` if one is not empty."""
     for name in names:
-        if not is_empty(given.pop(name, None)):
+        if not holds_no_media(kwargs.pop(name, None)):
             raise ValueError(f"the call was given {name}, which nothing reads: {cure}")
 
 
-def _said(message: Mapping) -> dict:
-    """Without what is none: templates would print "None"."""
+def _drop_none(message: Mapping) -> dict:
+    """Return a message without None values, which templates would print, and without no image."""
     return {
         key: value
         for key, value in message.items()
@@ -735,21 +805,21 @@ def _said(message: Mapping) -> dict:
     }
 
 
-def _parts(message: Mapping) -> Sequence:
+def _content_parts(message: Mapping) -> Sequence:
     content = message.get("content")
     return content if isinstance(content, (list, tuple)) else ()
 
 
 def find_images(messages: list[dict], may_miss: bool = False) -> list:
-    """The images of a conversation, as given, in the order in which the template places them.
+    """Return the images of a conversation, unread, in the order in which the template has them.
 
-    An image part that names no image is an error, or a ``None`` if it ``may_miss``.
+    An image part that names no image is an error, or ``None`` with ``may_miss``.
     """
-    found = []
+    images = []
     for number, message in enumerate(messages):
         if not _is_no_image(message.get("image")):
-            found.append(message["image"])
-        for part in _parts(message):
+            images.append(message["image"])
+        for part in _content_parts(message):
             if part.get("type") not in ("image", "image_url"):
                 continue
             image = next((part[key] for key in IMAGE_SOURCES if part.get(key) is not None), None)
@@ -760,8 +830,8 @@ def find_images(messages: list[dict], may_miss: bool = False) -> list:
                     f"message {number} has an image part with 0 images: put one under 'image', "
                     "'url' or 'path', or use tokenize=False and pass images to the processor"
                 )
-            found.append(image)
-    return found
+            images.append(image)
+    return images
 
 
 MESSAGE_KEYS = ("role", "content", "metadata", "tools", "image")
@@ -770,78 +840,79 @@ PART_KEYS = {"text": ("text",), "image": IMAGE_SOURCES, "image_url": IMAGE_SOURC
 
 
 def _check_conversation(messages: list, own_template: bool) -> None:
-    """Raise ``ValueError`` for what the template would drop, or write as the name of its type."""
+    """Raise ``ValueError`` for parts that the template would drop or print as a type's name."""
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(
-                "a message must be a dict, a dataclass or a model of pydantic, got "
+                "a message must be a dict, a dataclass or a pydantic model, got "
                 f"{type(message).__name__}"
             )
-        place = f"message {number}"
-        _check_type(place, message, "content", (str, list, tuple, type(None)), "string or parts")
+        subject = f"message {number}"
+        _check_type(subject, message, "content", (str, list, tuple, type(None)), "string or parts")
         if own_template:
-            _refuse_other_keys(place, message, MESSAGE_KEYS)
-            _check_type(place, message, "metadata", (str, type(None)), "string")
-        for at, part in enumerate(_parts(message)):
+            _refuse_unknown_keys(subject, message, MESSAGE_KEYS)
+            _check_type(subject, message, "metadata", (str, type(None)), "string")
+        for part_number, part in enumerate(_content_parts(message)):
+            part_subject = f"{subject}, part {part_number},"
             if isinstance(part, Mapping) and part.get("type") == "text":
-                _check_type(f"{place}, part {at},", part, "text", str, "string")
+                _check_type(part_subject, part, "text", str, "string")
             if own_template:
-                _check_part(f"{place}, part {at},", part)
+                _check_part(part_subject, part)
 
 
-def _check_type(place: str, given: Mapping, key: str, kinds: Any, wanted: str) -> None:
-    if not isinstance(given.get(key), kinds):
+def _check_type(subject: str, values: Mapping, key: str, types: Any, expected: str) -> None:
+    if not isinstance(values.get(key), types):
         raise ValueError(
-            f"{place} has {key} of type {type(given.get(key)).__name__}: give a {wanted}"
+            f"{subject} has {key} of type {type(values.get(key)).__name__}: give a {expected}"
         )
 
 
-def _check_part(place: str, part: Any) -> None:
+def _check_part(subject: str, part: Any) -> None:
     if not isinstance(part, Mapping):
-        raise ValueError(f"{place} is a {type(part).__name__}: give a dict with a type")
+        raise ValueError(f"{subject} is a {type(part).__name__}: give a dict with a type")
     if part.get("type") not in PART_KEYS:
-        return  # the template says so
-    _refuse_other_keys(place, part, ("type", *PART_KEYS[part["type"]]))
+        return  # the template raises an error
+    _refuse_unknown_keys(subject, part, ("type", *PART_KEYS[part["type"]]))
     sources = [name for name in IMAGE_SOURCES if part.get(name) is not None]
     if len(sources) > 1:
-        raise ValueError(f"{place} has its image under {' and '.join(sources)}: give one of them")
-    # {"url": None} stands for one that is kept elsewhere.
+        raise ValueError(f"{subject} has its image under {' and '.join(sources)}: give one of them")
+    # {"url": None} means that the caller has the image elsewhere.
     for name in sources:
         if not isinstance(part[name], Mapping) and _is_no_image(part[name]):
             raise ValueError(
-                f"{place} is an image, but under {name!r} it has {part[name]!r}, which is none: "
-                "put an image there, or leave out the part"
+                f"{subject} is an image, but its {name!r} is {part[name]!r}: put an image there, "
+                "or leave out the part"
             )
 
 
-def _refuse_other_keys(place: str, given: Mapping, known: Sequence[str]) -> None:
-    # None is what a table has where a row has no such key. OpenAI's client has empty lists, too.
-    for key, value in given.items():
-        is_there = value is not None and not (isinstance(value, (list, tuple)) and not value)
-        if key not in known and is_there:
+def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) -> None:
+    # A table has None in rows without a key; OpenAI's client also returns empty lists.
+    for key, value in values.items():
+        is_set = value is not None and not (isinstance(value, (list, tuple)) and not value)
+        if key not in known and is_set:
             raise ValueError(
-                f"{place} has the key {key!r}, which nothing reads: it may have "
+                f"{subject} has the key {key!r}, which nothing reads: it may have "
                 f"{', '.join(known)}; one image goes under 'image' of a message, several as "
                 "parts {'type': 'image', 'image': ...} of a list under 'content'"
             )
 
 
 class _Escaper:
-    """Deep copy of template inputs in which no string holds a special token.
+    """Copies template inputs so that no string contains a special token.
 
-    The first character of each becomes `_ESCAPE` and its number, in digits because templates change
-    the case of strings; also of a part of one at the end of a string, where a template may append
-    the rest.
+    The first character of a special token is replaced by `_ESCAPE` and its code point, in digits,
+    because templates may change the case of strings. An incomplete special token at the end of a
+    string is escaped, too, because a template may append the rest.
     """
 
     def __init__(self, specials: dict[str, int]) -> None:
-        # Only the first character is consumed, so overlapping occurrences are all found.
-        found = {_ESCAPE, _PIECE_BREAK}
+        # Only the first character is consumed, so that overlapping occurrences match, too.
+        patterns = {_ESCAPE, _PIECE_BREAK}
         for token in specials:
-            found.add(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
+            patterns.add(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
             for end in range(1, len(token)):
-                found.add(rf"{re.escape(token[0])}(?={re.escape(token[1:end])}\Z)")
-        self._pattern = re.compile("|".join(sorted(found)))
+                patterns.add(rf"{re.escape(token[0])}(?={re.escape(token[1:end])}\Z)")
+        self._pattern = re.compile("|".join(sorted(patterns)))
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -855,8 +926,8 @@ class _Escaper:
             return self(value.item())
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        # Images and the like: templates ask only whether they are there, and printing an object
-        # would let a string in.
+        # Images and other objects: templates only test whether they exist, and an object's own text
+        # could contain special tokens.
         return self(f"<{type(value).__name__}>")
 
 

@@ -1,7 +1,8 @@
-"""The EVA2-CLIP vision tower of glm-4v and the adapter into the language model's width.
+"""The EVA2-CLIP vision tower of glm-4v and the projector to the language model's hidden size.
 
-What differs from a usual ViT: a layer normalizes the *output* of its attention and of its MLP
-before adding it, there is no final norm, and the begin- and end-of-image vectors are learned here.
+Differences to a usual ViT: a layer normalizes the *output* of its attention and of its MLP before
+the residual addition, there is no final norm, and the embeddings of begin- and end-of-image are
+parameters of the tower.
 """
 
 from dataclasses import dataclass
@@ -16,20 +17,27 @@ from .checkpointing import CheckpointedLayer
 from .configuration_chatglm import ChatGLMConfig
 
 # Shapes: N images, S side of an image in pixels, P patches of one image, T = P + 1 tower tokens
-# (class token first), V tower width, G side of the patch grid, D language model width.
+# (class token first), V hidden size of the tower, G side of the patch grid, K = num_image_tokens,
+# D hidden size of the language model.
 
 
 @dataclass
-class TowerRecord:
-    """What a caller wants to see of the tower besides the features: lists are filled by it."""
+class VisionOutputCollector:
+    """Collects outputs of the tower besides the features, in the lists that are not ``None``.
 
-    states: list[Tensor] | None = None  # (N, T, V): into each layer, and out of the last
-    weights: list[Tensor] | None = None  # (N, heads, T, T) of each layer, of eager attention only
-    last_state: Tensor | None = None  # (N, T, V)
+    Attributes:
+        hidden_states: ``(N, T, V)`` each: the input of every layer and the output of the last.
+        attentions: ``(N, heads, T, T)`` of each layer, with eager attention only.
+        last_hidden_state: ``(N, T, V)``.
+    """
+
+    hidden_states: list[Tensor] | None = None
+    attentions: list[Tensor] | None = None
+    last_hidden_state: Tensor | None = None
 
 
 class PatchEmbedding(nn.Module):
-    """Pixels to tower tokens: class token, then the patches row by row, plus learned positions."""
+    """Embeds pixels as a class token and patches, row by row, plus learned positions."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
@@ -44,17 +52,17 @@ class PatchEmbedding(nn.Module):
         patches_NPV = self.project(images)
         class_N1V = self.cls_embedding.expand(images.shape[0], 1, -1)
         tokens_NTV = torch.cat((class_N1V, patches_NPV), dim=1)
-        # Through the module and not its weight: a sharded table is gathered only for its forward.
+        # Call the module instead of indexing its weight: ZeRO-3 gathers weights for forward only.
         positions = torch.arange(tokens_NTV.shape[1], device=tokens_NTV.device)
         return tokens_NTV + self.position_embedding(positions)
 
     def project(self, pixels_N3SS: Tensor) -> Tensor:
-        """``(N, P, V)``."""
+        """Return the patch embeddings ``(N, P, V)``."""
         return self.proj(pixels_N3SS).flatten(2).transpose(1, 2)
 
 
 class Attention(nn.Module):
-    """Bidirectional self-attention, one fused projection (all queries, all keys, all values)."""
+    """Bidirectional self-attention with one fused projection (q, then k, then v)."""
 
     is_causal = False
     num_key_value_groups = 1
@@ -62,20 +70,30 @@ class Attention(nn.Module):
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
         self.config = config
-        width = config.vision.hidden_size
+        hidden_size = config.vision.hidden_size
         self.num_heads = config.vision.num_heads
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.dense = nn.Linear(width, width)
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
+        self.dense = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x_NTV: Tensor, attention_collector: list[Tensor] | None = None) -> Tensor:
         # (N, T, 3, heads, channels) -> three of (N, heads, T, channels)
         fused = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = fused.permute(2, 0, 3, 1, 4)
-        rest = None, self.config._attn_implementation
-        return self.dense(attend(self, query, key, value, *rest, attention_collector=attention_collector))
+        out_NTV = attend(
+            self,
+            query,
+            key,
+            value,
+            None,
+            self.config._attn_implementation,
+            attention_collector=attention_collector,
+        )
+        return self.dense(out_NTV)
 
 
-class MLP(nn.Module):
+class VisionMLP(nn.Module):
+    """The MLP of a tower layer."""
+
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
         vision = config.vision
@@ -88,14 +106,14 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(CheckpointedLayer):
-    """One tower layer; the norms act on what is added, not on what goes in."""
+    """One tower layer, with norms on the outputs of attention and MLP."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
         vision = config.vision
         self.input_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
         self.attention = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = VisionMLP(config)
         self.post_attention_layernorm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
 
     def layer_forward(self, x_NTV: Tensor, *attention_collector: list[Tensor]) -> Tensor:
@@ -104,36 +122,38 @@ class TransformerLayer(CheckpointedLayer):
 
 
 class Transformer(nn.Module):
+    """The layers of the tower, without a final norm."""
+
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
         self.layers = nn.ModuleList(
             TransformerLayer(config) for _ in range(config.vision.num_hidden_layers)
         )
 
-    def forward(self, x_NTV: Tensor, record: TowerRecord | None = None) -> Tensor:
-        record = TowerRecord() if record is None else record
-        attention_collector = () if record.weights is None else (record.weights,)
+    def forward(self, x_NTV: Tensor, collector: VisionOutputCollector | None = None) -> Tensor:
+        collector = VisionOutputCollector() if collector is None else collector
+        attention_collector = () if collector.attentions is None else (collector.attentions,)
         for layer in self.layers:
-            if record.states is not None:
-                record.states.append(x_NTV)
+            if collector.hidden_states is not None:
+                collector.hidden_states.append(x_NTV)
             x_NTV = layer(x_NTV, *attention_collector)
-        if record.states is not None:
-            record.states.append(x_NTV)
-        record.last_state = x_NTV
+        if collector.hidden_states is not None:
+            collector.hidden_states.append(x_NTV)
+        collector.last_hidden_state = x_NTV
         return x_NTV
 
 
 class GLU(nn.Module):
-    """The adapter after the tower, at the language model's width."""
+    """The projector after the tower, at the language model's hidden size."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        width, inner = config.hidden_size, config.ffn_hidden_size
-        self.linear_proj = nn.Linear(width, width, bias=False)
-        self.norm1 = nn.LayerNorm(width)
-        self.dense_h_to_4h = nn.Linear(width, inner, bias=False)
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.dense_4h_to_h = nn.Linear(inner, width, bias=False)
+        hidden_size, ffn_size = config.hidden_size, config.ffn_hidden_size
+        self.linear_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.norm1 = nn.LayerNorm(hidden_size)
+        self.dense_h_to_4h = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, ffn_size, bias=False)
+        self.dense_4h_to_h = nn.Linear(ffn_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.norm1(self.linear_proj(x)))
@@ -141,11 +161,11 @@ class GLU(nn.Module):
 
 
 class EVA2CLIPModel(nn.Module):
-    """Pixels to the vectors that take an image's place in the language model's input."""
+    """Encodes pixels as the image embeddings of the language model's input."""
 
     def __init__(self, config: ChatGLMConfig):
         super().__init__()
-        # Read once: compilation cannot follow how the config makes it.
+        # Read once: torch.compile cannot trace the property.
         self.vision_config = vision = config.vision
         self.patch_embedding = PatchEmbedding(config)
         self.transformer = Transformer(config)
@@ -156,19 +176,22 @@ class EVA2CLIPModel(nn.Module):
         self.scaling_factor = vision.scaling_factor
         self.smallest_side = 2 * vision.patch_size
 
-    def forward(self, images: Tensor, record: TowerRecord | None = None) -> Tensor:
-        """``(N, num_image_tokens + 2, D)``: begin vector, image, end vector, divided by
-        ``scaling_factor``.
+    def forward(self, images: Tensor, collector: VisionOutputCollector | None = None) -> Tensor:
+        """Encode images.
 
         Args:
             images: ``(N, 3, S, S)``, in the dtype of the weights. ``S`` is the configured
-                ``image_size``, or ``smallest_side`` for a stand-in that only has to touch every
+                ``image_size``, or ``smallest_side`` for a dummy image that only has to use every
                 parameter.
+            collector: Collects hidden states and attentions.
+
+        Returns:
+            ``(N, num_image_tokens + 2, D)``: begin, image and end, divided by ``scaling_factor``.
         """
-        patches_NPV = self.transformer(self.patch_embedding(images), record)[:, 1:]
+        patches_NPV = self.transformer(self.patch_embedding(images), collector)[:, 1:]
         side = int(patches_NPV.shape[1] ** 0.5)
         grid_NVGG = patches_NPV.transpose(1, 2).unflatten(-1, (side, side))
-        # Contiguous: products of bitsandbytes on a CPU do not look at strides.
+        # Contiguous, because bitsandbytes' matmuls on a CPU ignore strides.
         image_NKD = self.linear_proj(self.conv(grid_NVGG).flatten(2).transpose(1, 2).contiguous())
         boi, eoi = (
             vector.to(image_NKD.device).expand(image_NKD.shape[0], -1, -1)

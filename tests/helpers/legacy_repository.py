@@ -1,17 +1,18 @@
 """A stand-in for the repository of glm-4v-9b as it was published in 2024, with tiny weights.
 
-It computes what that repository computes on unpadded rows with one image each, and has these of
-its defects, which a test can show on it and show cured:
+It computes the same as that repository on unpadded sequences with one image each, and has these of
+its defects, so that tests can show them and their cure:
 
 - padded rows in training: the images are silently replaced by plain tokens
-- labels: one number for an image whatever its size, and an error on rows without one
-- rows without an image skip the tower, so that processes sharing sharded weights part ways
-- checkpointing: torch's own, non-reentrant whatever is asked for, never the tower's layers, and
-  switched on through a method of a form that transformers gave up
-- loss: of an fp32 copy of all logits, rounded to the model's dtype; labels stay on their device
+- labels: a fixed number for an image of any size, and an error on sequences without an image
+- sequences without an image skip the tower, so that processes with sharded weights diverge
+- checkpointing: torch's own, always non-reentrant, never in the tower, and enabled by a method
+  whose signature transformers has changed
+- loss: computed from an fp32 copy of all logits, rounded to the model's dtype; labels are not
+  moved to the logits' device
 - a model made from a config holds uninitialized memory
 
-It has no cache and no generation, and its tokenizer, whose ids nothing here reads, no chats.
+It has no cache and no generation, and its tokenizer formats no chats.
 """
 
 import base64
@@ -48,8 +49,8 @@ LEGACY_AUTO_MAP = {
     "AutoModelForCausalLM": LEGACY_MODEL,
     "AutoModelForSeq2SeqLM": LEGACY_MODEL,
 }
-# Unlike the published ids, those for videos come first: the golden model has 512 ids, of which its
-# config gives 500 to the padding and 510 and 511 to images, and our processor uses one of videos.
+# Other than in the published vocabulary, video tokens come first: the golden model has 512 ids, and
+# its config uses 500 for padding and 510 and 511 for images; our processor uses a video token.
 VIDEO_TOKENS = SPECIAL_TOKENS[-2:]
 LEGACY_SPECIAL_TOKENS = (*VIDEO_TOKENS, *SPECIAL_TOKENS[:-2])
 NUM_RANKS = 512 - len(SPECIAL_TOKENS)
@@ -96,14 +97,14 @@ def write_legacy_tokenizer(folder: Path) -> None:
 
 
 def ranks() -> list[bytes]:
-    """The bytes, then pairs of letters that texts are full of."""
+    """Return all single bytes, then pairs of frequent letters."""
     pairs = ["".join(pair).encode() for pair in product(LETTERS, repeat=2)]
     return [*(bytes([byte]) for byte in range(256)), *pairs][:NUM_RANKS]
 
 
 @contextmanager
 def remote_code_under(folder: Path) -> Iterator[None]:
-    """transformers copies remote code to ``folder``, not to the user's cache, and forgets it."""
+    """Make transformers copy remote code to ``folder`` instead of its cache, and unload it."""
 
     def is_remote(name: str) -> bool:
         return name.partition(".")[0] == "transformers_modules"
@@ -124,14 +125,14 @@ def remote_code_under(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def legacy_model(folder: Path, **arguments) -> Iterator[PreTrainedModel]:
-    """The model of a repository written to ``folder``, as a user loads it."""
+    """Load the model of a repository written to ``folder``, as a user does."""
     write_legacy_repository(folder / "repository")
     with remote_code_under(folder / "modules"):
         yield AutoModel.from_pretrained(folder / "repository", trust_remote_code=True, **arguments)
 
 
 def image_row(seed: int) -> dict[str, torch.Tensor]:
-    """A labeled row with one image in the three-id form: what the published code trains on."""
+    """A labeled, unexpanded sequence with one image, as the published code trains on."""
     row = [*text(5, seed=seed), BOI, PAD, EOI, *text(9, seed=seed + 1)]
     labels = [-100] * (len(row) - 6) + row[-6:]
     return {

@@ -1,4 +1,4 @@
-"""Puts the plain functions of ``engine/kernels/reference.py`` in the kernels' places, for a CPU."""
+"""Replace the kernels by ``engine/kernels/reference.py``, to test their callers on a CPU."""
 
 import sys
 from types import ModuleType
@@ -28,7 +28,7 @@ def put_in_the_place_of_kernels(monkeypatch, model, has_products: bool) -> list[
 
     for name, functions in KERNELS.items():
         module: Any = ModuleType(name)
-        vars(module).update({each: noted(getattr(reference, each)) for each in functions})
+        vars(module).update({kernel: noted(getattr(reference, kernel)) for kernel in functions})
         monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.kernels.{name}", module)
     monkeypatch.setattr(inference_layers, "_can_use_kernels", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", (model.config.kv_channels,))

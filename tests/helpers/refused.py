@@ -1,4 +1,4 @@
-"""Mistakes are refused by an error that names what of the input is wrong."""
+"""Checks that an error names the wrong part of the input."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import pytest
 
 @contextmanager
 def refused(kind: type[BaseException], *named: str) -> Iterator[pytest.ExceptionInfo]:
-    """What is done within raises ``kind``, with each of ``named`` in its message."""
+    """Expect an error ``kind`` whose message contains each of ``named``."""
     with pytest.raises(kind) as caught:
         yield caught
     for part in named:

@@ -1,8 +1,8 @@
-"""Counts what a training step runs."""
+"""Counts the layers that a training step runs."""
 
 
 def count_runs(model) -> dict[str, int]:
-    """How often each layer of both towers has run from now on, which checkpointing doubles."""
+    """Count the runs of each layer from now on; checkpointing doubles them."""
     layers = {name: m for name, m in model.named_modules() if hasattr(m, "layer_forward")}
     runs = dict.fromkeys(layers, 0)
     for name, layer in layers.items():

@@ -1,4 +1,4 @@
-"""The tiny glm-4v of the golden data, and rows to feed it. Used by the tests of all folders."""
+"""The tiny glm-4v of the golden data, and inputs for it. Used by the tests of all folders."""
 
 import json
 import zipfile
@@ -29,7 +29,7 @@ def golden_json(name: str) -> dict:
 
 
 def golden_case(name: str) -> tuple[dict, dict, dict]:
-    """Inputs, outputs and gradients of one case, by their names without the prefix."""
+    """Return inputs, outputs and gradients of one case, by their names without the prefix."""
     tensors = load(golden_bytes(f"{name}.safetensors"))
     groups = {"in": {}, "out": {}, "grad": {}}
     for key, value in tensors.items():
@@ -47,7 +47,7 @@ def golden_weights() -> dict[str, torch.Tensor]:
 
 
 def tiny_model(dtype=torch.float32, attn_implementation="sdpa", **changes) -> GLM4VForCausalLM:
-    """The golden model in eval mode."""
+    """Build the golden model in eval mode."""
     config = tiny_config(**changes)
     model = GLM4VForCausalLM._from_config(config, attn_implementation=attn_implementation)
     model.load_state_dict(golden_weights(), strict=False)
@@ -55,7 +55,7 @@ def tiny_model(dtype=torch.float32, attn_implementation="sdpa", **changes) -> GL
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> GLM4VForCausalLM:
-    """The golden data's sizes with small random weights.
+    """Build a model of the golden sizes with small random weights.
 
     The golden weights amplify a rounding of bf16 to a third of the gradient within three steps;
     these, without the division of the image vectors by 8, to 7 %.
@@ -67,7 +67,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> GLM4VForCausalLM:
 
 
 def encoded(model: GLM4VForCausalLM, pixels: torch.Tensor) -> torch.Tensor:
-    """What takes the place of these images in their rows."""
+    """Return the embeddings of images, from begin to end."""
     return model.get_image_features(pixels, return_dict=True).pooler_output
 
 
@@ -80,15 +80,15 @@ def expanded_image() -> list[int]:
 
 
 def expand_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Inputs in the three-id form, as many images in every row, rewritten to the grown form.
+    """Expand the image placeholders of inputs with equally many images in each sequence.
 
-    Where they are given, the mask grows with ones, labels with -100, and the positions of an image
-    are counted one by one, as a collator does that knows nothing of images.
+    The mask, if any, gets ones, labels get -100, and position ids count every image token, as a
+    collator does that does not know images.
     """
-    grown = {name: [] for name in inputs if name not in ("images", "pixel_values")}
+    expanded = {name: [] for name in inputs if name not in ("images", "pixel_values")}
     for row, ids in enumerate(inputs["input_ids"].tolist()):
         begins = [i for i, token in enumerate(ids) if token == BOI]
-        for name, new in grown.items():
+        for name, new in expanded.items():
             values = inputs[name][row].tolist()
             for begin in reversed(begins):
                 inner = {
@@ -102,7 +102,7 @@ def expand_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                     after = [value + NUM_IMAGE_TOKENS - 1 for value in after]
                 values = values[: begin + 1] + inner + after
             new.append(values)
-    tensors = {name: torch.tensor(values) for name, values in grown.items()}
+    tensors = {name: torch.tensor(values) for name, values in expanded.items()}
     return dict(inputs) | tensors
 
 
@@ -111,7 +111,7 @@ def random_pixels(number: int, seed: int = 0, side: int = 56) -> torch.Tensor:
 
 
 def images_of(rows: list[list[int]]) -> list[torch.Tensor]:
-    """The images of each row."""
+    """Return random images for each sequence."""
     counts = [row.count(BOI) for row in rows]
     return list(random_pixels(sum(counts)).split(counts))
 
@@ -121,7 +121,7 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def padded(rows: list[list[int]], side: str) -> dict[str, torch.Tensor]:
-    """``input_ids`` and ``attention_mask`` of rows padded on one side."""
+    """Pad sequences on one side, to ``input_ids`` and ``attention_mask``."""
     ids = [torch.tensor(row) for row in rows]
     masks = [torch.ones_like(row) for row in ids]
     options = {"batch_first": True, "padding_side": side}

@@ -1,6 +1,6 @@
-"""glm-4v's forward pass, for tests: one row at a time, and sharing no code with the model.
+"""glm-4v's forward pass, for tests: one sequence at a time, sharing no code with the model.
 
-Written from ARCHITECTURE.md alone. Takes rows in the three-id form, unpadded.
+Written from ARCHITECTURE.md alone. Takes unexpanded prompts without padding.
 """
 
 import math
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 
 def forward_row(weights: dict, config: dict, ids: list[int], images: list) -> torch.Tensor:
-    """Logits ``(length, vocabulary)`` of one row; ``images`` are ``(3, S, S)``, in order."""
+    """Return logits ``(length, vocabulary)``; ``images`` are ``(3, S, S)``, in order."""
     vectors, positions, images, features = [], [], iter(images), []
-    for position, token in enumerate(ids):  # an image costs three positions, as it has three ids
+    for position, token in enumerate(ids):  # an image takes three position ids
         begins, inside, ends = (
             position >= offset and ids[position - offset] == config["boi_token_id"]
             for offset in range(3)
@@ -78,7 +78,7 @@ def rms_norm(x, weight, eps) -> torch.Tensor:
 
 
 def encode_image(weights, vision, image) -> torch.Tensor:
-    """``(tokens + 2, width)`` with the learned begin and end vectors."""
+    """Return ``(tokens + 2, hidden size)``, with the learned begin and end vectors."""
     weights = {k.removeprefix("transformer.vision."): v for k, v in weights.items()}
     width, heads, eps = vision["hidden_size"], vision["num_heads"], vision["layer_norm_eps"]
 

@@ -53,7 +53,7 @@ CONFIGURATIONS = {
 
 
 def random_model(changes: dict) -> GLM4VForCausalLM:
-    """fp64, with weights large enough that nothing that is computed is lost in the residual."""
+    """A model in fp64 whose weights are large enough that no layer vanishes in the residual."""
     torch.manual_seed(0)
     model = GLM4VForCausalLM(tiny_config(rope_in_fp32=True, **changes)).double().eval()
     with torch.no_grad():
@@ -63,8 +63,8 @@ def random_model(changes: dict) -> GLM4VForCausalLM:
     return model
 
 
-def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got - want).abs().max() / want.abs().max()).item()
+def relative_difference(actual: torch.Tensor, want: torch.Tensor) -> float:
+    return ((actual - want).abs().max() / want.abs().max()).item()
 
 
 def test_reference_gives_the_golden_logits_and_features():
@@ -72,15 +72,15 @@ def test_reference_gives_the_golden_logits_and_features():
     weights = golden_weights()
     inputs, want, _ = golden_case("vision.fp32")
     for image, features in zip(inputs["images"], want["features"], strict=True):
-        got = encode_image(weights, config["vision_config"], image)
-        assert (got - features).abs().max() <= 4e-5
+        actual = encode_image(weights, config["vision_config"], image)
+        assert (actual - features).abs().max() <= 4e-5
     for case in ("text_single", "image_single", "image_batch2_labels"):
         inputs, want, _ = golden_case(f"{case}.fp32")
         images = inputs.get("images", torch.zeros(len(inputs["input_ids"]), 0))
         for row, ids in enumerate(inputs["input_ids"].tolist()):
             of_row = [images[row]] if "images" in inputs else []
-            got = forward_row(weights, config, ids, of_row)
-            assert (got - want["logits"][row]).abs().max() <= 4e-5
+            actual = forward_row(weights, config, ids, of_row)
+            assert (actual - want["logits"][row]).abs().max() <= 4e-5
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -1,7 +1,7 @@
-"""Our numbers are those of the published code, which made the golden data on another CPU.
+"""Our numbers equal those of the published code, which made the golden data on another CPU.
 
-Every case runs as upstream wrote its rows (three ids for an image) and as our processor writes them
-(grown). Flex attention is left out: it compiles for half a minute a shape on a CPU.
+Every case runs with unexpanded prompts, as published, and with expanded ones, as our processor
+makes them. Flex attention is left out: it compiles for half a minute per shape on a CPU.
 """
 
 import functools
@@ -13,11 +13,11 @@ from safetensors.torch import load
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import (
     encoded,
+    expand_inputs,
     golden_bytes,
     golden_case,
     golden_json,
     golden_weights,
-    expand_inputs,
     tiny_model,
 )
 from tests.remote.inputs import GREEDY
@@ -55,39 +55,39 @@ def model_for(dtype, implementation="sdpa", **changes) -> GLM4VForCausalLM:
 
 def model_inputs(inputs: dict, form: str) -> dict:
     inputs = {name: value for name, value in inputs.items() if not name.endswith("_expanded")}
-    return expand_inputs(inputs) if form == "grown" else inputs
+    return expand_inputs(inputs) if form == "expanded" else inputs
 
 
 def forms_of(cases: list[str]) -> list:
-    forms = [(case, "three ids") for case in cases]
-    forms += [(case, "grown") for case in cases if "image" in case]
+    forms = [(case, "unexpanded") for case in cases]
+    forms += [(case, "expanded") for case in cases if "image" in case]
     return forms
 
 
-def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert got.shape == want.shape
-    return (got.double() - want.double()).abs().max().item()
+def largest_difference(actual: torch.Tensor, want: torch.Tensor) -> float:
+    assert actual.shape == want.shape
+    return (actual.double() - want.double()).abs().max().item()
 
 
-def bf16_units(got: torch.Tensor, want: torch.Tensor) -> float:
+def bf16_units(actual: torch.Tensor, want: torch.Tensor) -> float:
     _, exponent = torch.frexp(want.abs().max().float())
-    return largest_difference(got, want) / 2.0 ** (exponent.item() - 8)
+    return largest_difference(actual, want) / 2.0 ** (exponent.item() - 8)
 
 
 def compare_outputs(output, inputs: dict, want: dict, difference) -> dict[str, float]:
-    """Logits and hidden states at valid positions, and the cache."""
+    """Compare logits and hidden states at valid positions, and the cache."""
     every = torch.ones(output.logits.shape[:2])
     mask = inputs.get("attention_mask_expanded", inputs.get("attention_mask", every))
     valid = mask.bool()
-    found = {"logits": difference(output.logits[valid], want["logits"][valid])}
+    differences = {"logits": difference(output.logits[valid], want["logits"][valid])}
     for i, state in enumerate(output.hidden_states):
-        found[f"hidden.{i}"] = difference(state[valid], want[f"hidden.{i}"][valid])
+        differences[f"hidden.{i}"] = difference(state[valid], want[f"hidden.{i}"][valid])
     for i, layer in enumerate(output.past_key_values.layers):
         for name, ours in (("key", layer.keys), ("value", layer.values)):
             theirs = want[f"kv.{i}.{name}"].transpose(1, 2)[valid]
-            found[f"kv.{i}.{name}"] = difference(ours.transpose(1, 2)[valid], theirs)
-    assert len(found) == 1 + 3 + 4
-    return found
+            differences[f"kv.{i}.{name}"] = difference(ours.transpose(1, 2)[valid], theirs)
+    assert len(differences) == 1 + 3 + 4
+    return differences
 
 
 def forward(model, inputs: dict, form: str):
@@ -108,16 +108,16 @@ MODELS = {
 def test_fp32_logits_hidden_states_and_cache(case, form, kind):
     inputs, want, _ = golden_case(f"{case}.fp32")
     output = forward(model_for(*MODELS[kind], rope_in_fp32=kind == "fp64"), inputs, form)
-    found = compare_outputs(output, inputs, want, largest_difference)
-    assert max(found.values()) <= ATOL, found
+    differences = compare_outputs(output, inputs, want, largest_difference)
+    assert max(differences.values()) <= ATOL, differences
 
 
 @pytest.mark.parametrize("case, form", forms_of(FORWARD))
 def test_bf16_logits_hidden_states_cache_and_loss(case, form):
     inputs, want, _ = golden_case(f"{case}.bf16")
     output = forward(model_for(torch.bfloat16), inputs, form)
-    found = compare_outputs(output, inputs, want, bf16_units)
-    assert max(found.values()) <= BF16_UNITS.get(case, 1), found
+    differences = compare_outputs(output, inputs, want, bf16_units)
+    assert max(differences.values()) <= BF16_UNITS.get(case, 1), differences
     if case in LABELED:  # in fp32: upstream rounds the result to bf16, ours keeps it
         assert output.loss.dtype == torch.float32
         assert output.loss.item() == pytest.approx(want["loss_fp32"].item(), abs=BF16_LOSS_ATOL)
@@ -137,8 +137,8 @@ def test_fp32_loss_and_gradients(case, form, implementation, training):
     assert loss.item() == pytest.approx(want["loss_fp32"].item(), abs=GRADIENT_ATOL)
 
     ours = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = {name: largest_difference(ours[name], grad) for name, grad in gradients.items()}
-    assert max(found.values()) <= GRADIENT_ATOL, found
+    differences = {name: largest_difference(ours[name], grad) for name, grad in gradients.items()}
+    assert max(differences.values()) <= GRADIENT_ATOL, differences
     untouched = {name for name, norm in norms.items() if norm is None}  # the tower, by text
     assert {name for name, grad in ours.items() if grad is None} == untouched
     norms = {name: norm for name, norm in norms.items() if name not in untouched}
@@ -157,23 +157,23 @@ def test_fp32_loss_and_gradients(case, form, implementation, training):
 )
 def test_vision_stages(kind, dtype, implementation):
     inputs, want, _ = golden_case(f"vision.{kind}")
-    model, got = model_for(dtype, implementation), {}
+    model, actual = model_for(dtype, implementation), {}
     vision = model.transformer.vision
     parts = {"patch_embedding": vision.patch_embedding, "conv": vision.conv}
     parts |= {"adapter": vision.linear_proj}
     parts |= {f"layer.{i}": layer for i, layer in enumerate(vision.transformer.layers)}
     handles = [
-        part.register_forward_hook(lambda *call, name=name: got.update({name: call[2]}))
+        part.register_forward_hook(lambda *call, name=name: actual.update({name: call[2]}))
         for name, part in parts.items()
     ]
     with torch.no_grad():
-        got["features"] = encoded(model, inputs["images"].to(dtype))
+        actual["features"] = encoded(model, inputs["images"].to(dtype))
     for handle in handles:
         handle.remove()
-    assert got.keys() == want.keys()
+    assert actual.keys() == want.keys()
     difference = largest_difference if kind == "fp32" else bf16_units
-    found = {name: difference(got[name], want[name]) for name in want}
-    assert max(found.values()) <= (ATOL if kind == "fp32" else 1), found
+    differences = {name: difference(actual[name], want[name]) for name in want}
+    assert max(differences.values()) <= (ATOL if kind == "fp32" else 1), differences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -200,8 +200,8 @@ def test_generated_tokens_are_the_same(case, form, dtype):
 
 def test_parameters_have_the_published_names_shapes_and_order():
     model, want = model_for(torch.float32), golden_json("param_shapes.json")
-    got = {name: list(value.shape) for name, value in model.state_dict().items()}
-    assert list(got) == list(want) and got == want
+    actual = {name: list(value.shape) for name, value in model.state_dict().items()}
+    assert list(actual) == list(want) and actual == want
     rest = model.load_state_dict(golden_weights(), strict=False)
     assert rest.unexpected_keys == []
     assert rest.missing_keys in ([], ["transformer.rotary_pos_emb.inv_freq"])

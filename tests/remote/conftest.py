@@ -1,9 +1,9 @@
-"""The tiny model, made once a file, and both forms of an image."""
+"""Fixtures: the tiny model, built once per file, and an image, unexpanded and expanded."""
 
 import pytest
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import expanded_image, unexpanded_image, tiny_model
+from tests.helpers.tiny import expanded_image, tiny_model, unexpanded_image
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +11,7 @@ def model() -> GLM4VForCausalLM:
     return tiny_model()
 
 
-@pytest.fixture(params=["three ids", "grown"])
+@pytest.fixture(params=["unexpanded", "expanded"])
 def image(request) -> list[int]:
-    """The ids of an image, in either form."""
-    return unexpanded_image() if request.param == "three ids" else expanded_image()
+    """The ids of an image, unexpanded and expanded."""
+    return unexpanded_image() if request.param == "unexpanded" else expanded_image()

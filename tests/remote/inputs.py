@@ -1,4 +1,4 @@
-"""Rows and chats of all sorts, their gradients, and tokens drawn after them."""
+"""Inputs of remote's tests, gradients, and generated tokens."""
 
 import torch
 from PIL import Image
@@ -6,8 +6,8 @@ from PIL import Image
 from tests.helpers.tiny import BOI, expanded_image, padded, random_pixels, text
 
 IMAGE = "<|begin_of_image|><|endoftext|><|end_of_image|>"
-DRAWN = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
-GREEDY = DRAWN | {"do_sample": False}
+SAMPLE_OPTIONS = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 500}
+GREEDY = SAMPLE_OPTIONS | {"do_sample": False}
 
 
 def user(content, **rest) -> list[dict]:
@@ -19,7 +19,7 @@ def pil_image(color="red", size=(30, 20)) -> Image.Image:
 
 
 def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
-    """Unlike numbers of images and, if there are two rows, unlike padding."""
+    """Sequences with different numbers of images and, if there are two, different padding."""
     rows = [
         [*image, *text(4, seed=3), *image, *text(2, seed=4)],
         [*text(6, seed=1), *image, *text(9, seed=2)],
@@ -29,7 +29,7 @@ def prompts(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 def two_sequences(image: list[int] | None = None, side: str = "left") -> dict[str, torch.Tensor]:
-    """One with an image, grown unless it is given, and a shorter one of text; all is learned."""
+    """A sequence with an image (expanded by default) and a shorter text; labels for all tokens."""
     image = expanded_image() if image is None else image
     inputs = padded([[*text(3, seed=1), *image, *text(4, seed=2)], text(5, seed=3)], side)
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -41,14 +41,14 @@ def gradients(model, **inputs) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return found | {"loss": loss.detach()}
+    by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return by_name | {"loss": loss.detach()}
 
 
-def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol=0.0) -> None:
-    assert got.keys() == want.keys()
+def assert_close(actual: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol=0.0) -> None:
+    assert actual.keys() == want.keys()
     for name, value in want.items():
-        assert (got[name] - value).abs().max() <= atol, name
+        assert (actual[name] - value).abs().max() <= atol, name
 
 
 def new_tokens(model, batch: dict, **options) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recomputes both towers, through every way in, and changes no gradient.
+"""Activation checkpointing recomputes tower and decoder and changes no gradient.
 
 Under ZeRO-3: tests/distributed.
 """
@@ -21,7 +21,7 @@ from tests.helpers.steps import count_runs
 from tests.helpers.tiny import expanded_image, random_pixels, tiny_model
 from tests.remote.inputs import assert_close, gradients, two_sequences
 
-# transformers has it under another name, and with these options, from 5.23 on.
+# transformers 5.23 renamed the method and added options.
 NAME = next(
     name
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -42,7 +42,7 @@ def test_every_layer_is_recomputed_and_gradients_are_equal(image, use_reentrant)
     inputs = two_sequences(image)
     model = tiny_model().train()
     want = gradients(model, **inputs)
-    # Either name: transformers 5.23 keeps the older one.
+    # Test both names: transformers 5.23 keeps the older one.
     method = NAME if use_reentrant else "gradient_checkpointing_enable"
     getattr(model, method)({"use_reentrant": use_reentrant})
     assert model.is_gradient_checkpointing
@@ -67,8 +67,8 @@ def test_nothing_is_recomputed_in_eval_mode_without_gradients_or_once_disabled(u
 
 
 def test_a_replaced_checkpointing_function_gets_a_bound_method_and_hidden_states_first():
-    """What DeepSpeed, Megatron-style offloaders and Unsloth look for; frameworks set it through
-    transformers' own setter."""
+    """DeepSpeed, Megatron-style offloaders and Unsloth rely on both. Frameworks set the function
+    by transformers' own setter."""
     model = tiny_model().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     calls = []
@@ -93,8 +93,8 @@ def adapted(target: str):
 
 
 def half_frozen():
-    """Below the first layer that is trained no input needs a gradient, which reentrant checkpoints
-    alone would not survive."""
+    """Freeze all but the last layers: inputs of frozen layers need no gradient, with which
+    reentrant checkpoints alone would fail."""
     model = tiny_model().train().requires_grad_(False)
     model.transformer.encoder.layers[1].requires_grad_(True)
     model.transformer.vision.transformer.layers[1].requires_grad_(True)
@@ -124,32 +124,32 @@ def test_what_is_trained_beside_frozen_weights_gets_plain_gradients(make, use_re
     if make in (FROZEN["all but adapters"], frozen_tower):
         model.enable_input_require_grads()
     runs = count_runs(model)
-    got = gradients(model, **two_sequences())
-    assert_close(got, want)
-    assert all(gradient.norm() > 0 for gradient in got.values())
-    assert set(got) == {"loss", *(n for n, p in model.named_parameters() if p.requires_grad)}
+    actual = gradients(model, **two_sequences())
+    assert_close(actual, want)
+    assert all(gradient.norm() > 0 for gradient in actual.values())
+    assert set(actual) == {"loss", *(n for n, p in model.named_parameters() if p.requires_grad)}
     for name, layer in layers(model).items():
-        # One trained weight among frozen ones is enough: ZeRO-3, too, needs the input to learn.
+        # One trained weight is enough: ZeRO-3 also needs a gradient of the input.
         if any(p.requires_grad for p in layer.parameters()):
             assert runs[name] == 2, name
         elif name == "transformer.vision.transformer.layers.0":
-            assert runs[name] == 1, "nothing before it learns"
+            assert runs[name] == 1, "nothing before it is trained"
 
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 def test_a_frozen_tower_keeps_nothing_but_for_what_learns(use_reentrant):
-    """Also where a framework has what goes into its layers require grad."""
+    """Also if a framework makes the inputs of the tower's layers require grad."""
     model, outputs = frozen_tower(), []
     if use_reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     tower = model.transformer.vision
     embeddings = tower.patch_embedding
-    embeddings.register_forward_hook(lambda of, inputs, output: output.requires_grad_())
+    embeddings.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     tower.register_forward_hook(lambda *call: outputs.append(call[2].requires_grad))
     pixels = random_pixels(1).requires_grad_()
-    for given in ({}, {"pixel_values": pixels}):
-        model(**two_sequences() | given).loss.backward()
+    for image_inputs in ({}, {"pixel_values": pixels}):
+        model(**two_sequences() | image_inputs).loss.backward()
     with torch.no_grad():  # of whoever asks for features alone
         model(**two_sequences())
     tower.boi.requires_grad_(True)
@@ -193,7 +193,7 @@ OUTER_MODULE = 99  # the id of a module outside of the layer
 
 @pytest.fixture
 def layer() -> nn.Sequential:
-    """Frozen, with the attributes that ZeRO-3 gives to modules and their parameters."""
+    """A frozen layer with the attributes that ZeRO-3 adds to modules and parameters."""
     layer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)).requires_grad_(False)
     for number, part in enumerate(layer.modules()):
         part.ds_id = number

@@ -1,4 +1,4 @@
-"""What others decide by names: a stock Trainer's loss where it smooths labels, a model's task."""
+"""Decisions by class names: a Trainer's loss with label smoothing, the task of a model."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from transformers.quantizers import HfQuantizer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import glm4v_patched
-from glm4v_patched.remote.class_lists import enter_class
+from glm4v_patched.remote.class_lists import register_class_name
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM, RMSNorm
 from tests.helpers.fresh_process import run_without_package
-from tests.helpers.tiny import expanded_image, random_pixels, text, unexpanded_image, tiny_model
+from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model, unexpanded_image
 
-# Of the tested releases the older ones do not divide by the labels of all accumulated batches.
+# Older tested releases do not divide by the labels of all accumulated batches.
 COUNTS_ALL = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
 # fp32, sums in another order. Measured 4e-7 on this CPU.
 REL = 1e-5
@@ -38,20 +38,20 @@ Batch = dict[str, torch.Tensor]
 
 
 def batches(image: list[int]) -> list[Batch]:
-    """Of one sample each: an image, and seven text tokens, of which the last two or five learn."""
-    made = []
+    """Two batches of one sample: an image and seven text tokens, two or five of them supervised."""
+    result = []
     for learned in (2, 5):
         ids = torch.tensor([[*text(2, seed=learned), *image, *text(7, seed=10 + learned)]])
         labels = ids.clone()
         labels[:, :-learned] = -100
-        made.append({"input_ids": ids, "labels": labels})
+        result.append({"input_ids": ids, "labels": labels})
         if image:
-            made[-1]["pixel_values"] = random_pixels(1, seed=learned)
-    return made
+            result[-1]["pixel_values"] = random_pixels(1, seed=learned)
+    return result
 
 
 def trainer(model, batches, out, **options):
-    """For one step over all batches, which changes nothing."""
+    """A Trainer for one step over all batches, with learning rate 0 by default."""
     common = {"max_steps": 1, "learning_rate": 0.0, "logging_steps": 1, "save_strategy": "no"}
     common |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(batches)}
     common |= {"per_device_eval_batch_size": 1, "remove_unused_columns": False, "use_cpu": True}
@@ -69,7 +69,7 @@ def trained_and_evaluated(model, batches, out):
 
 @torch.no_grad()
 def by_hand(model, batches: list[Batch]) -> list[float]:
-    """The loss of the step and that of the evaluation, which averages over batches."""
+    """Return the loss of the step, and of the evaluation, which averages over batches."""
     losses = []
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -88,7 +88,7 @@ def by_hand(model, batches: list[Batch]) -> list[float]:
 
 
 class Derived(GLM4VForCausalLM):
-    """As users derive classes of their own."""
+    """A subclass, as users define them."""
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +121,9 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_smoothed_labels_are_shifted(kind, folder, tmp_path):
-    model, given = MODELS[kind](folder), batches(expanded_image())
-    want = by_hand(model, given)
-    assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
+    model, data = MODELS[kind](folder), batches(expanded_image())
+    want = by_hand(model, data)
+    assert trained_and_evaluated(model, data, tmp_path) == pytest.approx(want, rel=REL)
 
 
 def test_so_are_those_of_text_and_of_packed_samples(tmp_path):
@@ -132,9 +132,9 @@ def test_so_are_those_of_text_and_of_packed_samples(tmp_path):
     packed["pixel_values"] = torch.cat([batch["pixel_values"] for batch in two])
     length = two[0]["input_ids"].shape[1]
     packed["position_ids"] = torch.arange(2 * length)[None] % length
-    for given in ([packed], batches([])):
-        want = by_hand(model, given)
-        assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
+    for data in ([packed], batches([])):
+        want = by_hand(model, data)
+        assert trained_and_evaluated(model, data, tmp_path) == pytest.approx(want, rel=REL)
 
 
 def test_a_derived_class_has_the_loss_of_ours(folder, tmp_path):
@@ -150,30 +150,30 @@ def test_a_derived_class_has_the_loss_of_ours(folder, tmp_path):
 
 @pytest.mark.parametrize("by", ["label_smoothing_factor", "compute_loss_func"])
 def test_a_loss_outside_of_unexpanded_prompts_is_refused_before_a_step(by, tmp_path):
-    model, given = adapted(tiny_model()), batches(unexpanded_image())
-    ran = trainer(model, given, tmp_path, learning_rate=1.0)
+    model, data = adapted(tiny_model()), batches(unexpanded_image())
+    ran = trainer(model, data, tmp_path, learning_rate=1.0)
     if by == "compute_loss_func":
         ran.label_smoother = None
         ran.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     for run in (ran.train, ran.evaluate):
-        with pytest.raises(ValueError, match="rows of 12 ids take 15 .* expanded prompts"):
+        with pytest.raises(ValueError, match="prompts of 12 ids expand to 15 .* expanded prompts"):
             run()
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
     # Without smoothing the model has the labels, and expands them.
-    trainer(model, given, tmp_path, label_smoothing_factor=0.0).train()
+    trainer(model, data, tmp_path, label_smoothing_factor=0.0).train()
 
 
 def test_a_compiled_model_is_known_by_its_class_or_refused(tmp_path):
-    model, given = tiny_model(), batches([])
-    want = by_hand(model, given)
+    model, data = tiny_model(), batches([])
+    want = by_hand(model, data)
     model.compile(backend="eager")
-    assert trained_and_evaluated(model, given, tmp_path) == pytest.approx(want, rel=REL)
-    # torch's wrapper has a name of its own, whatever is in it.
+    assert trained_and_evaluated(model, data, tmp_path) == pytest.approx(want, rel=REL)
+    # torch's wrapper has its own class name.
     wrapped = {"torch_compile": True, "torch_compile_backend": "eager"}
-    # transformers 4 says it to accelerate by the environment.
+    # transformers 4 passes the setting to accelerate by the environment.
     with patch.dict(os.environ), pytest.raises(RuntimeError, match="smooths .* model.compile()"):
-        trainer(tiny_model(), given, tmp_path, **wrapped).train()
+        trainer(tiny_model(), data, tmp_path, **wrapped).train()
 
 
 FRESH = """
@@ -199,15 +199,15 @@ json.dump(found, open("found.json", "w"))
 
 
 def test_the_same_from_a_saved_folder_without_this_package(folder):
-    given = batches(expanded_image())
-    torch.save([given, batches(unexpanded_image())], folder / "batches.pt")
+    data = batches(expanded_image())
+    torch.save([data, batches(unexpanded_image())], folder / "batches.pt")
     functions = "\n\n".join(map(getsource, (trainer, trained_and_evaluated)))
     run_without_package(FRESH.format(functions=functions), folder)
     *losses, refused = json.loads((folder / "found.json").read_text())
     inside_peft = peft.PeftModel.from_pretrained(tiny_model(), folder / "adapter")
-    want = [by_hand(model, given) for model in (tiny_model(), inside_peft)]
+    want = [by_hand(model, data) for model in (tiny_model(), inside_peft)]
     assert losses == [pytest.approx(pair, rel=REL) for pair in want]
-    assert "rows of 12 ids take 15 positions" in refused
+    assert "prompts of 12 ids expand to 15 positions" in refused
 
 
 ENTRIES = {
@@ -227,14 +227,17 @@ def test_entries_are_found_by_name_and_load_no_other_model(tmp_path, monkeypatch
         names = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
         assert name in names.values()
         assert ChatGLMConfig not in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING")
-        assert not {key for key, of in names.items() if of == name} & CONFIG_MAPPING_NAMES.keys()
+        assert (
+            not {key for key, class_name in names.items() if class_name == name}
+            & CONFIG_MAPPING_NAMES.keys()
+        )
     # As TRL's OnlineDPO asks.
     assert "chatglm" in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     ran = trainer(tiny_model(), batches([]), tmp_path)
     assert TrainingSummary.from_trainer(ran).tasks == "image-text-to-text"
     monkeypatch.delattr(modeling_auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
     with pytest.raises(ImportError, match="no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.* pip install"):
-        enter_class(GLM4VForCausalLM, "CAUSAL_LM")
+        register_class_name(GLM4VForCausalLM, "CAUSAL_LM")
 
 
 def test_names_of_modules_spare_norms_from_decay_and_the_output_layer_from_quantizers(tmp_path):
@@ -244,6 +247,6 @@ def test_names_of_modules_spare_norms_from_decay_and_the_output_layer_from_quant
     spared = {id(weight) for norm in norms for weight in norm.parameters()}
     for name, weight in model.named_parameters():
         assert (name in decayed) == (id(weight) not in spared and not name.endswith(".bias")), name
-    kept = HfQuantizer.get_modules_to_not_convert(model)
+    excluded = HfQuantizer.get_modules_to_not_convert(model)
     linear = {name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-    assert linear & {*kept} == {"transformer.output_layer"}
+    assert linear & {*excluded} == {"transformer.output_layer"}

@@ -55,7 +55,7 @@ def test_names_that_others_look_for_are_there_and_the_file_is_as_it_was(tmp_path
     foreign = {"AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration", "Other": "a.b"}
     changed = tiny_config(image_token_id=499, num_key_value_heads=4, auto_map=foreign)
     assert changed.auto_map == AUTO_MAP
-    # The published config's class has our name; weights without code say where our model's is.
+    # The published config class has our name; weights without code reference our model's class.
     where = {"AutoConfig": "org/repo--configuration_chatglm.ChatGLMConfig"}
     assert tiny_config(auto_map=where).auto_map == AUTO_MAP
     where["AutoModel"] = "org/repo--modeling_chatglm.GLM4VForCausalLM"
@@ -102,7 +102,7 @@ def test_transformers_older_than_tested_is_refused_and_newer_warned_of_once(monk
 
 
 class Foreign(PretrainedConfig):
-    """As vLLM has one: the fields under names of their own, and no checks."""
+    """A config like vLLM's: other field names and no checks."""
 
     model_type = "chatglm"
 
@@ -138,7 +138,7 @@ NOT_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "1e39", "1" + "0" * 400]
 
 @pytest.mark.parametrize("text", NOT_NUMBERS)
 def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path, text):
-    """As JSON has them; in a nested section, in lists and in fields that we do not know, too."""
+    """Values as JSON has them, also in nested sections, in lists and in unknown fields."""
     tiny_config().save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     value = json.loads(text)
@@ -182,9 +182,9 @@ def test_options_that_are_not_finite_are_refused_before_anything_is_generated(
 def test_a_time_without_a_limit_and_a_bias_that_excludes_are_no_mistakes(model):
     ids = torch.ones(1, 3, dtype=torch.long)
     greedy = {"do_sample": False, "max_new_tokens": 2}
-    drawn = model.generate(ids, max_time=INF, **greedy)[0, 3].item()
-    others = model.generate(ids, sequence_bias=[[[drawn], -INF]], **greedy)
-    assert others[0, 3] != drawn
+    token = model.generate(ids, max_time=INF, **greedy)[0, 3].item()
+    others = model.generate(ids, sequence_bias=[[[token], -INF]], **greedy)
+    assert others[0, 3] != token
 
 
 def test_keywords_of_loading_are_looked_at_as_the_file_is(model, tmp_path):
@@ -206,5 +206,5 @@ def test_nulls_of_other_programs_say_nothing_and_the_number_of_labels_is_read():
     config = golden_json("config.json") | {"rope_scaling": None, "text_config": None}
     read = ChatGLMConfig.from_dict(config | {"attribute_map": None, "num_labels": 3})
     assert read.num_labels == 3 and read.attribute_map["vocab_size"] == "padded_vocab_size"
-    with pytest.raises(ValueError, match="has attribute_map, which is a part of classes"):
+    with pytest.raises(ValueError, match="has attribute_map, which is an attribute of"):
         ChatGLMConfig.from_dict(config | {"attribute_map": {}})

@@ -1,6 +1,6 @@
-"""A drawn token costs nothing but its layers: no wait for the device, no row grown, one graph.
+"""Decode steps add no host synchronization and no expansion, and are one compiled graph.
 
-What is drawn: test_generation.py.
+The generated tokens are tested in test_generation.py.
 """
 
 from functools import wraps
@@ -11,14 +11,14 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
 from glm4v_patched.remote import generation_chatglm
-from tests.helpers.tiny import expanded_image, random_pixels, text, unexpanded_image, tiny_model
+from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model, unexpanded_image
 from tests.helpers.waits import Calls, Operators
-from tests.remote.inputs import DRAWN, GREEDY, prompts
+from tests.remote.inputs import GREEDY, SAMPLE_OPTIONS, prompts
 
-IMAGES = {"text": [], "three ids": unexpanded_image(), "grown": expanded_image()}
+IMAGES = {"text": [], "unexpanded": unexpanded_image(), "expanded": expanded_image()}
 
 
-def steps_of(model, **given) -> list[tuple[list[str], list[str]]]:
+def steps_of(model, **options) -> list[tuple[list[str], list[str]]]:
     """What waits for the device in every step of ``generate``, and all operators of the model's own
     code; the first step is the prompt."""
     steps = []
@@ -39,28 +39,30 @@ def steps_of(model, **given) -> list[tuple[list[str], list[str]]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("prepare_inputs_for_generation", "forward"):
             patch.setattr(model, name, counting(getattr(model, name), name[0] == "p"))
-        model.generate(**given)
+        model.generate(**options)
     return steps
 
 
-ROWS = pytest.mark.parametrize(("image", "num_rows"), [("text", 1), ("three ids", 2), ("grown", 2)])
+BATCHES = pytest.mark.parametrize(
+    ("image", "num_rows"), [("text", 1), ("unexpanded", 2), ("expanded", 2)]
+)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@ROWS
-def test_a_drawn_token_waits_for_nothing_and_grows_nothing(model, image, num_rows, cache):
+@BATCHES
+def test_a_decode_step_waits_for_nothing_and_expands_nothing(model, image, num_rows, cache):
     options = GREEDY | ({"cache_implementation": "static"} if cache == "static" else {})
     prompt, *steps = steps_of(model, **prompts(IMAGES[image], num_rows), **options)
     assert prompt[0], "the prompt is checked, which the device has to say"
     assert [waits for waits, _ in steps] == [[]] * 5
-    # Measured with transformers 5.24: up to 187. Rows that were grown again took 165 more.
+    # Measured with transformers 5.24: up to 187. Expanding again took 165 more.
     assert max(len(operators) for _, operators in steps) <= 200 < len(prompt[1])
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_every_step_is_one_graph_whatever_the_rows(model, monkeypatch):
-    """With left padding and without, images in either form, greedy and sampled; as on a GPU."""
-    monkeypatch.setattr(generation_chatglm, "COMPILES_NO_STEPS", ())
+def test_all_decode_steps_are_one_graph_for_any_batch(model, monkeypatch):
+    """With and without padding, images unexpanded and expanded, greedy and sampled, as on a GPU."""
+    monkeypatch.setattr(generation_chatglm, "DEVICES_WITHOUT_COMPILATION", ())
     torch._dynamo.reset()
     counters.clear()
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True, dynamic=False)
@@ -68,11 +70,15 @@ def test_every_step_is_one_graph_whatever_the_rows(model, monkeypatch):
     static = {"cache_implementation": "static", "compile_config": config}
     for image in IMAGES.values():
         for mode in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
-            drawn = []
+            sequences = []
             for options in ({}, static, {"use_cache": False}):
                 torch.manual_seed(0)
-                drawn.append(model.generate(**prompts(image), **DRAWN, **mode, **options))
-            assert torch.equal(drawn[1], drawn[0]) and torch.equal(drawn[2], drawn[0])
+                sequences.append(
+                    model.generate(**prompts(image), **SAMPLE_OPTIONS, **mode, **options)
+                )
+            assert torch.equal(sequences[1], sequences[0]) and torch.equal(
+                sequences[2], sequences[0]
+            )
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     torch._dynamo.reset()
@@ -84,19 +90,19 @@ def copied(inputs: dict) -> dict:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@ROWS
-def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attention):
+@BATCHES
+def test_advanced_inputs_equal_newly_prepared_ones(image, num_rows, attention):
     model = tiny_model(attn_implementation=attention)
     steps, prepare = [], model.prepare_inputs_for_generation
 
     @wraps(prepare)
-    def both(input_ids, **given):
-        inputs, prompt = prepare(input_ids, **given), given["expanded_prompt"]
-        if (num_drawn := prompt.num_drawn(input_ids)) == 1:
+    def both(input_ids, **model_kwargs):
+        inputs, prompt = prepare(input_ids, **model_kwargs), model_kwargs["expanded_prompt"]
+        if (num_generated := prompt.num_generated(input_ids)) == 1:
             steps.append((inputs, copied(inputs)))
-        elif num_drawn:
+        elif num_generated:
             after = copied(steps[-1][1])
-            assert model.advance_decode_inputs(after, input_ids[:, -1:], prompt, num_drawn)
+            assert model.advance_decode_inputs(after, input_ids[:, -1:], prompt, num_generated)
             steps.append((inputs, after))
         return inputs
 
@@ -113,7 +119,7 @@ def test_inputs_are_advanced_to_what_would_be_made_anew(image, num_rows, attenti
                 assert value is after[name] or value == after[name], name
 
 
-def test_a_static_cache_has_room_for_rows_that_grow_or_is_refused():
+def test_a_static_cache_that_is_too_small_for_expanded_prompts_is_refused():
     model = tiny_model()  # generate makes no smaller cache than one before
     batch = prompts(unexpanded_image())
     options = GREEDY | {"return_dict_in_generate": True}
@@ -122,39 +128,39 @@ def test_a_static_cache_has_room_for_rows_that_grow_or_is_refused():
     assert torch.equal(output.sequences, want)
     needed = model(**batch).logits.shape[1] + 5
     assert output.past_key_values.layers[0].max_cache_len == needed
-    for room in (needed, needed - 1, needed - 6):
-        given = {"past_key_values": StaticCache(config=model.config, max_cache_len=room)}
-        if room == needed:
-            assert torch.equal(model.generate(**batch, **GREEDY, **given), want)
+    for capacity in (needed, needed - 1, needed - 6):
+        cache_kwargs = {"past_key_values": StaticCache(config=model.config, max_cache_len=capacity)}
+        if capacity == needed:
+            assert torch.equal(model.generate(**batch, **GREEDY, **cache_kwargs), want)
             continue
-        with pytest.raises(ValueError, match=f"has room for {room} positions but the rows take"):
-            model.generate(**batch, **GREEDY, **given)
+        with pytest.raises(ValueError, match=f"static cache has {capacity} positions but"):
+            model.generate(**batch, **GREEDY, **cache_kwargs)
 
 
 @torch.no_grad()
-def test_a_compiled_graph_says_when_rows_do_not_fit_it():
+def test_a_compiled_graph_reports_a_batch_that_does_not_fit():
     torch._dynamo.reset()
     model = tiny_model(num_layers=1)
-    # With inductor's decompositions, which lose nothing of the checks.
+    # With inductor's decompositions, which keep the assertions.
     backend = "aot_eager_decomp_partition"
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
     ids = torch.tensor([text(12)])
     compiled(input_ids=ids, use_cache=False)
     for wrong in (512, -1):
-        fault = ids.index_fill(1, torch.tensor([3]), wrong)
-        with pytest.raises(RuntimeError, match="these rows do not fit a compiled graph"):
-            compiled(input_ids=fault, use_cache=False)
-    # As long as grown ones, for the shapes of short rows tell that they are not.
-    grown = {"input_ids": torch.tensor([[*text(4), *expanded_image(), *text(2)]])}
-    grown |= {"pixel_values": random_pixels(1), "use_cache": False}
-    assert (compiled(**grown).logits - model(**grown).logits).abs().max() <= 1e-5
+        wrong_ids = ids.index_fill(1, torch.tensor([3]), wrong)
+        with pytest.raises(RuntimeError, match="this batch does not fit a compiled graph"):
+            compiled(input_ids=wrong_ids, use_cache=False)
+    # It is as long as an expanded prompt: the shape of a shorter one shows that it is not.
+    expanded = {"input_ids": torch.tensor([[*text(4), *expanded_image(), *text(2)]])}
+    expanded |= {"pixel_values": random_pixels(1), "use_cache": False}
+    assert (compiled(**expanded).logits - model(**expanded).logits).abs().max() <= 1e-5
     row = torch.tensor([[*text(5), *unexpanded_image(), *text(4)]])
-    with pytest.raises(RuntimeError, match="in the three-id form .give grown rows"):
+    with pytest.raises(RuntimeError, match="prompts are unexpanded .give expanded prompts"):
         compiled(input_ids=row, pixel_values=random_pixels(1), use_cache=False)
 
 
 @torch.no_grad()
-def test_a_compiled_graph_learns_from_rows_of_other_sizes():
+def test_a_compiled_graph_computes_losses_of_other_sizes():
     torch._dynamo.reset()
     model = tiny_model(num_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

@@ -15,7 +15,14 @@ from transformers import DynamicCache
 from transformers.integrations.executorch import register_dynamic_cache_export_support
 
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
-from tests.helpers.tiny import PAD, expanded_image, random_pixels, text, unexpanded_image, tiny_config
+from tests.helpers.tiny import (
+    PAD,
+    expanded_image,
+    random_pixels,
+    text,
+    tiny_config,
+    unexpanded_image,
+)
 from tests.helpers.tiny import tiny_model as make_tiny_model
 
 ATOL = 1e-5
@@ -43,7 +50,7 @@ def text_ids(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def padded(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """On the left in the first row and on the right in the second, where there is room."""
+    """Padded on the left in the first sequence and on the right in the second, if long enough."""
     batch = text_ids(rows, length)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, : (length - 1) // 2] = 0
@@ -59,19 +66,19 @@ def with_all(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def packed(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """With a second sample in the last row, where there is room."""
+    """The last sequence has a second packed sample, if it is long enough."""
     positions = torch.arange(length).repeat(rows, 1)
     positions[-1, length // 2 :] -= length // 2
     return text_ids(rows, length) | {"position_ids": positions}
 
 
 def with_images(image: list[int]) -> Callable[[int, int], dict[str, torch.Tensor]]:
-    """In each row one image more than in the next, which grows by less."""
+    """Each sequence has one image more than the next, so they expand to different lengths."""
 
     def make(rows: int, length: int) -> dict[str, torch.Tensor]:
-        room = 1 + rows * len(image) + length
-        every = [[*text(1), *image * (rows - row)] for row in range(rows)]
-        ids = [[*row, *text(room - len(row), seed=2)] for row in every]
+        longest = 1 + rows * len(image) + length
+        prefixes = [[*text(1), *image * (rows - row)] for row in range(rows)]
+        ids = [[*row, *text(longest - len(row), seed=2)] for row in prefixes]
         number = sum(range(rows + 1))
         return {"input_ids": torch.tensor(ids), "pixel_values": random_pixels(number)}
 
@@ -91,10 +98,10 @@ def with_images_and_labels(image: list[int]) -> Callable[[int, int], dict[str, t
 
 
 def exported(model: nn.Module, batch: dict) -> nn.Module:
-    """The program of ``model``, in which batch and length vary."""
-    kept = {"pixel_values": 1, "image_features": 1}
+    """Export ``model`` with dynamic batch size and length."""
+    num_dynamic = {"pixel_values": 1, "image_features": 1}
     dynamic = {
-        name: dict.fromkeys(range(kept.get(name, min(value.ndim, 2))), Dim.DYNAMIC)
+        name: dict.fromkeys(range(num_dynamic.get(name, min(value.ndim, 2))), Dim.DYNAMIC)
         if isinstance(value, torch.Tensor)
         else None
         for name, value in batch.items()
@@ -113,15 +120,17 @@ def check_program(program: nn.Module, model: nn.Module, make: Callable, sizes) -
     """Compare loss and logits of the program with those of the model."""
     for size in sizes:
         batch = make(*size)
-        got, want = program(**batch), model(**batch)
+        actual, want = program(**batch), model(**batch)
         if want.loss is not None:
-            assert (got.loss - want.loss).abs() <= ATOL, size
-        assert got.logits.shape == want.logits.shape
-        assert (got.logits - want.logits)[tokens_of(batch, want.logits)].abs().max() <= ATOL, size
+            assert (actual.loss - want.loss).abs() <= ATOL, size
+        assert actual.logits.shape == want.logits.shape
+        assert (actual.logits - want.logits)[tokens_of(batch, want.logits)].abs().max() <= ATOL, (
+            size
+        )
 
 
 def tokens_of(batch: dict, logits: torch.Tensor) -> torch.Tensor:
-    """Where there is no padding: what a model gives there is nobody's business."""
+    """Mask of tokens that are not padding: outputs at padding are arbitrary."""
     mask = batch.get("attention_mask")
     if mask is None or mask.shape != logits.shape[:2]:
         return torch.ones(logits.shape[:2], dtype=torch.bool)
@@ -132,23 +141,23 @@ def tokens_of(batch: dict, logits: torch.Tensor) -> torch.Tensor:
 def test_text_runs_at_other_sizes(model, make):
     program = check(model, make)
     wrong = {"input_ids": make(2, 9)["input_ids"] + 512}
-    with pytest.raises(RuntimeError, match="do not fit a compiled graph"):
+    with pytest.raises(RuntimeError, match="does not fit a compiled graph"):
         program(**make(2, 9) | wrong)
 
 
 @varies_in_images
 @pytest.mark.parametrize("kind", [with_images, with_images_and_labels])
-def test_a_program_with_images_takes_both_forms_and_any_number_in_a_row(model, kind):
+def test_a_program_takes_unexpanded_and_expanded_prompts_with_any_number_of_images(model, kind):
     program = check(model, kind(unexpanded_image()), [(1, 0), (2, 0), (3, 12)])
     check_program(program, model, kind(expanded_image()), [(1, 0), (2, 0), (3, 12)])
     batch = kind(unexpanded_image())(2, 9)
-    with pytest.raises(RuntimeError, match="do not fit a compiled graph"):
+    with pytest.raises(RuntimeError, match="does not fit a compiled graph"):
         program(**batch | {"pixel_values": batch["pixel_values"][1:]})
 
 
 @varies_in_images
 @pytest.mark.slow
-def test_packed_rows_with_images_run_at_other_sizes(model):
+def test_packed_sequences_with_images_run_at_other_sizes(model):
     def make(rows: int, length: int) -> dict[str, torch.Tensor]:
         sample = [*text(2), *unexpanded_image(), *text(length)]
         positions = [*range(len(sample))] * 2
@@ -163,7 +172,7 @@ def test_packed_rows_with_images_run_at_other_sizes(model):
 
 @varies_in_images
 @pytest.mark.slow
-def test_embeddings_run_at_other_sizes_and_cannot_grow(model):
+def test_embeddings_run_at_other_sizes_and_cannot_be_expanded(model):
     def embed(image: list[int]) -> Callable[[int, int], dict[str, torch.Tensor]]:
         def make(rows: int, length: int) -> dict[str, torch.Tensor]:
             batch = with_images(image)(rows, length)
@@ -206,13 +215,13 @@ def test_a_classifier_runs_at_other_sizes(classifier):
 def test_a_step_goes_on_from_a_cache_of_another_length(model):
     register_dynamic_cache_export_support()
 
-    def after(rows: int, held: int, new: int) -> dict:
+    def after(rows: int, num_cached: int, new: int) -> dict:
         cache = DynamicCache()
-        model(**text_ids(rows, held), past_key_values=cache)
+        model(**text_ids(rows, num_cached), past_key_values=cache)
         copy = DynamicCache()
         for number, layer in enumerate(cache.layers):
             copy.update(layer.keys, layer.values, number)
-        positions = torch.arange(held, held + new).repeat(rows, 1)
+        positions = torch.arange(num_cached, num_cached + new).repeat(rows, 1)
         return text_ids(rows, new) | {"position_ids": positions, "past_key_values": copy}
 
     both = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
@@ -255,9 +264,9 @@ def test_onnx_runtime_runs_it_at_other_sizes(model, make, tmp_path):
     for size in SIZES:
         batch = make(*size)
         inputs = zip(session.get_inputs(), batch.values(), strict=True)
-        [got] = session.run(None, {place.name: value.numpy() for place, value in inputs})
+        [actual] = session.run(None, {entry.name: value.numpy() for entry, value in inputs})
         want = model(**batch).logits
-        off, tokens = torch.from_numpy(got) - want, tokens_of(batch, want)
-        assert got.shape == want.shape
-        # Rows with fewer images are filled on the left, with other numbers for what sees nothing.
+        off, tokens = torch.from_numpy(actual) - want, tokens_of(batch, want)
+        assert actual.shape == want.shape
+        # Sequences with fewer images are padded on the left, where outputs are arbitrary.
         assert (off[:, -1:] if "pixel_values" in batch else off[tokens]).abs().max() <= 1e-4, size

@@ -1,4 +1,4 @@
-"""Generation: cached equals uncached, batches equal rows, whatever images the rows have."""
+"""Generation: cached equals uncached, and batches equal single prompts, with any images."""
 
 import copy
 
@@ -25,8 +25,8 @@ from tests.helpers.tiny import (
     padded,
     random_pixels,
     text,
-    unexpanded_image,
     tiny_model,
+    unexpanded_image,
 )
 from tests.remote.inputs import GREEDY, new_tokens
 
@@ -36,7 +36,7 @@ ATOL = 2e-5
 
 
 def four_rows(image: list[int]) -> list[list[int]]:
-    """Of unlike lengths: no image, one inside, two adjacent, one at the start."""
+    """Prompts of different lengths: no image, one inside, two adjacent, one at the start."""
     return [
         text(9, seed=1),
         [*text(4, seed=2), *image, *text(6, seed=3)],
@@ -51,7 +51,7 @@ def batch_with(image: list[int]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def recomputed_tokens(model, row: list[int], images: torch.Tensor) -> list[int]:
-    """Greedy decoding by a full forward pass a token, without a cache or generate."""
+    """Decode greedily by a full forward pass per token, without cache and generate."""
     row, images = list(row), images if len(images) else None
     number = GREEDY["max_new_tokens"]
     for _ in range(number):
@@ -62,24 +62,24 @@ def recomputed_tokens(model, row: list[int], images: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_tokens_of_a_padded_batch_equal_recomputed_rows(model, image, use_cache):
+def test_tokens_of_a_padded_batch_equal_those_of_single_prompts(model, image, use_cache):
     rows, batch = four_rows(image), batch_with(image)
     want = [recomputed_tokens(model, *pair) for pair in zip(rows, images_of(rows), strict=True)]
     assert len({tuple(tokens) for tokens in want}) == len(rows)
-    # With positions by a mask that takes the placeholder for padding, as transformers' suite does.
+    # Position ids of a mask that takes the placeholder for padding, as in transformers' suite.
     mask = (batch["input_ids"] != PAD).long()
     by_mask = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     alone = {"input_ids": torch.tensor(rows[1:2]), "pixel_values": random_pixels(4)[:1]}
     several = {"num_beams": 3}, {"do_sample": True, "top_k": 1}
-    for given in (batch, batch | by_mask):
-        assert new_tokens(model, given, use_cache=use_cache).tolist() == want
+    for inputs in (batch, batch | by_mask):
+        assert new_tokens(model, inputs, use_cache=use_cache).tolist() == want
         for kind in several:
             options = {"use_cache": use_cache, "num_return_sequences": 2} | kind
-            got = new_tokens(model, given, **options)[2:4]
-            assert torch.equal(got, new_tokens(model, alone, **options))
+            actual = new_tokens(model, inputs, **options)[2:4]
+            assert torch.equal(actual, new_tokens(model, alone, **options))
 
 
-def test_another_number_of_images_than_there_are_places_is_refused(model):
+def test_a_number_of_images_other_than_of_placeholders_is_refused(model):
     row = {
         "input_ids": torch.tensor([four_rows(unexpanded_image())[2]]),
         "pixel_values": random_pixels(3),
@@ -87,24 +87,24 @@ def test_another_number_of_images_than_there_are_places_is_refused(model):
     for num_beams in (1, 2):
         with pytest.raises(ValueError, match="3 images were given for 2 begin-of-image ids"):
             new_tokens(model, row, num_beams=num_beams)
-    # Also of those that are in the cache already, of which none is looked at.
+    # Also if all of them are cached and none is used.
     ids = torch.tensor([[*expanded_image(), *text(4)]])
     with torch.no_grad():
         cache = model(ids, pixel_values=random_pixels(1), use_cache=True)
-    given = {"pixel_values": random_pixels(2)} | cache_kwarg(cache.past_key_values)
+    cached_inputs = {"pixel_values": random_pixels(2)} | cache_kwarg(cache.past_key_values)
     with pytest.raises(ValueError, match="2 images were given for 1 begin-of-image ids"):
-        new_tokens(model, {"input_ids": torch.tensor([[*ids[0], 7]]), **given})
-    for ids, number, told in (
+        new_tokens(model, {"input_ids": torch.tensor([[*ids[0], 7]]), **cached_inputs})
+    for ids, number, message in (
         (text(4), 2, "2 images were given with inputs_embeds.*give input_ids"),
-        (unexpanded_image(), 1, "take 6 positions here, and inputs_embeds cannot be grown"),
+        (unexpanded_image(), 1, "expand to 6 positions, and inputs_embeds cannot be"),
     ):
         embeds = model.get_input_embeddings()(torch.tensor([ids])).detach()
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             model.generate(inputs_embeds=embeds, pixel_values=random_pixels(number), **GREEDY)
 
 
-class Draws(LogitsProcessor):
-    """Makes generation draw given tokens first."""
+class ForcedTokens(LogitsProcessor):
+    """Makes generate begin with certain tokens."""
 
     def __init__(self, prompt_length: int, tokens: list[int]):
         self.prompt_length, self.tokens = prompt_length, tokens
@@ -118,27 +118,27 @@ class Draws(LogitsProcessor):
 
 
 @pytest.mark.parametrize("assistant", ["other", "lookup"])
-@pytest.mark.parametrize("drawn", [[BOI, 7, EOI], [7, EOI, BOI, 8, BOI]], ids=str)
-def test_assisted_generation_draws_what_the_model_alone_draws(model, assistant, drawn):
-    """Image ids, too, where that is allowed: among drawn ids they are text."""
+@pytest.mark.parametrize("tokens", [[BOI, 7, EOI], [7, EOI, BOI, 8, BOI]], ids=str)
+def test_assisted_generation_generates_the_same_tokens(model, assistant, tokens):
+    """Image ids, too, where that is allowed: among generated tokens they are text."""
     row = [*four_rows(expanded_image())[1], 7, 8, 7, 8, 7]
     batch = {"input_ids": torch.tensor([row]), "pixel_values": random_pixels(1)}
-    draws = {"logits_processor": LogitsProcessorList([Draws(len(row), drawn)])}
-    draws["suppress_tokens"] = []
+    forced = {"logits_processor": LogitsProcessorList([ForcedTokens(len(row), tokens)])}
+    forced["suppress_tokens"] = []
     # Prompt lookup of transformers 4.57 wants an id to stop at.
     options = {"prompt_lookup_num_tokens": 3, "eos_token_id": 498}
     if assistant != "lookup":
         other = tiny_model()
-        # Several rounds, of which the later ones find drawn ids in what they are given.
+        # Several rounds; later ones have generated ids in their input.
         other.generation_config.num_assistant_tokens = 2
         other.generation_config.num_assistant_tokens_schedule = "constant"
         with torch.no_grad():
             other.transformer.output_layer.weight.add_(0.2)
         options = {"assistant_model": other}
-    want = new_tokens(model, batch, **draws)
-    assert want[0, : len(drawn)].tolist() == drawn
-    assert torch.equal(new_tokens(model, batch, **draws, **options), want)
-    assert torch.equal(new_tokens(model, batch, **draws, use_cache=False), want)
+    want = new_tokens(model, batch, **forced)
+    assert want[0, : len(tokens)].tolist() == tokens
+    assert torch.equal(new_tokens(model, batch, **forced, **options), want)
+    assert torch.equal(new_tokens(model, batch, **forced, use_cache=False), want)
 
 
 def row(image: list[int]) -> torch.Tensor:
@@ -149,19 +149,19 @@ def row(image: list[int]) -> torch.Tensor:
 def test_generate_stops_at_texts(model, tmp_path, image, options):
     write_legacy_tokenizer(tmp_path)
     tokenizer = ChatGLM4Tokenizer.from_pretrained(tmp_path)
-    given = {
+    inputs = {
         "input_ids": row(image),
         "pixel_values": random_pixels(1),
         "max_new_tokens": 12,
         **options,
     }
-    length = given["input_ids"].shape[1]
-    drawn = model.generate(**given)[0, length:].tolist()
-    # Text that ends with one of the drawn tokens, and its place is the first of that text.
-    stop = next(text for token in drawn[2:] if (text := tokenizer.decode([token])).isascii())
-    stopped = model.generate(**given, tokenizer=tokenizer, stop_strings=[stop])
+    length = inputs["input_ids"].shape[1]
+    tokens = model.generate(**inputs)[0, length:].tolist()
+    # A stop string that ends with a generated token and occurs only there.
+    stop = next(text for token in tokens[2:] if (text := tokenizer.decode([token])).isascii())
+    stopped = model.generate(**inputs, tokenizer=tokenizer, stop_strings=[stop])
     answer = stopped[0, length:].tolist()
-    assert answer == drawn[: len(answer)] and stop in tokenizer.decode(answer)
+    assert answer == tokens[: len(answer)] and stop in tokenizer.decode(answer)
     assert stop not in tokenizer.decode(answer[:-1])
 
 
@@ -192,8 +192,8 @@ def test_generate_goes_on_from_a_cache_that_was_changed(
     every = [torch.cat((of_rows[i], new[n : n + 1])) for n, i in enumerate(chosen)]
     whole = {"input_ids": torch.cat([ids[chosen], torch.tensor([after] * len(chosen))], dim=1)}
     want = new_tokens(model, whole | {"pixel_values": torch.cat(every)})
-    given = {"pixel_values": new, **cache_kwarg(copy.deepcopy(cache))}
-    assert torch.equal(new_tokens(model, whole | given), want)
+    cached_inputs = {"pixel_values": new, **cache_kwarg(copy.deepcopy(cache))}
+    assert torch.equal(new_tokens(model, whole | cached_inputs), want)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ def test_several_answers_go_on_from_a_repeated_cache(model, options, first_given
     model(first, pixel_values=images[:1], use_cache=True, **cache_kwarg(cache))
     cache.batch_repeat_interleave(2)
     answers = []
-    for given in (
+    for cached_inputs in (
         {"pixel_values": images},
         {"pixel_values": images[first_given:], **cache_kwarg(cache)},
     ):
         torch.manual_seed(0)
-        whole = {"input_ids": torch.cat([first, second], dim=1), **given}
+        whole = {"input_ids": torch.cat([first, second], dim=1), **cached_inputs}
         answers.append(new_tokens(model, whole, **options))
     assert torch.equal(*answers)
 
@@ -226,12 +226,12 @@ def test_several_answers_go_on_from_a_repeated_cache(model, options, first_given
     [{"num_beams": 2}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}],
 )
 def test_an_answer_ends_at_the_last_position(model, image, options):
-    """The last token needs none: nothing is computed after it."""
+    """The last token needs no position id: nothing is computed after it."""
     ids = row(image)
-    room = model.config.seq_length - (3 + 3 + 4)  # an image takes three, however many ids
-    given = {"input_ids": ids, "pixel_values": random_pixels(1), "eos_token_id": -1, **options}
-    for wanted, number in ((10_000, room + 1), (5, 5)):
-        out = model.generate(**given, max_new_tokens=wanted)
+    num_free = model.config.seq_length - (3 + 3 + 4)  # an image takes three, however many ids
+    inputs = {"input_ids": ids, "pixel_values": random_pixels(1), "eos_token_id": -1, **options}
+    for wanted, number in ((10_000, num_free + 1), (5, 5)):
+        out = model.generate(**inputs, max_new_tokens=wanted)
         assert out.shape[1] - ids.shape[1] == number
 
 
@@ -248,7 +248,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def wants_image_ids():
-    """A model that wants nothing but image ids."""
+    """A model whose likeliest tokens are image ids."""
     model = tiny_model(image_token_id=FILL)
     favored = torch.zeros(512).index_fill(0, torch.tensor([*IMAGE_IDS]), 100)
     model.transformer.output_layer.register_forward_hook(lambda *call: call[2] + favored)
@@ -257,17 +257,21 @@ def wants_image_ids():
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(("suppressed", "are_drawn"), [(None, False), ([4], False), ([], True)])
-def test_no_image_ids_are_drawn_unless_an_empty_list_allows_them(
+def test_no_image_ids_are_generated_unless_an_empty_list_allows_them(
     wants_image_ids, options, suppressed, are_drawn
 ):
     torch.manual_seed(0)
     ids = row(expanded_image())
     options = options if "generation_config" in options else {**GREEDY, "do_sample": True} | options
     options = options | ({} if suppressed is None else {"suppress_tokens": suppressed})
-    # Beside one of generate's own class.
+    # Beside a given processor of the same class.
     others = LogitsProcessorList([SuppressTokensLogitsProcessor([3])])
-    given = {"pixel_values": random_pixels(1), "logits_processor": others, "pad_token_id": PAD}
-    answer = wants_image_ids.generate(ids, **given | options)[0, ids.shape[1] :].tolist()
+    base_options = {
+        "pixel_values": random_pixels(1),
+        "logits_processor": others,
+        "pad_token_id": PAD,
+    }
+    answer = wants_image_ids.generate(ids, **base_options | options)[0, ids.shape[1] :].tolist()
     assert {token in IMAGE_IDS for token in answer} == {are_drawn}
 
 
@@ -278,5 +282,5 @@ def test_features_of_images_are_refused_by_generate(model):
 
 
 def test_continuous_batching_is_refused(model):
-    with pytest.raises(ValueError, match="hands on no images: answer with generate"):
+    with pytest.raises(ValueError, match="passes no images to the model: use generate"):
         model.generate_batch([text(3)])

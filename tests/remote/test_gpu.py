@@ -7,7 +7,7 @@ from transformers.utils import is_flash_attn_2_available
 from glm4v_patched.engine.activation_checkpointing import checkpoint_layers
 from glm4v_patched.engine.deepspeed.zero3 import limit_layers_in_flight, norm_in_place
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import padded, random_pixels, text, unexpanded_image, tiny_config
+from tests.helpers.tiny import padded, random_pixels, text, tiny_config, unexpanded_image
 from tests.remote.inputs import assert_close, gradients
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ RTOL = {torch.float32: 1e-4, torch.bfloat16: 8e-2}
 
 
 def run(implementation: str, dtype: torch.dtype, side: str) -> dict[str, torch.Tensor]:
-    """Loss and gradients of rows with two, one and no image, with checkpointing.
+    """Return loss and gradients of sequences with two, one and no image, with checkpointing.
 
     The rows are padded on one side or, for "packed", joined.
     """
@@ -44,10 +44,10 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> dict[str, torch.T
         inputs = padded(rows, side)
     inputs = {name: value.cuda() for name, value in inputs.items()}
     labels = inputs["input_ids"].masked_fill(inputs["input_ids"] >= 500, -100)
-    found = gradients(
+    by_name = gradients(
         model, **inputs, labels=labels, pixel_values=random_pixels(3, side=SIDE).cuda()
     )
-    return {name: value.float() for name, value in found.items()}
+    return {name: value.float() for name, value in by_name.items()}
 
 
 @pytest.mark.parametrize("side", ["left", "right", "packed"])
@@ -61,12 +61,15 @@ def run(implementation: str, dtype: torch.dtype, side: str) -> dict[str, torch.T
         ("flash_attention_2", torch.bfloat16),
     ],
 )
-def test_implementations_agree_with_sdpa_of_padded_rows(implementation, dtype, side):
+def test_implementations_agree_with_sdpa_on_a_padded_batch(implementation, dtype, side):
     if implementation == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("flash-attn is not installed: pip install flash-attn")
-    got, want = run(implementation, dtype, side), run("sdpa", dtype, side.replace("packed", "left"))
-    assert got.pop("loss").item() == pytest.approx(want.pop("loss").item(), rel=RTOL[dtype])
-    assert_close(got, want, RTOL[dtype] * max(value.abs().max() for value in want.values()))
+    actual, want = (
+        run(implementation, dtype, side),
+        run("sdpa", dtype, side.replace("packed", "left")),
+    )
+    assert actual.pop("loss").item() == pytest.approx(want.pop("loss").item(), rel=RTOL[dtype])
+    assert_close(actual, want, RTOL[dtype] * max(value.abs().max() for value in want.values()))
 
 
 def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
@@ -79,8 +82,8 @@ def test_a_cpu_that_waits_for_the_gpu_changes_no_gradient():
         ids = torch.tensor([[5, *unexpanded_image(), *text(20, 1)]], device="cuda")
         pixels = random_pixels(1).to("cuda", torch.bfloat16)
         for _ in range(3):
-            found = gradients(model, input_ids=ids, labels=ids, pixel_values=pixels)
-        return found
+            by_name = gradients(model, input_ids=ids, labels=ids, pixel_values=pixels)
+        return by_name
 
     assert_close(trained(layers_ahead=1), trained(layers_ahead=0))
 
@@ -90,7 +93,7 @@ def test_norms_of_many_gradients_are_exact_without_a_copy():
     gradients = [torch.randn(2**27, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    taken = norm(gradients, [None, None]).item()
+    computed = norm(gradients, [None, None]).item()
     assert torch.cuda.max_memory_allocated() - before < gradients[0].nbytes / 8
     exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
-    assert taken == pytest.approx(exact.item(), rel=1e-6)
+    assert computed == pytest.approx(exact.item(), rel=1e-6)

@@ -1,10 +1,14 @@
-"""The layout of images: both forms of writing images, any padding, packing; and its errors."""
+"""Expansion of image placeholders, with any padding and packing, and its errors."""
 
 import pytest
 import torch
 
 from glm4v_patched.remote.image_checks import ImageFormat
-from glm4v_patched.remote.image_layout import UnexpandedBatch, ExpandedBatch, expand_image_placeholders
+from glm4v_patched.remote.image_layout import (
+    ExpandedBatch,
+    UnexpandedBatch,
+    expand_image_placeholders,
+)
 from tests.helpers.refused import refused
 from tests.helpers.tiny import (
     BOI,
@@ -21,45 +25,47 @@ from tests.helpers.tiny import (
 FORMAT = ImageFormat(BOI, EOI, num_image_tokens=4, vocab_size=512, max_positions=128)
 
 
-def grow(rows, image_format=FORMAT, **given) -> ExpandedBatch:
-    """``rows``: ids of one or of several, also as a tensor."""
+def expand(rows, image_format=FORMAT, **fields) -> ExpandedBatch:
+    """Expand one or several sequences of ids."""
     ids = torch.atleast_2d(torch.as_tensor(rows))
-    return expand_image_placeholders(UnexpandedBatch(ids, **given), image_format, int((ids == BOI).sum()))
+    return expand_image_placeholders(
+        UnexpandedBatch(ids, **fields), image_format, int((ids == BOI).sum())
+    )
 
 
-def test_rows_that_grow_unlike_need_no_mask():
+def test_sequences_that_expand_differently_need_no_mask():
     rows = [[*text(2, seed=1), *unexpanded_image()], text(5, seed=2)]
-    grown = grow(rows, past_length=20)
-    assert grown.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
+    expanded = expand(rows, past_length=20)
+    assert expanded.attention_mask.tolist() == [[1] * 28, [1] * 20 + [0] * 3 + [1] * 5]
 
 
-def test_an_image_costs_three_positions(image):
+def test_an_image_takes_three_position_ids(image):
     row = [*text(2), *image, *image, *text(2)]
     want = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 4, 5, 6, 6, 6, 6, 7, 8, 9]])
-    given = [{}, {"position_ids": torch.arange(len(row))[None]}]
-    for inputs in (*given, {"attention_mask": torch.ones(1, len(row))}):
-        assert torch.equal(grow(row, **inputs).position_ids, want)
+    with_positions = [{}, {"position_ids": torch.arange(len(row))[None]}]
+    for inputs in (*with_positions, {"attention_mask": torch.ones(1, len(row))}):
+        assert torch.equal(expand(row, **inputs).position_ids, want)
     if FILL in image:  # those that are shared already stay
-        assert torch.equal(grow(row, position_ids=want + 20).position_ids, want + 20)
+        assert torch.equal(expand(row, position_ids=want + 20).position_ids, want + 20)
     one = FORMAT._replace(num_image_tokens=1)
-    assert grow([5, BOI, PAD, EOI, 6], one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
-    # The last position of the table is taken.
-    assert grow(text(128)).position_ids.max() == 127
-    assert grow([*expanded_image(), *text(125)]).last_position == 127
+    assert expand([5, BOI, PAD, EOI, 6], one).position_ids.tolist() == [[0, 1, 2, 3, 4]]
+    # The last position of the table may be used.
+    assert expand(text(128)).position_ids.max() == 127
+    assert expand([*expanded_image(), *text(125)]).last_position == 127
 
 
-def test_positions_of_packed_rows_restart_with_each(image):
+def test_position_ids_of_packed_samples_restart_with_each(image):
     first, second = [*text(2), *image], [*image, *text(1)]
-    places = torch.tensor([[*range(len(first)), *range(len(second))]])
-    got = grow([*first, *second], position_ids=places).position_ids.tolist()
-    assert got == [[0, 1, 2, 3, 3, 3, 3, 4, 0, 1, 1, 1, 1, 2, 3]]
+    positions = torch.tensor([[*range(len(first)), *range(len(second))]])
+    actual = expand([*first, *second], position_ids=positions).position_ids.tolist()
+    assert actual == [[0, 1, 2, 3, 3, 3, 3, 4, 0, 1, 1, 1, 1, 2, 3]]
 
 
-# Wrong use: what is given, and what of it the error names.
+# Wrong inputs, and what the error contains.
 
 IDS = torch.tensor([text(6)])
 WITH_IMAGE = torch.tensor([[*text(2), *expanded_image(), *text(3)]])
-THREE_IDS = torch.tensor([[*text(2), *unexpanded_image()]])
+UNEXPANDED = torch.tensor([[*text(2), *unexpanded_image()]])
 IMAGE = {"pixel_values": random_pixels(1)}
 
 
@@ -75,10 +81,10 @@ def restarting(mask: list[int], *positions: int) -> dict[str, torch.Tensor]:
     return masked(*mask) | {"position_ids": torch.tensor([positions])}
 
 
-def restarting_inside(place: int) -> dict[str, torch.Tensor]:
-    places = torch.arange(WITH_IMAGE.shape[1])[None]
-    places[0, place] = 0
-    return {"input_ids": WITH_IMAGE, **IMAGE, "position_ids": places}
+def restarting_inside(column: int) -> dict[str, torch.Tensor]:
+    positions = torch.arange(WITH_IMAGE.shape[1])[None]
+    positions[0, column] = 0
+    return {"input_ids": WITH_IMAGE, **IMAGE, "position_ids": positions}
 
 
 WRONG = {
@@ -90,8 +96,8 @@ WRONG = {
         "3, 56, 56",
     ),
     "a short mask": (masked(1, 1, 1, 1) | {"input_ids": IDS}, "(1, 4)", "(1, 6)"),
-    "a 4D mask of rows that grow": (
-        {"input_ids": THREE_IDS, **IMAGE, "attention_mask": torch.ones(1, 1, 5, 5).bool().tril()},
+    "a 4D mask of an unexpanded prompt": (
+        {"input_ids": UNEXPANDED, **IMAGE, "attention_mask": torch.ones(1, 1, 5, 5).bool().tril()},
         "from 5 to 8",
     ),
     "positions of more rows": (ids_of([1, 2], position_ids=torch.zeros(3, 2)), "(3, 2)", "(1, 2)"),
@@ -103,21 +109,27 @@ WRONG = {
     "a restart before padding": (restarting([1, 1, 1, 1, 1, 0], 0, 1, 2, 0, 1, 0), "restart 1 ti"),
     "positions that go back": (restarting([1, 1, 1, 1, 1, 1], 0, 1, 2, 1, 2, 3), "restart 1 ti"),
     "back over padding": (restarting([1, 1, 1, 0, 1, 1], 4, 5, 6, 0, 5, 6), "restart 1 times"),
-    "a restart at an image's first": (restarting_inside(3), "0 at 1 places"),
-    "packed rows that grow unlike": (
-        ids_of([*text(3), *unexpanded_image()], text(6), position_ids=torch.arange(6)[None], **IMAGE),
+    "a restart at an image's first": (restarting_inside(3), "0 at 1 tokens"),
+    "packed prompts that expand differently": (
+        ids_of(
+            [*text(3), *unexpanded_image()], text(6), position_ids=torch.arange(6)[None], **IMAGE
+        ),
         "up to 9",
     ),
     "a label below 0": (
         ids_of([1, 2], labels=torch.tensor([[1, -1]])),
-        "holds -1",
+        "has -1",
     ),
-    "no position left": (ids_of([*expanded_image(), *text(126)], **IMAGE), "position 128", "127"),
+    "no position left": (
+        ids_of([*expanded_image(), *text(126)], **IMAGE),
+        "position id 128",
+        "127",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, case):
+def test_invalid_batches_are_refused_with_both_numbers(model, case):
     inputs, *named = WRONG[case]
     with refused(ValueError, *named):
         model(**inputs)
@@ -125,25 +137,27 @@ def test_rows_that_cannot_be_computed_are_refused_with_both_numbers(model, case)
 
 def test_prompts_that_are_padded_on_the_right_are_refused(model):
     batch = padded([text(9), text(4), text(7)], "right")
-    with pytest.raises(ValueError, match=r"rows \[1, 2\] of 3 end in padding.*padding_side=\"left"):
+    with pytest.raises(
+        ValueError, match=r"prompts \[1, 2\] of 3 end in padding.*padding_side=\"le"
+    ):
         model.generate(**batch)
 
 
-def test_rows_that_do_not_fit_the_cache_are_refused_with_both_numbers(model):
+def test_batches_that_do_not_fit_the_cache_are_refused_with_both_numbers(model):
     cache = model(input_ids=IDS, use_cache=True).past_key_values
-    given = {"input_ids": IDS[:, :2], "past_key_values": cache}
+    inputs = {"input_ids": IDS[:, :2], "past_key_values": cache}
     with pytest.raises(ValueError, match=r"\(1, 2\) after 6 .* \(1, 8\)"):
-        model(**given, attention_mask=torch.ones(1, 2))
+        model(**inputs, attention_mask=torch.ones(1, 2))
     with pytest.raises(ValueError, match="1 times .*, after 6 cached"):
-        places = torch.tensor([[6, 0]])
-        model(**given, attention_mask=torch.ones(1, 8), position_ids=places)
+        positions = torch.tensor([[6, 0]])
+        model(**inputs, attention_mask=torch.ones(1, 8), position_ids=positions)
 
 
-# Three-id rows whose images are missing, with fillers as frameworks write them, and what is left
-# of images after a cut, or was drawn.
+# Unexpanded prompts whose images are missing, with fillers as frameworks write them, and leftovers
+# of images after truncation or generation.
 LEFT_OVER = {
     "filler": [*text(3), BOI, 7, EOI, *text(3)],
-    "grown, unlike ids": [*text(3), BOI, 5, 6, 7, 8, EOI, *text(3)],
+    "expanded, other ids": [*text(3), BOI, 5, 6, 7, 8, EOI, *text(3)],
     "empty": [*text(3), BOI, EOI, *text(3)],
     "cut after begin": [*text(3), BOI],
     "cut before end": [*text(3), EOI, *text(3)],
@@ -151,7 +165,7 @@ LEFT_OVER = {
 
 
 @pytest.mark.parametrize("row", LEFT_OVER.values(), ids=LEFT_OVER.keys())
-def test_places_of_images_never_become_words(model, row):
+def test_image_placeholders_never_become_text(model, row):
     other = [*text(2), *unexpanded_image(), *text(3)]
     refused = "(begin-of-image ids|has 0 ids)"
     for rows, images in ([row], None), ([row, other], random_pixels(1)):
@@ -164,16 +178,16 @@ def test_places_of_images_never_become_words(model, row):
         model(torch.tensor([row]), past_key_values=cache)
 
 
-def test_a_count_of_labels_that_holds_those_inside_images_is_refused(model, image):
+def test_a_divisor_that_counts_labels_inside_images_is_refused(model, image):
     ids = torch.tensor([[*text(3), *image, *text(4)]])
     batch = {"input_ids": ids, "labels": ids, "pixel_values": random_pixels(1)}
     inside, every = len(image) - 2, ids.numel()
-    # Of this batch, of several, and with the first label left out.
+    # The labels of this batch, of several, and without the first label.
     for divisor in (every, 10 * every, every - 1):
-        told = f"{inside} labels inside images.*num_items_in_batch {divisor} may count them"
-        with pytest.raises(ValueError, match=f"{told}.*set labels inside images to -100"):
+        message = f"{inside} labels inside images.*num_items_in_batch {divisor} may count them"
+        with pytest.raises(ValueError, match=f"{message}.*set labels inside images to -100"):
             model(**batch, num_items_in_batch=torch.tensor(divisor))
-    # A number that cannot hold them: the labels that are learned, or a divisor of one's own.
+    # Divisors that cannot count them: the supervised labels, or any other number.
     learned = every - 1 - inside
     with torch.no_grad():
         mean = model(**batch).loss.item()

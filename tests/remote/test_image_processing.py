@@ -1,4 +1,4 @@
-"""The image processor against upstream's preprocessing, its inputs and its errors."""
+"""The image processor: equal to the published preprocessing; its inputs and errors."""
 
 import base64
 import io
@@ -42,9 +42,9 @@ def test_pixels_equal_upstream(pixels, image, golden):
     Equality is the right tolerance: division and subtraction of float32 are correctly rounded on
     every machine, so only the resize can differ, by at least one level of 1/255, which is 0.0142.
     """
-    got = pixels(image)
-    assert got.shape == (1, 3, 56, 56) and got.dtype == torch.float32
-    assert (got[0] - golden["out.image_size_56"]).abs().max() == 0
+    actual = pixels(image)
+    assert actual.shape == (1, 3, 56, 56) and actual.dtype == torch.float32
+    assert (actual[0] - golden["out.image_size_56"]).abs().max() == 0
 
 
 def test_images_are_stacked_in_order(image_processor, pixels, image):
@@ -65,10 +65,10 @@ def test_size_is_a_square_and_that_of_the_published_model_by_default():
 
 @pytest.fixture
 def serve(tmp_path):
-    """Serves ``tmp_path``; the base URL. Where it leads to another place, that is the query."""
+    """Serve ``tmp_path`` and return the base URL. A query is the target of a redirect."""
 
     class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *of):
+        def log_message(self, *arguments):
             pass
 
         def do_GET(self):
@@ -127,9 +127,9 @@ def test_images_of_every_mode_of_8_bits_become_rgb_as_pillow_does_it(
     image = image.convert("RGBA" if mode in ("PA", "LA") else "RGB").convert(mode)
     assert torch.equal(pixels(image), pixels(image.convert("RGB")))
     if mode != "RGB":
-        told = f"mode '{mode}' with . channels, the model takes 3"
+        message = f"mode '{mode}' with . channels, the model takes 3"
         for convert in (of_settings, partial(image_processor, do_convert_rgb=False)):
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=message):
                 convert(image)
 
 
@@ -140,9 +140,9 @@ def test_arrays_have_the_pixels_of_their_image(pixels, image, mode, kind):
     tensor = torch.from_numpy(np.array(image))
     tensor = (tensor / 255 if "float" in kind else tensor).to(getattr(torch, kind))
     first = tensor if mode == "L" else tensor.permute(2, 0, 1)
-    given = [tensor, first]
-    given += [t.numpy() for t in given if kind != "bfloat16"]
-    for array in given:
+    arrays = [tensor, first]
+    arrays += [t.numpy() for t in arrays if kind != "bfloat16"]
+    for array in arrays:
         assert torch.equal(pixels(array), pixels(image))
 
 
@@ -155,7 +155,7 @@ def test_numbers_of_floating_point_and_of_truth_are_rounded_to_8_bits(pixels):
 
 
 def of_16_bits_a_channel() -> bytes:
-    """A PNG, by hand: Pillow writes none."""
+    """Build a PNG with 16 bits per channel, which Pillow does not write."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         end = struct.pack(">I", zlib.crc32(kind + data))
@@ -172,17 +172,17 @@ def test_images_that_do_not_say_what_is_white_are_refused(image_processor, tmp_p
     image, path = Image.fromarray(np.full((9, 7), 40_000, dtype=kind)), tmp_path / "deep.tiff"
     assert image.mode == mode
     image.save(path)
-    told = "image 1 of 2: .* has mode '[IF].*which number is white"
-    for given in (image, path):
-        with pytest.raises(ValueError, match=told):
-            image_processor([Image.new("RGB", (9, 9)), given])
-    with pytest.raises(ValueError, match="has mode 'RGB;16B', of more than 8 bits"):
+    message = "image 1 of 2: .* has mode '[IF].*which value is white"
+    for form in (image, path):
+        with pytest.raises(ValueError, match=message):
+            image_processor([Image.new("RGB", (9, 9)), form])
+    with pytest.raises(ValueError, match="has mode 'RGB;16B', with more than 8 bits"):
         image_processor(of_16_bits_a_channel())
 
 
 UNCLEAR = {
-    "above 255": (np.full((9, 7, 3), 300, dtype=np.int64), "int64 from 300 to 300"),
-    "nan": (np.full((9, 7, 3), np.nan), "float64 from nan to nan"),
+    "above 255": (np.full((9, 7, 3), 300, dtype=np.int64), "int64 values from 300 to 300"),
+    "nan": (np.full((9, 7, 3), np.nan), "float64 values from nan to nan"),
     "complex": (np.full((9, 7, 3), 1j), "complex128"),
     "of two sides": (np.full((3, 9, 3), 5, dtype=np.uint8), "(3, 9, 3)"),
     "empty": (np.zeros((0, 7, 3), dtype=np.uint8), "(0, 7, 3)"),
@@ -192,12 +192,12 @@ UNCLEAR = {
 
 @pytest.mark.parametrize("case", UNCLEAR)
 def test_what_is_no_clear_image_is_refused(image_processor, case):
-    given, named = UNCLEAR[case]
+    value, named = UNCLEAR[case]
     with refused(ValueError, "image 0 of 1", named) as caught:
-        image_processor([given])
-    if isinstance(given, np.ndarray):
+        image_processor([value])
+    if isinstance(value, np.ndarray):
         with pytest.raises(ValueError) as of_tensor:
-            image_processor(torch.from_numpy(given))
+            image_processor(torch.from_numpy(value))
         assert str(of_tensor.value) == str(caught.value)
     with pytest.raises(ValueError, match="0 images were given"):
         image_processor([])
@@ -205,27 +205,27 @@ def test_what_is_no_clear_image_is_refused(image_processor, case):
 
 def test_files_that_cannot_be_read_are_named(image_processor, image, tmp_path, serve, monkeypatch):
     (tmp_path / "cut.jpg").write_bytes(encoded(image, "JPEG")[:300])
-    for given, named in [
+    for source, named in [
         (tmp_path / "cut.jpg", "cut.jpg cannot be read as an image"),
         ("none.png", "there is no file 'none.png'"),
         ("a b" * 1000, "there is no file '.{77}\\.\\.\\.'"),
         (encoded(image, "PNG")[:200], "cannot be read"),
-        (f"{serve}/to?ftp://127.0.0.1:9/a", "it leads to 'ftp://127.0.0.1:9/a'; expected http"),
+        (f"{serve}/to?ftp://127.0.0.1:9/a", "it redirects to 'ftp://127.0.0.1:9/a'; expected http"),
         (f"{serve}/none.png", "http://127.0.0.1:.*none.png cannot be read as an image: .*404"),
     ]:
         with pytest.raises(ValueError, match=f"image 0 of 1: .*{named}"):
-            image_processor(given)
-    monkeypatch.setattr(image_processing_chatglm, "SECONDS_TO_ANSWER", 0.1)
+            image_processor(source)
+    monkeypatch.setattr(image_processing_chatglm, "FETCH_TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         Timer(10, silent.close).start()
         with pytest.raises(ValueError, match="cannot be read as an image: .*timed out"):
             image_processor(f"http://127.0.0.1:{silent.getsockname()[1]}/a.png")
     monkeypatch.undo()
-    # An answer without end is not read to its end.
-    monkeypatch.setattr(image_processing_chatglm, "MOST_BYTES_FETCHED", 100)
-    for length, told in ((101, "has more than 100 bytes, which is no"), (100, "cannot be read")):
+    # An endless response is not read to its end.
+    monkeypatch.setattr(image_processing_chatglm, "MAX_FETCHED_BYTES", 100)
+    for length, message in ((101, "has more than 100 bytes, too many"), (100, "cannot be read")):
         (tmp_path / "long.png").write_bytes(b"x" * length)
-        with pytest.raises(ValueError, match=f"long.png {told}"):
+        with pytest.raises(ValueError, match=f"long.png {message}"):
             image_processor(f"{serve}/long.png")
 
 

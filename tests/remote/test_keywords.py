@@ -1,4 +1,4 @@
-"""Whatever transformers hands over under another name is an error, or makes no difference."""
+"""A keyword that transformers passes under another name is an error, or changes nothing."""
 
 import functools
 from itertools import product
@@ -7,18 +7,23 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationMixin
 
-from glm4v_patched.remote.keywords import ATTENTION_KEYWORDS, CACHE_KEYWORD, OF_LOGITS, OLD_CACHE
+from glm4v_patched.remote.keywords import (
+    ATTENTION_KWARGS,
+    CACHE_KEYWORD,
+    LOGITS_KWARGS,
+    OTHER_CACHE_KEYWORD,
+)
 from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassification
 from tests.helpers.tiny import expanded_image, text, tiny_config
 from tests.remote.inputs import GREEDY, two_sequences
 
-# What a release might call something: a name of its own, and each that is known for something else.
-OTHER_NAMES = ["of_a_future_release", *ATTENTION_KEYWORDS, "cache_position", "seq_idx"]
-OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", OLD_CACHE]
+# Names that a release might use: a new one, and every known one with another meaning.
+OTHER_NAMES = ["of_a_future_release", *ATTENTION_KWARGS, "cache_position", "seq_idx"]
+OTHER_NAMES += ["next_sequence_length", "is_first_iteration", "token_type_ids", OTHER_CACHE_KEYWORD]
 
 
 def rows(image: list[int]) -> dict:
-    """One row is padded, so that a lost mask changes tokens."""
+    """A batch with padding, so that a lost mask changes tokens."""
     return {name: value for name, value in two_sequences(image).items() if name != "labels"}
 
 
@@ -30,11 +35,11 @@ def answer(model, inputs, method: str, old: str = "", new: str = ""):
     original = getattr(model, method)
 
     @functools.wraps(original)
-    def handed(*args, **given):
-        names.update(name for name, value in given.items() if value is not None)
-        if old in given:
-            given[new] = given.pop(old)
-        return original(*args, **given)
+    def handed(*args, **kwargs):
+        names.update(name for name, value in kwargs.items() if value is not None)
+        if old in kwargs:
+            kwargs[new] = kwargs.pop(old)
+        return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, method, handed)
@@ -63,17 +68,17 @@ def test_each_thing_under_another_name_is_an_error_or_the_same_tokens(model, ima
             same.add((old, new))
     assert (CACHE_KEYWORD, "of_a_future_release") in refused
     assert ("attention_mask", "of_a_future_release") in refused
-    # Either name of the cache will do, and what generate keeps account of is not needed.
+    # Either name of the cache works, and generate's own state is not needed.
     not_needed = {"use_cache", "next_sequence_length", "is_first_iteration", "prompt_length"}
     not_needed |= {"cache_position"}
     assert {old for old, _ in same} <= {CACHE_KEYWORD, "return_dict"} | not_needed
-    assert (CACHE_KEYWORD, OLD_CACHE) in same
+    assert (CACHE_KEYWORD, OTHER_CACHE_KEYWORD) in same
 
 
 @torch.no_grad()
 def test_the_model_without_a_head_takes_what_the_heads_signature_names(model, image):
-    """Callers read one signature and call the other; what only logits depend on changes nothing."""
-    inner, of_logits = model.base_model, {name: 3 for name in OF_LOGITS}
+    """Callers read one signature and call the other; keywords about logits change nothing."""
+    inner, of_logits = model.base_model, {name: 3 for name in LOGITS_KWARGS}
     assert {*of_logits} == {*model.forward_names} - {*inner.forward_names}
     with pytest.raises(TypeError, match="positional"):  # not taken for what comes next here
         model(*[None] * 8, False)
@@ -84,7 +89,7 @@ def test_the_model_without_a_head_takes_what_the_heads_signature_names(model, im
 
 def test_each_class_refuses_with_its_own_keywords(model, image):
     classifier = ChatGLMForSequenceClassification(tiny_config(num_labels=2))
-    # What each of them takes that another one does not.
+    # Keywords that only some of the classes take.
     own = {
         model: {"logits_to_keep", "skip_logits", "shift_labels", "prompt_length"},
         model.base_model: {"shift_labels", "prompt_length"},
@@ -92,42 +97,46 @@ def test_each_class_refuses_with_its_own_keywords(model, image):
     }
     everything = set().union(*own.values())
     for one, takes in own.items():
-        with pytest.raises(ValueError, match="given logit_to_keep, which it does not") as refused:
+        with pytest.raises(ValueError, match="unexpected keyword logit_to_keep") as refused:
             one(**rows(image), logit_to_keep=1)
         _, listed = str(refused.value).split(f"{type(one).__name__} takes ")
         words = set(listed.split(", and for attention")[0].split(", "))
         assert words & everything == takes and {"pixel_values", "labels", "use_cache"} <= words
         for name in everything - takes - {"logits_to_keep", "skip_logits"}:
-            with pytest.raises(ValueError, match=f"forward was given {name}, which"):
+            with pytest.raises(ValueError, match=f"unexpected keyword {name} "):
                 one(**rows(image), **{name: 1})
     for name in ("logits_to_keep", "skip_logits"):
-        with pytest.raises(ValueError, match=f"given {name}, .*: ChatGLMForSequenceClassif"):
+        with pytest.raises(ValueError, match=f"keyword {name} .*: ChatGLMForSequenceClassif"):
             classifier(**rows(image), **{name: 1})
-    given = {"use_cache": False, "output_hidden_states": True, "num_items_in_batch": 2}
-    assert len(classifier.eval()(**rows(expanded_image()), **given).hidden_states) == 3
+    options = {"use_cache": False, "output_hidden_states": True, "num_items_in_batch": 2}
+    assert len(classifier.eval()(**rows(expanded_image()), **options).hidden_states) == 3
 
 
 def test_two_caches_are_refused(model):
-    caches = {name: DynamicCache(config=model.config) for name in (CACHE_KEYWORD, OLD_CACHE)}
+    caches = {
+        name: DynamicCache(config=model.config) for name in (CACHE_KEYWORD, OTHER_CACHE_KEYWORD)
+    }
     ids = torch.tensor([text(4)])
     with pytest.raises(ValueError, match=f"two names of one thing: give {CACHE_KEYWORD}"):
         model(input_ids=ids, **caches)
     twice = dict.fromkeys(caches, caches[CACHE_KEYWORD])
     assert model(input_ids=ids, **twice)[CACHE_KEYWORD] is caches[CACHE_KEYWORD]
     if CACHE_KEYWORD != "cache":  # else generate takes both
-        with pytest.raises(ValueError, match=f"given {OLD_CACHE}, and its name for a cache is"):
-            model.generate(ids, **{OLD_CACHE: caches[OLD_CACHE]}, **GREEDY)
+        with pytest.raises(
+            ValueError, match=f"given {OTHER_CACHE_KEYWORD}: pass the cache as {CACHE_KEYWORD}"
+        ):
+            model.generate(ids, **{OTHER_CACHE_KEYWORD: caches[OTHER_CACHE_KEYWORD]}, **GREEDY)
 
 
 def test_a_cache_that_is_lost_between_two_tokens_is_an_error(model, monkeypatch):
     prepare = model.prepare_inputs_for_generation
 
     @functools.wraps(prepare)
-    def without_cache(*args, **given):
-        return prepare(*args, **{n: v for n, v in given.items() if n != CACHE_KEYWORD})
+    def without_cache(*args, **kwargs):
+        return prepare(*args, **{n: v for n, v in kwargs.items() if n != CACHE_KEYWORD})
 
     monkeypatch.setattr(model, "prepare_inputs_for_generation", without_cache)
-    with pytest.raises(ValueError, match="has drawn 1 tokens with use_cache=True and handed over"):
+    with pytest.raises(ValueError, match="passed no cache after 1 generated tokens although use_c"):
         model.generate(**rows(expanded_image()), **GREEDY)
     model.generate(**rows(expanded_image()), **GREEDY, use_cache=False)
 

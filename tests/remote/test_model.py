@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DynamicCache
 
 from glm4v_patched.remote.keywords import CACHE_KEYWORD
-from glm4v_patched.remote.loss import computes_loss
+from glm4v_patched.remote.loss import has_fused_loss
 from glm4v_patched.remote.modeling_chatglm import ChatGLMModel, GLM4VForCausalLM
 from glm4v_patched.remote.sharding import must_run_on_every_process
 from tests.helpers.refused import refused
@@ -17,18 +17,18 @@ from tests.helpers.tiny import (
     padded,
     random_pixels,
     text,
-    unexpanded_image,
     tiny_config,
     tiny_model,
+    unexpanded_image,
 )
 from tests.remote.inputs import two_sequences
 
-# fp32, a product with fewer rows. Measured 0 on this CPU.
+# fp32, a matmul with fewer rows. Measured 0 on this CPU.
 ATOL = 1e-5
 
 
 def test_evaluation_fills_a_cache_and_training_one_that_is_asked_for(model):
-    """What they compute: tests/parity, in both."""
+    """Their outputs are tested in tests/parity."""
     inputs, cache = two_sequences(), DynamicCache(config=model.config)
     evaluated = model(**inputs, past_key_values=cache)
     assert evaluated.past_key_values is cache
@@ -68,15 +68,15 @@ def test_inputs_that_contradict_each_other_are_refused(model, named):
 
 
 @torch.no_grad()
-def test_images_may_be_said_in_any_way_and_by_their_place_in_the_published_code(model):
+def test_images_may_be_passed_under_any_name_and_positionally_as_published(model):
     inputs = two_sequences(unexpanded_image())
     ids, mask, images = (inputs[name] for name in ("input_ids", "attention_mask", "pixel_values"))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for part in (model, model.transformer):
         one = part(ids[:1], pixel_values=images)[0]
-        for given in (list(images), [images[0], None]):
-            assert torch.equal(part(ids[:1], given)[0], one)
-            assert torch.equal(part(ids[:1], images=given)[0], one)
+        for images_list in (list(images), [images[0], None]):
+            assert torch.equal(part(ids[:1], images_list)[0], one)
+            assert torch.equal(part(ids[:1], images=images_list)[0], one)
         assert torch.equal(part(ids[:1], images, past_key_values=DynamicCache())[0], one)
         both = part(ids, mask, pixel_values=images)[0]
         assert torch.equal(part(ids, [images[0], None], positions, mask)[0], both)
@@ -85,7 +85,7 @@ def test_images_may_be_said_in_any_way_and_by_their_place_in_the_published_code(
         for nothing in (None, [], [None], torch.zeros(0, 3, 56, 56)):
             assert torch.equal(part(words, rest[1], pixel_values=nothing)[0], want)
             assert torch.equal(part(words, nothing, *rest)[0], want)
-        with pytest.raises(ValueError, match="1 images .* second place and 1 as images: give them"):
+        with pytest.raises(ValueError, match="1 images .* second positional .* 1 as images"):
             part(ids[:1], images, images=images)
 
 
@@ -99,15 +99,15 @@ def test_resizing_resizes_both_tables_and_keeps_old_logits(size):
     weight = model.get_output_embeddings().weight
     assert model.get_input_embeddings().weight.shape == weight.shape == (size, 64)
     assert model.config.vocab_size == model.config.padded_vocab_size == size
-    assert computes_loss(model.get_output_embeddings())
+    assert has_fused_loss(model.get_output_embeddings())
     before = weight.detach().clone()
     model.post_init()
-    assert torch.equal(weight, before) and weight.requires_grad  # and is not drawn anew
+    assert torch.equal(weight, before) and weight.requires_grad  # and is not initialized again
     with torch.no_grad():
-        got = model(input_ids=ids).logits
-    kept = min(size, 512)
-    # torch sums a product of another width in another order: measured 1.9e-6.
-    assert (got[..., :kept] - want[..., :kept]).abs().max() <= 1e-5
+        actual = model(input_ids=ids).logits
+    num_common = min(size, 512)
+    # A matmul of another size sums in another order: measured 1.9e-6.
+    assert (actual[..., :num_common] - want[..., :num_common]).abs().max() <= 1e-5
     if size > 515:
         assert model(input_ids=torch.tensor([[1, 515]])).logits.shape == (1, 2, size)
 
@@ -171,7 +171,7 @@ def others_wait(monkeypatch):
 def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
     checkpointed, others_wait
 ):
-    """What a process without images does when others would wait for it."""
+    """A process without images runs the tower if others would wait for it."""
     inputs = padded([text(4), text(6)], "left")
     model = tiny_model().train()
     want = model(**inputs, image_features=torch.zeros(0, 6, 64)).logits  # which leaves it out
@@ -182,7 +182,7 @@ def test_a_blank_image_touches_every_vision_parameter_and_changes_nothing(
     output.loss.backward()
     for name, parameter in model.transformer.vision.named_parameters():
         assert parameter.grad is not None and (parameter.grad == 0).all(), name
-    # All processes that draw together have begun with an image, or with a blank one.
+    # Processes that generate together all began with an image, or with the dummy image.
     runs, cache = [], model.eval()(**inputs, use_cache=True)[CACHE_KEYWORD]
     model.transformer.vision.register_forward_pre_hook(lambda *call: runs.append(call))
     model(torch.tensor([text(2)] * 2), past_key_values=cache)
@@ -195,7 +195,7 @@ def test_what_frameworks_pass_on_is_taken():
     model = tiny_model(image_token_id=FILL)
     ids = torch.tensor([[*text(2), *expanded_image(), *text(3)]])
     length = ids.shape[1]
-    given = {"input_ids": ids, "pixel_values": random_pixels(1)}
+    inputs = {"input_ids": ids, "pixel_values": random_pixels(1)}
     types = (ids == FILL).int()
     ends = torch.tensor([0, length], dtype=torch.int32)
     passed = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
@@ -203,27 +203,27 @@ def test_what_frameworks_pass_on_is_taken():
     passed |= dict.fromkeys(("num_items_in_batch", "prompt_length"))
     passed |= {"cache_position": torch.arange(length), "token_type_ids": types}
     passed |= {"output_attentions": False}
-    got = model(**given, **passed)
-    assert torch.equal(got.logits, model(**given).logits)
+    actual = model(**inputs, **passed)
+    assert torch.equal(actual.logits, model(**inputs).logits)
     wrong = {"atention_mask": torch.ones(1, length)}
     for others in (wrong, {"token_type_ids": 1 - types}, {"token_type_ids": types[:, :-1]}):
         for called in (model, model.transformer):
-            told = f"forward was given {[*others][0]}, which .* {type(called).__name__} takes in"
-            with pytest.raises(ValueError, match=told):
-                called(**given, **others)
+            message = f"unexpected keyword {[*others][0]} .* {type(called).__name__} takes in"
+            with pytest.raises(ValueError, match=message):
+                called(**inputs, **others)
 
 
-def test_hidden_states_of_rows_that_grow_are_refused_in_training_and_named_once_else(caplog):
-    """A reward model reads its score where the mask of the rows as given ends: inside an image."""
+def test_hidden_states_of_unexpanded_prompts_are_refused_in_training_and_else_warn_once(caplog):
+    """A reward model reads its score where the unexpanded mask ends: inside an image."""
     model = tiny_model().train()
-    with pytest.raises(ValueError, match="rows of 10 ids take 13 positions.*give grown rows"):
+    with pytest.raises(ValueError, match="prompts of 10 ids expand to 13 positions.*give expanded"):
         model(**two_sequences(unexpanded_image()), output_hidden_states=True)
     model.eval()(**two_sequences(expanded_image()), output_hidden_states=True)
     assert not caplog.records
     for image in (unexpanded_image(), [7, *unexpanded_image()]):
         model(**two_sequences(image), output_hidden_states=True)
     (record,) = caplog.records
-    assert "rows of 10 ids take 13 positions" in record.getMessage()
+    assert "prompts of 10 ids expand to 13 positions" in record.getMessage()
 
 
 @torch.no_grad()
@@ -244,7 +244,7 @@ ON_ONE = {"transformer.vision": torch.device("cuda:0"), "encoder": "cuda:0", "a"
 
 
 def split_model(device_map=SPLIT):
-    """A model with the mark that accelerate leaves when it spreads one over devices."""
+    """A model with the attribute that accelerate sets when it splits a model over devices."""
     model = tiny_model()
     model.hf_device_map = device_map
     return model
@@ -260,9 +260,11 @@ def test_is_refused_when_training_begins_among_processes(processes):
     wrapped = get_peft_model(split_model(), LoraConfig(target_modules=["query_key_value"]))
     train_a_step(split_model().train())
     processes(2)
-    told = r"split over 2 devices \(0, 1\).*cannot be trained by 2 processes.*train it in 1 process"
+    message = (
+        r"split over 2 devices \(0, 1\).*cannot be trained by 2 processes.*train it in 1 process"
+    )
     for model in (split_model(), wrapped):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             train_a_step(model.train())
     with torch.no_grad():  # several processes may answer with it
         split_model().eval()(input_ids=torch.tensor([text(6)]))

@@ -17,7 +17,7 @@ import glm4v_patched
 from glm4v_patched.models.base import ModelSource, base_of_adapters
 from glm4v_patched.models.check_weights import require_complete_model
 from glm4v_patched.models.loading import load_processor
-from glm4v_patched.remote.configuration_chatglm import FETCHED_QUANTIZERS
+from glm4v_patched.remote.configuration_chatglm import QUANTIZERS_WITH_HUB_KERNELS
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
@@ -35,7 +35,7 @@ def quantized(**values) -> dict:
     return {"quantization_config": {"quant_method": "compressed-tensors"} | values}
 
 
-# File, what is put into it, and what the error says: None where the key is ignored.
+# File, the values that are added to it, and the error; None if the key is ignored.
 ROWS = [
     ("config.json", {"attn_implementation": "someone/repo"}, "attn_implementation"),
     ("config.json", {"attn_implementation": "flash_attention_2"}, "attn_implementation"),
@@ -50,7 +50,7 @@ ROWS = [
     ("config.json", {"custom_generate": "someone/repo"}, "custom_generate"),
     *[
         ("config.json", {"quantization_config": {"quant_method": method}}, "quant_method")
-        for method in FETCHED_QUANTIZERS
+        for method in QUANTIZERS_WITH_HUB_KERNELS
     ],
     ("config.json", quantized(format=PLANTED), "format"),
     ("config.json", quantized(sparsity_config={"format": PLANTED}), "format"),
@@ -82,12 +82,12 @@ def saved(tmp_path_factory, small_backend) -> Path:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list:
-    """What is asked of the Hub, of which nothing comes."""
+def hub_requests(monkeypatch) -> list:
+    """Record the calls of downloads, all of which fail."""
     names: list = []
 
-    def record(*given, **options):
-        names.append((given, options))
+    def record(*arguments, **options):
+        names.append((arguments, options))
         raise OSError("nothing is fetched in this test")
 
     for module in (huggingface_hub, transformers.utils.hub):
@@ -109,10 +109,10 @@ def folder(saved, tmp_path, monkeypatch):
 def plant(file: Path, values) -> None:
     file.parent.mkdir(exist_ok=True)
     if isinstance(values, dict):
-        there = json.loads(file.read_text()) if file.is_file() else {}
+        present = json.loads(file.read_text()) if file.is_file() else {}
         if isinstance(inner := values.get("vision_config"), dict):
-            values = {"vision_config": there["vision_config"] | inner}
-        values = json.dumps(there | values)
+            values = {"vision_config": present["vision_config"] | inner}
+        values = json.dumps(present | values)
     file.write_text(values.replace("MARKER", repr(str(file.parents[2] / "it ran"))))
 
 
@@ -123,7 +123,7 @@ def by_command(folder: Path) -> None:
 
 
 def by_auto_class(folder: Path) -> None:
-    """Trusted as scripts of others say it; what is trusted is then our code."""
+    """Load with trust_remote_code, as scripts do; the trusted code is then ours."""
     with glm4v_patched.applied():
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         AutoProcessor.from_pretrained(folder, trust_remote_code=True)
@@ -131,14 +131,14 @@ def by_auto_class(folder: Path) -> None:
 
 @pytest.mark.parametrize("load", [by_command, by_auto_class])
 @pytest.mark.parametrize(("name", "values", "refused"), ROWS, ids=str)
-def test_a_folder_names_no_code(folder, tmp_path, asked, name, values, refused, load):
+def test_a_folder_names_no_code(folder, tmp_path, hub_requests, name, values, refused, load):
     plant(folder / name, values)
     if refused is None:
         load(folder)
     else:
         with pytest.raises(ValueError, match=refused):
             load(folder)
-    assert not (tmp_path / "it ran").exists() and asked == []
+    assert not (tmp_path / "it ran").exists() and hub_requests == []
 
 
 def test_whoever_trusts_a_folder_gets_its_generate(folder, tmp_path):
@@ -168,9 +168,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "values", "told"), BROKEN, ids=str)
-def test_files_that_cannot_be_read_are_named(folder, name, values, told):
+@pytest.mark.parametrize(("name", "values", "message"), BROKEN, ids=str)
+def test_files_that_cannot_be_read_are_named(folder, name, values, message):
     plant(folder / name, values)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         require_complete_model(str(folder))
         load_processor(ModelSource(str(folder), None))

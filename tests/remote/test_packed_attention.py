@@ -1,6 +1,6 @@
-"""Rows of several samples: each is computed as if it were alone, and no mask is made for the row.
+"""Packed samples are computed as if each were alone, without a mask over the packed sequence.
 
-How positions and labels of such rows are read: test_image_layout.py.
+Their position ids and labels are tested in test_image_layout.py.
 """
 
 import pytest
@@ -13,13 +13,13 @@ from glm4v_patched.remote.attention import group_samples
 from tests.helpers.tiny import expanded_image, images_of, padded, text, tiny_model
 from tests.remote.inputs import assert_close, gradients
 
-# Of the largest gradient, in fp32: the same sample at another place of another product. Measured
+# Of the largest gradient, in fp32: the same sample in a matmul of another shape. Measured
 # 1.8e-6; samples that saw each other differed by 1.1.
 RTOL = 1e-5
 
 
 def samples(image: list[int]) -> list[list[int]]:
-    """Of lengths that make more than one group, the first and the last with no filling."""
+    """Samples whose lengths make several groups, the first and the last without padding."""
     rows = [*text(4, seed=1), *image, *text(40, seed=2)], text(3, seed=3)
     two = [*image, *text(6, seed=4), *image, *text(2, seed=5)]
     return [*rows, two, text(1, seed=7), [*text(30, seed=8), *image], text(3, seed=9)]
@@ -28,12 +28,12 @@ def samples(image: list[int]) -> list[list[int]]:
 def pack(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     ids = torch.tensor([sum(rows, [])])
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    given = {"input_ids": ids, "position_ids": positions, "labels": ids, "num_items_in_batch": 1}
-    return given | {"pixel_values": torch.cat(images_of(rows))}
+    inputs = {"input_ids": ids, "position_ids": positions, "labels": ids, "num_items_in_batch": 1}
+    return inputs | {"pixel_values": torch.cat(images_of(rows))}
 
 
-def assert_equals(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert_close(got, want, RTOL * max(gradient.abs().max() for gradient in want.values()))
+def assert_equals(actual: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert_close(actual, want, RTOL * max(gradient.abs().max() for gradient in want.values()))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -63,8 +63,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa, checkpointed", "eager"])
-def test_no_tensor_of_row_by_row_is_made_for_packed_samples(implementation):
-    # 1,520 positions: a row by row tensor is three times the logits, the largest of the others.
+def test_no_mask_of_length_by_length_is_made_for_packed_samples(implementation):
+    # 1,520 positions: a length by length mask is three times the logits, the next largest tensor.
     rows = [[*text(30, seed=i), *expanded_image(), *text(40, seed=-i)] for i in range(20)]
     length = sum(map(len, rows))
     model = tiny_model(attn_implementation=implementation.split(",")[0]).train()
@@ -80,22 +80,24 @@ def test_no_tensor_of_row_by_row_is_made_for_packed_samples(implementation):
 
 LENGTHS = [torch.tensor([900, 1, *[20] * 50, 7, *[400] * 3, *[2] * 100]), torch.tensor([3, 2])]
 for seed in range(20):
-    drawn = torch.rand(30, generator=torch.Generator().manual_seed(seed))
-    LENGTHS.append((drawn * 9).exp2().long())
+    random = torch.rand(30, generator=torch.Generator().manual_seed(seed))
+    LENGTHS.append((random * 9).exp2().long())
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=len)
-def test_groups_hold_every_sample_in_its_order_and_as_much_filling_as_tokens_at_most(lengths):
+def test_groups_have_every_sample_in_order_and_at_most_half_padding(lengths):
     assert group_samples(torch.arange(5).expand(2, 5)) is None  # of one sample each
     starts = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
     packed = group_samples(torch.cat([torch.arange(n) for n in lengths])[None])
-    for group in packed.groups:
+    for group in packed.group_indices:
         assert group.numel() <= 2 * len(group.unique())
-    places = torch.cat([group.flatten() for group in packed.groups])
-    assert torch.equal(places[packed.places], torch.arange(total))
-    found = {int(row[0]): row.unique_consecutive().tolist() for g in packed.groups for row in g}
-    assert found == {
+    slots = torch.cat([group.flatten() for group in packed.group_indices])
+    assert torch.equal(slots[packed.inverse_indices], torch.arange(total))
+    samples = {
+        int(row[0]): row.unique_consecutive().tolist() for g in packed.group_indices for row in g
+    }
+    assert samples == {
         start: list(range(start, start + length))
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
     }
@@ -103,7 +105,7 @@ def test_groups_hold_every_sample_in_its_order_and_as_much_filling_as_tokens_at_
 
 @pytest.fixture
 def masks(monkeypatch):
-    """The masks that attention is called with."""
+    """Record the masks that attention is called with."""
     seen = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -135,8 +137,10 @@ def test_compiled_layers_take_packed_samples_in_one_graph_whatever_their_lengths
     for layer in model.transformer.encoder.layers:
         layer.compile(backend=counter, fullgraph=True)
     frames = []
-    of_lengths = [[text(n, seed=n) for n in of] for of in ((9, 7), (12, 8, 11), (30, 25, 20, 28))]
-    for rows in of_lengths:
+    batches = [
+        [text(n, seed=n) for n in lengths] for lengths in ((9, 7), (12, 8, 11), (30, 25, 20, 28))
+    ]
+    for rows in batches:
         want = gradients(tiny_model().train(), **pack(rows))
         assert_equals(gradients(model, **pack(rows)), want)
         frames.append(counter.frame_count)

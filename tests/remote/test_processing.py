@@ -1,4 +1,4 @@
-"""The processor: grown rows, images and text together, saving and loading."""
+"""The processor: expanded prompts, images and text together, saving and loading."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +18,7 @@ from tests.remote.inputs import IMAGE, pil_image, user
 PREFIX = "[gMASK]<sop>"
 N = 4
 FILL, BEGIN, END = "<|begin_of_video|>", "<|begin_of_image|>", "<|end_of_image|>"
-GROWN = BEGIN + FILL * N + END
+EXPANDED = BEGIN + FILL * N + END
 AS_TENSORS = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
 
 
@@ -35,26 +35,26 @@ def test_size_and_fill_follow_from_the_parts(processor, image_processor, reverse
     assert processor.num_image_tokens == N and processor.tokenizer.image_size == 56
     assert processor.image_token_id == processor.tokenizer.convert_tokens_to_ids(FILL)
     other = reversed_tokenizer
-    grown = ChatGLMProcessor(image_processor, other)(images=pil_image(), text=f"{IMAGE}cat")
+    expanded = ChatGLMProcessor(image_processor, other)(images=pil_image(), text=f"{IMAGE}cat")
     ids = other.convert_tokens_to_ids([BEGIN, FILL, END])
-    assert grown["input_ids"][0][2 : 2 + N + 2] == [ids[0], *[ids[1]] * N, ids[2]]
+    assert expanded["input_ids"][0][2 : 2 + N + 2] == [ids[0], *[ids[1]] * N, ids[2]]
     processor.tokenizer.image_size = 1120
     with pytest.raises(ValueError, match="image_size 1120 but .* makes images of 56"):
         ChatGLMProcessor(image_processor, processor.tokenizer)
 
 
-def test_an_image_grows_and_one_that_has_grown_stays(processor):
+def test_placeholders_are_expanded_and_expanded_images_stay(processor):
     out = processor(images=pil_image(), text=f"<|user|>{IMAGE}cat", return_tensors="pt")
     assert set(out) == {"input_ids", "attention_mask", "pixel_values"}
-    assert decode(processor, out["input_ids"][0]).startswith(f"{PREFIX}<|user|>{GROWN}")
+    assert decode(processor, out["input_ids"][0]).startswith(f"{PREFIX}<|user|>{EXPANDED}")
     assert out["pixel_values"].shape == (1, 3, 56, 56)
     assert out["attention_mask"].tolist() == [[1] * out["input_ids"].shape[1]]
     short = processor(images=pil_image(), text=f"{IMAGE}cat")["input_ids"]
-    of_images = {"images_kwargs": {"return_tensors": "pt"}}
-    tensors = processor(images=pil_image(), text=f"{IMAGE}cat", **of_images)["input_ids"]
+    images_kwargs = {"images_kwargs": {"return_tensors": "pt"}}
+    tensors = processor(images=pil_image(), text=f"{IMAGE}cat", **images_kwargs)["input_ids"]
     assert tensors.tolist() == short
-    for given in (f"{GROWN}cat", short, short[0]):
-        assert processor(images=pil_image(), text=given)["input_ids"] == short
+    for form in (f"{EXPANDED}cat", short, short[0]):
+        assert processor(images=pil_image(), text=form)["input_ids"] == short
     assert set(processor(images=[pil_image()] * 2)) == {"pixel_values"}
 
 
@@ -75,13 +75,13 @@ def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_pr
     }
     for name, call in calls.items():
         want = repr(call())
-        of_images = () if name == "processor" else ("images", "image", "pixel_values")
-        for media in (*NO_MEDIA, *of_images):
+        images_kwargs = () if name == "processor" else ("images", "image", "pixel_values")
+        for media in (*NO_MEDIA, *images_kwargs):
             for empty in EMPTY:
                 assert repr(call(**{media: empty})) == want, (name, media, empty)
-            for given in ([[], "cat.mp4"], [0.0, 0.0], 0):
+            for value in ([[], "cat.mp4"], [0.0, 0.0], 0):
                 with pytest.raises(ValueError, match=f"was given {media}, which nothing reads"):
-                    call(**{media: given})
+                    call(**{media: value})
     with pytest.raises(ValueError, match="was given videos, .* takes images and text"):
         processor.apply_chat_template(
             chat, tokenize=True, processor_kwargs={"videos": ["cat.mp4"], "audio": []}
@@ -95,7 +95,7 @@ def test_empty_media_are_none_and_others_are_refused_by_name(processor, image_pr
     assert torch.equal(out["pixel_values"], image_processor(one)["pixel_values"])
     for empty in EMPTY:
         assert set(processor(text=["cat"], images=empty)) == {"input_ids", "attention_mask"}
-        with pytest.raises(ValueError, match=r"rows hold \[1\] begin-of-image ids but 0 images"):
+        with pytest.raises(ValueError, match=r"texts have \[1\] begin-of-image ids but 0 images"):
             processor(text=[text], images=empty)
 
 
@@ -115,7 +115,7 @@ def test_the_prefix_is_written_once(processor, flag):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_with_no_one_and_two_images(processor, side):
+def test_texts_with_no_one_and_two_images(processor, side):
     texts = ["cat", f"{IMAGE}cat", f"{IMAGE}and{IMAGE}"]
     flat = [pil_image(c) for c in ("red", "green", "blue")]
     options = {"text": texts, "padding": True, "padding_side": side, "return_tensors": "pt"}
@@ -157,28 +157,28 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
 def test_calls_that_contradict_themselves_are_refused(processor, case):
-    given, *named = WRONG_CALLS[case]
+    arguments, *named = WRONG_CALLS[case]
     with refused(ValueError, *named):
-        processor(**given)
+        processor(**arguments)
 
 
-def test_truncation_counts_grown_ids_and_spares_images(processor):
-    given = {"text": f"{IMAGE}cat cat cat", "images": pil_image()}
-    whole = processor(**given)["input_ids"][0]
+def test_truncation_counts_expanded_ids_and_cuts_no_image(processor):
+    inputs = {"text": f"{IMAGE}cat cat cat", "images": pil_image()}
+    whole = processor(**inputs)["input_ids"][0]
     options = {"truncation": True, "max_length": 8}
     for given_options in (options, {"text_kwargs": options}):
-        out = processor(**given, **given_options)
+        out = processor(**inputs, **given_options)
         assert out["input_ids"][0] == whole[:8] and len(out["attention_mask"][0]) == 8
-    told = "ids would be cut to max_length {}, into the image at positions 2 to 7: use a max_.*{}"
+    message = "ids to max_length {} would cut the image at positions 2 to 7: use a max_.*{}"
     for most in (7, 2):
-        with pytest.raises(ValueError, match=f"{len(whole)} {told.format(most, 'least 8')}"):
-            processor(**given, truncation=True, max_length=most)
+        with pytest.raises(ValueError, match=f"{len(whole)} {message.format(most, 'least 8')}"):
+            processor(**inputs, truncation=True, max_length=most)
     processor.tokenizer.truncation_side = "left"
     needed = len(whole) - 2
-    out = processor(**given, truncation=True, max_length=needed)
+    out = processor(**inputs, truncation=True, max_length=needed)
     assert out["input_ids"][0] == whole[2:]
     with pytest.raises(ValueError, match=f"at least {needed}"):
-        processor(**given, truncation=True, max_length=needed - 1)
+        processor(**inputs, truncation=True, max_length=needed - 1)
 
 
 def test_chats_take_images_in_every_form(processor, tmp_path):
@@ -187,7 +187,10 @@ def test_chats_take_images_in_every_form(processor, tmp_path):
     want = processor(images=pil_image(), text=f"<|user|>\n{IMAGE}cat", return_tensors="pt")
     text = {"type": "text", "text": "cat"}
     for content, image in [
-        *(("cat", of) for of in (pil_image(), np.asarray(pil_image()), path, path.read_bytes())),
+        *(
+            ("cat", image)
+            for image in (pil_image(), np.asarray(pil_image()), path, path.read_bytes())
+        ),
         ([{"type": "image", "image": pil_image()}, text], None),
         ([{"type": "image", "path": str(path)}, text], None),
         ([text, {"type": "image", "url": str(path)}], None),
@@ -208,31 +211,31 @@ def test_images_of_a_message_come_first_then_those_of_its_parts(processor):
     chat = [*user("cat", image=pil_image("blue")), *user(parts, image=pil_image("red"))]
     out = processor.apply_chat_template([user("hi"), chat], padding=True, **AS_TENSORS)
     assert (out["input_ids"] == processor.image_token_id).sum(1).tolist() == [0, 4 * N]
-    assert decode(processor, out["input_ids"][1]).endswith(f"{GROWN * 3}cat")
+    assert decode(processor, out["input_ids"][1]).endswith(f"{EXPANDED * 3}cat")
     assert torch.equal(out["pixel_values"], pixels_of(processor, "blue", "red", "green", "yellow"))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("of", ["processor", "tokenizer"])
-def test_the_assistant_mask_grows_and_is_padded_with_the_row(processor, of, side):
+@pytest.mark.parametrize("caller", ["processor", "tokenizer"])
+def test_the_assistant_mask_is_expanded_and_padded_with_the_ids(processor, caller, side):
     processor.tokenizer.padding_side = "right" if side == "left" else "left"
-    image = {"image": pil_image()} if of == "processor" else {}
+    image = {"image": pil_image()} if caller == "processor" else {}
     conversations = [
         [*user("cat", **image), {"role": "assistant", "content": "A dog."}],
         [*user("the cat and the dog" * 3), {"role": "assistant", "content": "A mat on a dog."}],
     ]
     options = {"padding_side": side}
-    if of == "tokenizer":
+    if caller == "tokenizer":
         options = {"tokenizer_kwargs": options}
-    part = processor if of == "processor" else processor.tokenizer
+    part = processor if caller == "processor" else processor.tokenizer
     out = part.apply_chat_template(
         conversations, return_assistant_tokens_mask=True, padding=True, **AS_TENSORS, **options
     )
     assert out["attention_mask"][0, 0 if side == "left" else -1] == 0
-    for ids, mask, said in zip(
+    for ids, mask, answer in zip(
         out["input_ids"], out["assistant_masks"], ["A dog.", "A mat on a dog."], strict=True
     ):
-        assert processor.decode(ids[mask.bool()]) == f"\n{said}"
+        assert processor.decode(ids[mask.bool()]) == f"\n{answer}"
 
 
 def test_the_image_processor_is_that_of_the_folder_or_follows_the_tokenizers_size(
@@ -246,10 +249,12 @@ def test_the_image_processor_is_that_of_the_folder_or_follows_the_tokenizers_siz
     loaded.save_pretrained(tmp_path)
     again = ChatGLMProcessor.from_pretrained(tmp_path)
     assert again.image_processor.image_mean == [0.1, 0.2, 0.3]
-    asked = []
-    monkeypatch.setattr(processing_chatglm, "cached_file", lambda *_, **said: asked.append(said))
+    calls = []
+    monkeypatch.setattr(
+        processing_chatglm, "cached_file", lambda *_, **options: calls.append(options)
+    )
     ChatGLMProcessor.from_pretrained(tmp_path, revision="of-last-year")
-    assert asked[0]["revision"] == "of-last-year"
+    assert calls[0]["revision"] == "of-last-year"
 
 
 @dataclass
@@ -260,7 +265,7 @@ class Message:
 
 
 class Model(BaseModel):
-    """As OpenAI's client has them."""
+    """A pydantic model, as OpenAI's client returns."""
 
     role: str
     content: Any
@@ -268,22 +273,25 @@ class Model(BaseModel):
 
 
 def test_objects_are_the_messages_that_their_fields_say(processor):
-    asked, answered = user("What is it?"), {"role": "assistant", "content": "A cat."}
+    question, answered = user("What is it?"), {"role": "assistant", "content": "A cat."}
     for part, tokenize in product((processor, processor.tokenizer), (True, False)):
-        want = part.apply_chat_template([*asked, answered], tokenize=tokenize)
-        for objects in ([Message(**asked[0]), Message(**answered)], [*asked, Model(**answered)]):
+        want = part.apply_chat_template([*question, answered], tokenize=tokenize)
+        for objects in (
+            [Message(**question[0]), Message(**answered)],
+            [*question, Model(**answered)],
+        ):
             assert part.apply_chat_template(objects, tokenize=tokenize) == want
     image = {"type": "image", "image": pil_image()}
     for message in (Message("user", "cat", pil_image()), Model(role="user", content=[image])):
-        got = processor.apply_chat_template([message], **AS_TENSORS)
-        assert got["pixel_values"].shape == (1, 3, 56, 56)
-    for wrong, told in (
-        ("text", "message must be a dict, a dataclass or a model of"),
-        (Message, "message must be a dict, a dataclass or a model of"),
+        actual = processor.apply_chat_template([message], **AS_TENSORS)
+        assert actual["pixel_values"].shape == (1, 3, 56, 56)
+    for wrong, problem in (
+        ("text", "message must be a dict, a dataclass or a pydantic model"),
+        (Message, "message must be a dict, a dataclass or a pydantic model"),
         (Model(role="user", content="x", annotations=["a"]), "key 'annotations', which nothing"),
     ):
-        with pytest.raises(ValueError, match=told):
-            processor.apply_chat_template([*asked, wrong])
+        with pytest.raises(ValueError, match=problem):
+            processor.apply_chat_template([*question, wrong])
 
 
 BOTH = {"image": "a.png", "url": "b.png"}

@@ -20,7 +20,7 @@ from tests.helpers.legacy_repository import (
     write_legacy_repository,
 )
 
-# fp32, rows of another length with their padding. Measured 3.4e-6 on this CPU.
+# fp32, another length with padding. Measured 3.4e-6 on this CPU.
 ATOL = 1e-5
 TEXTS = st.text("ab <|user|>\n图é", max_size=12)
 IMAGES = st.sampled_from([None, "", False]) | st.tuples(*[st.integers(0, 255)] * 3).map(
@@ -47,7 +47,7 @@ def processor(tmp_path_factory):
 
 
 @pytest.mark.parametrize("budget", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
-def test_the_tokenizers_rows_are_the_processors(budget, processor, model):
+def test_the_tokenizers_prompts_are_the_processors(budget, processor, model):
     @budget
     @given(CHATS, st.booleans())
     @torch.no_grad()
@@ -55,13 +55,13 @@ def test_the_tokenizers_rows_are_the_processors(budget, processor, model):
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "padding": True}
         options["add_generation_prompt"] = add_generation_prompt
         short = processor.tokenizer.apply_chat_template(chats, **options)
-        grown = processor.apply_chat_template(chats, **options)
-        assert ("images" in short) == ("pixel_values" in grown)
+        expanded = processor.apply_chat_template(chats, **options)
+        assert ("images" in short) == ("pixel_values" in expanded)
         if "images" in short:
-            assert torch.equal(short["images"], grown["pixel_values"])
-        here, there = model(**short).logits, model(**grown).logits
-        for one, other, number in zip(here, there, grown["attention_mask"].sum(1), strict=True):
-            # Rows are padded before they grow here, and after it there.
+            assert torch.equal(short["images"], expanded["pixel_values"])
+        ours, theirs = model(**short).logits, model(**expanded).logits
+        for one, other, number in zip(ours, theirs, expanded["attention_mask"].sum(1), strict=True):
+            # The model pads before the expansion, the processor after it.
             torch.testing.assert_close(one[-number:], other[-number:], atol=ATOL, rtol=0)
 
     check()
@@ -74,10 +74,10 @@ OF_RANKS = ranks()
 
 
 def decoded(ids, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
-    """By the description above, from the bytes of the ranks."""
-    kept = [token for token in ids if not (skip_special_tokens and token in SPECIAL)]
+    """Decode as described above, from the bytes of the ranks."""
+    shown_ids = [token for token in ids if not (skip_special_tokens and token in SPECIAL)]
     pieces = []
-    for is_special, run in groupby(kept, SPECIAL.__contains__):
+    for is_special, run in groupby(shown_ids, SPECIAL.__contains__):
         if is_special:
             pieces += [SPECIAL[token] for token in run]
         else:

@@ -17,7 +17,7 @@ STANDARD = set(sys.stdlib_module_names)
 
 
 def imports(path: Path) -> list[ast.stmt]:
-    """All but PIL's, which transformers' loader asks for unless it is imported where there is."""
+    """All imports except those of PIL, which are conditional."""
     tree = ast.parse(path.read_text())
     guarded = [
         node
@@ -35,12 +35,12 @@ def siblings(path: Path) -> set[str]:
 
 
 def closure(path: Path) -> set[str]:
-    found, todo = set(), [path.name]
+    names, todo = set(), [path.name]
     while todo:
-        for name in siblings(REMOTE / todo.pop()) - found:
-            found.add(name)
+        for name in siblings(REMOTE / todo.pop()) - names:
+            names.add(name)
             todo.append(name)
-    return found
+    return names
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

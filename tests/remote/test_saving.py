@@ -1,4 +1,4 @@
-"""What is saved loads as it was, here and where there is only the folder."""
+"""Saved models load unchanged, here and from the folder alone."""
 
 import json
 import shutil
@@ -21,9 +21,9 @@ from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from glm4v_patched.remote.tokenization_chatglm import ChatGLM4Tokenizer
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.tiny import (
+    expanded_image,
     golden_bytes,
     golden_weights,
-    expanded_image,
     random_pixels,
     text,
     tiny_model,
@@ -147,7 +147,7 @@ def test_weights_that_a_checkpoint_lacks_are_initialized_and_only_those(tmp_path
 
 
 def test_a_model_sharded_by_fsdp2_is_saved_as_the_class_it_was(tmp_path):
-    """FSDP2 derives a class of its own, in a file of torch's."""
+    """FSDP2 derives a class in a file of torch."""
     init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         model = fully_shard(tiny_model(), mesh=init_device_mesh("cpu", (1,)))
@@ -163,7 +163,7 @@ def test_a_model_sharded_by_fsdp2_is_saved_as_the_class_it_was(tmp_path):
 def test_adapters_that_this_transformers_cannot_load_are_refused_before_weights_are_read(
     tmp_path, monkeypatch
 ):
-    """With one error, which says what works meanwhile."""
+    """One error, with an alternative that works."""
     tiny_model().save_pretrained(tmp_path / "base")
     base = GLM4VForCausalLM.from_pretrained(tmp_path / "base")
     config = peft.LoraConfig(target_modules=["query_key_value"])
@@ -177,7 +177,7 @@ def test_adapters_that_this_transformers_cannot_load_are_refused_before_weights_
         GLM4VForCausalLM.from_pretrained(tmp_path / "adapters")
 
 
-# Where there is only the folder and no package of ours: one fresh process does all of it.
+# From the folder alone, without our package: one fresh process does all of it.
 SCRIPT = """
 import json, sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
@@ -213,15 +213,15 @@ def asked(auto, folder, kind=None):
     part = load(auto, folder)
     row = part.apply_chat_template(messages, tokenize=True, return_dict=True)
     (images,) = {"images", "pixel_values"} & {*row}
-    told = [type(part).__name__, images, list(row[images].shape), row["input_ids"][0]]
-    assert told == rows[kind or auto], (folder, told)
+    summary = [type(part).__name__, images, list(row[images].shape), row["input_ids"][0]]
+    assert summary == rows[kind or auto], (folder, summary)
     return part
 
 for auto in "AutoTokenizer", "AutoProcessor":
     asked(auto, "processor").save_pretrained(auto)
     asked(auto, auto)
 asked("AutoProcessor", "trained")
-# Here the tokenizer's code has come without the processor's.
+# The tokenizer's code was loaded without the processor's.
 load("AutoTokenizer", "trained-copy").save_pretrained("alone")
 asked("AutoProcessor", "alone", "AutoTokenizer")
 try:

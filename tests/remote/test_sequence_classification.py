@@ -1,4 +1,4 @@
-"""A score for every row, read at its last token whatever the row's form and padding."""
+"""A score for each sequence at its last token, with any images and padding."""
 
 import json
 from contextlib import nullcontext
@@ -14,8 +14,8 @@ from glm4v_patched.remote.modeling_chatglm import ChatGLMForSequenceClassificati
 from tests.helpers.legacy_repository import remote_code_under
 from tests.helpers.tiny import (
     PAD,
-    golden_weights,
     expanded_image,
+    golden_weights,
     padded,
     random_pixels,
     text,
@@ -25,12 +25,12 @@ from tests.helpers.tiny import (
 
 NAMES = "input_ids", "attention_mask"
 
-# fp32, products of other shapes. Measured 5e-7 on this CPU.
+# fp32, matmuls of other shapes. Measured 5e-7 on this CPU.
 ATOL = 1e-5
 
 
 class Judge(ChatGLMForSequenceClassification):
-    """A class of a user's, whose name says nothing of its loss."""
+    """A user's subclass, whose name does not reveal its loss."""
 
 
 def tiny_classifier(
@@ -61,33 +61,33 @@ def batch(image: list[int], side: str = "right") -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_last_token_of_every_row_is_read(model, image, side):
-    given = batch(image, side)
-    got, base = model(**given).logits, tiny_model().transformer
-    images = given["pixel_values"].split([0, 2, 1, 0])
-    for ids, mask, of_row, score in zip(*map(given.get, NAMES), images, got, strict=True):
+def test_the_score_is_that_of_the_last_token(model, image, side):
+    inputs = batch(image, side)
+    actual, base = model(**inputs).logits, tiny_model().transformer
+    images = inputs["pixel_values"].split([0, 2, 1, 0])
+    for ids, mask, of_row, score in zip(*map(inputs.get, NAMES), images, actual, strict=True):
         of_row = of_row if len(of_row) else None
         hidden = base(input_ids=ids[mask.bool()][None], pixel_values=of_row).last_hidden_state
         assert (score - model.score(hidden[0, -1])).abs().max() <= ATOL
 
 
 @torch.no_grad()
-def test_rows_are_given_without_a_mask_or_by_place_in_the_published_code(image):
-    """Without a mask a row ends before its padding; the padding id may stand in a text, too."""
-    model, given = tiny_classifier(), batch(image)
-    ids, mask, images = (given[name] for name in (*NAMES, "pixel_values"))
-    want = model(**given).logits
+def test_inputs_come_without_a_mask_or_positionally_as_published(image):
+    """Without a mask a sequence ends before its padding; a text may contain the padding id, too."""
+    model, inputs = tiny_classifier(), batch(image)
+    ids, mask, images = (inputs[name] for name in (*NAMES, "pixel_values"))
+    want = model(**inputs).logits
     for by_place in [(images,), (list(images), (mask.cumsum(1) - 1).clamp(min=0), mask)]:
         assert (model(ids, *by_place).logits - want).abs().max() <= ATOL
     cache = model(ids[:1, :4], use_cache=True).past_key_values
     assert (model(ids[:1, 4:], past_key_values=cache).logits - want[:1]).abs().max() <= ATOL
     model.config.pad_token_id = None
-    assert (model(**given).logits - want).abs().max() <= ATOL
+    assert (model(**inputs).logits - want).abs().max() <= ATOL
     assert model(torch.tensor([text(6)])).logits.shape == (1, 3)
-    with pytest.raises(ValueError, match="2 rows .* without attention_mask .*pad_token_id is None"):
+    with pytest.raises(ValueError, match="2 sequences .* without attention_mask.*pad_token_id is"):
         model(ids[:2])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])  # packed
-    with pytest.raises(ValueError, match="restart within 1 rows.*give a row for every sample"):
+    with pytest.raises(ValueError, match="restart within the 1 sequences.*a sequence of its own"):
         model(input_ids=torch.tensor([text(6)]), position_ids=positions)
     with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
         model(torch.tensor([text(6)]), attention_mask=torch.ones(1, 1, 6, 6))
@@ -106,7 +106,7 @@ def test_losses_are_those_of_transformers(num_labels, labels, loss):
     output = model(**batch(expanded_image(), "left"), labels=labels)
     assert (output.loss - loss(output.logits, labels)).abs() <= ATOL
     output.loss.backward()
-    # Each has a gradient, which processes that train together wait for.
+    # Each parameter has a gradient, for which other processes would wait.
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -124,8 +124,8 @@ def test_a_trainer_averages_over_accumulated_batches_and_smooths(smoothing, kind
     arguments = TrainingArguments(str(tmp_path), **options)
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
     trainer.train()
-    got = trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]
-    assert got == pytest.approx((want.item(), want.item()), rel=1e-4)  # logged as rounded
+    actual = trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]
+    assert actual == pytest.approx((want.item(), want.item()), rel=1e-4)  # logged as rounded
 
 
 @torch.no_grad()
@@ -139,11 +139,11 @@ def test_it_begins_from_a_language_model_and_loads_again(applied, tmp_path):
     torch.manual_seed(1)
     with remote_code_under(tmp_path / "modules"):
         with glm4v_patched.applied() if applied else nullcontext():
-            made = load("model", num_labels=1, trust_remote_code=not applied)
-        assert (type(made) is ChatGLMForSequenceClassification) is applied
-        want = made.eval()(**batch(expanded_image())).logits
+            classifier = load("model", num_labels=1, trust_remote_code=not applied)
+        assert (type(classifier) is ChatGLMForSequenceClassification) is applied
+        want = classifier.eval()(**batch(expanded_image())).logits
         assert want.shape == (4, 1)
-        made.save_pretrained(tmp_path / "saved")
+        classifier.save_pretrained(tmp_path / "saved")
         weights = load_file(tmp_path / "saved" / "model.safetensors")
         assert "score.weight" in weights and "transformer.output_layer.weight" not in weights
         config = json.loads((tmp_path / "saved" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The tokenizer: upstream's ids, chat format, safety of user text, saving and loading."""
+"""The tokenizer: the published ids, chat format, safety of user text, saving and loading."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from glm4v_patched.remote.tokenization_chatglm import (
     CHAT_TEMPLATE,
-    OPTIONS_OF_OTHERS,
     SPECIAL_TOKENS,
+    UNSUPPORTED_TEXT_OPTIONS,
     ChatGLM4Tokenizer,
     convert_ranks,
 )
@@ -43,7 +43,7 @@ def assert_upstreams(tokenizer, expected) -> None:
         assert tokenizer.encode(text) == case["add_special_tokens_true"], text
         plain = tokenizer.encode(text, add_special_tokens=False)
         assert plain == case["add_special_tokens_false"], text
-        raw = tokenizer._plain_tokenizer().encode(text, add_special_tokens=False).ids
+        raw = tokenizer._tokenizer_without_specials().encode(text, add_special_tokens=False).ids
         assert raw == case["raw_tiktoken_no_special"], text
 
 
@@ -52,7 +52,7 @@ def test_ids_are_upstreams(real_tokenizer, expected):
     for case in expected["decode"]:
         assert real_tokenizer.decode(case["ids"], skip_special_tokens=True) == case["skip"]
         assert real_tokenizer.decode(case["ids"]) == case["text"]
-    # One merge a token would lose the first two, and no sequence of merges gives the third.
+    # One merge per token would lose the first two, and no sequence of merges gives the third.
     for text, last in (("函数", 102481), ("的参数", 100955), (" 王", 102322)):
         assert real_tokenizer.encode(text, add_special_tokens=False)[-1] == last
 
@@ -118,7 +118,7 @@ BAD_CHATS = {
     "a string": (["hello"], {}, "got str"),
     "a mask of a string": (user("x"), {"return_assistant_tokens_mask": True}, "return_dict=True"),
     "a film": (user([{"type": "video", "video": "x"}]), {}, "a part of type video"),
-    "an empty image": (user([{"type": "image", "image": ""}]), {}, "'image' it has ''"),
+    "an empty image": (user([{"type": "image", "image": ""}]), {}, "'image' is ''"),
     "no size": (user("x", image=pil_image()), {"return_dict": True}, "image_size None"),
 }
 
@@ -157,7 +157,7 @@ def test_images_are_the_image_processors(tokenizer, image_processor):
         )
         assert isinstance(out["images"], np.ndarray) is (tensors == "np")
         assert torch.equal(torch.as_tensor(out["images"]), want) and want.dtype == torch.float32
-    # They are opened where they are asked for, and image parts may keep them elsewhere.
+    # Images are read only if requested, and image parts may have none.
     assert len(chat_ids(tokenizer, user("What?", image="no such file"))) > 6
     with pytest.raises(Exception, match="no such file"):
         tokenizer.apply_chat_template(user("What?", image="no such file"), return_dict=True)
@@ -174,7 +174,7 @@ def test_truncation_keeps_either_side_and_cuts_no_image(tokenizer):
     whole = chat_ids(tokenizer, message)
     # [gMASK] <sop> <|user|> \n begin placeholder end
     for length, name in [(4, "begin"), (6, "end")]:
-        with pytest.raises(ValueError, match=rf"holds 1 images, but .* 0 times <.{name}_of_image"):
+        with pytest.raises(ValueError, match=rf"has 1 images, but .* 0 times <.{name}_of_image"):
             tokenizer.apply_chat_template(message, max_length=length, return_dict=True, **options)
     out = tokenizer.apply_chat_template(message, max_length=7, return_dict=True, **options)
     assert out["input_ids"] == [whole[:7]] and len(out["images"]) == 1
@@ -213,21 +213,21 @@ def test_single_messages_make_up_a_chat(tokenizer):
     assert build("observation", "a", "b", tokenize=False) == "<|observation|>a\nb"
     with pytest.raises(ValueError, match="has the role 'tool': use system, user"):
         build("tool", "", "x")
-    # tiktoken's is not there: frameworks take an object with a tokenizer for a processor.
+    # There is no attribute `tokenizer`: frameworks would take its owner for a processor.
     assert not hasattr(tokenizer, "tokenizer")
 
 
 @pytest.mark.parametrize("kind", ["python", "simple_browser", "cogview", "web_search"])
 def test_a_tool_of_another_type_is_refused_by_its_name(tokenizer, kind):
-    """The published code has texts of its own for three of them."""
+    """The published code has its own texts for three of them."""
     tools = [{"type": kind}]
     named = f"a tool has type {kind}, .* give tools of type function, or describe it in a system"
-    for given in (
+    for options in (
         {"tools": tools},
         {"conversation": [{"role": "system", "content": "x", "tools": tools}, *user("x")]},
     ):
         with pytest.raises(Exception, match=named):
-            tokenizer.apply_chat_template(**{"conversation": user("x")} | given)
+            tokenizer.apply_chat_template(**{"conversation": user("x")} | options)
 
 
 def test_names_of_transformers_4_are_there(tokenizer):
@@ -242,29 +242,29 @@ def test_names_of_transformers_4_are_there(tokenizer):
 WITHOUT_ADVICE = Version("5.0") <= Version(transformers.__version__) < Version("5.4")
 
 
-@pytest.mark.parametrize("name", OPTIONS_OF_OTHERS)
+@pytest.mark.parametrize("name", UNSUPPORTED_TEXT_OPTIONS)
 def test_options_of_other_models_tokenizers_are_refused_or_change_nothing(tokenizer, name):
     want, of_pair = tokenizer("the cat")["input_ids"], tokenizer("the", "cat")["input_ids"]
     of_object = {"tokenizer_object": tokenizer.backend_tokenizer}
     with pytest.raises(ValueError, match=f"^{name} is True, .* leave it out"):
         ChatGLM4Tokenizer(**of_object, **{name: True})
-    made = ChatGLM4Tokenizer(**of_object, **{name: False})
+    built = ChatGLM4Tokenizer(**of_object, **{name: False})
     if hasattr(ChatGLM4Tokenizer, name):  # of transformers 5, which may be set later
         with pytest.raises(ValueError, match=f"^{name} is True, .* leave it out"):
-            setattr(made, name, True)
-        setattr(made, name, False)
-    assert made("the cat")["input_ids"] == want and want[:2] == made.get_prefix_tokens()
-    assert made("the", "cat")["input_ids"] == of_pair
+            setattr(built, name, True)
+        setattr(built, name, False)
+    assert built("the cat")["input_ids"] == want and want[:2] == built.get_prefix_tokens()
+    assert built("the", "cat")["input_ids"] == of_pair
 
 
 def test_the_other_options_of_loading_are_as_the_page_has_them(tokenizer):
     def of(**options) -> tuple:
-        made = ChatGLM4Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, **options)
-        spaced = made.decode(made("a , b <|user|>")["input_ids"])
-        cut = made("the cat the", truncation=True, max_length=4)["input_ids"]
-        padded = made(["the", "the cat"], padding=True)["input_ids"]
-        chat = made.apply_chat_template(user("the cat"))
-        return spaced, cut, padded, chat, made.model_max_length, [*made("the")]
+        built = ChatGLM4Tokenizer(tokenizer_object=tokenizer.backend_tokenizer, **options)
+        spaced = built.decode(built("a , b <|user|>")["input_ids"])
+        cut = built("the cat the", truncation=True, max_length=4)["input_ids"]
+        padded = built(["the", "the cat"], padding=True)["input_ids"]
+        chat = built.apply_chat_template(user("the cat"))
+        return spaced, cut, padded, chat, built.model_max_length, [*built("the")]
 
     want = of()
     nothing = ("use_fast", "legacy", "trim_offsets", "encode_special_tokens")
@@ -379,7 +379,7 @@ def test_text_comes_back_unchanged(tokenizer):
 def test_chats_leave_the_tokenizer_as_it_is(tokenizer):
     before = tokenizer.backend_tokenizer.to_str()
     calls = [(chat_ids, tokenizer, user("say <|user|>")), (tokenizer.encode, "a<|user|>b")]
-    want = [function(*given) for function, *given in calls]
+    want = [function(*arguments) for function, *arguments in calls]
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(*call) for _ in range(40) for call in calls]
         assert [job.result() for job in jobs] == want * 40
