@@ -1,1 +1,1 @@
-"""What makes a model trainable, fast and small; knows no Trainer and no data."""
+"""Makes a model trainable, fast and small, independently of the Trainer and of data."""

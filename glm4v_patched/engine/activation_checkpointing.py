@@ -1,4 +1,4 @@
-"""Makes layers keep the activations that their policy names, and compute the others again."""
+"""Apply activation checkpointing policies to layers, and compile layers."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,87 +16,94 @@ from ..remote.checkpointing import CheckpointedLayer
 from ..remote.modeling_chatglm import GLMBlock
 from .activation_policies import Policy, check_policy, policies_of_layers
 
-# Of linear layers, and which argument is the weight [in, out].
-_LINEARS = {torch.ops.aten.mm.default: -1, torch.ops.aten.addmm.default: -1}
-if hasattr(torch.ops.aten, "_scaled_mm"):  # in fp8, whose require_fp8 asks for it
-    _LINEARS[torch.ops.aten._scaled_mm.default] = 1
+# Operators of linear layers, and the index of their argument that is the weight [in, out].
+_LINEAR_OPERATORS = {torch.ops.aten.mm.default: -1, torch.ops.aten.addmm.default: -1}
+if hasattr(torch.ops.aten, "_scaled_mm"):  # for fp8; require_fp8 checks that it exists
+    _LINEAR_OPERATORS[torch.ops.aten._scaled_mm.default] = 1
 
 
 def checkpoint_layers(
     model: nn.Module,
     tower: str = "full",
     language: str = "full",
-    by_operation: bool = False,
+    marks_every_operator: bool = False,
 ) -> None:
-    """Set the policy of the vision tower's layers and of the language model's.
+    """Set the policies of the vision tower's layers and of the language model's.
 
-    Policies are those of :mod:`activation_policies`, or "every N"; ``ValueError`` if there is no
-    such. All give the same gradients. They act in training only, and through the layers' own
-    checkpointing, so they are safe under ZeRO-3 and may be compiled.
+    All policies give the same gradients. They act in training only, through the layers' own
+    checkpointing, so they work under ZeRO-3 and with compiled layers.
 
     Args:
-        by_operation: Tell of each operation of a "full" layer that it is computed again. For
-            layers that are compiled and multiply in fp8: torch 2.11's compiler keeps what matrix
-            products inside of an autograd.Function give, unless it is told of each.
+        tower: A name of :data:`activation_policies.POLICIES`, or "every N"; as is ``language``.
+        marks_every_operator: Mark each operator of a "full" layer as recomputed. Needed for
+            compiled layers in fp8: torch 2.11's compiler otherwise saves the products inside an
+            ``autograd.Function``.
+
+    Raises:
+        ValueError: There is no such policy.
     """
     layers = list(checkpointed_layers(model))
-    for part, asked, kind in (("tower", tower, False), ("language", language, True)):
-        check_policy(part, asked)
-        of_part = [layer for layer in layers if isinstance(layer, GLMBlock) is kind]
-        for layer, policy in zip(of_part, policies_of_layers(asked, len(of_part)), strict=True):
-            _set_policy(layer, policy, by_operation)
+    for part, name, is_block in (("tower", tower, False), ("language", language, True)):
+        check_policy(part, name)
+        part_layers = [layer for layer in layers if isinstance(layer, GLMBlock) is is_block]
+        policies = policies_of_layers(name, len(part_layers))
+        for layer, policy in zip(part_layers, policies, strict=True):
+            _set_policy(layer, policy, marks_every_operator)
 
 
 def checkpointed_layers(model: nn.Module) -> Iterator[CheckpointedLayer]:
-    """The layers of vision tower and language model, whatever the model is wrapped in."""
+    """Yield the layers of vision tower and language model, whatever the model is wrapped in."""
     return (module for module in model.modules() if isinstance(module, CheckpointedLayer))
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile every layer of the model, recomputation included: its norms, rotations and
-    activations become few kernels. Call it after the policy is set and adapters are in.
+    """Compile every layer with torch.compile, including the recomputation.
 
-    The layers of a tower share their compiled code; a first new length of rows compiles once more,
-    for any length. Under ZeRO-3 it helps only if the hooks that gather weights are outside of
-    compiled code: layers are gathered as wholes, and DeepSpeed leaves ``F.linear`` alone.
+    This fuses norms, rotary embeddings and activation functions into few kernels. Call it after
+    the policies are set and adapters are in place.
+
+    The layers of a tower share compiled code. The first sequence of another length compiles once
+    more, for any length. Under ZeRO-3 the hooks that gather weights must stay outside compiled
+    code: whole layers are gathered, and DeepSpeed does not replace ``F.linear``.
     """
     for layer in checkpointed_layers(model):
-        # Not layer.compile(), which would take the layer's hooks in.
+        # Not layer.compile(), which would compile the layer's hooks, too.
         layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
 
 
-def _set_policy(layer: CheckpointedLayer, policy: Policy, by_operation: bool) -> None:
+def _set_policy(layer: CheckpointedLayer, policy: Policy, marks_every_operator: bool) -> None:
     layer.gradient_checkpointing = policy.name != "none"
-    # The layers draw no random numbers, so none have to be put back; but for LoRA's dropout.
-    draws = any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in layer.modules())
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
-    keep = None
-    if policy.widest_linear is not None:
+    # Only LoRA's dropout uses random numbers, so that the RNG state is saved for it alone.
+    has_dropout = any(isinstance(inner, nn.Dropout) and inner.p > 0 for inner in layer.modules())
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
+    selection = None
+    if policy.max_saved_width is not None:
         attention: Any = layer.self_attention if isinstance(layer, GLMBlock) else layer.attention
         width = attention.dense.out_features  # not from a weight, which may be sharded
-        keep = _keep(policy.widest_linear * width, narrowest_input=width // 4)
-    elif by_operation and policy.name != "none":
-        keep = _keep_nothing
-    if keep is not None:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
+        selection = _save_linear_outputs(policy.max_saved_width * width, min_input=width // 4)
+    elif marks_every_operator and policy.name != "none":
+        selection = _recompute_all
+    if selection is not None:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, selection)
     layer._gradient_checkpointing_func = partial(checkpoint, **options)
 
 
-def _keep(widest: float, narrowest_input: int) -> Callable[..., CheckpointPolicy]:
-    """Keep attention outputs, and those of linear layers that have at most ``widest`` channels."""
+def _save_linear_outputs(max_output: float, min_input: int) -> Callable[..., CheckpointPolicy]:
+    """Return a selection that saves attention outputs, and linear layers' up to ``max_output``
+    channels."""
 
-    def policy(_context, operator, *arguments, **_options) -> CheckpointPolicy:
+    def select(_context, operator, *arguments, **_options) -> CheckpointPolicy:
         if "scaled_dot_product" in str(operator) or "flash_attn" in str(operator):
             return CheckpointPolicy.MUST_SAVE
-        if operator in _LINEARS:
-            into, out = arguments[_LINEARS[operator]].shape
-            # What LoRA adds comes from few channels and is cheaper to compute than to keep.
-            if out <= widest and into >= narrowest_input:
+        if operator in _LINEAR_OPERATORS:
+            in_channels, out_channels = arguments[_LINEAR_OPERATORS[operator]].shape
+            # LoRA's second factor has few input channels: recomputing is cheaper than saving.
+            if out_channels <= max_output and in_channels >= min_input:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return select
 
 
-def _keep_nothing(_context, _operator, *_arguments, **_options) -> CheckpointPolicy:
+def _recompute_all(_context, _operator, *_arguments, **_options) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,7 +1,7 @@
-"""Policies: which activations of a layer are kept and which are computed again. Needs no torch.
+"""Activation checkpointing policies: which activations of a layer are saved, which recomputed.
 
-A policy is one record of :data:`POLICIES`. :mod:`activation_checkpointing` applies it,
-:mod:`memory_plan` estimates its memory, the recipe and the bench take it by its name.
+A policy is a record of :data:`POLICIES`. :mod:`activation_checkpointing` applies it,
+:mod:`memory_plan` estimates its memory, and recipe and bench select it by name. Needs no torch.
 """
 
 from dataclasses import dataclass
@@ -10,78 +10,83 @@ from math import inf
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of one token in one layer: channels of the dtype that is computed with, and multiply-adds
-    (``..._work``).
+    """Activations and work of one token in one layer.
 
-    Narrow are linear layers no wider than 1.25 times the layer: of the language model query, key
-    and value (one projection), ``dense`` and ``dense_4h_to_h``; of the tower ``dense`` and ``fc2``.
+    Fields are numbers of channels in the dtype of the computation, or multiply-adds (``..._macs``).
+
+    Narrow linear layers are those no wider than 1.25 times the layer: ``query_key_value`` (of the
+    language model), ``dense`` and ``dense_4h_to_h`` or ``fc2``. The others are wide.
     """
 
-    layer_input: float  # which a checkpoint keeps
+    layer_input: float  # what a checkpoint saves
     attention_output: float
     narrow_outputs: float
     wide_outputs: float
-    saved_by_autograd: float  # all that backward takes of a layer that is not checkpointed
-    elementwise_work: float
-    wide_work: float
-    narrow_work: float
-    attention_work: float
+    saved_by_autograd: float  # everything that backward needs without checkpointing
+    elementwise_macs: float
+    wide_macs: float
+    narrow_macs: float
+    attention_macs: float
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a layer keeps from forward to backward, and what it computes a second time.
+    """A choice of the activations that a layer saves for backward, and of those it recomputes.
 
-    ``keeps`` and ``recomputes`` are fields of :class:`LayerSizes`. Where ``widest_linear`` is a
-    number, the layer is checkpointed selectively: kept are outputs of linear layers up to so many
-    times its width.
+    Attributes:
+        saves: Fields of :class:`LayerSizes` that are saved.
+        recomputes: Fields of :class:`LayerSizes` that are computed again in backward.
+        max_saved_width: For selective checkpointing: outputs of linear layers are saved up to so
+            many times the layer's width. None for none or full checkpointing.
     """
 
     name: str
-    keeps: tuple[str, ...]
+    saves: tuple[str, ...]
     recomputes: tuple[str, ...]
-    widest_linear: float | None = None
+    max_saved_width: float | None = None
 
-    def channels(self, sizes: LayerSizes) -> float:
-        """Kept of a token."""
-        return sum(getattr(sizes, name) for name in self.keeps)
+    def saved_channels(self, sizes: LayerSizes) -> float:
+        """Return the saved channels per token."""
+        return sum(getattr(sizes, name) for name in self.saves)
 
-    def work(self, sizes: LayerSizes) -> float:
-        """Multiply-adds done again for a token."""
+    def recomputed_macs(self, sizes: LayerSizes) -> float:
+        """Return the recomputed multiply-adds per token."""
         return sum(getattr(sizes, name) for name in self.recomputes)
 
 
-# In the order in which more memory keeps more of them, and more of the others is not done again.
-_KEPT = ("layer_input", "attention_output", "narrow_outputs", "wide_outputs")
-_WORK = ("elementwise_work", "wide_work", "narrow_work", "attention_work")
-_ALL = (
-    # What autograd or the compiler asks for.
-    Policy("none", keeps=("saved_by_autograd",), recomputes=()),
-    Policy("linear", keeps=_KEPT, recomputes=_WORK[:1], widest_linear=inf),
-    Policy("selective", keeps=_KEPT[:3], recomputes=_WORK[:2], widest_linear=1.25),
-    Policy("attention", keeps=_KEPT[:2], recomputes=_WORK[:3], widest_linear=0),
-    Policy("full", keeps=_KEPT[:1], recomputes=_WORK),
+# In this order: each policy saves one field more than the next one, and recomputes one fewer.
+_SAVED_FIELDS = ("layer_input", "attention_output", "narrow_outputs", "wide_outputs")
+_WORK_FIELDS = ("elementwise_macs", "wide_macs", "narrow_macs", "attention_macs")
+_ALL_POLICIES = (
+    Policy("none", saves=("saved_by_autograd",), recomputes=()),
+    Policy("linear", saves=_SAVED_FIELDS, recomputes=_WORK_FIELDS[:1], max_saved_width=inf),
+    Policy("selective", saves=_SAVED_FIELDS[:3], recomputes=_WORK_FIELDS[:2], max_saved_width=1.25),
+    Policy("attention", saves=_SAVED_FIELDS[:2], recomputes=_WORK_FIELDS[:3], max_saved_width=0),
+    Policy("full", saves=_SAVED_FIELDS[:1], recomputes=_WORK_FIELDS),
 )
-POLICIES = {policy.name: policy for policy in _ALL}
-"""From all kept to all computed again. "every N" lies between none and full: every Nth layer, from
-the first, is full, the others none."""
-EVERY = "every N"
+POLICIES = {policy.name: policy for policy in _ALL_POLICIES}
+"""Policies by name, from no recomputation ("none") to recomputing everything ("full").
+
+"every N" lies between them: every Nth layer, beginning with the first, is "full", the others
+"none".
+"""
+EVERY_N = "every N"
 
 
 def policies_of_layers(name: str, layers: int) -> list[Policy]:
-    """The policy of each of so many layers; ``ValueError`` if there is none of that name."""
+    """Return the policy of each of so many layers; ``ValueError`` for an unknown name."""
     check_policy("layer", name)
     if name in POLICIES:
         return [POLICIES[name]] * layers
-    every = int(name.split()[1])
-    return [POLICIES["none" if index % every else "full"] for index in range(layers)]
+    period = int(name.split()[1])
+    return [POLICIES["none" if index % period else "full"] for index in range(layers)]
 
 
-def check_policy(whose: str, name: object, or_auto: bool = False) -> None:
-    """Raises ``ValueError`` if there is no such policy."""
-    kind, _, number = str(name).partition(" ")  # a recipe may hold anything
-    is_every = kind == "every" and number.isdecimal() and int(number) > 0
-    if is_every or name in POLICIES or (or_auto and name == "auto"):
+def check_policy(part: str, name: object, or_auto: bool = False) -> None:
+    """Raise ``ValueError`` if ``name`` is not a policy; ``part`` is named in the message."""
+    prefix, _, number = str(name).partition(" ")  # a recipe may contain any object
+    is_every_n = prefix == "every" and number.isdecimal() and int(number) > 0
+    if is_every_n or name in POLICIES or (or_auto and name == "auto"):
         return
     expected = ", ".join((("auto",) if or_auto else ()) + tuple(POLICIES))
-    raise ValueError(f"the {whose}'s policy is {name!r}; expected {expected} or 'every N', N > 0")
+    raise ValueError(f"the {part}'s policy is {name!r}; expected {expected} or 'every N', N > 0")

@@ -1,4 +1,4 @@
-"""Which linear layers multiply in fp8, and what that needs of model and machine."""
+"""Choice of the linear layers that multiply in fp8, and requirements on model and machine."""
 
 from collections.abc import Iterator
 
@@ -8,55 +8,57 @@ from ..remote.configuration_chatglm import ChatGLMConfig
 from .gpus import find_fp8_problem
 from .options import LANGUAGE_TARGETS, TOWER_TARGETS, EngineOptions
 
-MULTIPLE = 16
-"""Channels of a layer are a multiple of it: what the GPU's products take."""
+FP8_SIZE_MULTIPLE = 16
+"""The channels of a layer must be a multiple of it: the GPU's fp8 products need that."""
 
-TARGETS = {"tower": TOWER_TARGETS, "language_model": LANGUAGE_TARGETS}
+FP8_LAYERS = {"tower": TOWER_TARGETS, "language_model": LANGUAGE_TARGETS}
 
 _allow_cpu = False
-"""For tests: products of fp8 on a CPU, which are slow there."""
+"""For tests: allow fp8 on a CPU, where it is slow."""
 
 
 def is_fp8_candidate(part: str, layer: str) -> bool:
-    """Return whether a linear layer is one of those of the towers' layers."""
-    return layer in TARGETS.get(part, ())
+    """Return whether ``layer`` names a linear layer of a part's transformer layers."""
+    return layer in FP8_LAYERS.get(part, ())
 
 
 def bf16_reason(part: str, layer: str, has_fused_quantization: bool) -> str | None:
-    """Return why a linear layer stays in bf16 where fp8 is asked for, or None.
+    """Return why a linear layer stays in bf16 although fp8 is on, or None.
 
-    On one H200, of 25,604 rows, in ms: bf16; fp8, and quantizing the input by itself:
-    ``dense`` (1,792 -> 1,792) 0.215; 0.119 + 0.128. ``fc2`` (15,360 -> 1,792) 1.996; 0.998 + 0.785.
-    The others gain 1.45 to 1.83 times, quantized by kernels of their own.
+    Measured on one H200 with 25,604 rows, in ms: the product in bf16; in fp8, plus quantizing its
+    input in a separate step. ``dense`` (1,792 -> 1,792): 0.215; 0.119 + 0.128. ``fc2``
+    (15,360 -> 1,792): 1.996; 0.998 + 0.785. The other layers, whose inputs are quantized by fused
+    kernels, are 1.45 to 1.83 times as fast.
 
     Args:
-        part: One of :data:`options.PARTS`.
-        has_fused_quantization: A kernel that makes the activations of ``fc2`` quantizes them: layers are
-            compiled, or the model is for inference.
+        part: One of :data:`options.MODEL_PARTS`.
+        layer: The layer's own name, such as "fc1".
+        has_fused_quantization: The kernel that computes the input of ``fc2`` quantizes it: layers
+            are compiled, or the model is for inference.
     """
     if not is_fp8_candidate(part, layer):
-        return "it is outside of the towers' layers, or an adapter's"
+        return "it is not a linear layer of a transformer layer, or it is an adapter's"
     if (part, layer) == ("tower", "dense"):
-        return "no kernel that makes its input quantizes it, so that fp8 gains nothing"
+        return "no fused kernel quantizes its input, so fp8 gains nothing"
     if (part, layer) == ("tower", "fc2") and not has_fused_quantization:
-        return "fp8 gains nothing here where layers are not compiled"
+        return "fp8 gains nothing here unless layers are compiled"
     return None
 
 
 def require_fp8(options: EngineOptions, config: ChatGLMConfig) -> None:
-    """Raise if fp8 is asked for and this process cannot train the model with it.
+    """Check that this process can train the model in fp8, if the options ask for it.
 
     Raises:
-        RuntimeError: no GPU, an old one, or a torch without what is used of it.
-        ValueError: the model's sizes are not multiples of :data:`MULTIPLE`.
+        RuntimeError: There is no GPU, it is too old, or torch lacks the function for fp8 products.
+        ValueError: The model's sizes are not multiples of :data:`FP8_SIZE_MULTIPLE`.
     """
     if not options.fp8:
         return
     require_fp8_matmul()
-    for name, size in _sizes(config):
-        if size % MULTIPLE:
+    for name, size in _layer_sizes(config):
+        if size % FP8_SIZE_MULTIPLE:
             raise ValueError(
-                f"fp8 with {name} {size}: its products take multiples of {MULTIPLE}; "
+                f"{name} is {size}, and fp8 needs multiples of {FP8_SIZE_MULTIPLE}; "
                 "leave out fp8 for this model"
             )
 
@@ -65,18 +67,19 @@ def require_fp8_matmul() -> None:
     """Raise ``RuntimeError`` if this process cannot multiply in fp8."""
     if not hasattr(torch, "_scaled_mm"):
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch._scaled_mm, with which fp8 multiplies; "
+            f"torch {torch.__version__} has no torch._scaled_mm, which fp8 needs; "
             "install a tested one (README, What you need), or leave out fp8"
         )
     if not _allow_cpu:
         if not torch.cuda.is_available():
             raise RuntimeError("fp8 needs a GPU, and torch sees none; leave out fp8")
-        found = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        if fault := find_fp8_problem(*found):
-            raise RuntimeError(fault)
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if problem := find_fp8_problem(name, capability):
+            raise RuntimeError(problem)
 
 
-def _sizes(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
+def _layer_sizes(config: ChatGLMConfig) -> Iterator[tuple[str, int]]:
+    """Yield each number of channels of the linear layers, by its name in the config."""
     yield "hidden_size", config.hidden_size
     yield "ffn_hidden_size", config.ffn_hidden_size
     yield "num_attention_heads * kv_channels", config.num_attention_heads * config.kv_channels

@@ -1,5 +1,7 @@
-"""What NVIDIA's driver and its ``nvidia-smi`` tell of GPUs. Needs no torch, so that mistakes are
-told early."""
+"""Query GPUs through NVIDIA's driver and ``nvidia-smi``.
+
+Needs no torch, so that problems are reported early.
+"""
 
 import ctypes
 import importlib.util
@@ -13,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SECONDS = 10  # nvidia-smi takes one or two where the driver is not kept loaded
-OLDEST_FOR_FP8 = (8, 9)
+NVIDIA_SMI_TIMEOUT = 10
+"""Seconds; it takes one or two where the driver is not kept loaded."""
+MIN_FP8_CAPABILITY = (8, 9)
 """Compute capability of Ada; Hopper has 9.0."""
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
-COMPUTE_CAPABILITY = (75, 76)  # of cuDeviceGetAttribute: major, minor
+CUDA_ERROR_NO_DEVICE = 100
+COMPUTE_CAPABILITY_ATTRIBUTES = (75, 76)
+"""Attributes of cuDeviceGetAttribute: major, minor."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """``memory`` is all that it has, in bytes; ``capability`` CUDA's, of Hopper (9, 0)."""
+    """A GPU: total memory in bytes, and compute capability, (9, 0) for Hopper."""
 
     name: str
     memory: int
@@ -31,18 +35,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """``reason`` says why none was found; it is empty where there are some."""
+    """The visible GPUs; ``reason`` tells why there are none, and is empty otherwise."""
 
-    found: tuple[Gpu, ...]
+    devices: tuple[Gpu, ...]
     reason: str = ""
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.devices)
 
 
 @dataclass(frozen=True)
-class Use:
-    """Memory in bytes that is taken of a GPU, by whomever."""
+class GpuMemoryUse:
+    """Memory of a GPU in bytes: used, by any process, and in total."""
 
     index: int
     used: int
@@ -50,24 +54,24 @@ class Use:
 
 
 def find_gpus() -> Gpus:
-    """What the CUDA driver shows: ``CUDA_VISIBLE_DEVICES`` and parts of GPUs (MIG) are its matter.
+    """Return the GPUs that the CUDA driver shows, which applies ``CUDA_VISIBLE_DEVICES`` and MIG.
 
-    No context is made, so that nothing is taken of a GPU's memory.
+    No context is created, so that none of their memory is used.
     """
     if torch_cuda_version() is None:
         return Gpus((), "this torch was built without CUDA (its version ends in +cpu)")
     driver = _load_driver()
     if driver is None:
-        return Gpus((), "no driver of NVIDIA is installed (libcuda.so.1 was not found)")
+        return Gpus((), "NVIDIA's driver is not installed (libcuda.so.1 was not found)")
     count = ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(byref(count))
-    if status and status != NO_DEVICE:
-        return Gpus((), f"NVIDIA's driver cannot be started: cuInit gave error {status}")
+    if status and status != CUDA_ERROR_NO_DEVICE:
+        return Gpus((), f"NVIDIA's driver cannot be started: cuInit returned error {status}")
     if status or not count.value:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         reason = "NVIDIA's driver shows none"
         return Gpus((), reason if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}")
-    return Gpus(tuple(_describe(driver, index) for index in range(count.value)))
+    return Gpus(tuple(_query_gpu(driver, index) for index in range(count.value)))
 
 
 def _load_driver() -> ctypes.CDLL | None:
@@ -77,47 +81,53 @@ def _load_driver() -> ctypes.CDLL | None:
         return None
 
 
-def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
-    about = f"GPU {index}"
+def _query_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
+    subject = f"GPU {index}"
     device, memory = ctypes.c_int(), ctypes.c_size_t()
-    numbers = ctypes.c_int(), ctypes.c_int()
+    capability = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
-    _require(driver.cuDeviceGet(byref(device), index), about)
-    _require(driver.cuDeviceGetName(name, len(name), device), about)
-    _require(driver.cuDeviceTotalMem_v2(byref(memory), device), about)
-    for number, asked in zip(numbers, COMPUTE_CAPABILITY, strict=True):
-        _require(driver.cuDeviceGetAttribute(byref(number), asked, device), about)
-    major, minor = (number.value for number in numbers)
+    _check_status(driver.cuDeviceGet(byref(device), index), subject)
+    _check_status(driver.cuDeviceGetName(name, len(name), device), subject)
+    _check_status(driver.cuDeviceTotalMem_v2(byref(memory), device), subject)
+    for number, attribute in zip(capability, COMPUTE_CAPABILITY_ATTRIBUTES, strict=True):
+        _check_status(driver.cuDeviceGetAttribute(byref(number), attribute, device), subject)
+    major, minor = (number.value for number in capability)
     return Gpu(name.value.decode(errors="replace"), memory.value, (major, minor))
 
 
-def free_bytes_per_gpu(number: int) -> list[int]:
-    """Bytes free on the first so many GPUs, less what a process of CUDA takes by itself, whose
-    context is given back at once. ``RuntimeError`` if there are fewer, or the driver says none."""
+def free_bytes_per_gpu(count: int) -> list[int]:
+    """Return the free bytes of the first ``count`` GPUs.
+
+    A CUDA context is created on each for the query, and destroyed, so that the memory of a context
+    is already subtracted.
+
+    Raises:
+        RuntimeError: There are fewer GPUs, or the driver returns an error.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
-    found = []
-    for index in range(number):
-        about = f"GPU {index}'s memory"
+    free_bytes = []
+    for index in range(count):
+        subject = f"GPU {index}'s memory"
         device, context = ctypes.c_int(), ctypes.c_void_p()
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        _require(driver.cuInit(0) or driver.cuDeviceGet(byref(device), index), about)
-        _require(driver.cuDevicePrimaryCtxRetain(byref(context), device), about)
+        _check_status(driver.cuInit(0) or driver.cuDeviceGet(byref(device), index), subject)
+        _check_status(driver.cuDevicePrimaryCtxRetain(byref(context), device), subject)
         status = driver.cuCtxPushCurrent_v2(context)
         status = status or driver.cuMemGetInfo_v2(byref(free), byref(total))
         driver.cuCtxPopCurrent_v2(byref(context))
         driver.cuDevicePrimaryCtxRelease_v2(device)
-        _require(status, about)
-        found.append(free.value)
-    return found
+        _check_status(status, subject)
+        free_bytes.append(free.value)
+    return free_bytes
 
 
-def _require(status: Any, about: str) -> None:
+def _check_status(status: Any, subject: str) -> None:
     if status:
-        raise RuntimeError(f"NVIDIA's driver gave error {status} about {about}")
+        raise RuntimeError(f"NVIDIA's driver returned error {status} for {subject}")
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver runs, as (major, minor); None where there is no driver."""
+    """Return the newest CUDA version that the driver supports; None without a driver."""
     number, driver = ctypes.c_int(), _load_driver()
     if driver is None or driver.cuDriverGetVersion(byref(number)):
         return None
@@ -125,7 +135,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def torch_cuda_version() -> tuple[int, int] | None:
-    """The CUDA that torch was built with; read without importing it. None for none."""
+    """Return the CUDA version that torch was built with, without importing torch; None for none."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         return None
@@ -137,33 +147,40 @@ def torch_cuda_version() -> tuple[int, int] | None:
 
 
 def find_fp8_problem(name: str, capability: tuple[int, int]) -> str | None:
-    """Why a GPU cannot multiply in fp8."""
-    if capability >= OLDEST_FOR_FP8:
+    """Return why a GPU cannot multiply in fp8, or None."""
+    if capability >= MIN_FP8_CAPABILITY:
         return None
-    oldest, found = (".".join(map(str, numbers)) for numbers in (OLDEST_FOR_FP8, capability))
+    required, actual = (".".join(map(str, pair)) for pair in (MIN_FP8_CAPABILITY, capability))
     return (
-        f"fp8 needs GPUs of compute capability {oldest} or newer (Ada, Hopper), and {name} has "
-        f"{found}; leave out fp8"
+        f"fp8 needs GPUs of compute capability {required} or newer (Ada, Hopper), and {name} has "
+        f"{actual}; leave out fp8"
     )
 
 
-def query_gpu_memory_use() -> list[Use]:
-    """Of all GPUs of the machine; none where ``nvidia-smi`` does not say."""
+def query_gpu_memory_use() -> list[GpuMemoryUse]:
+    """Return the memory use of all GPUs of the machine; empty if ``nvidia-smi`` fails."""
     query = "--query-gpu=index,memory.used,memory.total"
-    lines = _nvidia_smi(query, "--format=csv,noheader,nounits").splitlines()
+    lines = _run_nvidia_smi(query, "--format=csv,noheader,nounits").splitlines()
     rows = [re.findall(r"\d+", line) for line in lines]
     mib = 2**20
-    return [Use(int(a), int(b) * mib, int(c) * mib) for a, b, c in (r for r in rows if len(r) == 3)]
+    return [
+        GpuMemoryUse(int(index), int(used) * mib, int(total) * mib)
+        for index, used, total in (row for row in rows if len(row) == 3)
+    ]
 
 
-def _nvidia_smi(*arguments: str) -> str:
-    """What it prints; nothing where it is not there, fails or hangs."""
+def _run_nvidia_smi(*arguments: str) -> str:
+    """Return its output; empty if it is missing, fails or hangs."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     try:
         done = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,12 +1,13 @@
-"""Chooses which class computes each module, in training and in inference, and says why.
+"""Choose which class computes each module, in training and in inference, and explain the choice.
 
-A row of :data:`TABLE` names a class of the model, an implementation of it (in :mod:`.kernels`) and
-when it is used. :func:`use_implementations` changes the classes of a model's modules accordingly;
-:func:`explain` says which implementation each module has, and why not a faster one.
+An entry of :data:`IMPLEMENTATIONS` names a class of the model, an implementation of it (in
+:mod:`.kernels`) and when to use it. :func:`use_implementations` changes the classes of a model's
+modules accordingly. :func:`explain_implementations` reports which implementation each module has,
+and why not a faster one.
 
-An implementation may compute by itself what its submodules compute. Hooks, adapters, quantized
-weights and other wrappers around such a submodule would then be passed over, so that
-:func:`find_blocker` looks for them in every call: they come and go while a model is in use.
+An implementation may compute what its submodules would compute. It must then not bypass hooks,
+adapters, quantized weights or other wrappers around such a submodule. These come and go while a
+model is in use, so :func:`find_blocker` looks for them in every call.
 """
 
 import gc
@@ -24,10 +25,11 @@ from transformers.activations import ACT2FN
 from ..remote import visual
 from ..remote.modeling_chatglm import MLP, GLMBlock, GLMTransformer, RMSNorm, SelfAttention
 from .activation_checkpointing import checkpointed_layers
-from .fp8 import MULTIPLE, is_fp8_candidate, bf16_reason
+from .fp8 import FP8_SIZE_MULTIPLE, bf16_reason, is_fp8_candidate
 from .kernels import flash_attention_3
+from .kernels.cuda_graphs import GraphedTower
 from .kernels.flash_attention_3 import FrozenTowerAttention
-from .kernels.fp8_linear import FrozenTowerMLP, Fp8StoredLinear, Fp8DynamicLinear
+from .kernels.fp8_linear import Fp8DynamicLinear, Fp8StoredLinear, FrozenTowerMLP
 from .kernels.inference_layers import (
     InferenceBlock,
     InferenceMLP,
@@ -36,27 +38,38 @@ from .kernels.inference_layers import (
     InferenceTowerLayer,
     InferenceTowerMLP,
 )
-from .kernels.cuda_graphs import GraphedTower
 from .options import EngineOptions, trains_tower
 
-Kinds = tuple[type[nn.Module], ...]
-ANY: Kinds = ()
-"""Any class: it is called, and what it returns is written over."""
+ModuleClasses = tuple[type[nn.Module], ...]
+ANY_CLASS: ModuleClasses = ()
+"""For submodules that are called as they are, and whose output is overwritten."""
+
+TRAINING, INFERENCE, CUDA_GRAPHS = "training", "inference", "CUDA graphs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
-    """What a model is used for, as far as implementations depend on it."""
+class ModelUsage:
+    """How a model is used, as far as the choice of implementations depends on it.
 
-    purpose: str  # one of TRAINING, INFERENCE, CUDA_GRAPHS
+    Attributes:
+        purpose: :data:`TRAINING`, :data:`INFERENCE` or :data:`CUDA_GRAPHS`.
+        fp8: Linear layers multiply in fp8.
+        stores_fp8: Frozen weights are stored in fp8.
+        stores_transposed: These weights are stored transposed, too, for the backward pass.
+        has_fused_quantization: Layers are compiled, or kernels quantize their own outputs.
+        trains_tower: Gradients flow through the vision tower.
+    """
+
+    purpose: str
     fp8: bool = False
-    stores_fp8: bool = False  # frozen weights, between their uses
+    stores_fp8: bool = False
     stores_transposed: bool = False
-    has_fused_quantization: bool = False  # compiled, or by kernels that quantize what they make
+    has_fused_quantization: bool = False
     trains_tower: bool = False
 
     @classmethod
-    def training(cls, options: EngineOptions) -> "Use":
+    def training(cls, options: EngineOptions) -> "ModelUsage":
+        """Return the usage of a training with these options."""
         return cls(
             purpose=TRAINING,
             fp8=options.fp8,
@@ -67,364 +80,419 @@ class Use:
         )
 
     @classmethod
-    def inference(cls, fp8: bool = False) -> "Use":
+    def inference(cls, fp8: bool = False) -> "ModelUsage":
+        """Return the usage of a model for inference."""
         return cls(purpose=INFERENCE, fp8=fp8, stores_fp8=fp8, has_fused_quantization=True)
 
 
-TRAINING, INFERENCE, CUDA_GRAPHS = "training", "inference", "CUDA graphs"
-
-
-class Place(NamedTuple):
-    """A module of a model, and the layer of one of the towers that it is in."""
+class LocatedModule(NamedTuple):
+    """A module of a model, and the transformer layer that contains it, if one does."""
 
     module: Any
     layer: nn.Module | None = None
-    name: str = ""  # in the layer
+    name: str = ""  # within the layer
 
     @property
     def part(self) -> str:
-        """One of :data:`options.PARTS`, of modules in layers."""
+        """The layer's part of the model, one of :data:`options.MODEL_PARTS`; "" without a layer."""
         if self.layer is None:
             return ""
         return "language_model" if isinstance(self.layer, GLMBlock) else "tower"
 
     @property
-    def inner_name(self) -> str:
-        """The last part of the name, of a linear layer inside of LoRA's, too."""
+    def layer_name(self) -> str:
+        """The module's own name, without that of a LoRA layer around it."""
         return self.name.removesuffix(".base_layer").rpartition(".")[2]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One implementation, for modules that are exactly of the class ``module``."""
+class ImplementationEntry:
+    """One implementation of the modules whose class is exactly ``replaces``.
 
-    module: type[nn.Module]
+    Attributes:
+        purposes: Usages for which it is considered.
+        condition: Returns why the implementation cannot be used for a module, or None.
+        method: The method that it implements.
+        backend: "cuda" or "hip"; entries of the other backend are ignored.
+        requires: Submodules that it computes itself, and their supported classes. While one of them
+            has a blocker, the module computes as published.
+        may_fuse: Submodules that it bypasses, or to which it passes fp8 or partial sums, only if
+            they have no blocker; "" is the module itself.
+        set_up: Called with each module after its class was changed.
+    """
+
+    replaces: type[nn.Module]
     implementation: type[nn.Module]
     purposes: tuple[str, ...]
-    condition: Callable[[Place, Use], str | None]  # why it cannot be used
-    method: str = "forward"  # that it computes
-    backend: str = "cuda"  # or "hip": rows of the other one are as if they were not there
-    # Submodules that it computes: where that may not be done, the module computes as published.
-    needs: Mapping[str, Kinds] = field(default_factory=dict)
-    # Others that it can compute, or hand what only ours take; "" is the module itself.
-    fuses: Mapping[str, Kinds] = field(default_factory=dict)
-    set_up: Callable[[Any, Place, Use], None] | None = None
+    condition: Callable[[LocatedModule, ModelUsage], str | None]
+    method: str = "forward"
+    backend: str = "cuda"
+    requires: Mapping[str, ModuleClasses] = field(default_factory=dict)
+    may_fuse: Mapping[str, ModuleClasses] = field(default_factory=dict)
+    set_up: Callable[[Any, LocatedModule, ModelUsage], None] | None = None
 
 
-def find_blocker(module: Any, kinds: Kinds = ANY, hooks_block: bool = True) -> str | None:
-    """Return why what a module computes may not be computed by another one, or None.
+def find_blocker(
+    module: Any, classes: ModuleClasses = ANY_CLASS, hooks_block: bool = True
+) -> str | None:
+    """Return why another module may not compute what this one does, or None.
 
     Args:
-        kinds: Classes that are known, to the exclusion of their subclasses; implementations of the
-            table by their own class.
-        hooks_block: Hooks are in the way, too: of a module that stays, and is called, they are not.
+        classes: Supported classes, without their subclasses. Modules that have an implementation of
+            the table count as that implementation.
+        hooks_block: Hooks are a blocker. Pass False for a module that will still be called.
     """
-    kind = type(module)
-    if kinds and kind not in kinds and IMPLEMENTED.get(kind) not in kinds:
-        return f"it is a {kind.__module__}.{kind.__qualname__}"
+    module_class = type(module)
+    is_supported = module_class in classes or UNGUARDED_CLASSES.get(module_class) in classes
+    if classes and not is_supported:
+        return f"it is a {module_class.__module__}.{module_class.__qualname__}"
     if "forward" in module.__dict__:
         return "its forward was replaced, as offloading does"
     if hooks_block and (module._forward_hooks or module._forward_pre_hooks):
         return "it has hooks"
-    # Packages that hold weights in fewer bytes leave torch's own class.
-    if kind is nn.Linear and kinds and type(module.weight) is not nn.Parameter:
+    # Packages with quantized parameters keep torch's own class of the layer.
+    if module_class is nn.Linear and classes and type(module.weight) is not nn.Parameter:
         return f"its weight is a {type(module.weight).__qualname__}"
     return None
 
 
-def _fp8_is_out(place: Place, use: Use) -> str | None:
-    linear = place.module
-    if not use.fp8:
+def _fp8_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
+    linear = located.module
+    if not usage.fp8:
         return "fp8 is off"
-    if reason := bf16_reason(place.part, place.inner_name, use.has_fused_quantization):
+    if reason := bf16_reason(located.part, located.layer_name, usage.has_fused_quantization):
         return reason
-    if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
-        sizes = f"{linear.in_features} x {linear.out_features}"
-        return f"its size is {sizes}, and fp8 takes multiples of {MULTIPLE}"
-    return find_blocker(linear, (nn.Linear, Linear), hooks_block=False)
+    if linear.in_features % FP8_SIZE_MULTIPLE or linear.out_features % FP8_SIZE_MULTIPLE:
+        size = f"{linear.in_features} x {linear.out_features}"
+        return f"its size is {size}, and fp8 needs multiples of {FP8_SIZE_MULTIPLE}"
+    return find_blocker(linear, (nn.Linear, Fp8DynamicLinear), hooks_block=False)
 
 
-def _holding_is_out(place: Place, use: Use) -> str | None:
-    if reason := _fp8_is_out(place, use):
+def _fp8_storage_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
+    if reason := _fp8_blocker(located, usage):
         return reason
-    is_trained = use.purpose == TRAINING and place.module.weight.requires_grad
-    if is_trained or not use.stores_fp8:
+    is_trained = usage.purpose == TRAINING and located.module.weight.requires_grad
+    if is_trained or not usage.stores_fp8:
         return "its weight is trained, saved, or gathered by hpZ"
     return None
 
 
-def _hold(linear: Fp8StoredLinear, place: Place, use: Use) -> None:
-    has_gradient = place.part == "language_model" or use.trains_tower
-    linear.quantize_weight(stores_transposed=use.stores_transposed and has_gradient)
+def _store_in_fp8(linear: Fp8StoredLinear, located: LocatedModule, usage: ModelUsage) -> None:
+    has_backward = located.part == "language_model" or usage.trains_tower
+    linear.quantize_weight(stores_transposed=usage.stores_transposed and has_backward)
 
 
-def _fused_gelu_is_out(place: Place, use: Use) -> str | None:
-    if not use.fp8:
+def _fused_gelu_blocker(_located: LocatedModule, usage: ModelUsage) -> str | None:
+    if not usage.fp8:
         return "fp8 is off"
-    # In training of compiled layers: they are gathered whole under ZeRO-3, for fc1 and fc2 are not
-    # called.
-    if not use.has_fused_quantization:
+    # fc1 and fc2 are not called, so ZeRO-3 must gather whole layers, as it does for compiled ones.
+    if not usage.has_fused_quantization:
         return "layers are not compiled"
-    return "the tower is trained" if use.trains_tower else None
+    return "the tower is trained" if usage.trains_tower else None
 
 
-def _flash_attention_is_out(place: Place, use: Use) -> str | None:
-    config = place.module.config
-    if use.trains_tower:
+def _flash_attention_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
+    config = located.module.config
+    if usage.trains_tower:
         return "the tower is trained, and FlashAttention-3 has no backward pass here"
     if config._attn_implementation != "sdpa":
         return f"attn_implementation is {config._attn_implementation}, not sdpa"
-    return flash_attention_3.find_fa3_problem(config.vision.hidden_size // place.module.num_heads)
+    head_dim = config.vision.hidden_size // located.module.num_heads
+    return flash_attention_3.find_fa3_problem(head_dim)
 
 
-def _triton_is_out(_place: Place, _use: Use) -> str | None:
+def _triton_blocker(_located: LocatedModule, _usage: ModelUsage) -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed, which torch for GPUs brings"
+        return "Triton is not installed; torch's GPU builds include it"
     return None
 
 
-def _block_is_out(place: Place, use: Use) -> str | None:
-    """Of modules that may return partial sums, which blocks alone take."""
-    layer: Any = place.layer
+def _block_blocker(located: LocatedModule, usage: ModelUsage) -> str | None:
+    """Return why a submodule of a block may not return partial sums, which only blocks accept."""
+    layer: Any = located.layer
     if layer is None or find_blocker(layer, (GLMBlock, InferenceBlock), hooks_block=False):
-        return "it is not in a GLMBlock, or in one that something is wrapped around"
-    if place.module not in (layer.self_attention, layer.mlp):
-        return "something is wrapped around it"
-    return _triton_is_out(place, use)
+        return "it is not in a GLMBlock, or in one that is wrapped"
+    if located.module not in (layer.self_attention, layer.mlp):
+        return "it is wrapped"
+    return _triton_blocker(located, usage)
 
 
-def _recording_is_out(place: Place, _use: Use) -> str | None:
-    """Hooks inside would be called while it is recorded, and not when it is replayed."""
-    inner = [module for module in place.module.modules() if module is not place.module]
-    reason = next((found for each in inner if (found := find_blocker(each))), None)
-    return reason and f"of a module in it: {reason}"
+def _cuda_graph_blocker(located: LocatedModule, _usage: ModelUsage) -> str | None:
+    """Return a blocker inside a module: hooks would be called at the capture, not in replays."""
+    inner = [module for module in located.module.modules() if module is not located.module]
+    reason = next((blocker for module in inner if (blocker := find_blocker(module))), None)
+    return reason and f"a module in it: {reason}"
 
 
-GELU: Kinds = (type(ACT2FN["gelu"]),)
-IN_FP8: Kinds = (Linear, Fp8StoredLinear)
-LINEAR: Kinds = (nn.Linear, Fp8StoredLinear)
+GELU_CLASSES: ModuleClasses = (type(ACT2FN["gelu"]),)
+FP8_LINEAR_CLASSES: ModuleClasses = (Fp8DynamicLinear, Fp8StoredLinear)
+PLAIN_OR_STORED_LINEAR: ModuleClasses = (nn.Linear, Fp8StoredLinear)
 
-# Of several for one class, the faster one is first.
-TABLE = (
-    Row(nn.Linear, Fp8StoredLinear, (TRAINING, INFERENCE), _holding_is_out, set_up=_hold),
-    Row(nn.Linear, Linear, (TRAINING,), _fp8_is_out),
-    Row(visual.Attention, FrozenTowerAttention, (TRAINING, INFERENCE), _flash_attention_is_out),
-    Row(
+# If several entries replace one class, the fastest comes first.
+IMPLEMENTATIONS = (
+    ImplementationEntry(
+        nn.Linear,
+        Fp8StoredLinear,
+        (TRAINING, INFERENCE),
+        _fp8_storage_blocker,
+        set_up=_store_in_fp8,
+    ),
+    ImplementationEntry(nn.Linear, Fp8DynamicLinear, (TRAINING,), _fp8_blocker),
+    ImplementationEntry(
+        visual.Attention, FrozenTowerAttention, (TRAINING, INFERENCE), _flash_attention_blocker
+    ),
+    ImplementationEntry(
         visual.VisionMLP,
         FrozenTowerMLP,
         (TRAINING, INFERENCE),
-        _fused_gelu_is_out,
-        needs={"fc1": IN_FP8, "activation_fn": GELU, "fc2": IN_FP8},
+        _fused_gelu_blocker,
+        requires={
+            "fc1": FP8_LINEAR_CLASSES,
+            "activation_fn": GELU_CLASSES,
+            "fc2": FP8_LINEAR_CLASSES,
+        },
     ),
-    Row(
+    ImplementationEntry(
         visual.VisionMLP,
         InferenceTowerMLP,
         (INFERENCE,),
-        _triton_is_out,
-        needs={"fc1": ANY, "activation_fn": GELU},
+        _triton_blocker,
+        requires={"fc1": ANY_CLASS, "activation_fn": GELU_CLASSES},
     ),
-    Row(
+    ImplementationEntry(
         visual.PatchEmbedding,
         InferencePatchEmbedding,
         (INFERENCE,),
-        _triton_is_out,
+        _triton_blocker,
         method="project",
-        needs={"proj": (nn.Conv2d,)},
+        requires={"proj": (nn.Conv2d,)},
     ),
-    Row(
+    ImplementationEntry(
         visual.TransformerLayer,
         InferenceTowerLayer,
         (INFERENCE,),
-        _triton_is_out,
+        _triton_blocker,
         method="layer_forward",
-        needs={"input_layernorm": (nn.LayerNorm,), "post_attention_layernorm": (nn.LayerNorm,)},
-        fuses={"mlp": (FrozenTowerMLP,), "mlp.fc1": (Fp8StoredLinear,)},
+        requires={"input_layernorm": (nn.LayerNorm,), "post_attention_layernorm": (nn.LayerNorm,)},
+        may_fuse={"mlp": (FrozenTowerMLP,), "mlp.fc1": (Fp8StoredLinear,)},
     ),
-    Row(
+    ImplementationEntry(
         SelfAttention,
         InferenceSelfAttention,
         (INFERENCE,),
-        _block_is_out,
-        fuses={"": ANY, "query_key_value": LINEAR, "dense": LINEAR},
+        _block_blocker,
+        may_fuse={
+            "": ANY_CLASS,
+            "query_key_value": PLAIN_OR_STORED_LINEAR,
+            "dense": PLAIN_OR_STORED_LINEAR,
+        },
     ),
-    Row(
+    ImplementationEntry(
         MLP,
         InferenceMLP,
         (INFERENCE,),
-        _block_is_out,
-        fuses={"": ANY, "dense_h_to_4h": LINEAR, "dense_4h_to_h": LINEAR},
+        _block_blocker,
+        may_fuse={
+            "": ANY_CLASS,
+            "dense_h_to_4h": PLAIN_OR_STORED_LINEAR,
+            "dense_4h_to_h": PLAIN_OR_STORED_LINEAR,
+        },
     ),
-    Row(
+    ImplementationEntry(
         GLMBlock,
         InferenceBlock,
         (INFERENCE,),
-        _triton_is_out,
+        _triton_blocker,
         method="layer_forward",
-        fuses={
-            "": ANY,
+        may_fuse={
+            "": ANY_CLASS,
             "input_layernorm": (RMSNorm,),
             "self_attention": (InferenceSelfAttention,),
             "self_attention.query_key_value": (Fp8StoredLinear,),
             "post_attention_layernorm": (RMSNorm,),
             "mlp": (InferenceMLP,),
             "mlp.dense_h_to_4h": (Fp8StoredLinear,),
-            "behind": (InferenceBlock,),
+            "next_block": (InferenceBlock,),
         },
     ),
-    Row(
+    ImplementationEntry(
         visual.EVA2CLIPModel,
         GraphedTower,
         (CUDA_GRAPHS,),
-        _recording_is_out,
+        _cuda_graph_blocker,
         set_up=lambda tower, *_: tower.set_up(),
     ),
 )
 
 
 class Guarded:
-    """Its attributes are the classes that :func:`_guarded` makes: pickle finds them by name."""
+    """Namespace of the classes that :func:`_make_guarded_class` makes, where pickle finds them."""
 
 
-def _guarded(row: Row) -> type[nn.Module]:
-    """Return the class that modules get: the implementation, which asks the guard in every call."""
-    if not row.needs and not row.fuses:
-        return row.implementation
-    published, fast = getattr(row.module, row.method), getattr(row.implementation, row.method)
+def _make_guarded_class(entry: ImplementationEntry) -> type[nn.Module]:
+    """Return a subclass of the implementation that looks for blockers in every call.
 
-    def compute(self: Any, *given: Any, **named: Any) -> Any:
-        for name, kinds in row.needs.items():
-            if find_blocker(getattr(self, name), kinds) is not None:
-                return published(self, *given, **named)
-        return fast(self, *given, **named)
+    It computes as published while a required submodule has a blocker, and it has the methods
+    ``can_fuse`` and ``can_overwrite`` that implementations call.
+    """
+    if not entry.requires and not entry.may_fuse:
+        return entry.implementation
+    published = getattr(entry.replaces, entry.method)
+    implemented = getattr(entry.implementation, entry.method)
 
-    def fuses(self: Any, name: str) -> bool:
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, classes in entry.requires.items():
+            if find_blocker(getattr(self, name), classes) is not None:
+                return published(self, *args, **kwargs)
+        return implemented(self, *args, **kwargs)
+
+    def can_fuse(self: Any, name: str) -> bool:
         outer, _, inner = name.rpartition(".")
-        if outer and not fuses(self, outer):
+        if outer and not can_fuse(self, outer):
             return False
         module = getattr(self, outer) if outer else self
-        return find_blocker(getattr(module, inner) if inner else module, row.fuses[name]) is None
+        submodule = getattr(module, inner) if inner else module
+        return find_blocker(submodule, entry.may_fuse[name]) is None
 
-    def overwrites(self: Any, name: str) -> bool:
+    def can_overwrite(self: Any, name: str) -> bool:
         return find_blocker(getattr(self, name)) is None
 
-    name = row.implementation.__name__
-    members: dict[str, Any] = {row.method: compute, "fuses": fuses, "overwrites": overwrites}
+    name = entry.implementation.__name__
+    members: dict[str, Any] = {entry.method: compute}
+    members |= {"can_fuse": can_fuse, "can_overwrite": can_overwrite}
     members |= {"__module__": __name__, "__qualname__": f"{Guarded.__name__}.{name}"}
-    guarded = type(name, (row.implementation,), members)
+    guarded = type(name, (entry.implementation,), members)
     setattr(Guarded, name, guarded)
     return guarded
 
 
-CLASSES = {row.implementation: _guarded(row) for row in TABLE}
-IMPLEMENTED: dict[type, type] = {made: of for of, made in CLASSES.items()}
+GUARDED_CLASSES = {entry.implementation: _make_guarded_class(entry) for entry in IMPLEMENTATIONS}
+UNGUARDED_CLASSES: dict[type, type] = {
+    guarded: implementation for implementation, guarded in GUARDED_CLASSES.items()
+}
 
 
-def become(module: Any, implementation: type[nn.Module]) -> None:
-    """Have a module compute by an implementation of the table, whatever its row's condition."""
-    module.__class__ = CLASSES[implementation]
+def set_implementation(module: Any, implementation: type[nn.Module]) -> None:
+    """Change a module's class to an implementation of the table, whatever the entry's condition."""
+    module.__class__ = GUARDED_CLASSES[implementation]
 
 
-def use_implementations(model: nn.Module, use: Use) -> None:
+def use_implementations(model: nn.Module, usage: ModelUsage) -> None:
     """Give modules of a model the implementations of the table whose conditions hold.
 
-    Call it when adapters are in and what is trained is chosen, and before what shards or wraps the
-    model (DeepSpeed, DDP, FSDP2). Classes change and, in fp8, frozen weights, layer by layer: they
-    are quantized, and under ZeRO-3 sharded again.
+    Call it when adapters are in place and trained weights are selected, and before the model is
+    sharded or wrapped (DeepSpeed, DDP, FSDP2). Besides classes, it changes frozen weights in fp8:
+    they are quantized layer by layer, and under ZeRO-3 sharded again.
     """
-    for row in _rows():
-        for place in _places(model):
-            if type(place.module) is row.module and _why_not_row(row, place, use) is None:
-                become(place.module, row.implementation)
-                if row.set_up is not None:
-                    row.set_up(place.module, place, use)
+    for entry in _entries_for_backend():
+        for located in _locate_modules(model):
+            is_replaced = type(located.module) is entry.replaces
+            if is_replaced and _entry_blocker(entry, located, usage) is None:
+                set_implementation(located.module, entry.implementation)
+                if entry.set_up is not None:
+                    entry.set_up(located.module, located, usage)
     for module in model.modules():
         if isinstance(module, GLMTransformer):
-            for block, behind in pairwise(module.layers):
-                if isinstance(block, InferenceBlock) and isinstance(behind, InferenceBlock):
-                    vars(block)["behind"] = behind  # torch does not see it
-    if use.fp8:
-        gc.collect()  # what DeepSpeed hung on weights refers to itself
+            for block, next_block in pairwise(module.layers):
+                if isinstance(block, InferenceBlock) and isinstance(next_block, InferenceBlock):
+                    vars(block)["next_block"] = next_block  # not registered as a submodule
+    if usage.fp8:
+        gc.collect()  # DeepSpeed's attributes of the old weights form reference cycles
 
 
-def _rows() -> list[Row]:
-    """Return the rows for the GPUs that this torch was built for."""
+def _entries_for_backend() -> list[ImplementationEntry]:
+    """Return the entries for the GPUs that this torch was built for."""
     backend = "hip" if torch.version.hip else "cuda"
-    return [row for row in TABLE if row.backend == backend]
+    return [entry for entry in IMPLEMENTATIONS if entry.backend == backend]
 
 
-def _why_not_row(row: Row, place: Place, use: Use) -> str | None:
-    if use.purpose not in row.purposes:
-        return f"it is for {' and '.join(row.purposes)}"
-    if reason := row.condition(place, use):
+def _entry_blocker(
+    entry: ImplementationEntry, located: LocatedModule, usage: ModelUsage
+) -> str | None:
+    """Return why an entry's implementation is not used for a module, or None."""
+    if usage.purpose not in entry.purposes:
+        return f"it is for {' and '.join(entry.purposes)}"
+    if reason := entry.condition(located, usage):
         return reason
-    for name, kinds in row.needs.items():
-        if reason := find_blocker(getattr(place.module, name), kinds, hooks_block=False):
-            return f"of its {name}: {reason}"
+    for name, classes in entry.requires.items():
+        if reason := find_blocker(getattr(located.module, name), classes, hooks_block=False):
+            return f"its {name}: {reason}"
     return None
 
 
-def _places(model: nn.Module) -> Iterator[Place]:
-    layers = [*checkpointed_layers(model)]
-    inside = {id(m): Place(m, layer, n) for layer in layers for n, m in layer.named_modules()}
+def _locate_modules(model: nn.Module) -> Iterator[LocatedModule]:
+    located = {
+        id(module): LocatedModule(module, layer, name)
+        for layer in checkpointed_layers(model)
+        for name, module in layer.named_modules()
+    }
     for module in model.modules():
-        yield inside.get(id(module)) or Place(module)
+        yield located.get(id(module)) or LocatedModule(module)
 
 
-class Explained(NamedTuple):
-    """``implementation`` is None where a module computes as published; ``reason`` says why not by a
-    faster one, or why not at the moment, None where there is none."""
+class Explanation(NamedTuple):
+    """The implementation of a module.
+
+    Attributes:
+        module: The module's part and name, such as "tower fc1".
+        implementation: None if the module computes as published.
+        reason: Why a faster implementation is not used, or not at the moment; None if there is
+            none.
+    """
 
     module: str
     implementation: type[nn.Module] | None
     reason: str | None
 
 
-def explain(model: nn.Module, use: Use) -> list[Explained]:
-    """Say of all modules of which the table knows implementations for this use which one they
-    have."""
-    found = []
-    for place in _places(model):
-        kind = type(place.module)
-        rows = [row for row in _rows() if isinstance(place.module, row.module)]
-        rows = [row for row in rows if use.purpose in row.purposes]
-        is_linear = bool(rows) and rows[0].module is nn.Linear
-        is_other_linear = is_linear and not is_fp8_candidate(place.part, place.inner_name)
-        if not rows or is_other_linear:  # outside of the towers' layers, or an adapter's
+def explain_implementations(model: nn.Module, usage: ModelUsage) -> list[Explanation]:
+    """Explain the implementation of each module for which the table has one for this usage."""
+    explanations = []
+    for located in _locate_modules(model):
+        module_class = type(located.module)
+        entries = [
+            entry
+            for entry in _entries_for_backend()
+            if isinstance(located.module, entry.replaces) and usage.purpose in entry.purposes
+        ]
+        is_linear = bool(entries) and entries[0].replaces is nn.Linear
+        is_other_linear = is_linear and not is_fp8_candidate(located.part, located.layer_name)
+        if not entries or is_other_linear:  # outside the transformer layers, or an adapter's
             continue
-        has = next((row for row in rows if row.implementation is IMPLEMENTED.get(kind)), None)
-        if has is not None:
-            reason = _hindrance(has, place.module)
-            if reason is None and has is not rows[0]:
-                reason = _why_not_row(rows[0], place, use)
-        elif kind is not rows[0].module:  # a subclass, of adapters or of another package
-            reason = find_blocker(place.module, (rows[0].module,))
+        implementation = UNGUARDED_CLASSES.get(module_class)
+        current = next((e for e in entries if e.implementation is implementation), None)
+        if current is not None:
+            reason = _current_blocker(current, located.module)
+            if reason is None and current is not entries[0]:
+                reason = _entry_blocker(entries[0], located, usage)
+        elif module_class is not entries[0].replaces:  # a subclass, of adapters or another package
+            reason = find_blocker(located.module, (entries[0].replaces,))
         else:
-            reason = _why_not_row(rows[-1], place, use)
-        implementation = None if has is None else has.implementation
-        name = place.inner_name if is_linear else rows[0].module.__name__
-        title = f"{place.part.replace('_', ' ')} {name}".strip()
-        found.append(Explained(title, implementation, reason))
-    return found
+            reason = _entry_blocker(entries[-1], located, usage)
+        used = None if current is None else current.implementation
+        name = located.layer_name if is_linear else entries[0].replaces.__name__
+        title = f"{located.part.replace('_', ' ')} {name}".strip()
+        explanations.append(Explanation(title, used, reason))
+    return explanations
 
 
-def _hindrance(row: Row, module: Any) -> str | None:
-    """Why an implementation that a module has leaves something to others at the moment."""
-    for name, kinds in row.needs.items():
-        if reason := find_blocker(getattr(module, name), kinds):
+def _current_blocker(entry: ImplementationEntry, module: Any) -> str | None:
+    """Return what a module's implementation leaves to its submodules at the moment, and why."""
+    for name, classes in entry.requires.items():
+        if reason := find_blocker(getattr(module, name), classes):
             return f"as published at the moment, for its {name}: {reason}"
-    for name in row.fuses:
+    for name in entry.may_fuse:
         inner = getattr(module, name, None) if name and "." not in name else None
         if isinstance(inner, nn.Module) and (reason := find_blocker(inner)):
             return f"without its {name}: {reason}"
     return None
 
 
-def summarize(explained: Iterable[Explained]) -> list[str]:
+def summarize_explanations(explanations: Iterable[Explanation]) -> list[str]:
     """Return a line for each implementation and reason, with the modules that have it."""
-    numbers = Counter(explained)
     lines: dict[str, list[str]] = {}
-    for (module, implementation, reason), number in numbers.items():
-        has = "as published" if implementation is None else implementation.__name__
-        has += f" ({reason})" if reason else ""
-        lines.setdefault(has, []).append(f"{number} x {module}")
-    return [f"{has}: {', '.join(modules)}" for has, modules in lines.items()]
+    for (module, implementation, reason), count in Counter(explanations).items():
+        title = "as published" if implementation is None else implementation.__name__
+        title += f" ({reason})" if reason else ""
+        lines.setdefault(title, []).append(f"{count} x {module}")
+    return [f"{title}: {', '.join(modules)}" for title, modules in lines.items()]

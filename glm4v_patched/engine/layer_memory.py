@@ -1,7 +1,7 @@
-"""Counts the activations that layers of both towers keep from forward to backward.
+"""Estimate the activations that transformer layers save from forward to backward.
 
-It is arithmetic on a config, in channels of a token. ``tests/engine/test_memory_plan.py`` compares
-it with what autograd saves and with peaks that were measured.
+The estimates are arithmetic on a config, in channels per token.
+``tests/engine/test_memory_plan.py`` compares them with what autograd saves and with measured peaks.
 """
 
 from collections.abc import Iterator
@@ -21,102 +21,129 @@ from .options import (
 )
 
 BF16, FP32 = 2, 4
-# Gradients inside of a layer's backward pass, in channels of its widest activation: its own, and
-# those of the activation function's inputs. fp8 adds the gradient in fp32, scaled and not, where
-# nothing fuses them into the kernel that quantizes.
-INSIDE_BACKWARD, INSIDE_BACKWARD_FP8 = 1.5, 3.5
-# Multiply-adds that a GPU does in the time it takes to move one channel of a token: 700 TFLOP/s
-# against 4 TB/s, which is what both reach in training on an H200.
-WORK_OF_A_CHANNEL = 175
+"""Bytes of an element."""
+# Gradients alive in a layer's backward pass, in multiples of its widest activation: that of the
+# activation and those of the activation function's inputs. In fp8 without compilation, the fp32
+# gradient, scaled and unscaled, is added.
+BACKWARD_CHANNELS, BACKWARD_CHANNELS_FP8 = 1.5, 3.5
+# Multiply-adds that a GPU does in the time in which it moves one channel of a token: 700 TFLOP/s
+# over 4 TB/s, which training reaches on an H200.
+MACS_PER_MOVED_CHANNEL = 175
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The batch of one process in a step; lengths in positions, images included."""
+    """The batch of one process in a step.
 
-    rows: int
-    sequence_length: int  # of the longest row
+    Attributes:
+        sequence_length: Of the longest sequence, in positions, with images expanded.
+        processes: Processes of the step, each with a batch of this size.
+        accumulates: Gradients of earlier micro-batches exist while this one is computed.
+    """
+
+    num_sequences: int
+    sequence_length: int
     images_per_sequence: float = 1.0
-    processes: int = 1  # that take part in the step, each with such a batch
-    accumulates: bool = False  # gradients of earlier micro-batches are there while one is computed
+    processes: int = 1
+    accumulates: bool = False
 
 
-def linear_layers(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ...]:
-    """Return the channels in and out of the linear layers of a tower layer, and of a block of the
-    language model, by their names."""
-    width, inner, side = config.hidden_size, config.ffn_hidden_size, config.vision.hidden_size
-    queries = config.num_attention_heads * config.kv_channels
-    fused = queries + 2 * config.multi_query_group_num * config.kv_channels
-    wide = config.vision.intermediate_size
-    tower = [(side, 3 * side), (side, side), (side, wide), (wide, side)]
-    language = [(width, fused), (queries, width), (width, 2 * inner), (inner, width)]
+def linear_layer_shapes(config: ChatGLMConfig) -> tuple[dict[str, tuple[int, int]], ...]:
+    """Return the input and output channels of the linear layers, by their names.
+
+    Returns:
+        Two dictionaries: for a tower layer, and for a block of the language model.
+    """
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    tower_hidden, tower_ffn = config.vision.hidden_size, config.vision.intermediate_size
+    query = config.num_attention_heads * config.kv_channels
+    qkv = query + 2 * config.multi_query_group_num * config.kv_channels
+    tower = [
+        (tower_hidden, 3 * tower_hidden),
+        (tower_hidden, tower_hidden),
+        (tower_hidden, tower_ffn),
+        (tower_ffn, tower_hidden),
+    ]
+    language = [(hidden, qkv), (query, hidden), (hidden, 2 * ffn), (ffn, hidden)]
     return (
         dict(zip(TOWER_TARGETS, tower, strict=True)),
         dict(zip(LANGUAGE_TARGETS, language, strict=True)),
     )
 
 
-def is_autocast(options: EngineOptions) -> bool:
-    """Return whether what is trained is fp32 and computed with in bf16: without ZeRO."""
+def uses_autocast(options: EngineOptions) -> bool:
+    """Return whether trained weights are fp32 and computed with in bf16: bf16 without ZeRO."""
     return options.zero_stage == 0 and options.precision == "bf16"
 
 
-def norm_width(options: EngineOptions) -> int:
-    """Return the size of a channel of LayerNorm's output, which autocast makes fp32, in channels of
-    the dtype that is computed with."""
-    return FP32 // BF16 if is_autocast(options) else 1
+def norm_dtype_factor(options: EngineOptions) -> int:
+    """Return the size of LayerNorm's output elements, relative to the dtype of the computation.
+
+    Autocast makes the output fp32.
+    """
+    return FP32 // BF16 if uses_autocast(options) else 1
 
 
 @dataclass(frozen=True)
-class Stack:
-    """The layers of one tower by their policies, the tokens that go through them, and the sizes of
-    one layer."""
+class LayerStack:
+    """The transformer layers of one part of the model, and the tokens that pass through them.
+
+    Attributes:
+        policies: One for each layer.
+        tokens: Of one batch.
+        sizes: Of one layer.
+        workspace_channels: Channels per token of the gradients alive in a layer's backward pass.
+    """
 
     policies: list[Policy]
     tokens: float
     sizes: LayerSizes
-    inside_backward: float  # channels
+    workspace_channels: float
 
     def __iter__(self) -> Iterator[Policy]:
         return iter(self.policies)
 
     @property
-    def kept(self) -> float:
-        """Channels that all layers keep of all tokens."""
-        return self.tokens * sum(policy.channels(self.sizes) for policy in self)
+    def saved(self) -> float:
+        """Elements that all layers save for all tokens."""
+        return self.tokens * sum(policy.saved_channels(self.sizes) for policy in self)
 
     @property
-    def inside(self) -> float:
-        """Channels that the backward pass of one layer takes beside those that were kept."""
-        least = min(policy.channels(self.sizes) for policy in self)
-        recomputed = max(self.sizes.saved_by_autograd - least, 0)
-        return self.tokens * (recomputed + self.inside_backward)
+    def backward_workspace(self) -> float:
+        """Elements that the backward pass of one layer needs beside the saved ones."""
+        saved = min(policy.saved_channels(self.sizes) for policy in self)
+        recomputed = max(self.sizes.saved_by_autograd - saved, 0)
+        return self.tokens * (recomputed + self.workspace_channels)
 
 
 def stacks_with_backward(
     config: ChatGLMConfig, options: EngineOptions, batch: Batch
-) -> list[Stack]:
-    """Return the layers of the tower, if it has a backward pass, and of the language model."""
-    positions = batch.num_sequences * batch.images_per_sequence * config.vision.num_positions
-    towers = policies_of_layers(options.tower, config.vision.num_hidden_layers)
-    blocks = policies_of_layers(options.language, config.num_layers)
+) -> list[LayerStack]:
+    """Return the stacks that have a backward pass: the language model's, and before it the tower's
+    if gradients flow through the tower."""
+    tower_tokens = batch.num_sequences * batch.images_per_sequence * config.vision.num_positions
+    tower_policies = policies_of_layers(options.tower, config.vision.num_hidden_layers)
+    block_policies = policies_of_layers(options.language, config.num_layers)
     tower, language = tower_sizes(config, options), language_sizes(config, options, batch)
-    # The compiler fuses what fp8 adds.
-    inside = INSIDE_BACKWARD_FP8 if options.fp8 and not options.compile else INSIDE_BACKWARD
+    # The compiler fuses the steps that fp8 adds.
+    is_eager_fp8 = options.fp8 and not options.compile
+    factor = BACKWARD_CHANNELS_FP8 if is_eager_fp8 else BACKWARD_CHANNELS
+    tokens = batch.num_sequences * batch.sequence_length
     stacks = [
-        Stack(towers, positions, tower, inside * config.vision.intermediate_size),
-        Stack(blocks, batch.num_sequences * batch.sequence_length, language, inside * 2 * config.ffn_hidden_size),
+        LayerStack(tower_policies, tower_tokens, tower, factor * config.vision.intermediate_size),
+        LayerStack(block_policies, tokens, language, factor * 2 * config.ffn_hidden_size),
     ]
     return stacks if trains_tower(options.trained) else stacks[1:]
 
 
 def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
-    """Return whether autograd keeps the input of a linear layer: for the gradient of its weight or
-    adapter, or because DeepSpeed's own ``F.linear`` keeps it in any case.
+    """Return whether autograd saves the input of a linear layer.
+
+    It does for the gradient of the weight or adapter, and always with DeepSpeed's ``F.linear``.
 
     Args:
-        part: One of :data:`options.PARTS`.
-        layer: Its name in :func:`linear_layers`.
+        part: One of :data:`options.MODEL_PARTS`.
+        layer: Its name in :func:`linear_layer_shapes`.
     """
     if part in trained_parts(options.trained):
         return True
@@ -127,71 +154,73 @@ def is_input_saved(options: EngineOptions, part: str, layer: str) -> bool:
 
 
 def multiplies_in_fp8(options: EngineOptions, part: str, layer: str) -> bool:
-    """Return whether a linear layer multiplies in fp8, as :mod:`implementations` has it."""
+    """Return whether a linear layer multiplies in fp8, as :mod:`implementations` decides it."""
     return options.fp8 and bf16_reason(part, layer, bool(options.compile)) is None
 
 
 def tower_sizes(config: ChatGLMConfig, options: EngineOptions) -> LayerSizes:
     """Return the sizes of a tower layer.
 
-    Under autocast the inputs of its norms are fp32, as is the sum that goes from layer to layer.
+    Under autocast the inputs of its norms, and the residual stream, are fp32.
     """
-    side, inner = config.vision.hidden_size, config.vision.intermediate_size
-    norm = 1 if options.compile else norm_width(options)
-    saved_of = partial(is_input_saved, options, "tower")
-    saved = (3 + 1) * side + 2 * norm * side + inner  # q, k, v, attention, norms, GELU
-    saved += side * (saved_of("query_key_value") or options.compile is True)
-    saved += side * (saved_of("fc1") and not options.compile) + inner * saved_of("fc2")
+    hidden, ffn = config.vision.hidden_size, config.vision.intermediate_size
+    norm = 1 if options.compile else norm_dtype_factor(options)
+    saves_input = partial(is_input_saved, options, "tower")
+    saved = (3 + 1) * hidden + 2 * norm * hidden + ffn  # q, k, v, attention, norms, GELU
+    saved += hidden * (saves_input("query_key_value") or options.compile is True)
+    saved += hidden * (saves_input("fc1") and not options.compile) + ffn * saves_input("fc2")
     return LayerSizes(
-        layer_input=norm_width(options) * side,
-        attention_output=side,
-        narrow_outputs=2 * side,  # dense and fc2
-        wide_outputs=3 * side + inner,
+        layer_input=norm_dtype_factor(options) * hidden,
+        attention_output=hidden,
+        narrow_outputs=2 * hidden,  # dense and fc2
+        wide_outputs=3 * hidden + ffn,
         saved_by_autograd=saved,
-        elementwise_work=WORK_OF_A_CHANNEL * (4 * side + 2 * inner),
-        wide_work=3 * side**2 + side * inner,
-        narrow_work=side**2,
-        attention_work=2 * config.vision.num_positions * side,
+        elementwise_macs=MACS_PER_MOVED_CHANNEL * (4 * hidden + 2 * ffn),
+        wide_macs=3 * hidden**2 + hidden * ffn,
+        narrow_macs=hidden**2,
+        attention_macs=2 * config.vision.num_positions * hidden,
     )
 
 
 def language_sizes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> LayerSizes:
     """Return the sizes of a block of the language model."""
-    width, up = config.hidden_size, 2 * config.ffn_hidden_size
-    linear = linear_layers(config)[1]
-    fused, projected = linear["query_key_value"][1], linear["dense"][0]
-    saved_of = partial(is_input_saved, options, "language_model")
-    # Trained embeddings are fp32, and so is the sum that goes from block to block.
-    is_sum_fp32 = is_autocast(options) and "language_model" in trained_parts(options.trained)
-    residual = width * (FP32 // BF16 if is_sum_fp32 else 1)
-    # The norms' inputs, the attention's output, and the fused projection, of which v is a part.
-    saved = 2 * residual + projected + fused + up + up // 2 * saved_of("dense_4h_to_h")
+    hidden, gate_up = config.hidden_size, 2 * config.ffn_hidden_size
+    shapes = linear_layer_shapes(config)[1]
+    qkv, attended = shapes["query_key_value"][1], shapes["dense"][0]
+    saves_input = partial(is_input_saved, options, "language_model")
+    # Trained embeddings are fp32, which makes the residual stream fp32.
+    has_fp32_residual = uses_autocast(options) and "language_model" in trained_parts(
+        options.trained
+    )
+    residual = hidden * (FP32 // BF16 if has_fp32_residual else 1)
+    # Inputs of both norms, output of attention, and the fused projection, of which v is a view.
+    saved = 2 * residual + attended + qkv + gate_up + gate_up // 2 * saves_input("dense_4h_to_h")
     if options.compile:
-        saved += 2 * width
+        saved += 2 * hidden
     else:
-        rotated = fused - config.multi_query_group_num * config.kv_channels
-        saved += rotated + up // 2  # q and k, and silu(gate)
-        saved += width * (saved_of("query_key_value") + saved_of("dense_h_to_4h"))
+        rotated = qkv - config.multi_query_group_num * config.kv_channels
+        saved += rotated + gate_up // 2  # q and k, and silu(gate)
+        saved += hidden * (saves_input("query_key_value") + saves_input("dense_h_to_4h"))
     sizes = LayerSizes(
         layer_input=residual,
-        attention_output=projected,
-        narrow_outputs=width + fused + (0 if options.compile else width),
-        wide_outputs=up,
+        attention_output=attended,
+        narrow_outputs=hidden + qkv + (0 if options.compile else hidden),
+        wide_outputs=gate_up,
         saved_by_autograd=saved,
-        elementwise_work=WORK_OF_A_CHANNEL * (4 * width + 2 * fused + 1.5 * up),
-        wide_work=width * up,
-        narrow_work=width * (projected + fused),
-        attention_work=batch.sequence_length * projected,
+        elementwise_macs=MACS_PER_MOVED_CHANNEL * (4 * hidden + 2 * qkv + 1.5 * gate_up),
+        wide_macs=hidden * gate_up,
+        narrow_macs=hidden * (attended + qkv),
+        attention_macs=batch.sequence_length * attended,
     )
     if options.trained != "qlora":
         return sizes
-    # Policies do not know linear layers of 4 bits.
-    again = POLICIES["attention"].work(sizes)
+    # Selective policies do not recognize 4-bit linear layers: all act as "attention".
+    recomputed = POLICIES["attention"].recomputed_macs(sizes)
     return replace(
         sizes,
         narrow_outputs=0,
         wide_outputs=0,
-        elementwise_work=again,
-        wide_work=0,
-        narrow_work=0,
+        elementwise_macs=recomputed,
+        wide_macs=0,
+        narrow_macs=0,
     )

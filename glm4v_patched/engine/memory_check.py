@@ -1,44 +1,55 @@
-"""Refuses what surely does not fit into a machine's memory; what may fit is tried."""
+"""Refuse a training that surely does not fit into memory; one that may fit is tried."""
 
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..terminal_text import format_bytes
-from .memory_plan import NON_TORCH_BYTES, Batch, decide, estimate, offloaded, states
+from .memory_plan import (
+    NON_TORCH_BYTES,
+    Batch,
+    decide_options,
+    estimate_peak_bytes,
+    model_state_bytes,
+    offloaded_bytes,
+)
 from .options import EngineOptions
 from .ram import free_ram
 
-ERROR_OF_ESTIMATES = 0.15
-"""An estimate of memory may err by so much (tests/engine/test_memory_plan.py)."""
+ESTIMATE_ERROR = 0.15
+"""Largest relative error of a memory estimate (tests/engine/test_memory_plan.py)."""
 
 
 def find_memory_problem(
-    config: ChatGLMConfig, options: EngineOptions, batch: Batch, free: float, share: float = 1.0
+    config: ChatGLMConfig,
+    options: EngineOptions,
+    batch: Batch,
+    free: float,
+    local_share: float = 1.0,
 ) -> str:
-    """What to tell the user where a training does not fit; empty where it may.
+    """Return why a training does not fit into memory, for the user; "" if it may fit.
 
-    On a GPU only what lies there between two steps is held against its memory. On a CPU, where the
-    system would end processes at random, it is the estimated peak.
+    On a GPU only persistent state is compared with free memory. On a CPU, where the system would
+    kill processes at random, it is the estimated peak.
 
     Args:
-        free: Bytes of each GPU (:func:`memory_plan.apply_memory_limit`); 0 on a CPU.
-        share: Of all processes, those on this machine.
+        free: Usable bytes of each GPU (:func:`memory_plan.apply_memory_limit`); 0 on a CPU.
+        local_share: The share of all processes that runs on this machine.
     """
-    room, ram = free - NON_TORCH_BYTES, free_ram()
-    if free and (needed := states(config, options, batch)) > room:
+    usable, ram = free - NON_TORCH_BYTES, free_ram()
+    if free and (needed := model_state_bytes(config, options, batch)) > usable:
         return (
-            f"weights, gradients and optimizer take {format_bytes(needed)} of each GPU, which has "
-            f"{format_bytes(room)}; expected more GPUs with engine.zero_stage 3, engine.offload true, "
-            "engine.optimizer adamw_8bit, or another trained"
+            f"weights, gradients and optimizer states need {format_bytes(needed)} on each GPU, which "
+            f"has {format_bytes(usable)} free; expected more GPUs with engine.zero_stage 3, "
+            "engine.offload true, engine.optimizer adamw_8bit, or another trained"
         )
     of_ram = f"of the machine's memory, of which {format_bytes(ram)} are free; expected"
-    if (needed := share * offloaded(config, options)) > ram:
+    if (needed := local_share * offloaded_bytes(config, options)) > ram:
         return (
-            f"engine.offload is true, and the optimizer takes {format_bytes(needed)} {of_ram} a "
+            f"engine.offload is true, and the optimizer states need {format_bytes(needed)} {of_ram} a "
             "machine with more, or another trained: lm, lora_all or lora_lm"
         )
     if free:
         return ""
-    decided = decide(config, options, batch, free)
-    needed += share * batch.processes * estimate(config, decided, batch)
-    if needed <= ram * (1 + ERROR_OF_ESTIMATES):
+    decided = decide_options(config, options, batch, free)
+    needed += local_share * batch.processes * estimate_peak_bytes(config, decided, batch)
+    if needed <= ram * (1 + ESTIMATE_ERROR):
         return ""
-    return f"a step takes {format_bytes(needed)} {of_ram} a smaller model, or fewer or shorter rows"
+    return f"a step takes {format_bytes(needed)} {of_ram} a smaller model, or fewer or shorter samples"

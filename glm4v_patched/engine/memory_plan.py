@@ -1,7 +1,7 @@
-"""Estimates the GPU memory of a training from the model's sizes, and chooses settings that fit.
+"""Estimate the GPU memory of a training from the model's sizes, and choose settings that fit.
 
 The estimates are arithmetic on a config; no model is built. They count what autograd saves in each
-layer, compiled or not (:mod:`activation_policies` says what each policy keeps), and are compared
+layer, compiled or not (:mod:`activation_policies` has what each policy saves), and are compared
 with measured peaks at the real size (``tests/engine/test_memory_plan.py``).
 """
 
@@ -18,12 +18,12 @@ from .layer_memory import (
     BF16,
     FP32,
     Batch,
-    is_autocast,
     is_input_saved,
-    linear_layers,
+    linear_layer_shapes,
     multiplies_in_fp8,
-    norm_width,
+    norm_dtype_factor,
     stacks_with_backward,
+    uses_autocast,
 )
 from .options import (
     ALL_WEIGHTS,
@@ -35,108 +35,130 @@ from .options import (
 )
 
 GIB = 2**30
-# In the order in which ties in time are broken.
-CANDIDATES = ("none", "linear", "every 4", "every 3", "every 2", "selective", "attention", "full")
-# Weights that may stay gathered where not all do: some layers, and just enough to gather ahead.
-SOME_GATHERED = (1e9, 5e8)
-GATHERED_AHEAD = 2e8  # deepspeed_config's prefetch bucket; as many are on their way back
-# What a GPU keeps beside torch's own memory: the driver's context and NCCL's buffers.
+# Of policies that cost the same time, the first is chosen.
+POLICY_CANDIDATES = (
+    "none",
+    "linear",
+    "every 4",
+    "every 3",
+    "every 2",
+    "selective",
+    "attention",
+    "full",
+)
+# Candidates for stage3_max_live_parameters where not all weights can stay gathered: some layers,
+# and just enough to prefetch.
+PARTIAL_LIVE_PARAMETERS = (1e9, 5e8)
+PREFETCHED_PARAMETERS = 2e8  # deepspeed_config's prefetch bucket; as many are being released
+# GPU memory outside torch's allocator: the CUDA context and NCCL's buffers.
 NON_TORCH_BYTES = 2 * GIB
-# Freed memory that gathers of weights still hold, and what the allocator cannot use.
+# Share of memory that the allocator cannot use: fragmentation, and blocks freed by gathers.
 ALLOCATOR_OVERHEAD = 0.05
-# Of all weights: smaller adapters take less than the estimate errs.
-ADAPTERS_THAT_COUNT = 0.001
-# Bytes of a logit at the loss: itself and its gradient in bf16, log-softmax and its
-# gradient in fp32.
-LOSS = 2 * BF16 + 2 * FP32
+# LoRA adapters smaller than this share of all weights are below the error of the estimate.
+MIN_ADAPTER_FRACTION = 0.001
+# Logit and its gradient in bf16, log-softmax and its gradient in fp32.
+BYTES_PER_LOGIT = 2 * BF16 + 2 * FP32
 # Compiling takes about a minute (docs/benchmarks/loss_curve.json: the first step) and saves from
 # 0.2 s of a step on (docs/performance.md: 1.35 s instead of 1.82 s).
-STEPS_THAT_PAY_FOR_COMPILING = 300
+MIN_STEPS_TO_COMPILE = 300
 
 
 def min_free_gpu_memory(limit: float | None = None) -> float:
-    """Bytes free on this process's GPU, the least of all processes, as they have to choose alike;
-    0 without a GPU. ``limit``: GiB that torch may allocate."""
+    """Return the free bytes of this process's GPU, or fewer if another process has fewer.
+
+    All processes get the same number, because they must choose the same settings. Without a GPU it
+    is 0.
+
+    Args:
+        limit: GiB that torch may allocate.
+    """
     if not torch.cuda.is_available():
         return 0.0
     free = apply_memory_limit(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), limit)
     if not torch.distributed.is_initialized():
         return float(free)
-    least = torch.tensor(float(free), dtype=torch.float64, device="cuda")
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
-    return least.item()
+    minimum = torch.tensor(float(free), dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(minimum, op=torch.distributed.ReduceOp.MIN)
+    return minimum.item()
 
 
 def apply_memory_limit(free: float, limit: float | None) -> float:
-    """Of so many free bytes of a GPU, those that are to be used; ``limit`` in GiB, of torch's."""
+    """Return the usable bytes of so many free ones, given a limit in GiB for torch's allocator."""
     return free if limit is None else min(free, limit * GIB + NON_TORCH_BYTES)
 
 
-def decide(
+def decide_options(
     config: ChatGLMConfig,
     options: EngineOptions,
     batch: Batch,
     free: float,
     steps: int | None = None,
 ) -> EngineOptions:
-    """The options with a decision for all that is "auto": what fits into ``free`` bytes and is
-    fastest, so that least is computed again, then gathered. Where nothing fits, all is recomputed:
-    the estimate may err, and an out-of-memory error is no worse than a refusal.
+    """Replace each "auto" by the fastest setting whose estimate fits into free memory.
+
+    The fastest recomputes least; of equals, it gathers least. If nothing fits, everything is
+    recomputed: the estimate may be wrong, and running out of memory is no worse than a refusal.
 
     Args:
-        free: Of each GPU (:func:`min_free_gpu_memory`), 0 for none.
-        steps: How many will be trained; None for so many that compiling pays.
+        free: Bytes of each GPU (:func:`min_free_gpu_memory`); 0 without one.
+        steps: Steps of the training; None for many, for which compiling pays.
     """
-    room = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
+    usable = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     if options.compile == "auto":
-        pays = steps is None or steps >= STEPS_THAT_PAY_FOR_COMPILING
-        # Layers of 4 bits are bitsandbytes's, which are not compiled.
+        pays = steps is None or steps >= MIN_STEPS_TO_COMPILE
+        # bitsandbytes's 4-bit layers are not compiled.
         options = replace(options, compile=free > 0 and pays and options.trained != "qlora")
     if options.offload == "auto":
-        may = free > 0 and options.zero_stage > 0 and options.optimizer != "adamw_8bit"
+        can_offload = free > 0 and options.zero_stage > 0 and options.optimizer != "adamw_8bit"
         smallest = replace(
             options,
             tower="full",
             language="full",
-            stage3_max_live_parameters=min(SOME_GATHERED),
+            stage3_max_live_parameters=min(PARTIAL_LIVE_PARAMETERS),
             store_transposed=False,
         )
-        without, with_it = (
-            estimate(config, replace(smallest, offload=offload), batch) for offload in (False, True)
+        without_offload, with_offload = (
+            estimate_peak_bytes(config, replace(smallest, offload=offload), batch)
+            for offload in (False, True)
         )
-        options = replace(options, offload=may and without > max(room, with_it))
-    choices = list(_choices(config, options))
-    sizes = {choice: estimate(config, choice, batch) for choice in choices}
-    fitting = [choice for choice in choices if sizes[choice] <= room]
+        offload = can_offload and without_offload > max(usable, with_offload)
+        options = replace(options, offload=offload)
+    candidates = list(_candidate_options(config, options))
+    peaks = {candidate: estimate_peak_bytes(config, candidate, batch) for candidate in candidates}
+    fitting = [candidate for candidate in candidates if peaks[candidate] <= usable]
     if not fitting:
-        # All is recomputed: estimates of small models, which nothing fits into on a CPU, are too
-        # close to each other to choose by.
+        # Recompute everything. The estimates alone would not decide that on a CPU, where nothing
+        # fits: those of small models are too close to each other.
         return min(
-            reversed(choices),
-            key=lambda each: (-recomputed_flop(config, each, batch), sizes[each]),
+            reversed(candidates),
+            key=lambda candidate: (
+                -recomputed_flops(config, candidate, batch),
+                peaks[candidate],
+            ),
         )
 
-    def cost(choice: EngineOptions) -> tuple[float, bool, float]:
-        again = recomputed_flop(config, choice, batch)
-        return again, not choice.store_transposed, -_live(choice)
+    def cost(candidate: EngineOptions) -> tuple[float, bool, float]:
+        recomputed = recomputed_flops(config, candidate, batch)
+        return recomputed, not candidate.store_transposed, -_max_live_parameters(candidate)
 
     return min(fitting, key=cost)
 
 
-def _choices(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOptions]:
-    towers = CANDIDATES if trains_tower(options.trained) else ("full",)
-    gathered: tuple[float, ...] = (1e9,)
+def _candidate_options(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOptions]:
+    tower_candidates = POLICY_CANDIDATES if trains_tower(options.trained) else ("full",)
+    live_candidates: tuple[float, ...] = (1e9,)
     if options.compile:
-        # All that is needed again in a step. DeepSpeed counts weights forwards from the first layer
-        # of the language model if only that has a backward pass; a larger number keeps a frozen
-        # tower, too, until the step ends.
-        of_language = float(count_parameters(config)[1])
-        gathered = (ALL_WEIGHTS if trains_tower(options.trained) else of_language, *SOME_GATHERED)
-    asked = options.stage3_max_live_parameters
+        # First the weights that a step needs again. If only the language model has a backward pass,
+        # DeepSpeed counts from its first layer on; a larger number would keep the frozen tower
+        # gathered, too, until the step ends.
+        lm_params = float(count_parameters(config)[1])
+        needed_again = ALL_WEIGHTS if trains_tower(options.trained) else lm_params
+        live_candidates = (needed_again, *PARTIAL_LIVE_PARAMETERS)
+    max_live = options.stage3_max_live_parameters
     for tower, language, live, transposed in product(
-        towers if options.tower == "auto" else (options.tower,),
-        CANDIDATES if options.language == "auto" else (options.language,),
-        gathered if asked is None else (asked,),
+        tower_candidates if options.tower == "auto" else (options.tower,),
+        POLICY_CANDIDATES if options.language == "auto" else (options.language,),
+        live_candidates if max_live is None else (max_live,),
         (True, False) if options.stores_transposed else (options.store_transposed,),
     ):
         yield replace(
@@ -148,206 +170,227 @@ def _choices(config: ChatGLMConfig, options: EngineOptions) -> Iterator[EngineOp
         )
 
 
-def _live(options: EngineOptions) -> float:
-    assert options.stage3_max_live_parameters is not None, "decide() comes first"
+def _max_live_parameters(options: EngineOptions) -> float:
+    assert options.stage3_max_live_parameters is not None, "decide_options() comes first"
     return options.stage3_max_live_parameters
 
 
-def estimate(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Return the peak of the bytes that torch allocates in a step; ``options`` are decided."""
-    kept = activations(config, options, batch) + transient(config, options, batch)
-    between = states(config, options, batch)
+def estimate_peak_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+    """Return the peak bytes that torch allocates in a step; ``options`` must be decided."""
+    saved = activation_bytes(config, options, batch) + temporary_bytes(config, options, batch)
+    persistent = model_state_bytes(config, options, batch)
     if options.zero_stage or batch.accumulates:
-        return between + kept
-    # Gradients grow while activations are freed: never are both there in full.
+        return persistent + saved
+    # Without ZeRO, gradients are allocated while activations are freed.
     gradients = gradient_bytes(config, options, batch)
-    return between - gradients + max(gradients, kept)
+    return persistent - gradients + max(gradients, saved)
 
 
 def count_parameters(config: ChatGLMConfig) -> tuple[int, int]:
-    """Weights of the vision part (tower and projector), and of the language model."""
-    vision, width = config.vision, config.hidden_size
-    tower, language = linear_layers(config)
-    of_layer = sum(map(prod, tower.values())) + 9 * vision.hidden_size + vision.intermediate_size
-    of_block = sum(map(prod, language.values())) + language["query_key_value"][1] + 2 * width
-    # Positions, patches with their bias, class token.
-    embedded = vision.num_positions + vision.in_channels * vision.patch_size**2 + 2
-    of_tower = vision.num_hidden_layers * of_layer + embedded * vision.hidden_size
-    of_embeddings = (2 * config.padded_vocab_size + 1) * width
-    return of_tower + count_projection(config), config.num_layers * of_block + of_embeddings
+    """Return the weights of the vision part (tower and projector), and of the language model."""
+    vision, hidden = config.vision, config.hidden_size
+    tower, language = linear_layer_shapes(config)
+    tower_layer = sum(map(prod, tower.values())) + 9 * vision.hidden_size + vision.intermediate_size
+    block = sum(map(prod, language.values())) + language["query_key_value"][1] + 2 * hidden
+    # Position embedding, patch embedding with its bias, class token.
+    embedding_rows = vision.num_positions + vision.in_channels * vision.patch_size**2 + 2
+    tower_params = vision.num_hidden_layers * tower_layer + embedding_rows * vision.hidden_size
+    embedding_params = (2 * config.padded_vocab_size + 1) * hidden
+    return tower_params + count_projection(config), config.num_layers * block + embedding_params
 
 
 def count_projection(config: ChatGLMConfig) -> int:
-    """Weights of the projector between tower and language model, which the vision part includes."""
-    width, inner = config.hidden_size, config.ffn_hidden_size
-    # Biases and vectors at its width last.
-    return width * (4 * config.vision.hidden_size + width + 3 * inner) + 5 * width
+    """Return the weights of the projector, which the vision part includes."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    # The last term: biases and vectors.
+    return hidden * (4 * config.vision.hidden_size + hidden + 3 * ffn) + 5 * hidden
 
 
 def count_lora(config: ChatGLMConfig, options: EngineOptions) -> int:
-    """Weights of LoRA adapters."""
+    """Return the weights of LoRA adapters."""
     if not is_lora(options.trained):
         return 0
-    tower, language = linear_layers(config)
+    tower, language = linear_layer_shapes(config)
     stacks = [(config.num_layers, language)]
     if options.trained == "lora_all":
         stacks.append((config.vision.num_hidden_layers, tower))
     lora = options.lora
     return sum(
-        layers * (lora.rank * sum(sides[name]) + sides[name][1] * bool(lora.use_dora))
-        for layers, sides in stacks
+        layers * (lora.rank * sum(in_out[name]) + in_out[name][1] * bool(lora.use_dora))
+        for layers, in_out in stacks
         for name in lora.target_names
-        if name in sides
+        if name in in_out
     )
 
 
 def count_trained(config: ChatGLMConfig, options: EngineOptions) -> int:
-    """Weights that are trained."""
-    of_vision, of_language = count_parameters(config)
+    """Return the number of trained weights."""
+    vision_params, lm_params = count_parameters(config)
     projection = count_projection(config)
-    sizes = {"tower": of_vision - projection, "projector": projection, "language_model": of_language}
+    sizes = {
+        "tower": vision_params - projection,
+        "projector": projection,
+        "language_model": lm_params,
+    }
     parts = trained_parts(options.trained)
     return count_lora(config, options) + sum(sizes[part] for part in parts)
 
 
-def states(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Weights, gradients and optimizer between two steps; adapters only if they are large."""
-    everything = sum(count_parameters(config))
-    stage, width = options.zero_stage, _width(options)
-    of_weights = batch.processes if stage == 3 else 1
-    weights = (width * everything - _saved_by_fp8(config, options)) / of_weights
+def model_state_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+    """Return the bytes of weights, gradients and optimizer states on one GPU between two steps.
+
+    LoRA adapters count only if they are large.
+    """
+    all_params = sum(count_parameters(config))
+    stage, element_bytes = options.zero_stage, _bytes_per_element(options)
+    num_shards = batch.processes if stage == 3 else 1
+    weights = (element_bytes * all_params - _fp8_savings_bytes(config, options)) / num_shards
     if stage == 3 and options.zero_hpz_partition_size > 1:  # a second copy, within a machine
-        weights += width * everything / options.zero_hpz_partition_size
+        weights += element_bytes * all_params / options.zero_hpz_partition_size
     if options.trained == "qlora":
         embeddings = 2 * config.padded_vocab_size * config.hidden_size
-        weights = BF16 * embeddings + (everything - embeddings) * 0.55
+        weights = BF16 * embeddings + (all_params - embeddings) * 0.55
     trained = count_trained(config, options)
     if is_lora(options.trained):
-        if trained < ADAPTERS_THAT_COUNT * everything:
+        if trained < MIN_ADAPTER_FRACTION * all_params:
             trained = 0
-        weights += width * trained / of_weights
+        weights += element_bytes * trained / num_shards
     moments = 2 * (1 if options.optimizer == "adamw_8bit" else FP32)
     gradients = gradient_bytes(config, options, batch)
-    if stage == 0:  # trained weights are held in fp32
-        return weights + gradients + (FP32 - width + moments) * trained
-    if options.offload is True:  # ZeRO-3 keeps gradients here all the same (deepspeed.zero3)
+    if stage == 0:  # trained weights are fp32
+        return weights + gradients + (FP32 - element_bytes + moments) * trained
+    if options.offload is True:  # ZeRO-3 leaves gradients on the GPU (deepspeed.zero3)
         return weights + (gradients if stage == 3 else 0)
     return weights + gradients + (FP32 + moments) * trained / batch.processes
 
 
 def gradient_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Return the bytes of all gradients on one GPU; those of small adapters are not counted."""
+    """Return the bytes of all gradients on one GPU; those of small adapters count as 0."""
     trained = count_trained(config, options)
-    if is_lora(options.trained) and trained < ADAPTERS_THAT_COUNT * sum(count_parameters(config)):
+    is_small = trained < MIN_ADAPTER_FRACTION * sum(count_parameters(config))
+    if is_lora(options.trained) and is_small:
         return 0.0
     if options.zero_stage == 0:
         return FP32 * trained
-    return _width(options) * trained / (batch.processes if options.zero_stage >= 2 else 1)
+    num_shards = batch.processes if options.zero_stage >= 2 else 1
+    return _bytes_per_element(options) * trained / num_shards
 
 
-def count_held(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
-    """Weights of tower and language model that are stored in fp8."""
+def count_fp8_weights(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
+    """Return the weights that are stored in fp8, of the tower and of the language model."""
     if not options.stores_fp8:
         return 0, 0
-    tower, language = linear_layers(config)
-    of_layer = sum(
-        prod(sides) for name, sides in tower.items() if multiplies_in_fp8(options, "tower", name)
+    tower, language = linear_layer_shapes(config)
+    tower_layer = sum(
+        prod(in_out) for name, in_out in tower.items() if multiplies_in_fp8(options, "tower", name)
     )
-    of_blocks = config.num_layers * sum(map(prod, language.values()))
-    return config.vision.num_hidden_layers * of_layer, of_blocks
+    lm_params = config.num_layers * sum(map(prod, language.values()))
+    return config.vision.num_hidden_layers * tower_layer, lm_params
 
 
-def _saved_by_fp8(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Bytes that held weights take less than those in bf16."""
-    of_tower, of_language = count_held(config, options)
-    transposed = of_language + (of_tower if trains_tower(options.trained) else 0)
-    return (BF16 - 1) * (of_tower + of_language) - options.stores_transposed * transposed
+def _fp8_savings_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
+    """Return the bytes by which weights stored in fp8 are smaller than in bf16."""
+    tower_params, lm_params = count_fp8_weights(config, options)
+    transposed = lm_params + (tower_params if trains_tower(options.trained) else 0)
+    return (BF16 - 1) * (tower_params + lm_params) - options.stores_transposed * transposed
 
 
-def offloaded(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Bytes of the machine's memory, of all processes together, that an offloaded optimizer takes:
-    fp32 copies, fp32 gradients and two moments. Adapters are too small to count."""
+def offloaded_bytes(config: ChatGLMConfig, options: EngineOptions) -> float:
+    """Return the bytes of RAM that an offloaded optimizer needs, for all processes together.
+
+    They are fp32 weights, fp32 gradients and two moments. Adapters are too small to count.
+    """
     if options.offload is not True or is_lora(options.trained):
         return 0.0
     return 4.0 * FP32 * count_trained(config, options)
 
 
-def activations(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Return the bytes that forward leaves for backward: activations of layers, of the projector
-    and before the final norm, and weights that autograd holds."""
-    layers = sum(stack.kept for stack in stacks_with_backward(config, options, batch))
+def activation_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+    """Return the bytes that forward saves for backward.
+
+    They are activations of the layers, of the projector and before the final norm, and weights that
+    autograd saves.
+    """
+    layers = sum(stack.saved for stack in stacks_with_backward(config, options, batch))
     outside = batch.num_sequences * batch.sequence_length * config.hidden_size
     if trains_vision(options.trained):
         images = batch.num_sequences * batch.images_per_sequence * config.vision.num_image_tokens
         outside += images * _projector_channels(config, options)
-    return _width(options) * (layers + outside) + BF16 * _weights_held(config, options)
+    weights = BF16 * _weights_saved_for_backward(config, options)
+    return _bytes_per_element(options) * (layers + outside) + weights
 
 
 def _projector_channels(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Of one image token: what the projector, which is never checkpointed, saves."""
-    width, inner = config.hidden_size, config.ffn_hidden_size
-    inputs = (2 * width + inner) * is_input_saved(options, "projector", "linear_proj")
-    return 2 * width * norm_width(options) + 3 * inner + inputs
+    """Return the channels per image token that the projector, never checkpointed, saves."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    inputs = (2 * hidden + ffn) * is_input_saved(options, "projector", "linear_proj")
+    return 2 * hidden * norm_dtype_factor(options) + 3 * ffn + inputs
 
 
-def _weights_held(config: ChatGLMConfig, options: EngineOptions) -> float:
-    """Weights of linear layers that autograd holds from forward to backward, beside the model's:
-    autocast's copies of those that are trained in fp32, and under ZeRO-3 what was gathered for
-    layers that are neither compiled nor checkpointed. fp8 holds none."""
+def _weights_saved_for_backward(config: ChatGLMConfig, options: EngineOptions) -> float:
+    """Return the elements of linear layers' weights that autograd saves beside the model's own.
+
+    They are autocast's copies of weights that are trained in fp32 and, under ZeRO-3, weights
+    gathered for layers that are neither compiled nor checkpointed. fp8 saves none.
+    """
     is_gathered = options.zero_stage == 3 and options.gathers_whole_layers and not options.compile
-    held = 0
+    elements = 0
     stacks = zip(
         ("tower", "language_model"),
         (options.tower, options.language),
         (config.vision.num_hidden_layers, config.num_layers),
-        linear_layers(config),
+        linear_layer_shapes(config),
         strict=True,
     )
-    for part, policy, number, linear in stacks:
+    for part, policy_name, num_layers, shapes in stacks:
         if part == "tower" and not trains_tower(options.trained):
             continue
-        of_layer = sum(
-            prod(sides)
-            for name, sides in linear.items()
+        layer_elements = sum(
+            prod(in_out)
+            for name, in_out in shapes.items()
             if not multiplies_in_fp8(options, part, name)
         )
-        if is_autocast(options) and part in trained_parts(options.trained):
-            held += number * of_layer  # autocast caches them until forward ends
+        if uses_autocast(options) and part in trained_parts(options.trained):
+            elements += num_layers * layer_elements  # autocast caches them until forward ends
         elif is_gathered:
-            kept = [each.name for each in policies_of_layers(policy, number)]
-            held += kept.count("none") * of_layer
-    return held
+            names = [policy.name for policy in policies_of_layers(policy_name, num_layers)]
+            elements += names.count("none") * layer_elements
+    return elements
 
 
-def transient(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Return the bytes that come and go within a step, above what is kept when its backward pass
-    begins: gathered weights, and logits or the inside of a layer's backward pass, whichever is
-    more."""
+def temporary_bytes(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+    """Return the bytes that a step needs temporarily, beside saved activations.
+
+    They are gathered weights, and the larger of the logits and a layer's backward pass.
+    """
     gathered = 0.0
     if options.zero_stage == 3:
-        everything = sum(count_parameters(config))
-        gathered = min(_live(options) + 2 * GATHERED_AHEAD, everything)
-        # Those in fp8 count half.
-        gathered *= 1 - sum(count_held(config, options)) / everything / 2
+        all_params = sum(count_parameters(config))
+        gathered = min(_max_live_parameters(options) + 2 * PREFETCHED_PARAMETERS, all_params)
+        # Weights in fp8 have half the bytes.
+        gathered *= 1 - sum(count_fp8_weights(config, options)) / all_params / 2
         gathered = max(gathered, config.padded_vocab_size * config.hidden_size)
-    width = _width(options)
+    element_bytes = _bytes_per_element(options)
     text = batch.sequence_length - batch.images_per_sequence * config.vision.num_image_tokens
-    positions = min(options.loss_chunk_size or config.loss_chunk_size, batch.num_sequences * text)
-    inside = width * max(each.inside for each in stacks_with_backward(config, options, batch))
-    if options.trained == "qlora":  # a layer's weight, in bf16 again
-        inside += BF16 * max(map(prod, linear_layers(config)[1].values()))
-    return width * gathered + max(inside, LOSS * positions * config.padded_vocab_size)
+    chunk_size = options.loss_chunk_size or config.loss_chunk_size
+    positions = min(chunk_size, batch.num_sequences * text)
+    stacks = stacks_with_backward(config, options, batch)
+    backward = element_bytes * max(stack.backward_workspace for stack in stacks)
+    if options.trained == "qlora":  # a layer's weight, dequantized to bf16
+        backward += BF16 * max(map(prod, linear_layer_shapes(config)[1].values()))
+    logits = BYTES_PER_LOGIT * positions * config.padded_vocab_size
+    return element_bytes * gathered + max(backward, logits)
 
 
-def recomputed_flop(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
-    """Work of one step that is done a second time."""
+def recomputed_flops(config: ChatGLMConfig, options: EngineOptions, batch: Batch) -> float:
+    """Return the floating-point operations of one step that are recomputed in backward."""
     return 2 * sum(
-        stack.tokens * policy.work(stack.sizes)
+        stack.tokens * policy.recomputed_macs(stack.sizes)
         for stack in stacks_with_backward(config, options, batch)
         for policy in stack
     )
 
 
-def _width(options: EngineOptions) -> int:
-    """Bytes of a number that is computed with."""
+def _bytes_per_element(options: EngineOptions) -> int:
+    """Return the bytes of an element in the dtype of the computation."""
     return FP32 if options.precision == "fp32" else BF16

@@ -1,4 +1,4 @@
-"""The engine's options; needs no torch, so that mistakes are reported at once."""
+"""The engine's options. Needs no torch, so that mistakes are reported at once."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -6,32 +6,36 @@ from typing import Annotated, Any, Literal, get_args
 
 from ..option_fields import EXACT, REFUSE_OTHERS, option
 from ..terminal_text import pip_install
-from .activation_policies import EVERY, POLICIES
+from .activation_policies import EVERY_N, POLICIES
 
 TRAINED = ("full", "lm", "lora_lm", "lora_all", "qlora")
-"""full: all weights; lm: all but the vision tower and its projector; lora_lm: LoRA on the language
-model; lora_all: on the vision tower, too; qlora: as lora_lm, on weights of 4 bits."""
+"""Choices of trained weights.
 
-PARTS = ("tower", "projector", "language_model")
-"""Of the model: the vision tower's layers and embeddings; what projects its output (the projector); the rest. What is trained may also be some of them, as "tower+projector"."""
+full: all weights; lm: all except those of the vision tower and its projector; lora_lm: LoRA on the
+language model; lora_all: LoRA on the vision tower, too; qlora: as lora_lm, on 4-bit weights.
+"""
+
+MODEL_PARTS = ("tower", "projector", "language_model")
+"""Parts of the model: the vision tower's layers and embeddings; the projector of its output; the
+rest. ``trained`` may also be some of them, as "tower+projector"."""
 
 Precision = Literal["bf16", "fp32"]
-"""Of the computation and of what is saved."""
+"""Dtype of the computation and of saved weights."""
 
 Optimizer = Literal["adamw", "adamw_8bit"]
-"""adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less for a weight."""
+"""adamw: two moments in fp32; adamw_8bit: in 8 bits (bitsandbytes), 6 bytes less per weight."""
 
 Target = Literal["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"]
-TARGETS: tuple[str, ...] = get_args(Target)
-LANGUAGE_TARGETS = TARGETS[:4]
-TOWER_TARGETS = (*TARGETS[:2], *TARGETS[4:])
-"""Linear layers that LoRA can be put on."""
+LORA_TARGETS: tuple[str, ...] = get_args(Target)
+"""Linear layers that can have LoRA adapters."""
+LANGUAGE_TARGETS = LORA_TARGETS[:4]
+TOWER_TARGETS = (*LORA_TARGETS[:2], *LORA_TARGETS[4:])
 
 ALL_WEIGHTS = 1e12
-"""A number of weights that is more than any model has."""
+"""More weights than any model has, for stage3_max_live_parameters."""
 
-# What choices import, beside what all training needs.
-PACKAGES = {
+# Packages that a choice imports, beside those that all training needs.
+REQUIRED_PACKAGES = {
     "lora_lm": ["peft"],
     "lora_all": ["peft"],
     "qlora": ["peft", "bitsandbytes"],
@@ -40,7 +44,7 @@ PACKAGES = {
     "8bit": ["bitsandbytes"],
     "serve": ["starlette", "uvicorn"],
 }
-# What transformers needs to load weights that were saved quantized, by the method in their config.
+# Packages that transformers needs to load quantized weights, by the method in their config.
 QUANTIZER_PACKAGES = {
     "aqlm": ["aqlm"],
     "auto-round": ["auto_round"],
@@ -54,113 +58,121 @@ QUANTIZER_PACKAGES = {
     "torchao": ["torchao"],
     "vptq": ["vptq"],
 }
-PACKAGES |= QUANTIZER_PACKAGES
+REQUIRED_PACKAGES |= QUANTIZER_PACKAGES
 
 _POLICY: dict[str, Any] = {
     "pattern": f"^(auto|{'|'.join(POLICIES)}|every [1-9][0-9]{{0,8}})$",
-    "expected": f"auto, {', '.join(POLICIES)} or {EVERY}, N > 0",
+    "expected": f"auto, {', '.join(POLICIES)} or {EVERY_N}, N > 0",
     "strict": True,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Adapters, where ``trained`` asks for them: the section ``lora`` of a recipe."""
+    """LoRA adapters, if ``trained`` uses them: the section ``lora`` of a recipe.
+
+    For adapters that are trained further, null keeps their own setting.
+    """
 
     __pydantic_config__ = REFUSE_OTHERS
 
     rank: int = option(
-        8, "Rank of the adapters; the model's layers have at most 4096.", ge=1, le=4096, strict=True
+        8,
+        "Rank of the adapters, at most 4096 (the model's hidden size).",
+        ge=1,
+        le=4096,
+        strict=True,
     )
     alpha: int | None = option(
         None,
-        "What they add is multiplied by alpha / rank; null: twice the rank. Here and below, "
-        "adapters that go on being trained keep what they have where null is said.",
+        "The adapters' output is multiplied by alpha / rank; null: twice the rank. Here and below, "
+        "null keeps the setting of adapters that are trained further.",
         ge=1,
         le=2**31 - 1,
         strict=True,
     )
     dropout: float | None = option(
-        None, "Of their input, in training; null: 0.", ge=0, lt=1, strict=True
+        None, "Dropout of the adapters' input in training; null: 0.", ge=0, lt=1, strict=True
     )
     targets: tuple[Target, ...] | Literal["all-linear"] | None = option(
         None,
-        'The linear layers that have adapters, of each layer of what "trained" says (fc1 and fc2 '
-        "are the vision tower's, dense_... the language model's); null: query_key_value.",
-        expected=f"a list of {', '.join(TARGETS)}, or all-linear or null",
+        "The linear layers with adapters, in each transformer layer of the trained parts (fc1 and "
+        "fc2 are the vision tower's, dense_... the language model's); null: query_key_value.",
+        expected=f"a list of {', '.join(LORA_TARGETS)}, or all-linear or null",
     )
     use_rslora: bool | None = option(
-        None, "Multiply by alpha / sqrt(rank) instead; null: false.", strict=True
+        None, "Multiply by alpha / sqrt(rank) instead (rsLoRA); null: false.", strict=True
     )
     use_dora: bool | None = option(
         None,
-        "Learn the weights' magnitudes, too (not with engine.zero_stage 3); null: false.",
+        "Train the weights' magnitudes, too (DoRA; not with engine.zero_stage 3); null: false.",
         strict=True,
     )
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the linear layers that have adapters, as far as what is trained has them; the default
-        is what published ones have."""
+    def target_names(self) -> tuple[str, ...]:
+        """Names of the linear layers with adapters; some may be in no trained part.
+
+        The default is that of adapters published for this model.
+        """
         if self.targets == "all-linear":
-            return TARGETS
+            return LORA_TARGETS
         return ("query_key_value",) if self.targets is None else self.targets
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """How it is computed: numbers may round differently, what is learned is the same.
+    """How a training is computed: speed, memory and rounding; not what is trained.
 
-    The section ``engine`` of a recipe, and options of ``bench``. "auto" is decided by
-    :func:`memory_plan.decide`.
+    The section ``engine`` of a recipe, and options of ``bench``. :func:`memory_plan.decide_options`
+    replaces "auto".
     """
 
     __pydantic_config__ = REFUSE_OTHERS
 
     zero_stage: Annotated[Literal[0, 1, 2, 3], EXACT] = option(
         3,
-        "Of DeepSpeed; 0 is a single process without it. What is trained is then held in fp32, and "
-        "computed with under autocast where precision is bf16.",
+        "DeepSpeed's ZeRO stage; 0 is one process without DeepSpeed, whose trained weights are "
+        "fp32 and, where precision is bf16, computed with under autocast.",
     )
-    precision: Precision = option("bf16", "Of the computation and of what is saved.")
+    precision: Precision = option("bf16", "Dtype of the computation and of saved weights.")
     fp8: bool = option(
         False,
-        "Matrix products in fp8 (GPUs of compute capability 8.9 and newer, bf16 otherwise): "
-        "faster, and rounded more coarsely. What is saved is bf16 as without it.",
+        "Matrix products in fp8 (GPUs of compute capability 8.9 and newer), the rest as in bf16: "
+        "faster, with coarser rounding. Saved weights are bf16 as without it.",
         strict=True,
     )
     tower: str = option(
         "auto",
-        'Which activations the vision tower\'s layers keep; "auto" is the fastest for which the '
-        'GPUs\' free memory suffices ("full" on a CPU).',
+        "Activation checkpointing of the vision tower's layers: which activations are saved, the "
+        'others are recomputed; "auto": the fastest that fits into the GPUs\' free memory ("full" '
+        "on a CPU).",
         **_POLICY,
     )
     language: str = option("auto", "The same for the language model's layers.", **_POLICY)
     compile: Annotated[Literal[True, False, "auto"], EXACT] = option(
         "auto",
         'Compile the layers; "auto": on a GPU, for 300 steps or more. Compiling takes about a '
-        "minute, and a step is then a quarter shorter.",
+        "minute, and shortens a step by a quarter.",
     )
     optimizer: Optimizer = option(
-        "adamw", "AdamW with its states in fp32, or in 8 bits (bitsandbytes)."
+        "adamw", "AdamW with its moments in fp32, or in 8 bits (bitsandbytes)."
     )
     offload: Annotated[Literal[True, False, "auto"], EXACT] = option(
         "auto",
-        'Keep the optimizer\'s states and the fp32 weights on the CPU; "auto": where nothing else '
-        "fits.",
+        'Keep optimizer states and fp32 weights on the CPU; "auto": if nothing else fits.',
     )
     memory_limit: float | None = option(
         None,
-        "GiB that torch may allocate on a GPU, where others use it, too; null: all that is free.",
+        "GiB that torch may allocate on a GPU that others use, too; null: all that is free.",
         ge=1,
         le=1e6,
         strict=True,
     )
     zero_hpz_partition_size: int = option(
         1,
-        "DeepSpeed's ZeRO++ (hpZ): the GPUs of one machine, which then keep a second copy of the "
-        "weights between them, so that the backward pass gathers nothing over the network; 1 for "
-        "none.",
+        "DeepSpeed's ZeRO++ (hpZ): the number of GPUs of one machine, among which a second copy of "
+        "the weights is sharded, so that backward gathers nothing over the network; 1 for none.",
         ge=1,
         le=2**31 - 1,
         strict=True,
@@ -179,106 +191,131 @@ class EngineSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(EngineSection):
-    """How a model is trained: the section, with what no recipe says. Decided, no field that was
-    "auto" (None for a number) still is, before :mod:`prepare` acts by it."""
+    """Everything that determines how a model is trained: the section, and what no recipe sets.
 
-    trained: str = "full"  # one of TRAINED, or PARTS joined by "+"
+    The options must be decided before :mod:`prepare` uses them: no field may be "auto", and
+    ``stage3_max_live_parameters`` must be a number.
+
+    Attributes:
+        trained: One of :data:`TRAINED`, or :data:`MODEL_PARTS` joined by "+".
+        store_transposed: Also store weights in fp8 transposed for the backward pass, which would
+            otherwise transpose them each time. Sharded weights are not; ``decide_options`` may turn
+            it off to save memory.
+        attn_implementation: As in transformers; None for its default.
+        stage3_max_live_parameters: DeepSpeed's: weights that may stay gathered from a layer's
+            forward to its backward.
+        skip_logits: Compute the loss from supervised positions only, in chunks.
+        loss_chunk_size: Positions in such a chunk; None for the default of the model's config.
+    """
+
+    trained: str = "full"
     lora: LoraOptions = LoraOptions()
-    # Weights that are held in fp8 and not sharded are kept transposed, too, for the backward pass,
-    # which otherwise transposes each where it is used; decide() may turn it off for its memory.
     store_transposed: bool = True
-    attn_implementation: str | None = None  # of transformers; None is its choice
-    # DeepSpeed's: weights that may stay gathered between a layer's forward and its backward.
+    attn_implementation: str | None = None
     stage3_max_live_parameters: float | None = None
-    skip_logits: bool = True  # the loss comes from supervised positions alone, in chunks
-    loss_chunk_size: int | None = None  # positions of a chunk; None: as the model's config says
+    skip_logits: bool = True
+    loss_chunk_size: int | None = None
 
     @property
     def is_decided(self) -> bool:
-        asked = (self.tower, self.language, self.offload, self.compile)
-        return "auto" not in asked and self.stage3_max_live_parameters is not None
+        """Whether nothing is "auto" any more."""
+        settings = (self.tower, self.language, self.offload, self.compile)
+        return "auto" not in settings and self.stage3_max_live_parameters is not None
 
     @property
     def policies(self) -> dict[str, str | float | None]:
-        """What reports say of them; weights that may stay ``gathered`` as a number."""
+        """Policies for reports; "gathered" is ``stage3_max_live_parameters``."""
         live = self.stage3_max_live_parameters
         return {"tower": self.tower, "language": self.language, "gathered": live}
 
     @property
     def stores_fp8(self) -> bool:
-        """Whether frozen weights are in fp8 also between their uses: under LoRA, where they are not
-        saved. Second copies (hpZ) are DeepSpeed's to gather, which takes one type at a time."""
+        """Whether frozen weights are stored in fp8: under LoRA, where they are not saved.
+
+        Not with hpZ, whose second copies DeepSpeed gathers in one dtype at a time.
+        """
         return self.fp8 and is_lora(self.trained) and self.zero_hpz_partition_size == 1
 
     @property
     def stores_transposed(self) -> bool:
+        """Whether weights in fp8 are also stored transposed."""
         return self.store_transposed and self.stores_fp8 and self.zero_stage < 3
 
     @property
     def shrinks_after_build(self) -> bool:
-        """Whether frozen weights are on one GPU, smaller than they are built."""
+        """Whether frozen weights are quantized on the GPU after the model was built."""
         return self.trained == "qlora" or (self.stores_fp8 and self.zero_stage < 3)
 
     @property
     def gathers_whole_layers(self) -> bool:
-        """Whether ZeRO-3 has to gather each layer at once, and nothing inside of it: where it is
-        compiled, holds weights in fp8 beside biases in bf16, or is checkpointed selectively, which
-        fails where the recomputation runs a collective that the forward did not run."""
-        asked = [POLICIES.get(name) for name in (self.tower, self.language)]
-        selective = any(policy and policy.widest_linear is not None for policy in asked)
-        return self.zero_stage == 3 and (self.compile is True or self.stores_fp8 or selective)
+        """Whether ZeRO-3 must gather each layer at once, and nothing inside of it.
+
+        It must for compiled layers, for fp8 weights beside bf16 biases, and for selective
+        checkpointing, which fails if the recomputation runs a collective that forward did not run.
+        """
+        policies = [POLICIES.get(name) for name in (self.tower, self.language)]
+        is_selective = any(policy and policy.max_saved_width is not None for policy in policies)
+        return self.zero_stage == 3 and (self.compile is True or self.stores_fp8 or is_selective)
 
 
 def check_trained(trained: str) -> None:
-    """Raises ``ValueError`` if there is no such choice of weights."""
+    """Raise ``ValueError`` if there is no such choice of trained weights."""
     parts = trained.split("+")
-    if trained not in TRAINED and ({*parts} - {*PARTS} or len({*parts}) < len(parts)):
+    if trained not in TRAINED and ({*parts} - {*MODEL_PARTS} or len({*parts}) < len(parts)):
         raise ValueError(
-            f"trained is {trained!r}; expected one of {', '.join(TRAINED)}, or parts of "
-            f"{'+'.join(PARTS)}"
+            f"trained is {trained!r}; expected one of {', '.join(TRAINED)}, or one or more of "
+            f"{', '.join(MODEL_PARTS)}, joined by +"
         )
 
 
 def is_lora(trained: str) -> bool:
-    """Whether adapters are trained, and not weights of the model."""
+    """Return whether adapters are trained, and not the model's own weights."""
     return trained in ("lora_lm", "lora_all", "qlora")
 
 
 def trained_parts(trained: str) -> frozenset[str]:
-    """The parts whose own weights are trained; none of LoRA."""
+    """Return the parts of the model whose own weights are trained; none for LoRA."""
     if is_lora(trained):
         return frozenset()
-    return frozenset({"full": PARTS, "lm": ("language_model",)}.get(trained, trained.split("+")))
+    parts = {"full": MODEL_PARTS, "lm": ("language_model",)}
+    return frozenset(parts.get(trained, trained.split("+")))
 
 
 def parts_with_rates(trained: str) -> frozenset[str]:
-    """The parts that may have learning rates of their own: those in which anything is trained."""
+    """Return the parts with trained weights or adapters, which may have their own learning rate."""
     if trained == "lora_all":
         return frozenset({"tower", "language_model"})
     return trained_parts(trained) or frozenset({"language_model"})
 
 
 def part_of_parameter(name: str) -> str:
-    """The part of the model that a weight belongs to, by its name."""
+    """Return the part of the model that contains the parameter of this name."""
     if ".vision." not in name:
         return "language_model"
-    inside = (".vision.transformer.", ".vision.patch_embedding.")  # of "transformer.vision."
-    return "tower" if any(start in name for start in inside) else "projector"
+    # Of "transformer.vision.".
+    tower_prefixes = (".vision.transformer.", ".vision.patch_embedding.")
+    return "tower" if any(prefix in name for prefix in tower_prefixes) else "projector"
 
 
 def trains_tower(trained: str) -> bool:
-    """Whether gradients flow through the vision tower."""
+    """Return whether gradients flow through the vision tower."""
     return trained == "lora_all" or "tower" in trained_parts(trained)
 
 
 def trains_vision(trained: str) -> bool:
-    """Whether what an image becomes changes with every step."""
+    """Return whether image embeddings change in training: tower or projector are trained."""
     return trains_tower(trained) or "projector" in trained_parts(trained)
 
 
 def require_packages(choice: str, typed: str | None = None) -> None:
-    """Raise ``RuntimeError`` naming what a choice, ``typed`` so, needs and does not find."""
-    missing = [name for name in PACKAGES.get(choice, []) if importlib.util.find_spec(name) is None]
+    """Raise ``RuntimeError`` if packages that a choice needs are not installed.
+
+    Args:
+        choice: A key of :data:`REQUIRED_PACKAGES`, or one that needs none.
+        typed: What the user typed for it, for the message.
+    """
+    packages = REQUIRED_PACKAGES.get(choice, [])
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
             f"{typed or choice} needs {' and '.join(missing)}: {pip_install(*missing)}"

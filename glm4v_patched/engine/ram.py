@@ -1,19 +1,22 @@
-"""The free memory of this machine; needs no torch."""
+"""Free memory (RAM) of this machine. Needs no torch."""
 
 import re
 from pathlib import Path
 
 
 def free_ram() -> float:
-    """Bytes that processes can take before the kernel ends some: free, and within the limit of
-    this one's control groups (which containers set)."""
-    limits = [1024.0 * _number("MemAvailable:", Path("/proc/meminfo").read_text())]
+    """Return the bytes that processes can allocate before the kernel kills some.
+
+    That is the free memory, within the limits of this process's control groups, which containers
+    set.
+    """
+    limits = [1024.0 * _read_number("MemAvailable:", Path("/proc/meminfo").read_text())]
     for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, kind, group = line.split(":", 2)
-        if kind == "":
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":  # cgroup v2
             names = "memory.max", "memory.current", "inactive_file"
             folders = [f"/sys/fs/cgroup{group}", "/sys/fs/cgroup"]
-        elif "memory" in kind.split(","):
+        elif "memory" in controllers.split(","):
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
             folders = [f"/sys/fs/cgroup/memory{group}", "/sys/fs/cgroup/memory"]
         else:
@@ -22,17 +25,17 @@ def free_ram() -> float:
     return max(min(limits), 0)
 
 
-def _free_in_group(folder: Path, limit: str, used: str, reclaimed: str) -> float:
-    """What a control group leaves, with pages of files, which go when memory is needed."""
+def _free_in_group(folder: Path, limit: str, used: str, reclaimable: str) -> float:
+    """Return the free bytes of a control group; its file cache counts as free."""
     limit, used, stat = (
         path.read_text().strip() if (path := folder / name).is_file() else ""
         for name in (limit, used, "memory.stat")
     )
-    if not limit.isdecimal():  # "max", or the group at the root, which has none
+    if not limit.isdecimal():  # "max", or the root group, which has no limit
         return float("inf")
-    return int(limit) - int(used or 0) + _number(reclaimed, stat)
+    return int(limit) - int(used or 0) + _read_number(reclaimable, stat)
 
 
-def _number(key: str, text: str) -> int:
-    found = re.search(rf"^{key}\s+(\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else 0
+def _read_number(key: str, text: str) -> int:
+    match = re.search(rf"^{key}\s+(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else 0

@@ -1,4 +1,4 @@
-"""Which weights are trained: everything, parts of the model, or LoRA adapters."""
+"""Select the trained weights: everything, parts of the model, or LoRA adapters."""
 
 import warnings
 from pathlib import Path
@@ -15,15 +15,23 @@ from .options import LoraOptions, check_trained, is_lora, part_of_parameter, tra
 
 DEFAULT_LORA = LoraOptions()
 
-# LLM.int8 multiplies columns of activations in which a number is larger in 16 bits.
-INT8_THRESHOLD = 6.0
+# LLM.int8 computes columns of activations with an element above it in 16 bits.
+INT8_OUTLIER_THRESHOLD = 6.0
 
 
 def select_weights(
     model: GLM4VForCausalLM, trained: str, lora: LoraOptions = DEFAULT_LORA
 ) -> nn.Module:
-    """Freeze what is not trained; for LoRA, return peft's model around this one. ``qlora`` takes a
-    model that was loaded in 4 bits, or went through :func:`quantize`."""
+    """Freeze all weights that are not trained; for LoRA, wrap the model by peft.
+
+    Args:
+        trained: One of :data:`options.TRAINED`, or :data:`options.MODEL_PARTS` joined by "+".
+            "qlora" needs a model that was loaded in 4 bits, or quantized by
+            :func:`quantize_linear_layers`.
+
+    Returns:
+        The model, or peft's model around it.
+    """
     check_trained(trained)
     if not is_lora(trained):
         parts = trained_parts(trained)
@@ -33,123 +41,148 @@ def select_weights(
         return model
     from peft import LoraConfig, get_peft_model
 
-    towers = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
+    stacks = r"(encoder|vision\.transformer)" if trained == "lora_all" else "encoder"
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
         lora_dropout=lora.dropout or 0.0,
         use_rslora=bool(lora.use_rslora),
         use_dora=bool(lora.use_dora),
-        target_modules=rf".*{towers}\..*\.({'|'.join(lora.target_names)})",
+        target_modules=rf".*{stacks}\..*\.({'|'.join(lora.target_names)})",
         task_type="CAUSAL_LM",
     )
-    # In the dtype of the weights: ZeRO keeps fp32 masters, and DeepSpeed before 0.19.3 cannot
-    # gather two dtypes at once.
+    # Adapters have the dtype of the weights: ZeRO keeps fp32 copies, and DeepSpeed before 0.19.3
+    # cannot gather two dtypes at once.
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def load_trainable_adapters(model: nn.Module, folder: Path, name: str = "default") -> nn.Module:
-    """Put peft's adapters from a folder on the model they are of, to be trained on.
+    """Add peft's adapters from a folder to their base model, to train them further.
 
     Args:
-        model: glm-4v, or peft's around it, which then has these adapters beside its own.
-        name: peft's, of the adapters; without a dot.
+        model: glm-4v, or peft's model around it, which then has these adapters beside its own.
+        name: peft's name for the adapters; without a dot.
+
+    Raises:
+        ValueError: peft cannot read the settings, or the tensors do not fit the model.
     """
     from peft import PeftConfig, PeftModel, __version__, get_peft_model_state_dict
 
     try:
         PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # of any kind, for settings that another release wrote
+    except Exception as error:  # peft raises any kind for settings of another release
         raise ValueError(
             f"{folder / 'adapter_config.json'} cannot be read by peft {__version__}: {error}; "
             "expected the settings that it writes"
         ) from error
     with warnings.catch_warnings():
-        # peft's own use of transformers; no user can change it.
+        # Raised by peft's own use of transformers.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated")
         options: dict[str, Any] = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": False}
         if isinstance(model, PeftModel):
             model.load_adapter(folder, name, is_trainable=True, **options)
-            continued = model
+            adapted = model
         else:
-            continued = PeftModel.from_pretrained(model, folder, name, is_trainable=True, **options)
-    # A class and its module, as a file of others names them, which peft would save again.
-    continued.peft_config[name].auto_mapping = None
-    # peft would only warn of adapters that it does not find, and leave them as new ones begin.
+            adapted = PeftModel.from_pretrained(model, folder, name, is_trainable=True, **options)
+    # A file from elsewhere may name a class and its module; peft would save them again.
+    adapted.peft_config[name].auto_mapping = None
+    # peft only warns of missing tensors, and leaves them at their initial values.
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        there = {*file.keys()}
-    had = get_peft_model_state_dict(continued, adapter_name=name, save_embedding_layers=False)
-    if wrong := sorted(there ^ {*had}):
+        saved_names = {*file.keys()}
+    expected_names = {
+        *get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False)
+    }
+    if mismatches := sorted(saved_names ^ expected_names):
         raise ValueError(
-            f"{folder} holds {len(there)} tensors, of which {len(wrong)} do not fit its "
-            f"adapter_config.json on this model, or lack there: {', '.join(wrong[:3])}"
+            f"{folder} has {len(saved_names)} tensors; {len(mismatches)} are missing or do not fit "
+            f"its adapter_config.json on this model: {', '.join(mismatches[:3])}"
         )
-    return continued
+    return adapted
 
 
 def upcast_trained(model: nn.Module) -> None:
-    """Convert what is trained to fp32, for training in bf16 under autocast: without ZeRO's fp32
-    masters, most updates would be lost to bf16's rounding."""
+    """Convert trained weights to fp32, for training in bf16 under autocast without ZeRO.
+
+    ZeRO has fp32 copies; without them, most updates would be lost to bf16's rounding.
+    """
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
 def quantization_options(dtype: torch.dtype, device: torch.device | str, bits: int = 4) -> dict:
-    """Options with which ``from_pretrained`` holds on ``device`` what :func:`quantize` does: in 4
-    bits, or in 8 (LLM.int8), which is for inference."""
+    """Return keywords with which ``from_pretrained`` quantizes as :func:`quantize_linear_layers`.
+
+    Args:
+        dtype: Dtype of the computation.
+        device: Device of the model.
+        bits: 4 (NF4), or 8 (LLM.int8), which is for inference.
+    """
     config = BitsAndBytesConfig(
         load_in_4bit=bits == 4,
         load_in_8bit=bits == 8,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_threshold=INT8_THRESHOLD,
+        llm_int8_threshold=INT8_OUTLIER_THRESHOLD,
         llm_int8_skip_modules=["transformer.output_layer", "transformer.vision.linear_proj"],
     )
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def build_random_model(config: ChatGLMConfig, **given: Any) -> GLM4VForCausalLM:
-    """A model with random weights, on torch's default device, given what ``from_pretrained`` takes:
-    ``dtype`` and the like, and :func:`quantization_options`."""
-    quantization = given.pop("quantization_config", None)
-    placed = given.pop("device_map", None)
-    model = GLM4VForCausalLM._from_config(config, **given)
+def build_random_model(config: ChatGLMConfig, **kwargs: Any) -> GLM4VForCausalLM:
+    """Build a randomly initialized model on torch's default device.
+
+    Args:
+        kwargs: Keywords of ``from_pretrained``: ``dtype`` and the like, and
+            :func:`quantization_options`.
+    """
+    quantization = kwargs.pop("quantization_config", None)
+    device_map = kwargs.pop("device_map", None)
+    model = GLM4VForCausalLM._from_config(config, **kwargs)
     if quantization is not None:
-        quantize(model, placed[""], 4 if quantization.load_in_4bit else 8)
+        quantize_linear_layers(model, device_map[""], 4 if quantization.load_in_4bit else 8)
     return model
 
 
-def quantize(model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4) -> None:
-    """Replace the linear layers of both towers' layers by bitsandbytes's: 4 bits (NF4, doubly
-    quantized) or 8 (LLM.int8). For a model that was not loaded.
+def quantize_linear_layers(
+    model: GLM4VForCausalLM, device: torch.device | str, bits: int = 4
+) -> None:
+    """Replace the linear layers of all transformer layers by bitsandbytes's, in a built model.
 
-    Layers are moved to ``device`` one at a time, so that it never holds the model in full; on it
-    already, each makes room for its own successor.
+    Layers are moved to ``device`` one at a time, so that it never holds the complete model in
+    16 bits.
+
+    Args:
+        bits: 4 (NF4, doubly quantized) or 8 (LLM.int8).
     """
     for layers in (model.transformer.encoder, model.transformer.vision.transformer):
-        # By name: a list of modules would keep all weights until its end.
-        names = [name for name, each in layers.named_modules() if type(each) is nn.Linear]
+        # By name: a list of modules would keep the old weights alive until the loop ends.
+        names = [name for name, module in layers.named_modules() if type(module) is nn.Linear]
         for name in names:
-            layers.set_submodule(name, _quantized(layers.get_submodule(name), bits).to(device))
+            quantized = _make_quantized(layers.get_submodule(name), bits)
+            layers.set_submodule(name, quantized.to(device))
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # transformers wraps it, and its types are lost
 
 
-def _quantized(linear: Any, bits: int) -> nn.Module:
-    """Quantized once it is moved, to any device."""
+def _make_quantized(linear: Any, bits: int) -> nn.Module:
+    """Return bitsandbytes's version of a linear layer, which quantizes when it is moved."""
     from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
 
-    sides: Any = (linear.in_features, linear.out_features, linear.bias is not None)
+    in_out: Any = (linear.in_features, linear.out_features, linear.bias is not None)
     weight = linear.weight.data
-    made: Any
+    quantized: Any
     if bits == 4:
-        made = Linear4bit(*sides, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
-        made.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
+        quantized = Linear4bit(*in_out, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+        quantized.weight = Params4bit(
+            weight, requires_grad=False, quant_type="nf4", module=quantized
+        )
     else:
-        made = Linear8bitLt(*sides, has_fp16_weights=False, threshold=INT8_THRESHOLD, device="meta")
-        # Only what comes from the CPU is quantized when it is moved.
-        made.weight = Int8Params(weight.cpu(), requires_grad=False)
-    made.bias = linear.bias
-    return made
+        quantized = Linear8bitLt(
+            *in_out, has_fp16_weights=False, threshold=INT8_OUTLIER_THRESHOLD, device="meta"
+        )
+        # Weights are quantized only if they are moved from the CPU.
+        quantized.weight = Int8Params(weight.cpu(), requires_grad=False)
+    quantized.bias = linear.bias
+    return quantized

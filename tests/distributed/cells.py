@@ -1,4 +1,4 @@
-"""The matrix of trainings that have to give the numbers of one process without sharding.
+"""The matrix of trainings that must give the numbers of one process without sharding.
 
 A cell is one combination of the axes below. The versions of transformers and DeepSpeed are axes
 too, but of the environment: tests/noxfile.py installs them one pair after the other.
@@ -65,17 +65,17 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What differs from the defaults."""
-        parts = [self.strategy]
+        """The strategy and the values that differ from the defaults."""
+        values = [self.strategy]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
             if value != field.default:
-                parts.append(f"{field.name}={value}")
-        return "-".join(parts)
+                values.append(f"{field.name}={value}")
+        return "-".join(values)
 
 
-def cells_of(strategies: Iterable[str]) -> list[Cell]:
-    """All of them, in an order that keeps alike ones together."""
+def make_cells(strategies: Iterable[str]) -> list[Cell]:
+    """Return all cells of the strategies; similar cells are neighbors."""
     return [
         Cell(strategy, weights, use_reentrant, precision, persistence)
         for strategy, precision, weights, use_reentrant in product(
@@ -86,7 +86,7 @@ def cells_of(strategies: Iterable[str]) -> list[Cell]:
 
 
 def known_limit(cell: Cell, deepspeed: str | None) -> str | None:
-    """Why no model can pass this cell, if that is so; it is not tried."""
+    """Return why no model can pass this cell, or None; such a cell is not run."""
     if deepspeed is None:
         return None
     version = Version(deepspeed)

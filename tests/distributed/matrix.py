@@ -1,14 +1,14 @@
-"""Train the cells of the matrix with the installed versions and say which gave the right numbers.
+"""Train the cells of the matrix with the installed versions and report which pass.
 
 ``python tests/distributed/matrix.py --out docs/benchmarks/matrix.json``, with ``PYTHONPATH=.``,
 runs all that depend on DeepSpeed; ``--strategy fsdp2 ddp`` others; ``--gpus`` on two GPUs with
 NCCL. Rows of other versions in the file stay: tests/noxfile.py fills it pair by pair.
 
-``--rank FOLDER`` is what it starts as each of two processes, with a folder that holds
-``cells.json`` (what to train), ``references.pt`` and ``model``. They train one cell after the
-other. Every rank appends to ``rows.<rank>.jsonl`` before and after a cell; losses and gradients go
-to the folder ``gradients``, if there is one. A cell that raises or hangs ends the processes,
-because what it leaves behind may spoil the next one; new ones are started for the rest.
+It starts itself with ``--rank FOLDER`` in two processes. The folder contains ``cells.json`` (the
+cells to train), ``references.pt`` and ``model``. The processes train one cell after the other.
+Every rank appends to ``rows.<rank>.jsonl`` before and after a cell, and writes losses and gradients
+to the folder ``gradients``, if it exists. A cell that raises or hangs ends both processes, because
+its leftovers may spoil the next cell; new processes are started for the rest.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from tests.distributed.cells import (
     WITHOUT_DEEPSPEED,
     ZERO_STAGES,
     Cell,
-    cells_of,
     known_limit,
+    make_cells,
 )
 from tests.distributed.strategies import (
     Training,
@@ -47,33 +47,48 @@ from tests.helpers.tiny import BOI, EOI, PAD, random_pixels, small_model, text
 from tests.tables import put_rows, read_rows
 
 # Relative to the step's largest gradient, over three steps. fp32: DeepSpeed's own linear function
-# sums in another order than torch's; measured 3e-6. bf16: one unit is 8e-3; measured 4e-2. What
-# must not pass, another image, a rank left out, gradients summed and not averaged, goes beyond
-# twice the limit of the gradient or of the loss (test_matrix.py).
+# sums in another order than torch's; measured 3e-6. bf16: one unit is 8e-3; measured 4e-2. Wrong
+# numbers (another image, a missing rank, gradients summed instead of averaged) exceed twice the
+# limit of the gradient or of the loss (test_matrix.py).
 GRADIENT_LIMIT = {"fp32": 5e-5, "bf16": 8e-2, "bf16_autocast": 8e-2}
 LOSS_LIMIT = {"fp32": 1e-5, "bf16": 2e-3, "bf16_autocast": 2e-3}
 AXES = ("strategy", "weights", "use_reentrant", "precision", "persistence")
-SECONDS_FOR_ONE_CELL = 60
+CELL_TIMEOUT = 60
 LEARNING_RATE = 0.002
 # Which of the two ranks have an image, step by step: all four combinations, in every order.
-CHANGING = ["10", "01", "11", "00", "10", "00", "01", "00", "11", "10", "11", "01", "10", "10"]
-CHANGING += ["00", "00", "11", "11", "01", "01"]
+CHANGING_IMAGES = [
+    "10",
+    "01",
+    "11",
+    "00",
+    "10",
+    "00",
+    "01",
+    "00",
+    "11",
+    "10",
+    "11",
+    "01",
+    "10",
+    "10",
+]
+CHANGING_IMAGES += ["00", "00", "11", "11", "01", "01"]
 
 
 def device() -> str:
-    """The current GPU where there is one."""
+    """The current GPU, or the CPU if there is none."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def rank_batch(cell: Cell, rank: int, step: int) -> dict[str, torch.Tensor]:
-    """One row for this rank, with or without an image, on :func:`device`."""
-    images = "10" if cell.images == "rank0" else CHANGING[step % len(CHANGING)]
-    image = images[rank] == "1"
-    row = [*text(5, seed=step), *([BOI, PAD, EOI] if image else [])]
-    row += text(9, seed=10 * step + rank + 1)
-    labels = [-100] * (len(row) - 6) + row[-6:]
-    batch = {"input_ids": torch.tensor([row]), "labels": torch.tensor([labels])}
-    if image:
+    """Return one sequence for this rank, with or without an image, on :func:`device`."""
+    images = "10" if cell.images == "rank0" else CHANGING_IMAGES[step % len(CHANGING_IMAGES)]
+    has_image = images[rank] == "1"
+    ids = [*text(5, seed=step), *([BOI, PAD, EOI] if has_image else [])]
+    ids += text(9, seed=10 * step + rank + 1)
+    labels = [-100] * (len(ids) - 6) + ids[-6:]
+    batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+    if has_image:
         batch["pixel_values"] = random_pixels(1, seed=2 * step + rank)
     return {name: values.to(device()) for name, values in batch.items()}
 
@@ -86,27 +101,28 @@ def autocast(cell: Cell):
     return torch.autocast(device(), torch.bfloat16, enabled=cell.precision == "bf16_autocast")
 
 
-def largest(gradients: dict[str, torch.Tensor]) -> float:
+def max_magnitude(gradients: dict[str, torch.Tensor]) -> float:
     return max(gradient.abs().max().item() for gradient in gradients.values())
 
 
 def reference_name(cell: Cell) -> str:
-    """Cells that share it have one reference."""
-    masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
-    return f"{cell.weights}-{cell.precision}-{masters}-{cell.images}-{cell.steps}"
+    """Return the name of a cell's reference, which similar cells share."""
+    has_masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
+    return f"{cell.weights}-{cell.precision}-{has_masters}-{cell.images}-{cell.steps}"
 
 
 def unsharded_run(cell: Cell) -> dict:
-    """One process without sharding and without activation checkpoints: losses and gradients of both
-    ranks' batches, averaged, one of each a step.
+    """Train in one process without sharding and without activation checkpoints.
 
-    bf16 weights under DeepSpeed are updated in fp32 and rounded; elsewhere they are themselves
-    updated.
+    bf16 weights under DeepSpeed are updated in fp32 and rounded; elsewhere in bf16.
+
+    Returns:
+        "losses" and "gradients" of each step, averaged over both ranks' batches.
     """
     model = select_weights(small_model(weights_dtype(cell)).to(device()), cell.weights)
-    keeps_masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
+    has_masters = cell.precision == "bf16" and cell.strategy not in WITHOUT_DEEPSPEED
     parameters = trainable(model)
-    masters = [p.detach().float() if keeps_masters else p.detach() for p in parameters]
+    masters = [p.detach().float() if has_masters else p.detach() for p in parameters]
     losses, gradients = [], []
     for step in range(cell.steps):
         loss = 0
@@ -126,7 +142,7 @@ def unsharded_run(cell: Cell) -> dict:
     return {"losses": losses, "gradients": gradients}
 
 
-def config_of(cell: Cell) -> dict:
+def deepspeed_config_of(cell: Cell) -> dict:
     zero: dict = {}
     if cell.strategy == "zero3_offload":
         zero = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -141,8 +157,8 @@ def start(cell: Cell, folder: Path) -> Training:
     if cell.strategy in ZERO_STAGES:
         from transformers.integrations import HfDeepSpeedConfig
 
-        config = config_of(cell)
-        # Kept alive while the model loads: makes from_pretrained shard it under stage 3.
+        config = deepspeed_config_of(cell)
+        # It must exist while the model loads, so that from_pretrained shards it under stage 3.
         hf_config = HfDeepSpeedConfig(config)  # noqa: F841
     model = GLM4VForCausalLM.from_pretrained(
         folder / "model", attn_implementation="sdpa", dtype=weights_dtype(cell)
@@ -150,14 +166,14 @@ def start(cell: Cell, folder: Path) -> Training:
     model = select_weights(model, cell.weights)
     model.config.skip_logits = cell.skip_logits
     if cell.use_reentrant != "off":
-        told = {"use_reentrant": cell.use_reentrant} if cell.use_reentrant != "unset" else None
-        model.gradient_checkpointing_enable(told)
+        kwargs = {"use_reentrant": cell.use_reentrant} if cell.use_reentrant != "unset" else None
+        model.gradient_checkpointing_enable(kwargs)
     model = model if config else model.to(device())
     return Training(model, cell.strategy, config, LEARNING_RATE)
 
 
 def train(cell: Cell, folder: Path) -> dict:
-    """``losses``, averaged over the ranks, and ``gradients``, one of each a step."""
+    """Return "losses", averaged over the ranks, and "gradients" of each step."""
     training, rank = start(cell, folder), torch.distributed.get_rank()
     result: dict = {"losses": [], "gradients": []}
     for step in range(cell.steps):
@@ -171,16 +187,20 @@ def train(cell: Cell, folder: Path) -> dict:
     return result
 
 
-def differences(got: dict, want: dict) -> dict[str, float]:
-    """The largest ones over all steps, relative to the loss and to the step's largest gradient. A
-    parameter without a gradient counts as one whose gradient is zero."""
-    loss = max(abs(g - w) / abs(w) for g, w in zip(got["losses"], want["losses"], strict=True))
+def differences(actual: dict, expected: dict) -> dict[str, float]:
+    """Return the largest differences of two trainings over all steps.
+
+    They are relative to the loss, and to the step's largest gradient. A parameter without a
+    gradient counts as one whose gradient is zero.
+    """
+    losses = zip(actual["losses"], expected["losses"], strict=True)
+    loss = max(abs(one - other) / abs(other) for one, other in losses)
     gradient = 0.0
-    for got_step, want_step in zip(got["gradients"], want["gradients"], strict=True):
-        if unknown := want_step.keys() - got_step.keys():
-            raise ValueError(f"no gradient for {sorted(unknown)}")
-        apart = {n: g - want_step[n] if n in want_step else g for n, g in got_step.items()}
-        gradient = max(gradient, largest(apart) / largest(want_step))
+    for step, expected_step in zip(actual["gradients"], expected["gradients"], strict=True):
+        if missing := expected_step.keys() - step.keys():
+            raise ValueError(f"no gradient for {sorted(missing)}")
+        errors = {n: g - expected_step[n] if n in expected_step else g for n, g in step.items()}
+        gradient = max(gradient, max_magnitude(errors) / max_magnitude(expected_step))
     return {"loss_difference": loss, "gradient_difference": gradient}
 
 
@@ -211,7 +231,7 @@ def train_as_rank(folder: Path) -> None:
 
     for cell in cells:
         note({"started": cell.name})
-        faulthandler.dump_traceback_later(SECONDS_FOR_ONE_CELL, exit=True)
+        faulthandler.dump_traceback_later(CELL_TIMEOUT, exit=True)
         try:
             train_and_compare(cell, folder, references, note)
         except Exception as error:
@@ -220,29 +240,32 @@ def train_as_rank(folder: Path) -> None:
             sys.stderr.flush()
             os._exit(1)
         gc.collect()
-        gc.freeze()  # what was imported by now costs half a second in each later collection
+        gc.freeze()  # else the imported modules cost half a second in each later collection
     faulthandler.cancel_dump_traceback_later()
     torch.distributed.destroy_process_group()
 
 
 def run_cells(cells: list[Cell], folder: Path, on_gpus: bool = False) -> list[dict]:
-    """One row a cell, in order: its axes, ``outcome``, ``reason`` and the largest differences.
-    ``folder`` is scratch space; it may hold what is said above."""
+    """Train cells and return a row for each: its axes, outcome, reason and largest differences.
+
+    Args:
+        folder: Scratch space; it may contain a folder ``gradients``.
+    """
     deepspeed = version("deepspeed") if any(c.strategy in ZERO_STAGES for c in cells) else None
     limits = {cell: known_limit(cell, deepspeed) for cell in cells}
-    found = _train([cell for cell in cells if limits[cell] is None], folder, on_gpus)
-    found |= {c.name: {"reason": reason, "limit": True} for c, reason in limits.items() if reason}
-    return [_row(cell, found[cell.name]) for cell in cells]
+    results = _train([cell for cell in cells if limits[cell] is None], folder, on_gpus)
+    results |= {c.name: {"reason": reason, "limit": True} for c, reason in limits.items() if reason}
+    return [_row(cell, results[cell.name]) for cell in cells]
 
 
 def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
-    """By the cells' names, what the worker found: differences, or the reason of a failure."""
+    """Train cells in two processes; return differences, or the reason of a failure, by name."""
     small_model().save_pretrained(folder / "model")
     references = {reference_name(cell): cell for cell in cells}
-    made = {name: unsharded_run(cell) for name, cell in references.items()}
-    torch.save(made, folder / "references.pt")
-    found: dict[str, dict] = {}
-    while rest := [cell for cell in cells if cell.name not in found]:
+    runs = {name: unsharded_run(cell) for name, cell in references.items()}
+    torch.save(runs, folder / "references.pt")
+    results: dict[str, dict] = {}
+    while rest := [cell for cell in cells if cell.name not in results]:
         (folder / "cells.json").write_text(json.dumps([asdict(cell) for cell in rest]))
         for rows in folder.glob("rows.*.jsonl"):
             rows.unlink()
@@ -251,19 +274,19 @@ def _train(cells: list[Cell], folder: Path, on_gpus: bool) -> dict[str, dict]:
             ended = run_with_limit(on_processes(2, *rank), seconds, gpu_environment())
         else:
             ended = run_ranks(*rank, seconds=seconds)
-        news = _outcomes(folder, ended)
-        if not news:
+        new_results = _read_results(folder, ended)
+        if not new_results:
             raise RuntimeError(f"the worker ended before its first cell\n{ended.output[-4000:]}")
-        found |= news
-        for name, figures in news.items():
-            if "reason" in figures:
-                print(f"{name}: {figures['reason']}", file=sys.stderr, flush=True)
-    return found
+        results |= new_results
+        for name, result in new_results.items():
+            if "reason" in result:
+                print(f"{name}: {result['reason']}", file=sys.stderr, flush=True)
+    return results
 
 
-def _outcomes(folder: Path, ended) -> dict[str, dict]:
-    """What the ranks wrote: differences of finished cells, the reason of the one that was not."""
-    found, reasons, started = {}, {}, None
+def _read_results(folder: Path, ended) -> dict[str, dict]:
+    """Return the differences of finished cells, and why another one failed, as ranks wrote them."""
+    results, reasons, started = {}, {}, None
     for rank in range(2):
         path = folder / f"rows.{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -271,35 +294,35 @@ def _outcomes(folder: Path, ended) -> dict[str, dict]:
             if "failed" in row:
                 reasons.setdefault(row["failed"], row["reason"])
             elif "done" in row:
-                found[row.pop("done")] = row
+                results[row.pop("done")] = row
             elif rank == 0:
                 started = row["started"]
     if ended.status != 0 and started is not None:
         name = next(iter(reasons), started)
-        if name not in found or reasons:
+        if name not in results or reasons:
             end = "hung" if "Timeout (" in ended.output or ended.status is None else "died"
-            found[name] = {"reason": reasons.get(name, f"{end}: {ended.output[-300:]}")}
-    return found
+            results[name] = {"reason": reasons.get(name, f"{end}: {ended.output[-300:]}")}
+    return results
 
 
-def _row(cell: Cell, found: dict) -> dict:
-    reason = found.get("reason")
+def _row(cell: Cell, result: dict) -> dict:
+    reason = result.get("reason")
     if reason is None:
         for kind, limit in (("gradient", GRADIENT_LIMIT), ("loss", LOSS_LIMIT)):
-            difference = found[f"{kind}_difference"]
+            difference = result[f"{kind}_difference"]
             if not difference <= limit[cell.precision]:
                 reason = f"{kind} differs by {difference:.1e}, limit {limit[cell.precision]:.0e}"
-            found[f"{kind}_difference"] = float(f"{difference:.2e}")
+            result[f"{kind}_difference"] = float(f"{difference:.2e}")
     return {axis: getattr(cell, axis) for axis in AXES} | {
-        "outcome": "cannot work" if "limit" in found else "failed" if reason else "passed",
+        "outcome": "cannot work" if "limit" in result else "failed" if reason else "passed",
         "reason": reason,
-        "loss_difference": found.get("loss_difference"),
-        "gradient_difference": found.get("gradient_difference"),
+        "loss_difference": result.get("loss_difference"),
+        "gradient_difference": result.get("gradient_difference"),
     }
 
 
 def run_installed(cells: list[Cell], on_gpus: bool) -> list[dict]:
-    """Rows of the cells with the installed versions, which may not even import together."""
+    """Return the cells' rows with the installed versions, which may not even import together."""
     names, imports = ["torch", "transformers", "peft"], "import peft, glm4v_patched.remote.loss"
     if any(cell.strategy in ZERO_STAGES for cell in cells):
         names.append("deepspeed")
@@ -315,16 +338,16 @@ def run_installed(cells: list[Cell], on_gpus: bool) -> list[dict]:
     return [known | row for row in rows]
 
 
-def key(row: dict) -> tuple:
+def row_key(row: dict) -> tuple:
     return (row["transformers"], row.get("deepspeed"), *(row.get(axis) for axis in AXES))
 
 
 def summary(rows: list[dict]) -> str:
-    """Counts by versions, and every distinct reason."""
+    """Return counts by versions and outcome, and every distinct reason."""
     counts = Counter((r.get("deepspeed", "-"), r["transformers"], r["outcome"]) for r in rows)
-    lines = [f"{' '.join(of)}: {number}" for of, number in counts.items()]
+    lines = [f"{' '.join(group)}: {count}" for group, count in counts.items()]
     reasons = Counter(row["reason"].splitlines()[0][:200] for row in rows if row.get("reason"))
-    return "\n".join(lines + [f"{number:>5} {reason}" for reason, number in reasons.items()])
+    return "\n".join(lines + [f"{count:>5} {reason}" for reason, count in reasons.items()])
 
 
 def main() -> int:
@@ -333,14 +356,14 @@ def main() -> int:
     parser.add_argument("--strategy", nargs="+", choices=[*ZERO_STAGES, *WITHOUT_DEEPSPEED])
     parser.add_argument("--gpus", action="store_true", help="two GPUs and NCCL, not gloo")
     arguments = parser.parse_args()
-    for cells in (cells_of(ZERO_STAGES), cells_of(WITHOUT_DEEPSPEED)):
+    for cells in (make_cells(ZERO_STAGES), make_cells(WITHOUT_DEEPSPEED)):
         if chosen := [c for c in cells if c.strategy in (arguments.strategy or ZERO_STAGES)]:
-            found = run_installed(chosen, arguments.gpus)
-            rows = [{n: value for n, value in row.items() if value is not None} for row in found]
-            put_rows(arguments.out, rows, key)
-    every = read_rows(arguments.out)
-    print(summary(every))
-    return 1 if any(row["outcome"] == "failed" for row in every) else 0
+            rows = run_installed(chosen, arguments.gpus)
+            rows = [{n: value for n, value in row.items() if value is not None} for row in rows]
+            put_rows(arguments.out, rows, row_key)
+    all_rows = read_rows(arguments.out)
+    print(summary(all_rows))
+    return 1 if any(row["outcome"] == "failed" for row in all_rows) else 0
 
 
 if __name__ == "__main__":

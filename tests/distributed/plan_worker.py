@@ -1,9 +1,10 @@
-"""Trains plans one after the other: ``plan_worker.py [PLAN ...] [--with-dropout PLAN ...]``.
+"""Train plans one after the other: ``plan_worker.py [PLAN ...] [--with-dropout PLAN ...]``.
 
-glm-4v has no dropout of its own; without it no random number would be drawn while training, and
-states of the generators that were lost would not show. ``--die-writing NAME``: half-way through a
-file whose path ends so the process dies. ``--diverging PLAN ...``: with what BREAKS has for the
-name of the plan's folder, if anything; how process N ends is in ``outcome-N.txt`` beside the plan.
+glm-4v has no dropout of its own. Without dropout, training would use no random numbers, and a lost
+RNG state would go unnoticed. ``--die-writing NAME``: the process dies half-way through writing a
+file whose path ends with NAME. ``--diverging PLAN ...``: train with the patch that BREAKS has for
+the name of the plan's folder, if any; the error of process N is in ``outcome-N.txt`` beside the
+plan.
 """
 
 import argparse
@@ -49,30 +50,30 @@ def build_with_dropout(*arguments) -> torch.nn.Module:
 
 
 def save_half(values, file, **settings):
-    if not str(file).endswith(asked.die_writing):
+    if not str(file).endswith(arguments.die_writing):
         return save(values, file, **settings)
-    whole = io.BytesIO()
-    save(values, whole, **settings)
-    Path(file).write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+    complete = io.BytesIO()
+    save(values, complete, **settings)
+    Path(file).write_bytes(complete.getvalue()[: len(complete.getvalue()) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def see_nan(self, loss, norm):
-    """From the second step on rank 1's loss is told to be NaN; the gradients are sound."""
+    """Report rank 1's loss as NaN from the second step on; its gradients are finite."""
     self.steps_seen = getattr(self, "steps_seen", 0) + 1
     is_nan = dist.get_rank() == 1 and self.steps_seen > 1
     return see(self, loss * math.nan if is_nan else loss, norm)
 
 
 def break_and_save(self, *args, **kwargs):
-    """One number of rank 1's share of a weight."""
+    """Set one number of rank 1's shard of a weight to NaN before the model is saved."""
     if dist.get_rank() == 1:
         self.model.get_parameter(BROKEN).ds_tensor.data[0] = math.nan
     save_model(self, *args, **kwargs)
 
 
 def break_last_loss(self):
-    """The loss that rank 1 computes once more, with the last update's weights."""
+    """Make the loss NaN that rank 1 computes once more, with the weights of the last update."""
     loss_of = self.compute_loss
     if dist.get_rank() == 1:
         self.compute_loss = lambda *inputs: loss_of(*inputs) * math.nan
@@ -80,28 +81,28 @@ def break_last_loss(self):
 
 
 def evaluate_and_end(self, *args, **kwargs):
-    """Each process finds another share of right answers."""
+    """Let each process count another number of correct answers, and end with the average."""
     self.eval_generations.answer = lambda *_: dist.get_rank()
     raise Diverged(f"exact match {evaluate(self, *args, **kwargs)['eval_exact_match']}")
 
 
 BREAKS = {
-    "told": mock.patch.object(DivergenceMonitor, "see", see_nan),
+    "reported": mock.patch.object(DivergenceMonitor, "see", see_nan),
     "saved": mock.patch.object(worker.RecipeTrainer, "save_model", break_and_save),
     "last": mock.patch.object(worker.RecipeTrainer, "_require_finite_loss", break_last_loss),
     "evaluated": mock.patch.object(worker.RecipeTrainer, "evaluate", evaluate_and_end),
 }
 
 if __name__ == "__main__":
-    asked = options.parse_args()
-    if asked.die_writing:
+    arguments = options.parse_args()
+    if arguments.die_writing:
         torch.save = save_half
-    for plan in asked.plans + asked.with_dropout:
-        worker.build_model = build_with_dropout if plan in asked.with_dropout else build_model
+    for plan in arguments.plans + arguments.with_dropout:
+        worker.build_model = build_with_dropout if plan in arguments.with_dropout else build_model
         worker.train(Plan.read(plan))
-        # transformers 4 leaves it there, for the next training.
+        # transformers 4 leaves it set, which would affect the next training.
         os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-    for plan in asked.diverging:
+    for plan in arguments.diverging:
         with BREAKS.get(plan.parent.name, nullcontext()):
             try:
                 worker.train(Plan.read(plan))

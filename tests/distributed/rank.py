@@ -1,4 +1,4 @@
-"""One of two processes that run a function of a file of tests: ``rank.py MODULE FUNCTION FOLDER``.
+"""Run a function of a test file as one of two ranks: ``rank.py MODULE FUNCTION FOLDER``.
 
 Started by :func:`tests.helpers.processes.run_two_processes`.
 """

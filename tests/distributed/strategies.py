@@ -1,4 +1,4 @@
-"""A model trained under ZeRO, FSDP2 or DDP, a step at a time, whose gradients can be looked at."""
+"""Train a model under ZeRO, FSDP2 or DDP step by step, with access to its gradients."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from glm4v_patched.engine.deepspeed.internals import skip_collectives_compilatio
 from glm4v_patched.engine.deepspeed.zero3 import serialize_gloo_gathers
 from tests.distributed.cells import ZERO_STAGES
 
-# ZeRO-3 at its harshest: every parameter is sharded, and gathered only while it is used.
+# ZeRO-3's harshest setting: every parameter is sharded, and gathered only while it is used.
 NOTHING_STAYS_GATHERED = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -21,7 +21,7 @@ NOTHING_STAYS_GATHERED = {
 
 
 def start_deepspeed() -> None:
-    """``deepspeed.init_distributed``; on the CPU nothing is compiled, and loading is correct."""
+    """Initialize DeepSpeed; on a CPU without compiling collectives, and with serial gathers."""
     import deepspeed
 
     with skip_collectives_compilation():
@@ -31,18 +31,18 @@ def start_deepspeed() -> None:
 
 
 def zero_config(stage: int = 3, harsh: bool = True, **zero: object) -> dict:
-    """For an optimizer that is handed to DeepSpeed; ``harsh``: nothing stays gathered."""
+    """Return DeepSpeed's config for a client optimizer; if ``harsh``, nothing stays gathered."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,  # DeepSpeed 0.19 clips to 1.0 unless told
+        "gradient_clipping": 0.0,  # DeepSpeed 0.19 clips to 1.0 by default
         "zero_optimization": {"stage": stage} | (NOTHING_STAYS_GATHERED if harsh else {}) | zero,
     }
 
 
 def select_weights(model, weights: str):
-    """The model in training mode, with what ``weights`` names trainable and the rest frozen."""
+    """Return the model in training mode, with the named weights trainable and the rest frozen."""
     if weights == "frozen_vision":
         model.transformer.vision.requires_grad_(False)
     elif weights == "frozen_language":
@@ -50,7 +50,7 @@ def select_weights(model, weights: str):
     elif weights != "all":
         from peft import LoraConfig, get_peft_model
 
-        # On the fused attention projections, not zero, the same on every process.
+        # On the fused attention projections, not initialized to zero, equal on every process.
         torch.manual_seed(0)
         config = LoraConfig(
             r=2,
@@ -58,7 +58,7 @@ def select_weights(model, weights: str):
             modules_to_save=["output_layer", "conv"] if weights == "lora_modules_to_save" else None,
             init_lora_weights=False,
         )
-        # peft would keep them in fp32 beside bf16 weights, which DeepSpeed 0.19.2 cannot gather.
+        # peft would make adapters fp32 beside bf16 weights, which DeepSpeed 0.19.2 cannot gather.
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
     return model.train()
 
@@ -68,8 +68,12 @@ def trainable(model) -> list[torch.nn.Parameter]:
 
 
 class Training:
-    """Call it as the model, then ``backward`` the loss, look at ``gradients``, and ``update``. The
-    strategies are those of cells.py; for ZeRO with DeepSpeed's config."""
+    """A training loop: call it like the model, then ``backward``, ``gradients`` and ``update``.
+
+    Args:
+        strategy: One of cells.py.
+        config: DeepSpeed's, for ZeRO.
+    """
 
     def __init__(
         self, model: nn.Module, strategy: str, config: dict | None = None, rate: float = 0.001
@@ -79,31 +83,31 @@ class Training:
             for module in list(model.modules()):
                 if type(module).__name__ in model._no_split_modules:
                     fully_shard(module)
-            self.called = fully_shard(model)
+            self.wrapped = fully_shard(model)
         elif strategy.startswith("ddp"):
             static = strategy == "ddp_static_graph"
-            self.called = DistributedDataParallel(model, static_graph=static)
-        # Of weights that are sharded by now.
+            self.wrapped = DistributedDataParallel(model, static_graph=static)
+        # Created after the weights are sharded.
         self.optimizer = torch.optim.SGD(trainable(model), lr=rate)
         if strategy in ZERO_STAGES:
             import deepspeed
 
-            made = deepspeed.initialize(model=model, config=config, optimizer=self.optimizer)
-            self.engine = self.called = made[0]
+            engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=self.optimizer)
+            self.engine = self.wrapped = engine
 
     def __call__(self, **inputs):
-        return self.called(**inputs)
+        return self.wrapped(**inputs)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward() if self.engine is None else self.engine.backward(loss)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Over all ranks, by name; of parameters that have one."""
-        learned = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        found = {name: self._whole_gradient(parameter) for name, parameter in learned}
-        return {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+        """Return the gradients, reduced over all ranks, by the parameters' names."""
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        gradients = {name: self._full_gradient(parameter) for name, parameter in named}
+        return {n: gradient.clone() for n, gradient in gradients.items() if gradient is not None}
 
-    def _whole_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+    def _full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if self.engine is None:
             gradient = parameter.grad
             sharded = gradient is not None and self.strategy == "fsdp2"
@@ -128,18 +132,18 @@ class Training:
 
 
 def averaged(loss: Tensor) -> float:
-    """Over all ranks."""
+    """Return the average over all ranks."""
     total = loss.detach().float().clone()
     torch.distributed.all_reduce(total)
     return total.item() / torch.distributed.get_world_size()
 
 
-def of_both_ranks(value: object) -> list:
-    everyone = [None, None]
-    torch.distributed.all_gather_object(everyone, value)
-    return everyone
+def gather_from_both_ranks(value: object) -> list:
+    values = [None, None]
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
-def save_on_first(value: object, path: Path) -> None:
+def save_on_rank_0(value: object, path: Path) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(value, path)

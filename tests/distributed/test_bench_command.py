@@ -29,7 +29,7 @@ def test_a_measurement_is_a_row_with_its_command(read, tmp_path):
     work = useful_flop(ChatGLMConfig(**golden_json("config.json")), texts)
     assert row["useful_tflop_per_sample"] == pytest.approx(work / 1e12)
     assert len(row["losses"]) == 5
-    # Without a GPU nothing is kept, and nothing compiled.
+    # Without a GPU everything is recomputed, and nothing is compiled.
     assert (row["policies"]["tower"], row["policies"]["language"]) == ("full", "full")
     assert row["command"].startswith("glm4v-patched bench --trained lm --gpus 2 --micro-batch 2")
     assert {"torch", "transformers", "deepspeed"} <= set(row["versions"])

@@ -1,4 +1,4 @@
-"""Killed processes and launchers: what ends, what stays, what is said. Two real processes."""
+"""Killed processes and launchers: all processes end, checkpoints stay, the cure is printed."""
 
 import os
 import signal
@@ -17,13 +17,13 @@ from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import cpu_environment, heed_signals
 from tests.helpers.recipes import drawn_recipe, write_recipe
 
-SECONDS_TO_RUN = 300
-SECONDS_TO_END = 45  # torch's launcher kills after 30
+RUN_TIMEOUT = 300
+END_TIMEOUT = 45  # torch's launcher kills after 30
 OPTIONS = ("--processes", "2", "--device", "cpu")
 
 
 class CommandLine:
-    """``glm4v-patched train`` without end, in processes that can be found, killed and counted."""
+    """An endless ``glm4v-patched train``, whose processes can be found, killed and counted."""
 
     def __init__(self, folder: Path, *options: str):
         self.folder, self.log = folder, folder / "output.txt"
@@ -43,7 +43,7 @@ class CommandLine:
         return self.log.read_text()
 
     def alive(self) -> list[psutil.Process]:
-        """All processes of this run, whoever their parents are: the folder is in their command."""
+        """Return all processes of this run, by the folder in their commands."""
         return [
             process
             for process in psutil.process_iter(["cmdline"])
@@ -51,29 +51,29 @@ class CommandLine:
         ]
 
     def ranks(self) -> list[psutil.Process] | None:
-        """Both, in their order, once they are there."""
-        found = {}
+        """Return both ranks, or None before both run."""
+        by_rank = {}
         for process in self.alive():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
-                found[process.environ().get("RANK")] = process
-        return [found["0"], found["1"]] if {"0", "1"} <= found.keys() else None
+                by_rank[process.environ().get("RANK")] = process
+        return [by_rank["0"], by_rank["1"]] if {"0", "1"} <= by_rank.keys() else None
 
     def wait_for(self, condition: Callable):
-        end = time.monotonic() + SECONDS_TO_RUN
-        while not (found := condition()):
+        end = time.monotonic() + RUN_TIMEOUT
+        while not (value := condition()):
             if time.monotonic() > end or self.process.poll() is not None:
                 pytest.fail(f"status {self.process.poll()}\n{self.output[-8000:]}")
             time.sleep(0.05)
-        return found
+        return value
 
     def has_checkpoint(self, after_step: int = 0) -> bool:
         checkpoint = last_complete_checkpoint(self.folder)
         return checkpoint is not None and checkpoint_step(checkpoint) > after_step
 
     def require_ended(self, status: int) -> None:
-        """With that status, and no process left."""
-        assert self.process.wait(SECONDS_TO_END) == status, self.output[-8000:]
-        end = time.monotonic() + SECONDS_TO_END
+        """Require that the run ends with this status, and with all its processes."""
+        assert self.process.wait(END_TIMEOUT) == status, self.output[-8000:]
+        end = time.monotonic() + END_TIMEOUT
         while alive := self.alive():
             assert time.monotonic() < end, f"still there: {alive}\n{self.output[-8000:]}"
             time.sleep(0.05)
@@ -86,7 +86,7 @@ def start(tmp_path) -> Iterator[Callable[..., CommandLine]]:
     folder, started = Path(recipe.out), []
     folder.mkdir()
     write_recipe(recipe, folder / "mine.json")
-    # Under nohup, programs inherit that it is ignored.
+    # Under nohup, the ignored signal would be inherited.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def start(*options: str) -> CommandLine:

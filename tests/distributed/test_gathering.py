@@ -1,7 +1,7 @@
-"""ZeRO-3 gathers weights in place as DeepSpeed copies them.
+"""ZeRO-3 gives the same numbers with gathers in place as with DeepSpeed's copies.
 
-Two processes train, by the loop of recipes, with weights gathered in place and copied out of a
-buffer; and in fp8.
+Two processes train by the recipe's loop: with weights gathered in place, with DeepSpeed's copies
+out of a buffer, and in fp8.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from glm4v_patched.finetune.assembly import init_training, build_trainer
 from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.finetune.training_arguments import LoopOptions, engine_arguments
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.distributed.strategies import save_on_first
+from tests.distributed.strategies import save_on_rank_0
 from tests.helpers.fp8 import PLAIN, build
 from tests.helpers.processes import run_two_processes
 from tests.helpers.tiny import golden_json, expanded_image, random_pixels, text, tiny_config
@@ -38,11 +38,11 @@ pytestmark = pytest.mark.slow
 
 STEPS = 4
 TRAINED = ("full", "lora_all")
-IN_FP8 = [("lora_all", "full"), ("lm", "selective")]  # what is trained, and the policy of layers
+FP8_CASES = [("lora_all", "full"), ("lm", "selective")]  # trained, and the layers' policy
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
-    """The same in each step, another one of each process."""
+    """Return the batch of a process, the same in each step."""
     image = expanded_image()
     ids = torch.tensor([[*image, *text(9, seed=number)]])
     labels = ids.clone()
@@ -51,25 +51,30 @@ def batch(number: int) -> dict[str, torch.Tensor]:
 
 
 def model_with_odd_weights(dtype: torch.dtype) -> GLM4VForCausalLM:
-    """Biases of 97 numbers, of which two processes hold 49 each."""
+    """Build a model with biases of 97 elements, of which each of two processes has 49."""
     vision = golden_json("config.json")["vision_config"] | {"intermediate_size": 97}
     config = tiny_config(initializer_range=0.05, vision_config=vision)
     return GLM4VForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)
 
 
-def trainer_of(
+def make_trainer(
     folder: Path, options: EngineOptions, build: Callable, rate: float, **zero
 ) -> RecipeTrainer:
-    own = {
+    kwargs = {
         "output_dir": str(folder / "out"),
         "max_steps": STEPS,
         "learning_rate": rate,
         "report_to": "none",
     }
-    own |= {"logging_steps": 1, "lr_scheduler_type": "constant", "save_strategy": "no", "seed": 3}
-    asked = own | engine_arguments(options, on_cpu=True) | {"per_device_train_batch_size": 1}
-    asked["deepspeed"]["zero_optimization"] |= zero
-    arguments = init_training(options, asked)
+    kwargs |= {
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "seed": 3,
+    }
+    kwargs |= engine_arguments(options, on_cpu=True) | {"per_device_train_batch_size": 1}
+    kwargs["deepspeed"]["zero_optimization"] |= zero
+    arguments = init_training(options, kwargs)
     inputs = batch(arguments.process_index)
     return build_trainer(
         partial(prepare_model, options, build),
@@ -84,12 +89,12 @@ def losses_of(trainer: RecipeTrainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def counted(kind: type):
-    return mock.patch.object(kind, "__init__", autospec=True, side_effect=kind.__init__)
+def count_instances(cls: type):
+    return mock.patch.object(cls, "__init__", autospec=True, side_effect=cls.__init__)
 
 
 def train(folder: Path, trained: str, in_place: bool) -> dict:
-    # A layer is released while a gather that holds it and others is still being waited for.
+    # So few live parameters that a layer is released while the gather with it is still awaited.
     options = EngineOptions(
         trained=trained,
         precision="fp32",
@@ -100,13 +105,13 @@ def train(folder: Path, trained: str, in_place: bool) -> dict:
         compile=False,
     )
     prefetched = {"stage3_prefetch_bucket_size": 100_000}
-    kinds = zero3._Gather, AllGatherCoalescedHandle, AllGatherHandle
+    handles = zero3._Gather, AllGatherCoalescedHandle, AllGatherHandle
     with ExitStack() as stack:
         if not in_place:
             for name in ("gather_in_place", "norm_in_place"):
-                stack.enter_context(mock.patch.object(zero3, name, lambda theirs: theirs))
-        trainer = trainer_of(folder, options, model_with_odd_weights, 0.001, **prefetched)
-        ours, *theirs = [stack.enter_context(counted(kind)) for kind in kinds]
+                stack.enter_context(mock.patch.object(zero3, name, lambda original: original))
+        trainer = make_trainer(folder, options, model_with_odd_weights, 0.001, **prefetched)
+        ours, *theirs = [stack.enter_context(count_instances(handle)) for handle in handles]
         trainer.train()
     engine = trainer.model_wrapped
     weights = {}
@@ -114,7 +119,7 @@ def train(folder: Path, trained: str, in_place: bool) -> dict:
         with deepspeed.zero.GatheredParameters(parameter):
             weights[name] = parameter.detach().clone()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    found = {
+    results = {
         "losses": losses_of(trainer),
         "norms": [entry["grad_norm"] for entry in logged],
         "norms by": engine.optimizer.get_grad_norm_direct.__module__,
@@ -123,35 +128,37 @@ def train(folder: Path, trained: str, in_place: bool) -> dict:
         "by DeepSpeed": sum(count.call_count for count in theirs),
     }
     engine.destroy()
-    return found
+    return results
 
 
-def in_fp8(folder: Path, stage: int, trained: str, policy: str) -> dict:
-    """Return the losses, what each process holds of the layers after the last step, and the types
-    of what is saved. Under ZeRO-3 nothing stays gathered, so that all is gathered twice a step."""
+def train_in_fp8(folder: Path, stage: int, trained: str, policy: str) -> dict:
+    """Train in fp8; return the losses, and dtypes and bytes of this process's layer shards.
+
+    Under ZeRO-3 with the policy "full" nothing stays gathered: all is gathered twice a step.
+    """
     live = 0.0 if policy == "full" else 1e9
     options = replace(PLAIN, zero_stage=stage, trained=trained, tower=policy, language=policy)
     options = replace(options, stage3_max_live_parameters=live)
     load = partial(GLM4VForCausalLM.from_pretrained, folder / "model", attn_implementation="sdpa")
-    trainer = trainer_of(folder, options, load, 0.01)
+    trainer = make_trainer(folder, options, load, 0.01)
     trainer.train()
-    found: dict = {"losses": losses_of(trainer)}
+    results: dict = {"losses": losses_of(trainer)}
     layers = [module for module in trainer.model.modules() if isinstance(module, Fp8StoredLinear)]
-    found["held"] = {(local_shard(m.weight).dtype, m.weight_scale.dtype) for m in layers}
-    found["bytes"] = sum(local_shard(m.weight).nbytes for m in layers)
+    results["dtypes"] = {(local_shard(m.weight).dtype, m.weight_scale.dtype) for m in layers}
+    results["bytes"] = sum(local_shard(m.weight).nbytes for m in layers)
     trainer.save_model(str(folder / f"{trained} {stage}"))
     trainer.model_wrapped.destroy()
-    return found
+    return results
 
 
 def on_each_rank(folder: Path) -> None:
     cases = product(TRAINED, (True, False))
-    found: dict = {case: train(folder, *case) for case in cases}
+    results: dict = {case: train(folder, *case) for case in cases}
     fp8._allow_cpu = True
-    for trained, policy in IN_FP8:
+    for trained, policy in FP8_CASES:
         for stage in (2, 3):
-            found[trained, stage] = in_fp8(folder, stage, trained, policy)
-    save_on_first(found, folder / "found.pt")
+            results[trained, stage] = train_in_fp8(folder, stage, trained, policy)
+    save_on_rank_0(results, folder / "results.pt")
     torch.distributed.barrier()
 
 
@@ -164,13 +171,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder) -> dict:
-    return torch.load(folder / "found.pt", weights_only=False)
+def results(folder) -> dict:
+    return torch.load(folder / "results.pt", weights_only=False)
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-def test_gathers_and_norms_in_place_change_no_number_and_copy_nothing(found, trained):
-    in_place, copied = found[trained, True], found[trained, False]
+def test_gathers_and_norms_in_place_give_the_same_numbers_without_copies(results, trained):
+    in_place, copied = results[trained, True], results[trained, False]
     assert in_place["losses"] == copied["losses"]
     assert_close(in_place["weights"], copied["weights"])
     assert in_place["in place"] == copied["by DeepSpeed"] > 0
@@ -180,19 +187,19 @@ def test_gathers_and_norms_in_place_change_no_number_and_copy_nothing(found, tra
     assert copied["norms by"].startswith("deepspeed.")
 
 
-def test_in_fp8_losses_are_those_of_whole_weights_and_what_is_held_is_bytes(found):
-    for trained, _ in IN_FP8:
-        losses, whole = (found[trained, stage]["losses"] for stage in (3, 2))
-        assert losses[0] == pytest.approx(whole[0], rel=1e-5)
-        # Updates differ in how they round.
-        assert losses == pytest.approx(whole, rel=0.05) and losses[-1] < losses[0] - 0.05
-    sharded = found["lora_all", 3]
-    assert sharded["held"] == {(torch.uint8, torch.int32)}
-    assert found["lora_all", 2]["bytes"] == 2 * sharded["bytes"] > 0
-    assert not found["lm", 3]["held"]
+def test_fp8_losses_are_the_same_with_sharded_weights_and_shards_are_bytes(results):
+    for trained, _ in FP8_CASES:
+        losses, unsharded = (results[trained, stage]["losses"] for stage in (3, 2))
+        assert losses[0] == pytest.approx(unsharded[0], rel=1e-5)
+        # Updates round differently.
+        assert losses == pytest.approx(unsharded, rel=0.05) and losses[-1] < losses[0] - 0.05
+    sharded = results["lora_all", 3]
+    assert sharded["dtypes"] == {(torch.uint8, torch.int32)}
+    assert results["lora_all", 2]["bytes"] == 2 * sharded["bytes"] > 0
+    assert not results["lm", 3]["dtypes"]
 
 
-def test_in_fp8_what_is_saved_is_in_bf16(folder, found):
+def test_weights_trained_in_fp8_are_saved_in_bf16(folder, results):
     saved = load_file(folder / "lm 3" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     assert len(saved) >= len([*build().parameters()])

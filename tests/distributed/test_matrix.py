@@ -1,6 +1,6 @@
 """A small part of the matrix, on the installed versions; tests/noxfile.py runs all of it.
 
-Also what the matrix relies on: its limits tell right numbers from wrong ones.
+It also tests the matrix itself: its limits must refuse wrong numbers.
 """
 
 from dataclasses import replace
@@ -23,8 +23,8 @@ from tests.remote.inputs import assert_close
 
 
 def every_value_of_each_axis() -> list[Cell]:
-    """ZeRO-3 with each kind of weights, the other strategies with half of them; the other axes take
-    turns."""
+    """Return ZeRO-3 cells with each choice of weights, and cells of the other strategies with half
+    of them; the values of the other axes take turns."""
     strategies = (*ZERO_STAGES, *WITHOUT_DEEPSPEED)
     return [
         Cell(
@@ -40,7 +40,7 @@ def every_value_of_each_axis() -> list[Cell]:
     ]
 
 
-# To be compared bit for bit: the same training without checkpoints, and with both kinds.
+# Compared bit for bit: the same training without checkpoints, and with both kinds of them.
 PLAIN = [
     Cell("zero1", "all", "off"),
     Cell("fsdp2", "lora_both", "off"),
@@ -53,7 +53,7 @@ PLAIN = [
 ]
 CHECKPOINTED = [replace(cell, use_reentrant=mode) for cell in PLAIN for mode in (True, False)]
 SKIPPING_LOGITS = [Cell("zero3", "lora_both", False, persistence="0", skip_logits=True)]
-# 20 steps in which no, one or both ranks have an image.
+# 20 steps in which none, one or both ranks have an image.
 MIXED = [
     Cell("zero3", "all", False, persistence="0", steps=20, images="changing"),
     Cell("zero3", "lora_both", True, persistence="0", steps=20, images="changing"),
@@ -65,7 +65,7 @@ SMALL = list(dict.fromkeys(SMALL))
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Rows by cell, and the folder with each cell's losses and gradients."""
+    """Train all cells; return rows by cell, and the folder with their losses and gradients."""
     gradients = tmp_path_factory.mktemp("matrix") / "gradients"
     gradients.mkdir()
     # In this order: DeepSpeed replaces torch's linear function for good.
@@ -85,18 +85,18 @@ def test_two_processes_equal_one_without_sharding(cell, trained):
 @pytest.mark.parametrize("plain", PLAIN, ids=lambda cell: cell.name)
 def test_checkpointed_gradients_equal_plain_ones_bitwise(plain, mode, trained):
     folder = trained[1]
-    want = torch.load(folder / f"{plain.name}.pt")
-    got = torch.load(folder / f"{replace(plain, use_reentrant=mode).name}.pt")
-    assert got["losses"] == want["losses"]
-    for got_step, want_step in zip(got["gradients"], want["gradients"], strict=True):
-        assert_close(got_step, want_step)
+    expected = torch.load(folder / f"{plain.name}.pt")
+    actual = torch.load(folder / f"{replace(plain, use_reentrant=mode).name}.pt")
+    assert actual["losses"] == expected["losses"]
+    for step, expected_step in zip(actual["gradients"], expected["gradients"], strict=True):
+        assert_close(step, expected_step)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("breakage", ["another image", "one rank only", "gradients summed"])
 def test_the_limits_refuse_wrong_numbers(breakage, precision, monkeypatch):
     cell = Cell("zero3", "all", precision=precision)
-    want = matrix.unsharded_run(cell)
+    expected = matrix.unsharded_run(cell)
     batch = matrix.rank_batch
 
     def with_another_image(cell, rank, step):
@@ -107,11 +107,11 @@ def test_the_limits_refuse_wrong_numbers(breakage, precision, monkeypatch):
         monkeypatch.setattr(matrix, "rank_batch", with_another_image)
     elif breakage == "one rank only":
         monkeypatch.setattr(matrix, "rank_batch", lambda cell, rank, step: batch(cell, 0, step))
-    got = matrix.unsharded_run(cell)
+    actual = matrix.unsharded_run(cell)
     if breakage == "gradients summed":
-        got["gradients"] = [{n: 2 * g for n, g in step.items()} for step in got["gradients"]]
-    found = differences(got, want)
+        actual["gradients"] = [{n: 2 * g for n, g in step.items()} for step in actual["gradients"]]
+    errors = differences(actual, expected)
     assert (
-        found["gradient_difference"] > 2 * GRADIENT_LIMIT[precision]
-        or found["loss_difference"] > 2 * LOSS_LIMIT[precision]
-    ), found
+        errors["gradient_difference"] > 2 * GRADIENT_LIMIT[precision]
+        or errors["loss_difference"] > 2 * LOSS_LIMIT[precision]
+    ), errors

@@ -1,4 +1,4 @@
-"""Two machines, as two agents of torchrun on this one that meet over the loopback."""
+"""Training on two machines, simulated by two torchrun agents on this one."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from tests.remote.inputs import assert_close
 
 
 def on_two_machines(*arguments: str) -> str:
-    """What the agents printed, once both have ended well."""
+    """Run the training with two agents; return their output."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -41,7 +41,7 @@ def test_both_machines_train_one_model_and_resume_it_to_the_same_bits(tmp_path):
     assert len(losses) == 4 and losses[-1] < losses[0]
     assert find_checkpoint_problems(trained / "checkpoint-2") == []
     written = json.loads((trained / "checkpoint-2" / CHECKPOINT_MANIFEST).read_text())["files"]
-    # Each process writes a part of its own.
+    # Each process writes its own files.
     assert all(any(f"rank_{rank}_" in name for name in written) for rank in (0, 1))
     assert not (trained / LOCK).exists()
 

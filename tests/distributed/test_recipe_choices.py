@@ -1,6 +1,6 @@
-"""Recipes in real processes: what they save, what they lose, and how they go on after a stop.
+"""Recipes in real processes: saved weights, losses, and resuming.
 
-A job trains many of them, one after the other: two jobs by default, and two of the slow tests.
+Each job trains several recipes, one after the other: two jobs by default, and two in slow tests.
 """
 
 import json
@@ -41,15 +41,15 @@ on_base = PeftModel.from_pretrained(on_base, adapter)
 GLM4V = get_class_from_dynamic_module("modeling_chatglm.GLM4VForCausalLM", adapter)
 AutoProcessor.from_pretrained(adapter, trust_remote_code=True)
 with torch.no_grad():
-    found = {"on base": on_base.eval()(**inputs)}
+    outputs = {"on base": on_base.eval()(**inputs)}
     try:
         by_itself = GLM4V.from_pretrained(adapter, dtype=torch.float32)
-    except ImportError as error:  # of a transformers that cannot
+    except ImportError as error:  # this transformers cannot do it
         assert "holds adapters, and transformers" in str(error), error
     else:
         assert type(by_itself).__module__.startswith("transformers_modules."), type(by_itself)
-        found["by itself"] = by_itself.eval()(**inputs)
-save_file({name: output.logits.contiguous() for name, output in found.items()}, out + "/logits")
+        outputs["by itself"] = by_itself.eval()(**inputs)
+save_file({name: output.logits.contiguous() for name, output in outputs.items()}, out + "/logits")
 """
 
 POLICIES = {"engine.tower": "attention", "engine.language": "selective"}
@@ -81,7 +81,7 @@ def train(*plans: Path, **options) -> None:
 
 
 def resumed(recipe: Recipe, changes: Mapping) -> tuple[Recipe, Path]:
-    """In a folder of its own, and the checkpoint of its second step, copied to there."""
+    """Return a recipe with its own folder, and its checkpoint-2 that was copied there."""
     mine = with_changes(recipe, f"{Path(recipe.out).name}, resumed", changes)
     checkpoint = Path(mine.out, "checkpoint-2")
     return mine, shutil.copytree(Path(recipe.out, "checkpoint-2"), checkpoint)
@@ -89,24 +89,24 @@ def resumed(recipe: Recipe, changes: Mapping) -> tuple[Recipe, Path]:
 
 @pytest.fixture(scope="module")
 def trained(recipe) -> dict[str, Recipe]:
-    """Each choice, and then what goes on from some of them, in processes of their own."""
-    found = {name: with_changes(recipe, name, changes) for name, changes in CHOICES.items()}
-    found["evaluated"] = evaluated(recipe)
+    """Train each choice, and then continue some of them in new processes."""
+    recipes = {name: with_changes(recipe, name, changes) for name, changes in CHOICES.items()}
+    recipes["evaluated"] = evaluated(recipe)
     stopped = with_changes(recipe, "stopped", {"trained": "lora_all", "trainer.save_steps": 2})
-    plans = [planned(mine, processes=2) for mine in found.values()]
+    plans = [planned(mine, processes=2) for mine in recipes.values()]
     train(*plans, with_dropout=[planned(stopped, processes=2)])
 
-    more = CHOICES["twenty steps"] | {"model": found["twenty steps"].out, "trainer.max_steps": 1}
-    found["from its folder"] = with_changes(recipe, "from its folder", more)
-    found["selective, resumed"], checkpoint = resumed(found["selective"], {})
-    plans = [planned(found["selective, resumed"], checkpoint, processes=2)]
-    plans.append(planned(found["from its folder"], processes=2))
-    # From a checkpoint of the days when there was no choice. (Not to a selective policy, which then
-    # takes torch's linear layers in place of ZeRO-3's own.)
+    more = CHOICES["twenty steps"] | {"model": recipes["twenty steps"].out, "trainer.max_steps": 1}
+    recipes["from its folder"] = with_changes(recipe, "from its folder", more)
+    recipes["selective, resumed"], checkpoint = resumed(recipes["selective"], {})
+    plans = [planned(recipes["selective, resumed"], checkpoint, processes=2)]
+    plans.append(planned(recipes["from its folder"], processes=2))
+    # From a checkpoint of another policy. (Not to a selective one, which uses torch's linear layers
+    # instead of ZeRO-3's own.)
     every_2 = {"engine.tower": "none", "engine.language": "every 2"}
     again, checkpoint = resumed(stopped, every_2)
     train(*plans, with_dropout=[planned(again, checkpoint, processes=2)])
-    return found | {"stopped": stopped, "stopped, resumed": again}
+    return recipes | {"stopped": stopped, "stopped, resumed": again}
 
 
 def history_of(recipe: Recipe) -> list[dict]:
@@ -122,13 +122,13 @@ def saved_by(recipe: Recipe) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def assert_same_bits(got: Recipe, want: Recipe) -> None:
-    assert history_of(got) == history_of(want)
-    assert_close(saved_by(got), saved_by(want))
+def assert_same_bits(actual: Recipe, expected: Recipe) -> None:
+    assert history_of(actual) == history_of(expected)
+    assert_close(saved_by(actual), saved_by(expected))
 
 
 def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
-    """On its base and by itself it is what the adapters make of the base, computed by hand."""
+    """The adapters, loaded on their base or by themselves, give the logits computed by hand."""
     ids = torch.arange(20)[None]
     save_file({"input_ids": ids}, folder / "inputs.safetensors")
     run_without_package(SCRIPT, folder, recipe.model, recipe.out, str(folder))
@@ -141,18 +141,18 @@ def assert_loads_without_package(recipe: Recipe, folder: Path) -> None:
             change = adapters[name.replace("lora_A", "lora_B")] @ adapters[name]
             changed = name.removeprefix("base_model.model.").replace("lora_A.", "")
             weights[changed] += config["lora_alpha"] / config["r"] * change
-        want = model(input_ids=ids).logits
-    assert (base - want).abs().max() > 1e-2
+        expected = model(input_ids=ids).logits
+    assert (base - expected).abs().max() > 1e-2
     for name, logits in load_file(folder / "logits").items():
-        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.fixture(scope="module")
 def cut(recipe) -> Recipe:
-    """Five steps an epoch, killed while it saves a checkpoint inside of the second one."""
+    """Train with five steps an epoch; it is killed while it saves a checkpoint in epoch two."""
     changes = {"trainer.max_steps": 8, "trainer.save_steps": 3, "trainer.learning_rate": 1e-3}
     mine = with_changes(recipe, "cut", changes)
-    # The last that process 1 writes, when all shards are there, and process 0 is done.
+    # The last file that process 1 writes, when all shards exist and process 0 is done.
     name = "checkpoint-6/rng_state_1.pth"
     ended = train_in_processes(with_dropout=[planned(mine, processes=2)], die_writing=name)
     assert ended.status, ended.output[-8000:]
@@ -161,19 +161,21 @@ def cut(recipe) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def whole(recipe, cut) -> dict[str, Recipe]:
-    """The rest of that run, the same never stopped, and adapters of both towers."""
-    found = {"adapters": with_changes(recipe, "adapters", {"trained": "lora_all", "lora.rank": 4})}
-    found["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
+def completed(recipe, cut) -> dict[str, Recipe]:
+    """Complete that run, train the same without a stop, and train lora_all's adapters."""
+    recipes = {
+        "adapters": with_changes(recipe, "adapters", {"trained": "lora_all", "lora.rank": 4})
+    }
+    recipes["never stopped"] = with_changes(cut, "never stopped", {"trainer.save_steps": None})
     folder = Path(cut.out)
-    # What launch() does before it starts the processes.
+    # launch() does this before it starts the processes.
     set_incomplete_aside(folder, after_step=3)
     before = (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns
-    plans = [planned(found["never stopped"], processes=2)]
+    plans = [planned(recipes["never stopped"], processes=2)]
     plans.append(planned(cut, folder / "checkpoint-3", processes=2))
-    train(planned(found["adapters"], processes=2), with_dropout=plans)
-    assert (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns == before, "it began anew"
-    return found
+    train(planned(recipes["adapters"], processes=2), with_dropout=plans)
+    assert (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns == before, "it started again"
+    return recipes
 
 
 def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stopped(
@@ -183,28 +185,30 @@ def test_a_run_cut_while_it_saves_continues_to_the_same_bits_as_one_never_stoppe
     assert find_checkpoint_problems(folder / "checkpoint-6")
     assert find_start_checkpoint(resolve_recipe(cut), 2, True) == folder / "checkpoint-3"
     assert str(folder / "checkpoint-6") in caplog.text
-    whole = request.getfixturevalue("whole")
+    completed = request.getfixturevalue("completed")
     assert len(losses_of(cut)) == 8
-    assert_same_bits(cut, whole["never stopped"])
+    assert_same_bits(cut, completed["never stopped"])
     assert find_checkpoint_problems(folder / "checkpoint-6") == []
 
-    # A checkpoint is a model too, with the config it came with.
+    # A checkpoint is a model, too, with the config of the original.
     config = GLM4VForCausalLM.from_pretrained(folder / "checkpoint-6").config
     assert config.eos_token_id == GLM4VForCausalLM.from_pretrained(cut.model).config.eos_token_id
     assert not config.skip_logits
 
 
-def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_package(whole, tmp_path):
-    losses, adapters = losses_of(whole["adapters"]), saved_by(whole["adapters"])
+def test_adapters_of_zero_3_load_with_their_base_in_a_process_without_the_package(
+    completed, tmp_path
+):
+    losses, adapters = losses_of(completed["adapters"]), saved_by(completed["adapters"])
     assert losses[-1] < losses[0] - 0.1
     assert len(adapters) == 8 and all(4 in tensor.shape for tensor in adapters.values())
     assert all(tensor.any() for tensor in adapters.values())
-    assert_loads_without_package(whole["adapters"], tmp_path)
+    assert_loads_without_package(completed["adapters"], tmp_path)
 
 
 @pytest.mark.slow
 def test_adapters_go_on_under_zero_3_from_a_folder(recipe, trained):
-    """From what the first run loses in the end, and not from what new adapters do."""
+    """They begin with the last loss of the first run, not with that of new adapters."""
     losses, continued = (losses_of(trained[name]) for name in ("twenty steps", "from its folder"))
     assert losses[-1] < losses[0] - 1
     assert abs(continued[0] - losses[-1]) < 0.5
@@ -216,11 +220,11 @@ def test_adapters_go_on_under_zero_3_from_a_folder(recipe, trained):
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
 def test_qlora_continues_to_the_same_bits_and_loads_without_the_package(recipe, tmp_path):
     changes = ALONE | {"trained": "qlora", "trainer.save_steps": 2}
-    train_here(whole := with_changes(recipe, "qlora", changes))
-    again, checkpoint = resumed(whole, {})
+    train_here(uninterrupted := with_changes(recipe, "qlora", changes))
+    again, checkpoint = resumed(uninterrupted, {})
     train_here(again, checkpoint)
-    assert_same_bits(again, whole)
-    assert_loads_without_package(whole, tmp_path)
+    assert_same_bits(again, uninterrupted)
+    assert_loads_without_package(uninterrupted, tmp_path)
 
 
 @pytest.mark.slow
@@ -230,17 +234,16 @@ def test_a_stopped_run_continues_to_the_same_bits_with_another_policy(trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["offloaded", "selective", "selective, resumed", "compiled"])
-def test_choices_lose_what_plain_layers_do_under_zero_3(name, trained):
-    """Offloaded is what is on a GPU elsewhere. With a policy each layer is gathered whole; else
-    torch misses collectives in the recomputation, which tiny weights take after a resumption
-    (otherwise they stay gathered). Compiled, with the kernels of inductor, they round differently;
-    the losses fall by some 0.5."""
+def test_all_choices_have_the_losses_of_plain_layers_under_zero_3(name, trained):
+    """With a selective policy each layer is gathered at once. Otherwise the recomputation would run
+    a collective that forward did not: after resuming, tiny weights do not stay gathered. Compiled
+    layers, with inductor's kernels, round differently. The losses fall by about 0.5."""
     assert losses_of(trained[name]) == pytest.approx(losses_of(trained["plain"]), abs=ATOL)
 
 
 def evaluated(recipe: Recipe) -> Recipe:
-    """In batches of one, the second process has a text and then nothing, but the first an image.
-    What is gathered to answer is trained again."""
+    """Return a recipe whose evaluation has three batches: the second process has a text and then
+    nothing, the first has images. Training goes on after weights were gathered to answer."""
     lines = Path(recipe.data.train).read_text().splitlines()
     without = json.loads(lines[0])
     del without["messages"][0]["image"]
@@ -252,12 +255,12 @@ def evaluated(recipe: Recipe) -> Recipe:
 
 
 @pytest.mark.slow
-def test_two_sharded_processes_find_the_loss_that_one_finds(trained):
+def test_two_sharded_processes_evaluate_to_the_loss_of_one(trained):
     two = trained["evaluated"]
     one = train_here(with_changes(two, "evaluated by one", ALONE))["evaluations"]
-    found = json.loads(Path(two.out, "training.json").read_text())["evaluations"]
-    assert len(one) == len(found) == 2
-    for entry in one + found:
+    both = json.loads(Path(two.out, "training.json").read_text())["evaluations"]
+    assert len(one) == len(both) == 2
+    for entry in one + both:
         assert entry["eval_loss"] == pytest.approx(one[0]["eval_loss"], rel=1e-5)
         assert entry["eval_tokens"] == one[0]["eval_tokens"]
         assert entry["eval_exact_match"] == one[0]["eval_exact_match"]

@@ -1,5 +1,5 @@
-"""Reused features on two processes whose batches are unlike: under ZeRO-3 and FSDP2 a step reuses
-features only if both have those of their images."""
+"""Reused image features on two processes with different batches: under ZeRO-3 and FSDP2, a step
+reuses features only if both processes have those of their images."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from glm4v_patched.data.feature_cache import TowerFeatures, digest_weights
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.distributed.strategies import (
     Training,
-    of_both_ranks,
-    save_on_first,
+    gather_from_both_ranks,
+    save_on_rank_0,
     select_weights,
     zero_config,
 )
@@ -19,17 +19,18 @@ from tests.helpers.processes import run_two_processes
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 from tests.remote.inputs import assert_close
 
-# The image of rank 0 and that of rank 1, step by step; "-" is a batch without one.
+# The images of rank 0 and rank 1 in each step; "-" is a batch without an image.
 IMAGES = ["AB", "AB", "C-", "C-", "AD", "CD", "--", "-D", "BA"]
-# In how many of these steps the tower runs, on each rank; without an image it runs for the blank
-# one, but under DDP.
+# How often the tower runs in each step, by rank, without reuse. Without an image it runs for a
+# blank one, except under DDP.
 ALWAYS = [[1] * 9] * 2
 WITHOUT = {"zero3": ALWAYS, "fsdp2": ALWAYS}
 WITHOUT["ddp"] = [[1, 1, 1, 1, 1, 1, 0, 0, 1], [1, 1, 0, 0, 1, 1, 0, 1, 1]]
 NEW_FOR_ONE_OF_THEM = [[1, 0, 1, 0, 1, 0, 0, 0, 1]] * 2
 NEW_TO_THE_FOLDER = [[1, 0, 1, 0, 1, 0, 0, 0, 0]] * 2
 FIRST_STEP = [[1, 0, 0, 0, 0, 0, 0, 0, 0]] * 2
-# What is trained, how, and where features are kept; each run comes after that without features.
+# Trained weights, strategy and place of the features, with the expected runs of the tower. Each is
+# preceded by the same training without reuse.
 RUNS = {
     ("frozen_vision", "zero3", "memory"): NEW_FOR_ONE_OF_THEM,
     ("frozen_vision", "zero3", "folder"): NEW_TO_THE_FOLDER,
@@ -38,27 +39,26 @@ RUNS = {
     ("frozen_vision", "fsdp2", "folder"): FIRST_STEP,
     ("frozen_vision", "ddp", "memory"): [[1, 0, 1, 0, 0, 0, 0, 0, 1], [1, 0, 0, 0, 1, 0, 0, 0, 1]],
 }
-EVERY = [*dict.fromkeys((*run[:2], "") for run in RUNS), *RUNS]
+ALL_RUNS = [*dict.fromkeys((*run[:2], "") for run in RUNS), *RUNS]
 
 
 def rank_batch(step: int) -> dict[str, torch.Tensor]:
     rank = torch.distributed.get_rank()
     image = IMAGES[step][rank]
-    row = [*text(5, seed=step), *(expanded_image() if image != "-" else [])]
-    row += text(9, seed=10 * step + rank + 1)
-    ids = torch.tensor([row])
+    prompt = [*text(5, seed=step), *(expanded_image() if image != "-" else [])]
+    ids = torch.tensor([prompt + text(9, seed=10 * step + rank + 1)])
     images = {} if image == "-" else {"pixel_values": random_pixels(1, seed=ord(image))}
     return {"input_ids": ids, "labels": ids} | images
 
 
-def train(weights: str, strategy: str, keep: str, folder: Path) -> dict:
-    """Both ranks' losses, the gradients, how often the tower ran in every step on each rank, and
-    the digest of the tower's weights."""
+def train(weights: str, strategy: str, storage: str, folder: Path) -> dict:
+    """Train; return both ranks' losses, the gradients, how often the tower ran in each step on each
+    rank, and the digest of the tower's weights."""
     model = GLM4VForCausalLM.from_pretrained(folder / "model", attn_implementation="sdpa")
     model = select_weights(model, weights)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    # Made before the model is sharded, as a recipe does; used after it.
-    features = keep and TowerFeatures(model, None if keep == "memory" else folder / keep)
+    # Created before the model is sharded, as in a recipe, and used after it.
+    features = storage and TowerFeatures(model, None if storage == "memory" else folder / storage)
     tower = next(m for m in model.modules() if type(m).__name__ == "EVA2CLIPModel")
     runs = []
     tower.register_forward_hook(lambda module, inputs, output: runs.append(len(output)))
@@ -77,12 +77,12 @@ def train(weights: str, strategy: str, keep: str, folder: Path) -> dict:
         runs.clear()
         training.update()
     training.close()
-    losses, counts = zip(*of_both_ranks((losses, counts)), strict=True)
+    losses, counts = zip(*gather_from_both_ranks((losses, counts)), strict=True)
     return {"losses": losses, "runs": [*counts], "gradients": gradients, "digest": digest}
 
 
 def on_each_rank(folder: Path) -> None:
-    save_on_first({run: train(*run, folder) for run in EVERY}, folder / "found.pt")
+    save_on_rank_0({run: train(*run, folder) for run in ALL_RUNS}, folder / "results.pt")
 
 
 @pytest.fixture(scope="module")
@@ -95,22 +95,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder) -> dict:
-    return torch.load(folder / "found.pt")
+def results(folder) -> dict:
+    return torch.load(folder / "results.pt")
 
 
 @pytest.mark.parametrize("run", RUNS, ids="-".join)
-def test_reuse_changes_no_bit_and_spares_the_tower_of_both_processes(run, found):
-    want, got = found[(*run[:2], "")], found[run]
-    assert got["losses"] == want["losses"]
-    for gradients, wanted in zip(got["gradients"], want["gradients"], strict=True):
-        assert_close(gradients, wanted)
-        assert len(wanted) > 1
-    assert want["runs"] == WITHOUT[run[1]]
-    assert got["runs"] == RUNS[run]
+def test_reuse_gives_the_same_bits_and_skips_the_tower_of_both_processes(run, results):
+    plain, reused = results[(*run[:2], "")], results[run]
+    assert reused["losses"] == plain["losses"]
+    for gradients, expected in zip(reused["gradients"], plain["gradients"], strict=True):
+        assert_close(gradients, expected)
+        assert len(expected) > 1
+    assert plain["runs"] == WITHOUT[run[1]]
+    assert reused["runs"] == RUNS[run]
 
 
-def test_the_weights_have_one_digest_however_they_are_spread(folder, found):
-    digests = {found[run]["digest"] for run in EVERY}
+def test_the_digest_of_weights_does_not_depend_on_sharding(folder, results):
+    digests = {results[run]["digest"] for run in ALL_RUNS}
     assert digests == {digest_weights(tiny_model().transformer.vision)}
     assert len(list((folder / "folder").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""Schedules, and the best weights of before the first step, where DeepSpeed has the optimizer."""
+"""Learning rate schedules, and saving initial weights as the best ones, under DeepSpeed."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.helpers.recipes import drawn_recipe, planned, train_in_processes
 
 RUNS = {
-    # They read optimizer.defaults.
+    # These schedules read optimizer.defaults.
     "polynomial": {"trainer.lr_scheduler_type": "polynomial", "engine.zero_stage": 2},
     "lowest": {
         "trainer.lr_scheduler_type": "cosine_with_min_lr",
@@ -22,7 +22,7 @@ RUNS = {
     },
     "start": {
         "trained": "lm",
-        "trainer.learning_rate": 5.0,  # after which nothing is better
+        "trainer.learning_rate": 5.0,  # so high that every step makes the model worse
         "trainer.eval_on_start": True,
         "trainer.load_best_model_at_end": True,
     },
@@ -30,10 +30,11 @@ RUNS = {
 
 
 @pytest.mark.slow
-def test_schedules_train_and_the_start_is_saved_where_it_stays_the_best_under_zero(tmp_path):
-    asked = {"trained": "lora_lm", "data.eval": 0.25, "data.eval_answers": 0}
+def test_schedules_train_and_initial_weights_are_saved_if_they_stay_the_best_under_zero(tmp_path):
+    values = {"trained": "lora_lm", "data.eval": 0.25, "data.eval_answers": 0}
     steps = {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "dataloader_num_workers": 0}
-    common = drawn_recipe(tmp_path, asked | {f"trainer.{n}": value for n, value in steps.items()})
+    values |= {f"trainer.{name}": value for name, value in steps.items()}
+    common = drawn_recipe(tmp_path, values)
     runs = [common.override(more | {"out": str(tmp_path / name)}) for name, more in RUNS.items()]
     ended = train_in_processes(*[planned(run, processes=2) for run in runs])
     assert not ended.status, ended.output[-8000:]

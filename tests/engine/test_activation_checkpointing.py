@@ -1,5 +1,4 @@
-"""What layers keep and compute again, with and without compilation: the same gradients, as little
-work as promised."""
+"""Activation checkpointing: every policy gives the same gradients and recomputes as promised."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -15,9 +14,9 @@ from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 LAYERS = 2  # of each tower
-# What is computed again in one layer of each tower together: linear layers (the last of a layer of
-# the language model has no use in its backward; a norm follows the tower's), and attention.
-AGAIN = {
+# Recomputed operators in one tower layer and one block together: linear layers (a block's last one
+# is not needed in backward; the tower's is, because a norm follows it), and attention.
+RECOMPUTED = {
     ("linear", "linear"): (0, 0),
     ("selective", "none"): (2, 0),
     ("attention", "full"): (7, 1),
@@ -26,7 +25,7 @@ AGAIN = {
 }
 
 
-class Counted(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.linears = self.attention = 0
@@ -39,7 +38,7 @@ class Counted(TorchDispatchMode):
 
 
 def train_once(tower, language, layers=LAYERS, compiled=False):
-    """Loss, gradients, and what is computed in the backward pass where that is not compiled."""
+    """Return loss, gradients, and the operators of the backward pass if it is not compiled."""
     torch.manual_seed(0)
     model = tiny_model(num_layers=layers).train()
     checkpoint_layers(model, tower, language)
@@ -48,21 +47,21 @@ def train_once(tower, language, layers=LAYERS, compiled=False):
         compile_layers(model)
     ids = torch.tensor([text(5) + expanded_image() + text(9)])
     loss = model(input_ids=ids, labels=ids, pixel_values=random_pixels(1)).loss
-    counted = Counted()
-    with nullcontext() if compiled else counted:
+    counter = OperatorCounter()
+    with nullcontext() if compiled else counter:
         loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return loss.detach(), gradients, counted
+    return loss.detach(), gradients, counter
 
 
-@pytest.mark.parametrize("policies", AGAIN)
-def test_every_policy_gives_the_same_gradients_and_computes_again_what_it_must(policies):
+@pytest.mark.parametrize("policies", RECOMPUTED)
+def test_every_policy_gives_the_same_gradients_and_recomputes_what_it_promises(policies):
     loss, gradients, plain = train_once("none", "none")
-    other_loss, others, counted = train_once(*policies)
+    other_loss, others, counter = train_once(*policies)
     assert torch.equal(loss, other_loss) and gradients.keys() == others.keys()
     assert all(torch.equal(gradients[name], others[name]) for name in gradients)
-    again = counted.linears - plain.linears, counted.attention
-    assert again == tuple(LAYERS * number for number in AGAIN[policies])
+    recomputed = counter.linears - plain.linears, counter.attention
+    assert recomputed == tuple(LAYERS * number for number in RECOMPUTED[policies])
 
 
 def test_every_second_layer_is_checkpointed_from_the_first():
@@ -79,8 +78,8 @@ def test_every_second_layer_is_checkpointed_from_the_first():
 
 @pytest.mark.newest
 def test_compiled_layers_give_the_gradients_of_plain_ones(monkeypatch):
-    """By inductor's graphs, without its kernels: their building takes most of the time. They, and
-    layers with adapters, are in tests/distributed/test_recipe_choices.py."""
+    """Uses inductor's graphs without its kernels, whose compilation takes most of the time. The
+    kernels, and layers with adapters, are in tests/distributed/test_recipe_choices.py."""
     backend = "aot_eager_decomp_partition"
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     loss, gradients, _ = train_once("none", "none", layers=1)
@@ -92,20 +91,20 @@ def test_compiled_layers_give_the_gradients_of_plain_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_dropout_is_the_same_when_a_layer_is_computed_again(policy):
-    """Else gradients would be of another network than the loss."""
+def test_dropout_is_the_same_when_a_layer_is_recomputed(policy):
+    """Otherwise gradients would belong to another network than the loss."""
     ids = torch.tensor([text(9) + expanded_image() + text(9)])
-    found = []
-    for asked in ("none", policy):
+    results = []
+    for current in ("none", policy):
         torch.manual_seed(0)
         lora = LoraOptions(dropout=0.5, targets=("query_key_value", "dense_h_to_4h"))
         model = select_weights(tiny_model(), "lora_lm", lora)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
-        checkpoint_layers(model.train(), asked, asked)
+        checkpoint_layers(model.train(), current, current)
         torch.manual_seed(1)
         model(input_ids=ids, labels=ids, pixel_values=random_pixels(1)).loss.backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, msg=name)
+        results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, msg=name)

@@ -1,4 +1,4 @@
-"""Layers that multiply in fp8, on a CPU: against a plain emulation, and what becomes of a model."""
+"""Layers that multiply in fp8, on a CPU: against a plain emulation, and in a model."""
 
 from dataclasses import replace
 
@@ -10,22 +10,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm4v_patched.engine import fp8, implementations
 from glm4v_patched.engine.activation_checkpointing import checkpointed_layers
-from glm4v_patched.engine.implementations import Use, use_implementations
+from glm4v_patched.engine.implementations import ModelUsage, use_implementations
 from glm4v_patched.engine.kernels import flash_attention_3, skinny_gemm
-from glm4v_patched.engine.kernels.fp8_linear import FrozenTowerMLP, Fp8StoredLinear, Fp8DynamicLinear
-from glm4v_patched.engine.kernels.fp8_matmul import product, quantize_rows, gelu_and_quantize_rows
+from glm4v_patched.engine.kernels.fp8_linear import (
+    Fp8DynamicLinear,
+    Fp8StoredLinear,
+    FrozenTowerMLP,
+)
+from glm4v_patched.engine.kernels.fp8_matmul import (
+    gelu_and_quantize_rows,
+    quantize_rows,
+    scaled_matmul,
+)
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
 from glm4v_patched.remote import visual
 from tests.helpers.fp8 import PLAIN, apart, build, emulated, layer, passes
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_config
 
-# What comes out is rounded to bf16, a relative 0.0017 on random data. Of other operands it
-# would be 0.03 apart.
-NEAR = 0.004
+# Outputs are rounded to bf16: a relative error of 0.0017 on random data. With other operands it
+# would be 0.03.
+MAX_ERROR = 0.004
 
 
-pytestmark = pytest.mark.newest  # torch's products
+pytestmark = pytest.mark.newest  # torch._scaled_mm
 
 
 @pytest.fixture(autouse=True)
@@ -33,98 +41,100 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(fp8, "_allow_cpu", True)
 
 
-def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """As ``apart``, of all gradients of a model together."""
-    assert found.keys() == expected.keys()
-    return apart(
-        *(torch.cat([g.double().flatten() for g in of.values()]) for of in (found, expected))
+def gradient_error(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The relative error of all gradients of a model together."""
+    assert gradients.keys() == expected.keys()
+    actual, exact = (
+        torch.cat([gradient.double().flatten() for gradient in named.values()])
+        for named in (gradients, expected)
     )
+    return apart(actual, exact)
 
 
-each_kind = pytest.mark.parametrize("held", [False, True], ids=["used", "held"])
+both_kinds = pytest.mark.parametrize("stored", [False, True], ids=["dynamic", "stored"])
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@each_kind
-def test_a_layer_and_its_gradients_are_those_of_the_emulation(held, bias):
+@both_kinds
+def test_a_layer_and_its_gradients_match_the_emulation(stored, bias):
     torch.manual_seed(1)
-    # Rows and channels of very different sizes: one scale for all would lose the small ones.
+    # Rows of very different magnitudes: one scale for all would lose the small ones.
     x = (torch.randn(40, 96) * torch.logspace(-6, 6, 40)[:, None]).bfloat16()
-    towards = (torch.randn(40, 64) * torch.logspace(3, -9, 40)[:, None]).bfloat16()
-    x[5], towards[6], x[7] = 0, 0, x[7] * 1e37
-    reference, linear = layer(False, bias=bias), layer(held, bias=bias)
-    found = passes(linear, x, towards)
-    expected = emulated(reference, x, towards, held)
-    assert len(found) == (2 if held else 3 + bias)
-    assert all(one.dtype is torch.bfloat16 for one in found)
-    for of_rows, others in zip(found[:2], expected, strict=False):
-        for one, other in zip(of_rows, others, strict=True):
-            assert apart(one, other) < NEAR
-    for one, other in zip(found[2:], expected[2:], strict=False):
-        assert apart(one, other) < NEAR
+    out_grad = (torch.randn(40, 64) * torch.logspace(3, -9, 40)[:, None]).bfloat16()
+    x[5], out_grad[6], x[7] = 0, 0, x[7] * 1e37
+    reference, linear = layer(False, bias=bias), layer(stored, bias=bias)
+    results = passes(linear, x, out_grad)
+    expected = emulated(reference, x, out_grad, stored)
+    assert len(results) == (2 if stored else 3 + bias)
+    assert all(result.dtype is torch.bfloat16 for result in results)
+    for rows, expected_rows in zip(results[:2], expected, strict=False):
+        for row, expected_row in zip(rows, expected_rows, strict=True):
+            assert apart(row, expected_row) < MAX_ERROR
+    for result, exact in zip(results[2:], expected[2:], strict=False):
+        assert apart(result, exact) < MAX_ERROR
     exact = torch.nn.functional.linear(x.double(), reference.weight.detach().double())
     row = x.shape[0] // 2
     if not bias:
-        assert 0.01 < apart(found[0][row], exact[row]) < 0.06  # it is quantized
+        assert 0.01 < apart(results[0][row], exact[row]) < 0.06  # it is quantized
 
 
-def test_what_is_not_finite_stays_so_in_its_row_alone():
+def test_nan_and_infinity_affect_their_own_row_only():
     linear = layer(True, bias=False)
     for value in (float("nan"), -float("inf")):
-        x, towards = torch.randn(3, 96).bfloat16(), torch.ones(3, 64, dtype=torch.bfloat16)
-        x[1, 5] = towards[2, 0] = value
-        out, gradient = passes(linear, x, towards)
+        x, out_grad = torch.randn(3, 96).bfloat16(), torch.ones(3, 64, dtype=torch.bfloat16)
+        x[1, 5] = out_grad[2, 0] = value
+        out, gradient = passes(linear, x, out_grad)
         assert not out[1].isfinite().any() and out[[0, 2]].isfinite().all()
         assert not gradient[2].isfinite().any() and gradient[:2].isfinite().all()
 
 
-@each_kind
-def test_an_empty_batch_any_strides_and_more_dimensions(held):
-    linear = layer(held)
+@both_kinds
+def test_empty_batches_strided_inputs_and_more_dimensions_work(stored):
+    linear = layer(stored)
     empty = passes(linear, torch.zeros(0, 96).bfloat16(), torch.zeros(0, 64).bfloat16())
     assert empty[0].shape == (0, 64) and empty[1].shape == (0, 96)
     assert all((gradient == 0).all() for gradient in empty[2:])
     x = torch.randn(96, 5, 2).bfloat16().permute(2, 1, 0)  # (2, 5, 96), strided
-    towards = torch.randn(64, 5, 2).bfloat16().permute(2, 1, 0)
-    found = passes(linear, x, towards)
-    flat = passes(linear, x.reshape(10, 96), towards.reshape(10, 64))
-    assert found[0].shape == (2, 5, 64)
-    for one, other in zip(found, flat, strict=True):
-        assert torch.equal(one.reshape(other.shape), other)
+    out_grad = torch.randn(64, 5, 2).bfloat16().permute(2, 1, 0)
+    results = passes(linear, x, out_grad)
+    flat_results = passes(linear, x.reshape(10, 96), out_grad.reshape(10, 64))
+    assert results[0].shape == (2, 5, 64)
+    for result, flat in zip(results, flat_results, strict=True):
+        assert torch.equal(result.reshape(flat.shape), flat)
 
 
-def test_a_held_layer_keeps_no_input_and_a_trained_one_keeps_it_unquantized():
-    kept = []
+def test_a_stored_layer_saves_no_input_and_a_trained_one_saves_it_unquantized():
+    saved = []
     x = torch.randn(4, 96, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        held = layer(True, bias=False)
-        held(x)
-        assert {id(t) for t in kept} == {id(held.weight), id(held.weight_scale)}
-        kept.clear()
-        used = layer(False, bias=False)
-        used(x)
-    # The parameters themselves, and nothing made of them: ZeRO-3 releases what is in them.
-    assert len(kept) == 2 and kept[1] is used.weight and kept[0].data_ptr() == x.data_ptr()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        stored = layer(True, bias=False)
+        stored(x)
+        assert {id(t) for t in saved} == {id(stored.weight), id(stored.weight_scale)}
+        saved.clear()
+        dynamic = layer(False, bias=False)
+        dynamic(x)
+    # The parameters themselves, and no copies: ZeRO-3 releases the parameters' memory.
+    assert len(saved) == 2 and saved[1] is dynamic.weight and saved[0].data_ptr() == x.data_ptr()
 
 
-@each_kind
+@both_kinds
 @torch._functorch.config.patch(treat_parameters_as_free_to_save=False)
-def test_a_compiler_keeps_no_quantized_weight_from_forward_to_backward(held):
-    """Which is smaller than the weight; torch takes weights that it knows for parameters as kept in
-    any case, and so would keep no other of these."""
+def test_compiled_code_saves_no_quantized_weight_for_backward(stored):
+    """The compiler would prefer it, as it is smaller than the weight. By default it takes
+    parameters as saved at no cost, which would hide the problem."""
     torch._dynamo.reset()
-    linear = layer(held, bias=False, into=128, out=256)
-    if held:
+    linear = layer(stored, bias=False, into=128, out=256)
+    if stored:
         linear.transposed = None
     norm = nn.LayerNorm(128, dtype=torch.bfloat16, elementwise_affine=False)
     compiled = torch.compile(lambda x: linear(norm(x)), backend="aot_eager_decomp_partition")
     x = torch.randn(4, 128, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = compiled(x)
     own = {linear.weight.data_ptr(), *(b.data_ptr() for b in linear.buffers())}
-    others = [t for t in kept if t.data_ptr() not in own]
-    assert kept and all(t.numel() <= x.numel() for t in others)
+    others = [t for t in saved if t.data_ptr() not in own]
+    assert saved and all(t.numel() <= x.numel() for t in others)
     out.backward(torch.ones_like(out))
     gradient = x.grad.clone()
     x.grad = None
@@ -133,26 +143,26 @@ def test_a_compiler_keeps_no_quantized_weight_from_forward_to_backward(held):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@each_kind
-def test_a_compiler_loses_no_gradient(held, dtype):
-    """As that of torch 2.11 does of a Function whose output is cast to the type that it has."""
+@both_kinds
+def test_compiled_code_loses_no_gradient(stored, dtype):
+    """torch 2.11's compiler loses it if a Function's output is cast to the dtype that it has."""
     torch._dynamo.reset()
-    linear = layer(held)
-    x, towards = torch.randn(8, 96, dtype=dtype), torch.randn(8, 64, dtype=dtype)
-    expected = passes(linear, x, towards)
+    linear = layer(stored)
+    x, out_grad = torch.randn(8, 96, dtype=dtype), torch.randn(8, 64, dtype=dtype)
+    expected = passes(linear, x, out_grad)
     linear.forward = torch.compile(linear.forward, backend="aot_eager")
-    found = passes(linear, x, towards)
-    assert all(one.any() for one in found)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype is other.dtype and apart(one, other.double()) < NEAR
+    results = passes(linear, x, out_grad)
+    assert all(result.any() for result in results)
+    for result, exact in zip(results, expected, strict=True):
+        assert result.dtype is exact.dtype and apart(result, exact.double()) < MAX_ERROR
 
 
-@each_kind
-def test_what_comes_in_is_cast_as_autocast_does(held):
-    linear, x = layer(held), torch.randn(4, 96)
+@both_kinds
+def test_inputs_are_cast_under_autocast(stored):
+    linear, x = layer(stored), torch.randn(4, 96)
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = linear(x), linear(x.bfloat16())
-    assert found.dtype is torch.bfloat16 and torch.equal(found, wanted)
+        out, expected = linear(x), linear(x.bfloat16())
+    assert out.dtype is torch.bfloat16 and torch.equal(out, expected)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -172,64 +182,65 @@ def step(options: EngineOptions) -> tuple[torch.Tensor, dict[str, torch.Tensor],
     return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, model
 
 
-def kinds(model: nn.Module) -> dict[str, type]:
-    """Of the linear layers of the first layer of each tower."""
-    found = {}
+def linear_classes(model: nn.Module) -> dict[str, type]:
+    """The classes of the linear layers in the first tower layer and the first block."""
+    classes = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".0." in name:
-            found[name.split(".0.", 1)[1].removesuffix(".base_layer")] = type(module)
-    return found
+            classes[name.split(".0.", 1)[1].removesuffix(".base_layer")] = type(module)
+    return classes
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_which_layers_multiply_in_fp8(compiled):
     model = build().requires_grad_(False)
-    use_implementations(model, Use.training(replace(PLAIN, fp8=False)))
-    assert {*kinds(model).values()} == {nn.Linear}
+    use_implementations(model, ModelUsage.training(replace(PLAIN, fp8=False)))
+    assert {*linear_classes(model).values()} == {nn.Linear}
     options = replace(PLAIN, trained="full", compile=compiled)
-    use_implementations(model, Use.training(options))
-    assert kinds(model) == {
-        "self_attention.query_key_value": Linear,
-        "self_attention.dense": Linear,
-        "mlp.dense_h_to_4h": Linear,
-        "mlp.dense_4h_to_h": Linear,
-        "attention.query_key_value": Linear,
+    use_implementations(model, ModelUsage.training(options))
+    assert linear_classes(model) == {
+        "self_attention.query_key_value": Fp8DynamicLinear,
+        "self_attention.dense": Fp8DynamicLinear,
+        "mlp.dense_h_to_4h": Fp8DynamicLinear,
+        "mlp.dense_4h_to_h": Fp8DynamicLinear,
+        "attention.query_key_value": Fp8DynamicLinear,
         "attention.dense": nn.Linear,
-        "mlp.fc1": Linear,
-        "mlp.fc2": Linear if compiled else nn.Linear,
+        "mlp.fc1": Fp8DynamicLinear,
+        "mlp.fc2": Fp8DynamicLinear if compiled else nn.Linear,
     }
     layers = [*checkpointed_layers(model)]
-    inside = {id(m) for one in layers for m in one.modules()}
+    inside = {id(m) for transformer_layer in layers for m in transformer_layer.modules()}
     outside = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
-    assert len(outside) == 5  # the adapter's, and the output layer
-    assert not any(isinstance(m, (Linear, Fp8StoredLinear)) for m in outside)
+    assert len(outside) == 5  # the projector's, and the output layer
+    assert not any(isinstance(m, (Fp8DynamicLinear, Fp8StoredLinear)) for m in outside)
 
 
-def test_lora_holds_what_is_frozen_and_its_factors_stay_as_they_are():
+def test_lora_stores_frozen_weights_in_fp8_and_leaves_its_factors_alone():
     _, gradients, model = step(PLAIN)
-    found = kinds(model)
-    assert all(kind is nn.Linear for name, kind in found.items() if "lora_" in name)
-    held = [m for m in model.modules() if type(m) is Fp8StoredLinear]
-    assert len(held) == 2 * 4 + 2 * 2
+    classes = linear_classes(model)
+    assert all(cls is nn.Linear for name, cls in classes.items() if "lora_" in name)
+    stored = [m for m in model.modules() if type(m) is Fp8StoredLinear]
+    assert len(stored) == 2 * 4 + 2 * 2
     plain = prepare_model(replace(PLAIN, fp8=False), build)
     names = {name: p.shape for name, p in plain.named_parameters()}
     assert {name: p.shape for name, p in model.named_parameters()} == names
     assert model.state_dict().keys() == plain.state_dict().keys()
-    # The casts that frameworks do leave the numbers alone.
+    # Casts, as frameworks do them, leave the quantized weights alone.
     model.bfloat16().half().bfloat16()
-    assert all(m.weight.dtype is torch.uint8 for m in held)
-    assert all(m.weight_scale.dtype is torch.int32 for m in held)
+    assert all(m.weight.dtype is torch.uint8 for m in stored)
+    assert all(m.weight_scale.dtype is torch.int32 for m in stored)
     assert gradients and all("lora_" in name for name in gradients)
 
 
 @pytest.mark.parametrize("trained", ["lora_all", "full"])
-def test_a_models_gradients_are_near_those_of_bf16(trained):
+def test_the_gradients_of_a_model_are_near_those_of_bf16(trained):
     loss, gradients, _ = step(replace(PLAIN, trained=trained, fp8=False))
-    found_loss, found, _ = step(replace(PLAIN, trained=trained))
-    assert 1e-4 < abs(found_loss - loss) / loss < 0.01 and 0.01 < far(found, gradients) < 0.2
+    fp8_loss, fp8_gradients, _ = step(replace(PLAIN, trained=trained))
+    assert 1e-4 < abs(fp8_loss - loss) / loss < 0.01
+    assert 0.01 < gradient_error(fp8_gradients, gradients) < 0.2
 
 
-class Counted(TorchDispatchMode):
+class ProductCounter(TorchDispatchMode):
     products = 0
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
@@ -238,39 +249,39 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trained", ["lora_all", "full"])
-def test_policies_give_the_same_gradients_and_keep_products_in_fp8_as_others(trained):
-    found = {}
+def test_policies_give_the_same_gradients_and_save_fp8_products_like_others(trained):
+    results = {}
     for policy in ("none", "linear", "selective", "every 2", "full"):
         options = replace(PLAIN, trained=trained, tower=policy, language=policy)
-        with Counted() as counted:
+        with ProductCounter() as counter:
             loss, gradients, _ = step(options)
-        found[policy] = loss, gradients, counted.products
-    plain_loss, plain, products = found["none"]
-    for loss, gradients, _ in found.values():
+        results[policy] = loss, gradients, counter.products
+    plain_loss, plain, products = results["none"]
+    for loss, gradients, _ in results.values():
         assert torch.equal(loss, plain_loss) and gradients.keys() == plain.keys()
         assert all(torch.equal(gradients[name], plain[name]) for name in gradients)
-    again = {policy: counted - products for policy, (_, _, counted) in found.items()}
-    assert again == {"none": 0, "linear": 0, "selective": 8, "every 2": 6, "full": 12}
+    recomputed = {policy: count - products for policy, (_, _, count) in results.items()}
+    assert recomputed == {"none": 0, "linear": 0, "selective": 8, "every 2": 6, "full": 12}
 
 
-def test_both_layouts_give_the_same_gradients():
+def test_gradients_are_the_same_with_and_without_stored_transposed_weights():
     _, both, model = step(PLAIN)
     assert any(m.transposed is not None for m in model.modules() if type(m) is Fp8StoredLinear)
     _, one, model = step(replace(PLAIN, store_transposed=False))
     assert all(m.transposed is None for m in model.modules() if type(m) is Fp8StoredLinear)
     assert all(torch.equal(both[name], one[name]) for name in both)
     lm = prepare_model(replace(PLAIN, trained="lora_lm"), build)
-    held = [m for m in lm.modules() if type(m) is Fp8StoredLinear]
+    stored = [m for m in lm.modules() if type(m) is Fp8StoredLinear]
     # Nothing flows back through the tower, which is 32 wide.
-    assert {m.in_features == 32 for m in held if m.transposed is None} == {True}
-    assert not any(m.in_features == 32 for m in held if m.transposed is not None)
+    assert {m.in_features == 32 for m in stored if m.transposed is None} == {True}
+    assert not any(m.in_features == 32 for m in stored if m.transposed is not None)
 
 
-def test_what_fp8_needs_is_told_before_a_model_is_built(monkeypatch, words):
+def test_missing_requirements_of_fp8_are_reported_before_a_model_is_built(monkeypatch, words):
     config, odd = tiny_config(), tiny_config(ffn_hidden_size=104)
     fp8.require_fp8(PLAIN, config)
     fp8.require_fp8(replace(PLAIN, fp8=False), odd)
-    with words.refused(ValueError, "ffn_hidden_size 104", "16"):
+    with words.refused(ValueError, "ffn_hidden_size is 104", "16"):
         fp8.require_fp8(PLAIN, odd)
     monkeypatch.setattr(fp8, "_allow_cpu", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -288,20 +299,20 @@ def test_what_fp8_needs_is_told_before_a_model_is_built(monkeypatch, words):
         fp8.require_fp8(PLAIN, config)
 
 
-def test_rows_are_those_of_gelu_quantized():
+def test_gelu_rows_are_quantized():
     torch.manual_seed(0)
     x = (torch.randn(6, 96) * torch.logspace(-4, 2, 6)[:, None]).bfloat16()
     bias = torch.randn(96).bfloat16()
     x[2, 7] = float("nan")
-    numbers, scale = gelu_and_quantize_rows(x, bias)
-    found, wide = numbers.double() * scale.double(), gelu(x.double() + bias.double())
-    assert not found[2].isfinite().any()
-    found, wide = found[[0, 1, 3, 4, 5]], wide[[0, 1, 3, 4, 5]]
-    largest = wide.abs().amax(-1, keepdim=True)
-    assert ((found - wide).abs() <= (wide.abs() / 16).clamp(min=largest / 2e5)).all()
+    quantized, scale = gelu_and_quantize_rows(x, bias)
+    out, exact = quantized.double() * scale.double(), gelu(x.double() + bias.double())
+    assert not out[2].isfinite().any()
+    out, exact = out[[0, 1, 3, 4, 5]], exact[[0, 1, 3, 4, 5]]
+    amax = exact.abs().amax(-1, keepdim=True)
+    assert ((out - exact).abs() <= (exact.abs() / 16).clamp(min=amax / 2e5)).all()
 
 
-def test_a_frozen_tower_uses_it_and_computes_the_same(monkeypatch):
+def test_a_frozen_tower_quantizes_in_gelu_and_computes_the_same(monkeypatch):
     for trained, compiled in (("lora_all", True), ("lora_lm", False), ("lm", True)):
         model = prepare_model(replace(PLAIN, trained=trained, compile=compiled), build)
         fuses = any(isinstance(m, FrozenTowerMLP) for m in model.modules())
@@ -310,8 +321,9 @@ def test_a_frozen_tower_uses_it_and_computes_the_same(monkeypatch):
     for fused in (True, False):
         with monkeypatch.context() as patch:
             if not fused:
-                rows = [row for row in implementations.TABLE if row.module is not visual.VisionMLP]
-                patch.setattr(implementations, "TABLE", rows)
+                entries = implementations.IMPLEMENTATIONS
+                others = [entry for entry in entries if entry.replaces is not visual.VisionMLP]
+                patch.setattr(implementations, "IMPLEMENTATIONS", others)
             model = prepare_model(replace(PLAIN, trained="lora_lm", compile=True), build)
         mlps = [m for m in model.modules() if isinstance(m, visual.VisionMLP)]
         assert mlps and all(isinstance(m, FrozenTowerMLP) is fused for m in mlps)
@@ -326,63 +338,61 @@ def test_a_frozen_tower_uses_it_and_computes_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "computed"),
+    ("m", "k", "padded_m"),
     [(33, 3072, 33), (33, 9216, 272), (256, 9216, 272), (272, 9216, 272), (300, 9216, 300)],
 )
-def test_rows_are_added_where_cublas_has_no_kernel_for_so_few(monkeypatch, rows, width, computed):
+def test_rows_are_padded_where_cublas_has_no_kernel_for_so_few(monkeypatch, m, k, padded_m):
     torch.manual_seed(0)
-    multiply, seen = torch._scaled_mm, []
+    scaled_mm, seen = torch._scaled_mm, []
 
-    def noted(left, *given, **options):
-        seen.append(len(left))
-        return multiply(left, *given, **options)
+    def recorded_scaled_mm(x, *args, **kwargs):
+        seen.append(len(x))
+        return scaled_mm(x, *args, **kwargs)
 
-    monkeypatch.setattr(torch, "_scaled_mm", noted)
-    left, right = quantize_rows(torch.randn(rows, width)), quantize_rows(torch.randn(16, width))
-    found = product(*left, *right, bias=torch.arange(16.0))
-    exact = (left[0].float() * left[1]) @ (right[0].float() * right[1]).t() + torch.arange(16.0)
-    assert seen == [computed] and found.shape == (rows, 16)
-    torch.testing.assert_close(found.float(), exact, rtol=0.01, atol=0.01)
-
-
-@pytest.mark.parametrize(
-    ("columns", "width"), [(4608, 4096), (27392, 4096), (4096, 13696), (64, 128)]
-)
-def test_the_parts_of_a_product_fill_the_gpu_and_none_is_empty(columns, width):
-    parts = skinny_gemm.num_splits(columns, width, processors=132)
-    size, blocks = skinny_gemm.k_blocks_per_split(width, parts), width // skinny_gemm.WIDTH
-    assert (parts - 1) * size < blocks <= parts * size
-    at_once = 2 * 132 // (columns // skinny_gemm.COLUMNS)
-    assert parts == min(max(at_once, 1), blocks)
+    monkeypatch.setattr(torch, "_scaled_mm", recorded_scaled_mm)
+    x, weight = quantize_rows(torch.randn(m, k)), quantize_rows(torch.randn(16, k))
+    out = scaled_matmul(*x, *weight, bias=torch.arange(16.0))
+    exact = (x[0].float() * x[1]) @ (weight[0].float() * weight[1]).t() + torch.arange(16.0)
+    assert seen == [padded_m] and out.shape == (m, 16)
+    torch.testing.assert_close(out.float(), exact, rtol=0.01, atol=0.01)
 
 
-def test_the_frozen_tower_attends_as_torch_does_where_flash_attention_3_cannot(monkeypatch):
-    model, use = build(), Use.training(replace(PLAIN, fp8=False, trained="lora_lm"))
+@pytest.mark.parametrize(("n", "k"), [(4608, 4096), (27392, 4096), (4096, 13696), (64, 128)])
+def test_the_splits_of_a_product_fill_the_gpu_and_none_is_empty(n, k):
+    splits = skinny_gemm.num_splits(n, k, sms=132)
+    split_blocks, blocks = skinny_gemm.k_blocks_per_split(k, splits), k // skinny_gemm.BLOCK_K
+    assert (splits - 1) * split_blocks < blocks <= splits * split_blocks
+    at_once = 2 * 132 // (n // skinny_gemm.BLOCK_N)
+    assert splits == min(max(at_once, 1), blocks)
+
+
+def test_a_frozen_tower_uses_torchs_attention_where_flash_attention_3_cannot_run(monkeypatch):
+    model, usage = build(), ModelUsage.training(replace(PLAIN, fp8=False, trained="lora_lm"))
 
     def is_used(**changes) -> bool:
-        use_implementations(model, replace(use, **changes))
-        return {type(each) for each in model.modules()}.isdisjoint({visual.Attention})
+        use_implementations(model, replace(usage, **changes))
+        return {type(module) for module in model.modules()}.isdisjoint({visual.Attention})
 
     with torch.no_grad():
-        wanted = model(**batch()).logits
+        expected = model(**batch()).logits
     assert not is_used() and "fa3-fwd is not" in flash_attention_3.find_fa3_problem()
-    monkeypatch.setattr(flash_attention_3, "fault", lambda channels: None)
+    monkeypatch.setattr(flash_attention_3, "find_fa3_problem", lambda head_dim: None)
     model.config._attn_implementation = "eager"
     assert not is_used()
     model.config._attn_implementation = "sdpa"
     assert not is_used(trains_tower=True) and is_used()
     with torch.no_grad():  # on a CPU, and in fp32
-        assert torch.equal(model(**batch()).logits, wanted)
+        assert torch.equal(model(**batch()).logits, expected)
 
 
 @pytest.mark.gpu
 def test_flash_attention_3_is_used_where_it_agrees_with_torchs():
     pytest.importorskip("fa3_fwd_interface", reason="fa3-fwd is missing: pip install fa3-fwd")
     if torch.cuda.get_device_capability() != flash_attention_3.HOPPER:
-        pytest.skip("FlashAttention-3 is for Hopper GPUs")
+        pytest.skip("FlashAttention-3 needs a Hopper GPU")
     assert flash_attention_3.find_fa3_problem() is None
     query, key, value = torch.randn(2, 100, 3, 4, 112, device="cuda").bfloat16().unbind(2)
-    heads = [each.transpose(1, 2).float() for each in (query, key, value)]
+    heads = [tensor.transpose(1, 2).float() for tensor in (query, key, value)]
     exact = torch.nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
-    for attend in (flash_attention_3._attend, flash_attention_3._as_operator):
+    for attend in (flash_attention_3._flash_attention, flash_attention_3._flash_attention_op):
         assert (attend(query, key, value).float() - exact).norm() < 0.01 * exact.norm()

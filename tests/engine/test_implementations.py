@@ -1,6 +1,6 @@
-"""Which implementation modules get, what is in a faster one's way, and what is said of it.
+"""The choice of implementations: which one modules get, what blocks a faster one, the report.
 
-That hooks, adapters and wrappers are passed over by none: ``test_inference_layers.py``.
+``test_inference_layers.py`` tests that implementations bypass no hooks, adapters or wrappers.
 """
 
 import importlib.util
@@ -18,14 +18,14 @@ import glm4v_patched
 from glm4v_patched.engine import fp8, implementations
 from glm4v_patched.engine.implementations import (
     CUDA_GRAPHS,
-    Use,
-    explain,
-    summarize,
-    use_implementations,
+    ModelUsage,
+    explain_implementations,
     find_blocker,
+    summarize_explanations,
+    use_implementations,
 )
-from glm4v_patched.engine.kernels.flash_attention_3 import fault
 from glm4v_patched.engine.kernels.cuda_graphs import GraphedTower
+from glm4v_patched.engine.kernels.flash_attention_3 import find_fa3_problem
 from glm4v_patched.engine.trainable import select_weights
 from tests.helpers.fp8 import PLAIN, build
 
@@ -33,141 +33,141 @@ PACKAGE = Path(glm4v_patched.__file__).parent
 
 
 @pytest.fixture(autouse=True)
-def looks_for_packages_anew():
-    """What was found of fa3-fwd is kept for a process, also where a test has it found."""
-    fault.cache_clear()
+def uncached_package_checks():
+    """The check for fa3-fwd is cached for a process; other tests replace what it finds."""
+    find_fa3_problem.cache_clear()
     yield
-    fault.cache_clear()
+    find_fa3_problem.cache_clear()
 
 
-def test_one_place_changes_classes_and_looks_for_hooks():
+def test_only_one_file_changes_classes_and_looks_for_hooks():
     for pattern in (r"__class__ = ", r"\._forward_(pre_)?hooks\b"):
         files = [p for p in PACKAGE.rglob("*.py") if re.search(pattern, p.read_text())]
         assert files == [Path(implementations.__file__)]
     assert Path(implementations.__file__).read_text().count("__class__ = ") == 1
 
 
-class Other(nn.Linear):
+class LinearSubclass(nn.Linear):
     pass
 
 
-class Packed(nn.Parameter):
+class PackedParameter(nn.Parameter):
     pass
 
 
-def changed(how: str) -> nn.Module:
-    linear = Other(4, 4) if how == "subclass" else nn.Linear(4, 4)
-    if how == "hook":
+def linear_with(change: str) -> nn.Module:
+    linear = LinearSubclass(4, 4) if change == "subclass" else nn.Linear(4, 4)
+    if change == "hook":
         linear.register_forward_hook(lambda *_: None)
-    if how == "pre-hook":
+    if change == "pre-hook":
         linear.register_forward_pre_hook(lambda *_: None)
-    if how == "offloaded":
+    if change == "offloaded":
         linear.forward = linear.forward
-    if how == "quantized":
-        linear.weight = Packed(linear.weight)
+    if change == "quantized":
+        linear.weight = PackedParameter(linear.weight)
     return linear
 
 
 @pytest.mark.parametrize(
-    ("how", "reason", "stays"),
+    ("change", "reason", "reason_without_hooks"),
     [
         ("plain", None, None),
         ("hook", "it has hooks", None),
         ("pre-hook", "it has hooks", None),
-        ("subclass", r"it is a .*\.Other", r"it is a .*\.Other"),
+        ("subclass", r"it is a .*\.LinearSubclass", r"it is a .*\.LinearSubclass"),
         ("offloaded", "its forward was replaced", "its forward was replaced"),
-        ("quantized", "its weight is a Packed", "its weight is a Packed"),
+        ("quantized", "its weight is a PackedParameter", "its weight is a PackedParameter"),
     ],
 )
-def test_what_is_in_the_way_of_computing_what_a_module_does(how, reason, stays):
-    for hooks_block, expected in ((True, reason), (False, stays)):
-        found = find_blocker(changed(how), (nn.Linear,), hooks_block)
-        assert found == expected or re.match(expected, found)
+def test_blockers_of_a_module_are_found(change, reason, reason_without_hooks):
+    for hooks_block, expected in ((True, reason), (False, reason_without_hooks)):
+        blocker = find_blocker(linear_with(change), (nn.Linear,), hooks_block)
+        assert blocker == expected or re.match(expected, blocker)
 
 
-def lines(model: nn.Module, use: Use) -> str:
-    return "\n".join(summarize(explain(model, use)))
+def report(model: nn.Module, usage: ModelUsage) -> str:
+    return "\n".join(summarize_explanations(explain_implementations(model, usage)))
 
 
-def test_in_training_each_module_is_said_to_have_its_implementation(monkeypatch):
+def test_the_report_for_training_names_each_modules_implementation(monkeypatch):
     monkeypatch.setattr(fp8, "_allow_cpu", True)
-    use = Use.training(replace(PLAIN, trained="lora_lm", compile=True))
+    usage = ModelUsage.training(replace(PLAIN, trained="lora_lm", compile=True))
     model = select_weights(build(), "lora_lm")
-    before = lines(model, replace(use, fp8=False))
+    before = report(model, replace(usage, fp8=False))
     assert before.startswith("as published (fp8 is off): 2 x language model query_key_value, 2 x ")
-    use_implementations(model, use)
-    found = lines(model, use)
-    # Of LoRA's layer the inner one; its factors are not told of.
-    assert "Fp8StoredLinear: 2 x language model query_key_value, " in found and "default" not in found
-    assert "FrozenTowerMLP: 2 x tower MLP" in found
-    assert re.search(r"as published \(.* gains nothing\): 2 x tower dense\b", found)
-    assert re.search(r"as published \(fa3-fwd is not installed: .*\): 2 x tower Attention", found)
+    use_implementations(model, usage)
+    text = report(model, usage)
+    # Of a LoRA layer only the base layer is reported, not its factors.
+    assert "Fp8StoredLinear: 2 x language model query_key_value, " in text and "default" not in text
+    assert "FrozenTowerMLP: 2 x tower MLP" in text
+    assert re.search(r"as published \(.* gains nothing\): 2 x tower dense\b", text)
+    assert re.search(r"as published \(fa3-fwd is not installed: .*\): 2 x tower Attention", text)
     hooked = model.get_submodule("base_model.model.transformer.vision.transformer.layers.1.mlp")
     hooked.fc2.register_forward_hook(lambda *_: None)
     reason = "as published at the moment, for its fc2: it has hooks"
-    assert f"FrozenTowerMLP ({reason}): 1 x tower MLP" in lines(model, use)
+    assert f"FrozenTowerMLP ({reason}): 1 x tower MLP" in report(model, usage)
 
 
-def test_in_inference_why_kernels_are_not_used_is_said(monkeypatch):
-    model, use = build().eval().requires_grad_(False), Use.inference()
+def test_the_report_for_inference_says_why_kernels_are_not_used(monkeypatch):
+    model, usage = build().eval().requires_grad_(False), ModelUsage.inference()
     block = model.transformer.encoder.layers[0]
-    block.mlp.dense_4h_to_h = Other(8, 8)
+    block.mlp.dense_4h_to_h = LinearSubclass(8, 8)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    use_implementations(model, use)
-    found = lines(model, use)
-    without = re.search(r"as published \(Triton is not installed.*\): (.*)", found)
+    use_implementations(model, usage)
+    text = report(model, usage)
+    without = re.search(r"as published \(Triton is not installed.*\): (.*)", text)
     assert {"2 x language model MLP", "1 x PatchEmbedding"} <= {*without[1].split(", ")}
-    assert re.search(r"as published \(it is a .*\.Other\): 1 x .* dense_4h_to_h", found)
+    assert re.search(r"as published \(it is a .*\.LinearSubclass\): 1 x .* dense_4h_to_h", text)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    use_implementations(model, use)
-    found = lines(model, use)
-    assert "InferenceBlock: 2 x language model GLMBlock" in found
-    assert "InferenceTowerMLP (fp8 is off): 2 x tower MLP" in found
+    use_implementations(model, usage)
+    text = report(model, usage)
+    assert "InferenceBlock: 2 x language model GLMBlock" in text
+    assert "InferenceTowerMLP (fp8 is off): 2 x tower MLP" in text
     block.input_layernorm.register_forward_hook(lambda *_: None)
     reason = "without its input_layernorm: it has hooks"
-    assert f"InferenceBlock ({reason}): 1 x language model GLMBlock" in lines(model, use)
+    assert f"InferenceBlock ({reason}): 1 x language model GLMBlock" in report(model, usage)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_hooked", [False, True])
-def test_a_tower_with_hooks_inside_is_not_recorded(is_hooked):
-    """They would be called while it is recorded, and never again."""
-    model, use = build(), Use(purpose=CUDA_GRAPHS)
+def test_a_tower_with_hooks_inside_is_not_captured_as_a_cuda_graph(is_hooked):
+    """They would be called at the capture, and never again."""
+    model, usage = build(), ModelUsage(purpose=CUDA_GRAPHS)
     if is_hooked:
         model.transformer.vision.conv.register_forward_hook(lambda *_: None)
-    use_implementations(model, use)
+    use_implementations(model, usage)
     assert isinstance(model.transformer.vision, GraphedTower) is not is_hooked
-    (line,) = summarize(explain(model, use))
-    assert ("of a module in it: it has hooks" in line) is is_hooked
+    (line,) = summarize_explanations(explain_implementations(model, usage))
+    assert ("a module in it: it has hooks" in line) is is_hooked
 
 
-def test_a_changed_model_is_pickled_and_computes_the_same(monkeypatch):
+def test_a_model_with_implementations_survives_pickling(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     model, ids = build().eval().requires_grad_(False), torch.arange(5, 9)[None]
-    use_implementations(model, Use.inference())
+    use_implementations(model, ModelUsage.inference())
     again = pickle.loads(pickle.dumps(model))
     assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
     assert torch.equal(again(ids).logits, model(ids).logits)
     [first, second] = again.transformer.encoder.layers
-    assert first.behind is second
+    assert first.next_block is second
 
 
-def test_rows_of_another_makers_gpus_are_neither_used_nor_told_of(monkeypatch):
+def test_entries_of_another_backend_are_neither_used_nor_reported(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     model = build().eval().requires_grad_(False)
-    kinds = [type(module) for module in model.modules()]
-    use_implementations(model, Use.inference())
-    assert [type(module) for module in model.modules()] == kinds
-    assert explain(model, Use.inference()) == []
+    classes = [type(module) for module in model.modules()]
+    use_implementations(model, ModelUsage.inference())
+    assert [type(module) for module in model.modules()] == classes
+    assert explain_implementations(model, ModelUsage.inference()) == []
 
 
-def test_an_implementation_takes_arguments_by_name_as_the_published_class_does(monkeypatch):
+def test_implementations_accept_keyword_arguments_as_the_published_classes_do(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     model = build().eval().requires_grad_(False)
     x_NTV = torch.randn(1, 5, model.config.vision.hidden_size, dtype=model.dtype)
     mlp = model.transformer.vision.transformer.layers[0].mlp
     expected = mlp(x_NTV)
-    use_implementations(model, Use.inference())
+    use_implementations(model, ModelUsage.inference())
     [parameter] = inspect.signature(type(mlp).__mro__[1].forward).parameters.keys() - {"self"}
     assert torch.equal(mlp(**{parameter: x_NTV}), expected)

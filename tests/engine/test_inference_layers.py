@@ -1,4 +1,4 @@
-"""Layers of a model that is only read, with kernels of their own."""
+"""Inference layers and their kernels."""
 
 import importlib.util
 from typing import Any
@@ -12,25 +12,25 @@ from transformers.cache_utils import StaticLayer
 
 from glm4v_patched.engine import fp8
 from glm4v_patched.engine.implementations import (
-    CLASSES,
+    GUARDED_CLASSES,
+    IMPLEMENTATIONS,
     INFERENCE,
-    TABLE,
-    Use,
-    become,
+    ModelUsage,
+    set_implementation,
     use_implementations,
 )
 from glm4v_patched.engine.kernels import inference_layers, skinny_gemm
 from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear
-from glm4v_patched.engine.kernels.fp8_matmul import Quantized, quantize_rows
+from glm4v_patched.engine.kernels.fp8_matmul import Fp8Tensor, quantize_rows
 from glm4v_patched.engine.kernels.inference_layers import (
     InferencePatchEmbedding,
     InferenceSelfAttention,
     InferenceTowerLayer,
     InferenceTowerMLP,
-    in_parts,
+    linear_or_partials,
 )
-from glm4v_patched.engine.kernels.reference import reduced
-from glm4v_patched.engine.kernels.skinny_gemm import Parts
+from glm4v_patched.engine.kernels.reference import to_tensor
+from glm4v_patched.engine.kernels.skinny_gemm import SplitKPartials
 from glm4v_patched.inference.decoding.loop import decode_without_sync
 from glm4v_patched.inference.decoding.static_cache import StaticCaches
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
@@ -47,44 +47,48 @@ from tests.helpers.fp8 import FP8_ALONE, apart, build
 from tests.helpers.plain_kernels import put_in_the_place_of_kernels
 from tests.helpers.tiny import expanded_image, random_pixels, text
 
-if importlib.util.find_spec("triton"):  # which torch for a CPU does not bring
+if importlib.util.find_spec("triton"):  # torch's CPU builds do not include it
     from glm4v_patched.engine.kernels import fp8_triton
     from glm4v_patched.engine.kernels.fp8_triton import activate
     from glm4v_patched.engine.kernels.inference_triton import (
-        layer_norm_add,
         add_rms_norm,
         flash_decode,
+        layer_norm_add,
         rope_and_update_cache,
     )
-    from glm4v_patched.engine.kernels.skinny_gemm_triton import split_k_matmul, reduce_partials
+    from glm4v_patched.engine.kernels.skinny_gemm_triton import reduce_partials, split_k_matmul
 
 SHALLOW_TOWER = {"num_hidden_layers": 2}
-PROCESSORS = 132  # of an H100 and an H200
-OF_INFERENCE = {CLASSES[row.implementation] for row in TABLE if row.purposes == (INFERENCE,)}
+NUM_SMS = 132  # of an H100 and an H200
+INFERENCE_CLASSES = {
+    GUARDED_CLASSES[entry.implementation]
+    for entry in IMPLEMENTATIONS
+    if entry.purposes == (INFERENCE,)
+}
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
-def test_a_model_on_a_cpu_computes_as_before_and_keeps_its_layers_without_triton(
+def test_a_model_on_a_cpu_computes_the_same_and_keeps_its_classes_without_triton(
     monkeypatch, has_triton
 ):
-    model, rows = build().eval(), text(3) + expanded_image() + text(4)
-    given = {"input_ids": torch.tensor([rows]), "pixel_values": random_pixels(1)}
+    model, ids = build().eval(), text(3) + expanded_image() + text(4)
+    inputs = {"input_ids": torch.tensor([ids]), "pixel_values": random_pixels(1)}
     with torch.no_grad():
-        wanted = model(**given).logits
+        expected = model(**inputs).logits
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: has_triton or None)
-    use_implementations(model, Use.inference())
-    kinds = {type(each) for each in model.modules()}
-    assert kinds.isdisjoint(OF_INFERENCE) is not has_triton
+    use_implementations(model, ModelUsage.inference())
+    classes = {type(module) for module in model.modules()}
+    assert classes.isdisjoint(INFERENCE_CLASSES) is not has_triton
     with torch.no_grad():
-        assert torch.equal(model(**given).logits, wanted)
+        assert torch.equal(model(**inputs).logits, expected)
 
 
-@pytest.mark.parametrize("has_products", [False, True])
+@pytest.mark.parametrize("has_skinny_gemm", [False, True])
 @pytest.mark.parametrize("weights", [None, "fp8"])
-def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_products):
-    """With plain steps in the place of the kernels, where a prompt is read and an id is drawn."""
-    model, rows = build().eval().requires_grad_(False), text(20) + expanded_image() + text(4)
-    for module in model.modules():  # all are ones or zeros, and one does for another
+def test_kernels_and_layers_fit_together(monkeypatch, weights, has_skinny_gemm):
+    """With the reference kernels, in prefill and in decode steps."""
+    model, ids = build().eval().requires_grad_(False), text(20) + expanded_image() + text(4)
+    for module in model.modules():  # initially ones or zeros, which would hide mix-ups
         if isinstance(module, (nn.LayerNorm, RMSNorm)):
             nn.init.normal_(module.weight)
         if getattr(module, "bias", None) is not None:
@@ -95,37 +99,40 @@ def test_what_kernels_make_is_what_layers_take(monkeypatch, weights, has_product
 
     def logits() -> list[torch.Tensor]:
         cache = StaticCache(config=model.config, max_cache_len=64)
-        given = {"input_ids": torch.tensor([rows, rows]), "pixel_values": random_pixels(2)}
-        read = model(**given, past_key_values=cache).logits
-        drawn, mask = [read], torch.ones(2, len(rows) + 1, dtype=torch.long)
-        for ids in ([[7], [8]], [[3, 4], [5, 6]]):
-            given = {"input_ids": torch.tensor(ids), "attention_mask": mask}
-            drawn.append(model(**given, past_key_values=cache).logits)
+        inputs = {"input_ids": torch.tensor([ids, ids]), "pixel_values": random_pixels(2)}
+        outputs = [model(**inputs, past_key_values=cache).logits]
+        mask = torch.ones(2, len(ids) + 1, dtype=torch.long)
+        for new_ids in ([[7], [8]], [[3, 4], [5, 6]]):
+            inputs = {"input_ids": torch.tensor(new_ids), "attention_mask": mask}
+            outputs.append(model(**inputs, past_key_values=cache).logits)
             mask = torch.cat((mask, mask[:, :2]), dim=1)
-        return drawn
+        return outputs
 
     layers = model.config.num_layers
     with torch.no_grad():
-        wanted = logits()
-        calls = put_in_the_place_of_kernels(monkeypatch, model, has_products)
+        expected = logits()
+        calls = put_in_the_place_of_kernels(monkeypatch, model, has_skinny_gemm)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-        use_implementations(model, Use.inference())
-        assert OF_INFERENCE - {*map(type, model.modules())} <= {CLASSES[InferenceTowerMLP]}
-        found = logits()
-    # Of one id; of two, where only layers in fp8 and the MLP are asked; not of the prompt's rows.
-    a_layer = 8 if weights else 6 if inference_layers.HAS_COUNTERS else 4
-    assert calls.count("split_k_matmul") == has_products * layers * a_layer
-    assert calls.count("flash_decode") == inference_layers.HAS_COUNTERS * layers
+        use_implementations(model, ModelUsage.inference())
+        assert INFERENCE_CLASSES - {*map(type, model.modules())} <= {
+            GUARDED_CLASSES[InferenceTowerMLP]
+        }
+        actual = logits()
+    # Skinny GEMMs: in the step of one token all, in the step of two those of fp8 and of the MLP, in
+    # prefill none.
+    per_layer = 8 if weights else 6 if inference_layers.HAS_CUMULATIVE_LENGTH else 4
+    assert calls.count("split_k_matmul") == has_skinny_gemm * layers * per_layer
+    assert calls.count("flash_decode") == inference_layers.HAS_CUMULATIVE_LENGTH * layers
     assert calls.count("layer_norm_add") == 2 * model.config.vision.num_hidden_layers
-    # A block's input is normalized where it is made, but for the first block's.
+    # The previous block normalizes a block's input, except the first block's.
     assert calls.count("add_rms_norm") == 3 * 2 * layers
-    for one, other in zip(found, wanted, strict=True):
-        # Sums in another order round differently, to 3 bits in fp8.
-        assert torch.equal(one, other) or apart(one, other) < 0.03
+    for out, exact in zip(actual, expected, strict=True):
+        # Sums in another order round differently; fp8 has 3 mantissa bits.
+        assert torch.equal(out, exact) or apart(out, exact) < 0.03
 
 
-def read_model(monkeypatch, weights: str | None = None) -> Any:
-    """In bf16 or, but for the kernels of inference, in fp8."""
+def inference_model(monkeypatch, weights: str | None = None) -> Any:
+    """Build a model in bf16 or fp8, without the inference layers."""
     model = build().eval().requires_grad_(False)
     if weights == "fp8":
         monkeypatch.setattr(fp8, "_allow_cpu", True)
@@ -133,32 +140,38 @@ def read_model(monkeypatch, weights: str | None = None) -> Any:
     return model
 
 
-def drawn(model: nn.Module) -> torch.Tensor:
-    """Logits of a text with an image and of an id behind it."""
+def decode(model: nn.Module) -> torch.Tensor:
+    """Return the logits of a prompt with an image and of one decode step."""
     cache = StaticCache(config=model.config, max_cache_len=32)
     ids = torch.tensor([text(3) + expanded_image() + text(5)])
     with torch.no_grad():
-        read = model(ids[:, :-1], pixel_values=random_pixels(1), past_key_values=cache).logits
-        last = model(ids[:, -1:], torch.ones_like(ids), past_key_values=cache).logits
-    return torch.cat((read, last), dim=1)
+        prompt = model(ids[:, :-1], pixel_values=random_pixels(1), past_key_values=cache).logits
+        step = model(ids[:, -1:], torch.ones_like(ids), past_key_values=cache).logits
+    return torch.cat((prompt, step), dim=1)
 
 
-def put(monkeypatch, model: nn.Module) -> None:
+def use_reference_kernels(monkeypatch, model: nn.Module) -> None:
     put_in_the_place_of_kernels(monkeypatch, model, True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    use_implementations(model, Use.inference())
+    use_implementations(model, ModelUsage.inference())
 
 
 NORMS = "input_layernorm", "post_attention_layernorm"
-OF_BLOCK = "self_attention", "self_attention.query_key_value", "mlp", "mlp.dense_4h_to_h", *NORMS
-OF_TOWER = "attention", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", *NORMS
-HOOKED = [
+BLOCK_MODULES = (
+    "self_attention",
+    "self_attention.query_key_value",
+    "mlp",
+    "mlp.dense_4h_to_h",
+    *NORMS,
+)
+TOWER_MODULES = "attention", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", *NORMS
+HOOKED_MODULES = [
     "transformer.encoder.layers.0",
-    *(f"transformer.encoder.layers.0.{name}" for name in OF_BLOCK),
-    *(f"transformer.vision.transformer.layers.0.{name}" for name in OF_TOWER),
+    *(f"transformer.encoder.layers.0.{name}" for name in BLOCK_MODULES),
+    *(f"transformer.vision.transformer.layers.0.{name}" for name in TOWER_MODULES),
     "transformer.vision.patch_embedding.proj",
 ]
-OTHERS = [
+REPLACED_MODULES = [
     *(f"transformer.encoder.layers.0{name}" for name in ("", ".mlp", ".self_attention")),
     "transformer.encoder.layers.0.post_attention_layernorm",
     "transformer.vision.transformer.layers.0.input_layernorm",
@@ -166,115 +179,118 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
-@pytest.mark.parametrize("name", HOOKED)
-def test_hooks_see_and_change_what_goes_in_and_out(monkeypatch, name, weights):
-    model = read_model(monkeypatch, weights)
+@pytest.mark.parametrize("name", HOOKED_MODULES)
+def test_hooks_see_and_change_inputs_and_outputs(monkeypatch, name, weights):
+    model = inference_model(monkeypatch, weights)
     seen: list[type] = []
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def hook(module, given, out):
-        seen.extend(map(type, (given[0], out)))
-        kept.append((out.add_(1.0), out.clone()))
+    def hook(module, args, out):
+        seen.extend(map(type, (args[0], out)))
+        outputs.append((out.add_(1.0), out.clone()))
         return out
 
     hooked = model.get_submodule(name)
     handle = hooked.register_forward_hook(hook)
-    wanted = drawn(model)
+    expected = decode(model)
     handle.remove()
-    put(monkeypatch, model)
-    hooked.register_forward_hook(hook)  # they are looked for in every call
-    assert apart(drawn(model), wanted) < 0.02
+    use_reference_kernels(monkeypatch, model)
+    hooked.register_forward_hook(hook)  # hooks are looked for in every call
+    assert apart(decode(model), expected) < 0.02
     assert {*seen} == {torch.Tensor}
-    assert all(torch.equal(out, as_it_was) for out, as_it_was in kept)
+    assert all(torch.equal(out, copy) for out, copy in outputs)  # nothing overwrote it later
 
 
-@pytest.mark.skipif(not inference_layers.HAS_COUNTERS, reason="install transformers 5.4 or newer")
-def test_masks_and_caches_that_kernels_do_not_take_are_torchs_to_attend_to(monkeypatch):
+@pytest.mark.skipif(
+    not inference_layers.HAS_CUMULATIVE_LENGTH, reason="install transformers 5.4 or newer"
+)
+def test_torch_attends_where_kernels_do_not_support_the_mask_or_cache(monkeypatch):
     model = build().eval().requires_grad_(False)
-    put(monkeypatch, model)
+    use_reference_kernels(monkeypatch, model)
     cache = StaticCache(config=model.config, max_cache_len=16)
     attention = model.transformer.encoder.layers[0].self_attention
     heads = attention.num_key_value_groups * attention.split_sizes[1]
-    x, fills = torch.zeros(3, 1, model.config.hidden_size, dtype=model.dtype), (False, ())
+    x, filled = torch.zeros(3, 1, model.config.hidden_size, dtype=model.dtype), (False, ())
     shape = 3, attention.split_sizes[1], 4, attention.head_dim
     cache.update(*torch.zeros(2, *shape, dtype=model.dtype), 0)
 
-    def kept(*shape, x=x, fills=fills, dtype=torch.bool):
-        return attention._kept(x, torch.ones(shape, dtype=dtype), cache, fills)
+    def find_layer(*mask_shape, x=x, cache_update=filled, dtype=torch.bool):
+        mask = torch.ones(mask_shape, dtype=dtype)
+        return attention._decode_cache_layer(x, mask, cache, cache_update)
 
     with torch.no_grad():
-        assert kept(3, 1, 1, 16) is kept(1, 1, 1, 16) is cache.layers[0]
+        assert find_layer(3, 1, 1, 16) is find_layer(1, 1, 1, 16) is cache.layers[0]
         for other in ((3, 1, 1, 15), (2, 1, 1, 16), (3, heads, 1, 16), (3, 1, 2, 16), (3, 16)):
-            assert kept(*other) is None
-        assert kept(1, 1, 1, 16, dtype=torch.float32) is attention._kept(x, None, cache, fills)
-        assert kept(1, 1, 1, 16, x=x.half()) is kept(1, 1, 1, 16, x=x.expand(3, 2, -1)) is None
-        assert kept(1, 1, 1, 16, fills=(True, ())) is None
+            assert find_layer(*other) is None
+        unmasked = attention._decode_cache_layer(x, None, cache, filled)
+        assert find_layer(1, 1, 1, 16, dtype=torch.float32) is unmasked
+        two_tokens = x.expand(3, 2, -1)
+        assert find_layer(1, 1, 1, 16, x=x.half()) is find_layer(1, 1, 1, 16, x=two_tokens) is None
+        assert find_layer(1, 1, 1, 16, cache_update=(True, ())) is None
         cache.offloading = True  # its update copies keys to the device
-        assert kept(1, 1, 1, 16) is None
+        assert find_layer(1, 1, 1, 16) is None
 
 
-def test_heads_that_kernels_do_not_take_are_rotated_by_torch(monkeypatch):
+def test_torch_rotates_heads_of_sizes_that_kernels_do_not_support(monkeypatch):
     model = build().eval().requires_grad_(False)
-    wanted = drawn(model)
+    expected = decode(model)
     calls = put_in_the_place_of_kernels(monkeypatch, model, True)
     monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    use_implementations(model, Use.inference())
-    assert apart(drawn(model), wanted) < 0.02
-    assert "add_rms_norm" in calls and {"rotate", "rope_and_update_cache"}.isdisjoint(calls)
+    use_implementations(model, ModelUsage.inference())
+    assert apart(decode(model), expected) < 0.02
+    assert "add_rms_norm" in calls and {"rope_in_place", "rope_and_update_cache"}.isdisjoint(calls)
 
 
 class Wrapper(nn.Module):
-    """An adapter around a module, that has no names of what it wraps."""
+    """An adapter around a module, which does not have the attributes of the wrapped one."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *given):
-        return 2 * self.inner(*given)
+    def forward(self, *args):
+        return 2 * self.inner(*args)
 
 
-def become_another(module: Any) -> None:
-    kind: Any = type(module)
-    twice = {"forward": lambda self, x, *more: kind.forward(self, 2 * x, *more) * 2}
-    module.__class__ = type("Other", (kind,), twice)
+def change_class(module: Any) -> None:
+    original: Any = type(module)
+    members = {"forward": lambda self, x, *more: original.forward(self, 2 * x, *more) * 2}
+    module.__class__ = type("Other", (original,), members)
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
 @pytest.mark.parametrize(
     ("name", "is_wrapped"),
     [
-        *((name, False) for name in OTHERS),
-        *((f"{OTHERS[0]}.{name}", True) for name in ("self_attention", "mlp", *NORMS)),
+        *((name, False) for name in REPLACED_MODULES),
+        *((f"{REPLACED_MODULES[0]}.{name}", True) for name in ("self_attention", "mlp", *NORMS)),
     ],
 )
-def test_other_classes_and_wrapped_modules_compute_as_before(
-    monkeypatch, name, is_wrapped, weights
-):
-    """As adapters put them there."""
-    model = read_model(monkeypatch, weights)
+def test_subclasses_and_wrapped_modules_compute_the_same(monkeypatch, name, is_wrapped, weights):
+    """Adapters make such modules."""
+    model = inference_model(monkeypatch, weights)
     module = model.get_submodule(name)
     if is_wrapped:
         model.set_submodule(name, Wrapper(module))
     else:
-        become_another(module)
-    wanted = drawn(model)
-    put(monkeypatch, model)
-    assert apart(drawn(model), wanted) < 0.02
+        change_class(module)
+    expected = decode(model)
+    use_reference_kernels(monkeypatch, model)
+    assert apart(decode(model), expected) < 0.02
 
 
-def test_weights_in_fewer_bytes_are_their_packages_to_multiply(monkeypatch):
-    class Packed(nn.Parameter):
-        """A package's, which says that it is of a float dtype, and holds no such numbers."""
+def test_packed_weights_of_other_packages_are_not_passed_to_kernels(monkeypatch):
+    class PackedParameter(nn.Parameter):
+        """Stands for a package's parameter that claims a float dtype but stores other numbers."""
 
     model = build().eval().requires_grad_(False)
     linear = model.transformer.encoder.layers[0].mlp.dense_h_to_4h
-    linear.weight = Packed(linear.weight, requires_grad=False)
-    put(monkeypatch, model)
+    linear.weight = PackedParameter(linear.weight, requires_grad=False)
+    use_reference_kernels(monkeypatch, model)
     calls: list = []
-    monkeypatch.setattr(skinny_gemm, "is_supported", lambda rows, weight: calls.append(weight) or True)
-    drawn(model)
+    monkeypatch.setattr(skinny_gemm, "is_supported", lambda m, weight: calls.append(weight) or True)
+    decode(model)
     assert calls and linear.weight not in {*calls}
 
 
@@ -286,36 +302,36 @@ def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(in_fp32):
         attention, angles = SelfAttention(config, 0), RotaryEmbedding(config)
         heads = torch.randn(2, 100, 36, 128).bfloat16()
         cos, sin = angles(torch.randint(0, 8000, (2, 100)), torch.bfloat16)
-    become(attention, InferenceSelfAttention)
-    wanted = apply_rotary(heads[:, :, :34], cos, sin).split((32, 2), dim=2)
+    set_implementation(attention, InferenceSelfAttention)
+    expected = apply_rotary(heads[:, :, :34], cos, sin).split((32, 2), dim=2)
     value = heads[:, :, 34:].clone()
     with torch.no_grad():
-        found = attention.rotate(heads, cos, sin)
-    assert found[0].data_ptr() == heads.data_ptr()
-    for one, other in zip(found, (*wanted, value), strict=True):
-        assert torch.equal(one, other)
+        rotated = attention.rotate(heads, cos, sin)
+    assert rotated[0].data_ptr() == heads.data_ptr()
+    for out, exact in zip(rotated, (*expected, value), strict=True):
+        assert torch.equal(out, exact)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", [None, "fp8"])
-def test_a_model_on_a_gpu_reads_and_draws_as_before(weights):
+def test_a_model_on_a_gpu_generates_as_before(weights):
     torch.manual_seed(0)
     config = ChatGLMConfig(num_layers=2, seq_length=2048, vision_config=SHALLOW_TOWER)
     config._attn_implementation = "sdpa"
     with torch.device("cuda"):
         model = GLM4VForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     model.requires_grad_(False)
-    begin, end, filling = config.boi_token_id, config.eoi_token_id, config.pad_token_id
-    ids = torch.tensor([[begin, filling, end, 7, 8, 9], [7, 8, 9, 7, 8, 9]], device="cuda")
+    begin, end, pad = config.boi_token_id, config.eoi_token_id, config.pad_token_id
+    ids = torch.tensor([[begin, pad, end, 7, 8, 9], [7, 8, 9, 7, 8, 9]], device="cuda")
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    given["pixel_values"] = torch.randn(1, 3, 1120, 1120, device="cuda").bfloat16()
+    kwargs = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    kwargs["pixel_values"] = torch.randn(1, 3, 1120, 1120, device="cuda").bfloat16()
 
     def logits() -> tuple[torch.Tensor, ...]:
-        """Of 8 tokens that are prescribed, so that both models are asked the same."""
+        """Return the logits of 8 prescribed tokens, so that both models have the same inputs."""
         return model.generate(
-            **given, cache_implementation="static", disable_compile=True, output_logits=True,
+            **kwargs, cache_implementation="static", disable_compile=True, output_logits=True,
             return_dict_in_generate=True, prefix_allowed_tokens_fn=lambda _, ids: [100 + len(ids)],
         ).logits  # fmt: skip
 
@@ -323,196 +339,204 @@ def test_a_model_on_a_gpu_reads_and_draws_as_before(weights):
     if weights == "fp8":
         use_implementations(model, FP8_ALONE)
     before = logits()
-    use_implementations(model, Use.inference())
-    kinds = {type(each) for each in model.modules()}
-    assert OF_INFERENCE - kinds == ({CLASSES[InferenceTowerMLP]} if weights else set())
-    for found, was, wanted in zip(logits(), before, exact, strict=True):
+    use_implementations(model, ModelUsage.inference())
+    classes = {type(module) for module in model.modules()}
+    assert INFERENCE_CLASSES - classes == (
+        {GUARDED_CLASSES[InferenceTowerMLP]} if weights else set()
+    )
+    for now, was, expected in zip(logits(), before, exact, strict=True):
         # In fp8 two ways of rounding are as far from each other as each is from bf16.
-        assert apart(found, wanted) < (1.1 * apart(was, wanted) if weights else 0.02)
+        assert apart(now, expected) < (1.1 * apart(was, expected) if weights else 0.02)
 
-    given |= {"eos_token_id": None, "pad_token_id": filling, "max_new_tokens": 24}
-    recorded = model.generate(**given, **StaticCaches(model, 64).generate_kwargs(2, 1664))
-    kept = {CACHE_KEYWORD: StaticCache(config=config, max_cache_len=1664)}
-    unrecorded = {"custom_generate": decode_without_sync, "decode_step": model.__call__}
-    assert torch.equal(recorded, model.generate(**given, **kept, **unrecorded))
+    kwargs |= {"eos_token_id": None, "pad_token_id": pad, "max_new_tokens": 24}
+    replayed = model.generate(**kwargs, **StaticCaches(model, 64).generate_kwargs(2, 1664))
+    cache = {CACHE_KEYWORD: StaticCache(config=config, max_cache_len=1664)}
+    eager = {"custom_generate": decode_without_sync, "decode_step": model.__call__}
+    assert torch.equal(replayed, model.generate(**kwargs, **cache, **eager))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch, room, filled", [(1, 2048, 1977), (3, 129, 128), (32, 1792, 1650)])
+@pytest.mark.parametrize(
+    "batch, max_cache_len, filled", [(1, 2048, 1977), (3, 129, 128), (32, 1792, 1650)]
+)
 @pytest.mark.parametrize("queries, groups, channels", [(32, 2, 128), (4, 4, 16)])
 @pytest.mark.parametrize("in_fp32", [False, True])
-def test_one_id_of_each_row_is_kept_and_attends_where_its_mask_lets_it(
-    batch, room, filled, queries, groups, channels, in_fp32
+def test_a_new_token_is_cached_and_attends_where_its_mask_is_true(
+    batch, max_cache_len, filled, queries, groups, channels, in_fp32
 ):
     torch.manual_seed(0)
     config = ChatGLMConfig(rope_in_fp32=in_fp32, num_layers=1, kv_channels=channels)
     sizes = queries, groups, groups
     with torch.device("cuda"):
-        kept = StaticLayer(max_cache_len=room)
-        some = torch.randn(batch, groups, filled, channels).bfloat16()
-        kept.update(some, some.flip(1))
+        cache_layer = StaticLayer(max_cache_len=max_cache_len)
+        cached = torch.randn(batch, groups, filled, channels).bfloat16()
+        cache_layer.update(cached, cached.flip(1))
         heads = torch.randn(batch, 1, sum(sizes), channels).bfloat16()
         angles = RotaryEmbedding(config)(torch.randint(0, 8000, (batch, 1)), torch.bfloat16)
-        mask = torch.rand(batch, 1, 1, room) > 0.3
-    mask[..., 0], mask[..., filled - 70 : filled - 3] = True, False  # a block has nothing to see
+        mask = torch.rand(batch, 1, 1, max_cache_len) > 0.3
+    mask[..., 0], mask[..., filled - 70 : filled - 3] = (
+        True,
+        False,
+    )  # all keys of a block are masked
     mask[..., filled + 1 :] = False
-    turned = apply_rotary(heads[:, :, : queries + groups], *angles).transpose(1, 2)
-    keys, values = kept.keys.clone(), kept.values.clone()
-    keys[:, :, filled : filled + 1] = turned[:, queries:]
+    rotated = apply_rotary(heads[:, :, : queries + groups], *angles).transpose(1, 2)
+    keys, values = cache_layer.keys.clone(), cache_layer.values.clone()
+    keys[:, :, filled : filled + 1] = rotated[:, queries:]
     values[:, :, filled : filled + 1] = heads[:, :, queries + groups :].transpose(1, 2)
-    for given in (mask, mask[:1]):
+    for current_mask in (mask, mask[:1]):
         for quantizes in (False, True):
-            kept.cumulative_length.fill_(filled)
-            query = rope_and_update_cache(heads.flatten(2), sizes, *angles, kept)
-            assert torch.equal(query, turned[:, :queries, 0])
-            assert torch.equal(kept.keys, keys) and torch.equal(kept.values, values)
-            found: Any = flash_decode(query, kept, given, quantizes)
-            assert kept.cumulative_length.item() == filled + 1
+            cache_layer.cumulative_length.fill_(filled)
+            query = rope_and_update_cache(heads.flatten(2), sizes, *angles, cache_layer)
+            assert torch.equal(query, rotated[:, :queries, 0])
+            assert torch.equal(cache_layer.keys, keys) and torch.equal(cache_layer.values, values)
+            out: Any = flash_decode(query, cache_layer, current_mask, quantizes)
+            assert cache_layer.cumulative_length.item() == filled + 1
             exact = scaled_dot_product_attention(
-                query[:, :, None].float(), keys.float(), values.float(), given, enable_gqa=True
+                query[:, :, None].float(),
+                keys.float(),
+                values.float(),
+                current_mask,
+                enable_gqa=True,
             )
             exact = exact.transpose(1, 2).flatten(2)
             if quantizes:
-                numbers = found.numbers.unflatten(2, (queries, channels)).float()
-                found = (numbers * found.scale[..., None]).flatten(2)
-            assert apart(found, exact) < (0.04 if quantizes else 0.005)
-    kept.cumulative_length.fill_(room)  # no room is left: nothing is written beyond
-    rope_and_update_cache(heads.flatten(2), sizes, *angles, kept)
-    assert torch.equal(kept.keys, keys) and torch.equal(kept.values, values)
+                data = out.data.unflatten(2, (queries, channels)).float()
+                out = (data * out.scale[..., None]).flatten(2)
+            assert apart(out, exact) < (0.04 if quantizes else 0.005)
+    cache_layer.cumulative_length.fill_(max_cache_len)  # full: nothing is written beyond its end
+    rope_and_update_cache(heads.flatten(2), sizes, *angles, cache_layer)
+    assert torch.equal(cache_layer.keys, keys) and torch.equal(cache_layer.values, values)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 300])
-def test_sums_and_their_norms_are_torchs_and_quantized_alike(rows):
+def test_add_rms_norm_matches_torch_and_its_quantized_output_matches_it(rows):
     torch.manual_seed(0)
-    made: dict = {"device": "cuda", "dtype": torch.bfloat16}
-    x, y = torch.randn(2, rows, 4096, **made), torch.randn(2, rows, 4096, **made)
-    norm = RMSNorm(4096, 1e-5).to(**made)
+    factory: dict = {"device": "cuda", "dtype": torch.bfloat16}
+    x, y = torch.randn(2, rows, 4096, **factory), torch.randn(2, rows, 4096, **factory)
+    norm = RMSNorm(4096, 1e-5).to(**factory)
     nn.init.normal_(norm.weight)
     with torch.no_grad():
-        for other, wanted in ((y, x + y), (None, x)):
-            added, normed = add_rms_norm(x, norm, other, False)
-            assert torch.equal(added, wanted)
-            assert (normed != norm(wanted)).float().mean() < 0.01
-            again, quantized = add_rms_norm(x, norm, other, True)
-            assert torch.equal(again, added)
-            assert_quantized(quantized, normed)
+        for other, expected in ((y, x + y), (None, x)):
+            total, normalized = add_rms_norm(x, norm, other, False)
+            assert torch.equal(total, expected)
+            assert (normalized != norm(expected)).float().mean() < 0.01
+            same_total, quantized = add_rms_norm(x, norm, other, True)
+            assert torch.equal(same_total, total)
+            assert_quantized(quantized, normalized)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_a_product_in_parts_is_summed_by_what_takes_it(rows, is_held):
+def test_each_kernel_reduces_split_k_partials(rows, is_stored):
     torch.manual_seed(0)
-    made: dict = {"device": "cuda", "dtype": torch.bfloat16}
-    x = torch.randn(rows, 1, 4096, **made)
+    factory: dict = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(rows, 1, 4096, **factory)
 
-    def product(out: int) -> tuple[Parts, torch.Tensor]:
-        linear: Any = nn.Linear(4096, out, **made).requires_grad_(False)
+    def multiply(out: int) -> tuple[SplitKPartials, torch.Tensor]:
+        linear: Any = nn.Linear(4096, out, **factory).requires_grad_(False)
         exact = x.double() @ linear.weight.double().T + linear.bias.double()
-        if is_held:
-            become(linear, Fp8StoredLinear)
+        if is_stored:
+            set_implementation(linear, Fp8StoredLinear)
             linear.quantize_weight(stores_transposed=False)
-        parts = in_parts(linear, x)
-        assert isinstance(parts, Parts) and apart(reduced(parts), exact) < (
-            0.05 if is_held else 0.01
-        )
-        return parts, reduced(parts)
+        partials = linear_or_partials(linear, x)
+        assert isinstance(partials, SplitKPartials)
+        assert apart(to_tensor(partials), exact) < (0.05 if is_stored else 0.01)
+        return partials, to_tensor(partials)
 
-    def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-        # Sums in another order round differently, in few places.
-        assert found.shape == wanted.shape and (found != wanted).float().mean() < 0.02
-        assert torch.allclose(found, wanted, rtol=2**-7, atol=2**-7)
+    def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        # Sums in another order round differently, in few elements.
+        assert actual.shape == expected.shape and (actual != expected).float().mean() < 0.02
+        assert torch.allclose(actual, expected, rtol=2**-7, atol=2**-7)
 
-    norm = RMSNorm(4096, 1e-5).to(**made)
+    norm = RMSNorm(4096, 1e-5).to(**factory)
     nn.init.normal_(norm.weight)
     with torch.no_grad():
-        parts, wanted = product(4096)
-        assert_near(reduce_partials(parts), wanted)
-        assert_near(reduce_partials(parts, x), wanted + x)
-        added, normed = add_rms_norm(x, norm, parts, False)
-        assert_near(added, wanted + x)
-        assert_near(normed, norm(added))
-        assert_quantized(add_rms_norm(x, norm, parts, True)[1], normed)
-        parts, wanted = product(4608)
-        kept = [StaticLayer(max_cache_len=9) for _ in range(2)]
-        for each in kept:
-            each.lazy_initialization(*torch.zeros(2, rows, 2, 1, 128, **made))
+        partials, expected = multiply(4096)
+        assert_near(reduce_partials(partials), expected)
+        assert_near(reduce_partials(partials, x), expected + x)
+        total, normalized = add_rms_norm(x, norm, partials, False)
+        assert_near(total, expected + x)
+        assert_near(normalized, norm(total))
+        assert_quantized(add_rms_norm(x, norm, partials, True)[1], normalized)
+        partials, expected = multiply(4608)
+        caches = [StaticLayer(max_cache_len=9) for _ in range(2)]
+        for cache in caches:
+            cache.lazy_initialization(*torch.zeros(2, rows, 2, 1, 128, **factory))
         position = torch.randint(0, 8000, (rows, 1), device="cuda")
         angles = RotaryEmbedding(ChatGLMConfig()).cuda()(position, torch.bfloat16)
-        turned, plain = (
-            rope_and_update_cache(each, (32, 2, 2), *angles, to)
-            for each, to in zip((parts, wanted), kept, strict=True)
+        query, expected_query = (
+            rope_and_update_cache(heads, (32, 2, 2), *angles, cache)
+            for heads, cache in zip((partials, expected), caches, strict=True)
         )
-        assert_near(turned, plain)
-        assert kept[1].keys.any() and kept[1].values.any()
-        assert_near(kept[0].keys, kept[1].keys)
-        assert_near(kept[0].values, kept[1].values)
-        parts, wanted = product(2 * 13696)
-        gate, up = wanted.chunk(2, dim=-1)
-        assert_near(activate(parts, "swiglu"), silu(gate) * up)
+        assert_near(query, expected_query)
+        assert caches[1].keys.any() and caches[1].values.any()
+        assert_near(caches[0].keys, caches[1].keys)
+        assert_near(caches[0].values, caches[1].values)
+        partials, expected = multiply(2 * 13696)
+        gate, up = expected.chunk(2, dim=-1)
+        assert_near(activate(partials, "swiglu"), silu(gate) * up)
         exact = silu(gate.float()) * up.float()
-        for group in (None, 3456):
-            numbers, scale = fp8_triton.quantize_rows(parts, None, "swiglu", group)
-            assert scale.shape == (rows, 1 if group is None else 4)
-            for i, some in enumerate(exact.flatten(0, 1).split(group or 13696, dim=1)):
-                quantized = Quantized(
-                    numbers[:, i * 3456 :][:, : some.shape[1]], scale[:, i : i + 1]
-                )
-                assert_quantized(quantized, some)
+        for group_size in (None, 3456):
+            data, scale = fp8_triton.activate_and_quantize_rows(
+                partials, None, "swiglu", group_size
+            )
+            assert scale.shape == (rows, 1 if group_size is None else 4)
+            for i, group in enumerate(exact.flatten(0, 1).split(group_size or 13696, dim=1)):
+                group_data = data[:, i * 3456 :][:, : group.shape[1]]
+                assert_quantized(Fp8Tensor(group_data, scale[:, i : i + 1]), group)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 16, 32])
+@pytest.mark.parametrize("m", [1, 7, 16, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
-    ("columns", "width"), [(4608, 4096), (27392, 4096), (4096, 13696), (64, 128), (128, 640)]
+    ("n", "k"), [(4608, 4096), (27392, 4096), (4096, 13696), (64, 128), (128, 640)]
 )
-def test_the_kernel_gives_the_product_of_few_rows(rows, dtype, columns, width):
+def test_the_skinny_gemm_kernel_multiplies(m, dtype, n, k):
     torch.manual_seed(0)
-    x = torch.randn(rows, width, device="cuda").to(dtype)
-    weight = torch.randn(columns, width, device="cuda").to(dtype)
-    for groups in (
-        {1, width // 128, skinny_gemm.num_splits(columns, width, PROCESSORS)}
-        if dtype.itemsize == 1
-        else (0,)
-    ):
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    weight = torch.randn(n, k, device="cuda").to(dtype)
+    is_fp8 = dtype.itemsize == 1
+    for groups in {1, k // 128, skinny_gemm.num_splits(n, k, NUM_SMS)} if is_fp8 else (0,):
         scales, scaled = None, x.double()
         if groups:
-            scales = torch.rand(rows, groups, device="cuda") + 0.5
-            size = skinny_gemm.k_blocks_per_split(width, groups) * 128
-            scaled = scaled * scales.repeat_interleave(size, dim=1)[:, :width]
-        found = split_k_matmul(x, weight, scales).sum(0)
-        # Tensor cores sum products of fp8 to 14 bits.
-        close = 1e-3 if groups else 1e-4
-        assert apart(found, scaled @ weight.double().T) < close
+            scales = torch.rand(m, groups, device="cuda") + 0.5
+            group_size = skinny_gemm.k_blocks_per_split(k, groups) * 128
+            scaled = scaled * scales.repeat_interleave(group_size, dim=1)[:, :k]
+        out = split_k_matmul(x, weight, scales).sum(0)
+        # Tensor cores accumulate fp8 products in 14 bits.
+        tolerance = 1e-3 if groups else 1e-4
+        assert apart(out, scaled @ weight.double().T) < tolerance
 
 
 @pytest.mark.gpu
-def test_the_kernel_of_few_rows_refuses_other_sizes():
+def test_the_skinny_gemm_kernel_refuses_unsupported_sizes():
     x, weight = (torch.randn(size, 128, device="cuda").bfloat16() for size in (33, 64))
     with pytest.raises(ValueError, match=r"\(33, 128\).*at most 32 rows"):
         split_k_matmul(x, weight)
     with pytest.raises(
-        ValueError, match="3 scales for each row of 128 channels: expected 1, 1 or 1"
+        ValueError, match="each row of 128 channels has 3 scales; expected 1, 1 or 1"
     ):
         split_k_matmul(x[:2], weight, torch.ones(2, 3, device="cuda"))
 
 
 @pytest.mark.gpu
-def test_gelu_and_swiglu_are_torchs():
+def test_gelu_and_swiglu_match_torch():
     torch.manual_seed(0)
     x = torch.randn(2, 300, 6000, device="cuda").mul(3).bfloat16()
     gate, up = x.chunk(2, dim=-1)
-    for wanted, found in ((silu(gate) * up, activate(x, "swiglu")), (gelu(x), activate(x, "gelu"))):
-        # Beyond, torch's GELU has the error of its own of 1 + erf.
-        differs = (found != wanted)[wanted.abs() > 1e-3]
+    pairs = (silu(gate) * up, activate(x, "swiglu")), (gelu(x), activate(x, "gelu"))
+    for expected, actual in pairs:
+        # Closer to 0, torch's own GELU has the rounding error of 1 + erf.
+        differs = (actual != expected)[expected.abs() > 1e-3]
         assert differs.float().mean() < 0.005
-        assert torch.allclose(found, wanted, rtol=2**-7, atol=1e-6)
+        assert torch.allclose(actual, expected, rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.gpu
-def test_a_layer_of_the_tower_normalizes_and_adds_as_torch_does():
+def test_a_tower_layer_normalizes_and_adds_as_torch_does():
     torch.manual_seed(0)
     config = ChatGLMConfig(num_layers=1)
     config._attn_implementation = "sdpa"
@@ -523,34 +547,34 @@ def test_a_layer_of_the_tower_normalizes_and_adds_as_torch_does():
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
     with torch.no_grad():
-        wanted = layer(x)
-        become(layer, InferenceTowerLayer)
-        found = layer(x)
-        added, quantized = layer_norm_add(x, layer.input_layernorm, found, True)
-    # Sums in another order change what is rounded, in few places.
-    assert (found != wanted).float().mean() < 0.01
-    assert torch.allclose(found, wanted, rtol=2**-7, atol=2**-6)
-    assert torch.equal(layer_norm_add(x, layer.input_layernorm, found, False)[1], added)
-    assert_quantized(quantized, added)
+        expected = layer(x)
+        set_implementation(layer, InferenceTowerLayer)
+        out = layer(x)
+        total, quantized = layer_norm_add(x, layer.input_layernorm, out, True)
+    # Sums in another order round differently, in few elements.
+    assert (out != expected).float().mean() < 0.01
+    assert torch.allclose(out, expected, rtol=2**-7, atol=2**-6)
+    assert torch.equal(layer_norm_add(x, layer.input_layernorm, out, False)[1], total)
+    assert_quantized(quantized, total)
 
 
 @pytest.mark.gpu
-def test_patches_are_multiplied_as_they_are_convolved():
+def test_the_patch_embeddings_matrix_product_matches_its_convolution():
     torch.manual_seed(0)
     with torch.device("cuda"):
         embedding = PatchEmbedding(ChatGLMConfig(num_layers=1))
         pixels = torch.randn(2, 3, 1120, 1120).bfloat16()
     embedding.bfloat16()
     with torch.no_grad():
-        wanted = embedding(pixels)
-        become(embedding, InferencePatchEmbedding)
-        assert apart(embedding(pixels), wanted) < 0.005
+        expected = embedding(pixels)
+        set_implementation(embedding, InferencePatchEmbedding)
+        assert apart(embedding(pixels), expected) < 0.005
 
 
-def assert_quantized(found: Quantized, of: torch.Tensor) -> None:
-    """Nearly as :func:`quantize_rows` does it: at most the last bit differs, in few places."""
-    rows = of.flatten(0, -2).double()
-    numbers, scale = quantize_rows(of.flatten(0, -2))
-    assert torch.allclose(found.scale.view_as(scale), scale, rtol=0.02)
-    given = found.numbers.float().view_as(rows) * found.scale.view_as(scale)
-    assert apart(given, rows) < 1.01 * apart(numbers.float() * scale, rows)
+def assert_quantized(actual: Fp8Tensor, x: torch.Tensor) -> None:
+    """``actual`` must be ``x``, with nearly the error of :func:`quantize_rows`."""
+    rows = x.flatten(0, -2).double()
+    data, scale = quantize_rows(x.flatten(0, -2))
+    assert torch.allclose(actual.scale.view_as(scale), scale, rtol=0.02)
+    dequantized = actual.data.float().view_as(rows) * actual.scale.view_as(scale)
+    assert apart(dequantized, rows) < 1.01 * apart(data.float() * scale, rows)

@@ -1,4 +1,4 @@
-"""DeepSpeed's private names: one that is renamed is an error with version and cure."""
+"""DeepSpeed's private names: if one is missing, the error names the version and the cure."""
 
 import importlib
 import re
@@ -17,63 +17,67 @@ from tests.helpers.sharded import as_sharded
 from tests.helpers.tiny import tiny_model
 
 PACKAGE = Path(glm4v_patched.__file__).parent
-CLASSES = (internals.ZERO_PARAM_STATUS, internals.CHECKPOINT_ENGINE, *internals.CHECKPOINT_CLASSES)
+DEEPSPEED_NAMES = (
+    internals.ZERO_PARAM_STATUS,
+    internals.CHECKPOINT_ENGINE,
+    *internals.CHECKPOINT_CLASSES,
+)
 CURE = re.escape(f"; install a tested one: {pip_install(config.SUPPORTED_DEEPSPEED)}")
 
 
-def renamed(name: str):
-    """What is raised where DeepSpeed has no such name."""
-    told = f"DeepSpeed {re.escape(version('deepspeed'))} has no {re.escape(name)} .*{CURE}"
-    return pytest.raises(RuntimeError, match=told)
+def expect_missing(name: str):
+    """Expect the error for a name that DeepSpeed does not have."""
+    message = f"DeepSpeed {re.escape(version('deepspeed'))} has no {re.escape(name)} .*{CURE}"
+    return pytest.raises(RuntimeError, match=message)
 
 
 @pytest.mark.parametrize("name", internals.SHARDED_WEIGHT_ATTRIBUTES)
-def test_a_renamed_name_of_a_weight_is_told_wherever_it_is_used(name):
+def test_a_missing_attribute_of_a_weight_is_reported_by_each_function_that_uses_it(name):
     weight = as_sharded(SimpleNamespace())
     delattr(weight, name)
-    for use in ("is_sharded", "local_shard", "unpadded_shard"):
-        with renamed(name):
-            getattr(internals, use)(weight)
+    for function in ("is_sharded", "local_shard", "unpadded_shard"):
+        with expect_missing(name):
+            getattr(internals, function)(weight)
 
 
-def test_a_class_of_deepspeed_is_there_and_a_renamed_one_told():
-    assert all(map(internals.import_deepspeed_name, CLASSES))
+def test_deepspeeds_classes_exist_and_a_missing_one_is_reported():
+    assert all(map(internals.import_deepspeed_name, DEEPSPEED_NAMES))
     for name in ("deepspeed.runtime.zero:Renamed", "deepspeed.renamed:Init"):
-        with renamed(name.replace(":", ".")):
+        with expect_missing(name.replace(":", ".")):
             internals.import_deepspeed_name(name)
 
 
-def test_a_renamed_name_of_the_optimizer_or_of_a_checkpoint_is_told(monkeypatch):
+def test_missing_names_of_the_optimizer_and_of_checkpoints_are_reported(monkeypatch):
     uses = {
         "get_grad_norm_direct": lambda old: internals.replace_in_all([old], name, lambda old: old),
-        internals.GRADIENT_VIEWS: lambda old: zero3._keep_gradients_on(torch.device("cpu"), old),
-        internals.GRADIENT_BUFFER: lambda old: zero3._keep_gradients_on(torch.device("cpu"), old),
+        internals.GRADIENT_VIEWS: lambda old: zero3._move_gradients_to(torch.device("cpu"), old),
+        internals.GRADIENT_BUFFER: lambda old: zero3._move_gradients_to(torch.device("cpu"), old),
     }
     for name, use in uses.items():
-        with renamed(name):
+        with expect_missing(name):
             use(SimpleNamespace(**{known: {} for known in uses if known != name}))
     module, attribute = internals.CHECKPOINT_CLASSES[0].split(":")
     monkeypatch.delattr(importlib.import_module(module), attribute)
-    with renamed(f"{module}.{attribute}"), loading_safely():
+    with expect_missing(f"{module}.{attribute}"), loading_safely():
         pass
 
 
-def test_plain_weights_are_not_sharded():
+def test_weights_without_zero3_are_not_sharded():
     parameter = next(tiny_model().parameters())
     assert not internals.is_sharded(parameter)
     assert internals.local_shard(parameter) is parameter
 
 
-def test_all_are_replaced_or_none():
+def test_an_attribute_is_replaced_in_all_objects_or_in_none():
     first, second = SimpleNamespace(act="old"), SimpleNamespace()
-    with renamed("act"):
+    with expect_missing("act"):
         internals.replace_in_all([first, second], "act", lambda old: f"new {old}")
     assert first.act == "old"
     internals.replace_in_all([first], "act", lambda old: f"new {old}")
     assert first.act == "new old"
 
 
-def test_on_a_cpu_deepspeed_compiles_nothing_where_processes_join(monkeypatch):
+def test_deepspeed_does_not_compile_collectives_on_a_cpu(monkeypatch):
     backend = importlib.import_module(internals.COLLECTIVES)
     original = backend.build_shm_op
     with pytest.raises(ZeroDivisionError), internals.skip_collectives_compilation():
@@ -81,16 +85,16 @@ def test_on_a_cpu_deepspeed_compiles_nothing_where_processes_join(monkeypatch):
         raise ZeroDivisionError
     assert backend.build_shm_op is original
     monkeypatch.delattr(backend, "build_shm_op")
-    with renamed("build_shm_op"), internals.skip_collectives_compilation():
+    with expect_missing("build_shm_op"), internals.skip_collectives_compilation():
         pass
 
 
-def test_a_deepspeed_outside_of_the_tested_range_is_told(monkeypatch):
+def test_an_untested_deepspeed_is_refused(monkeypatch):
     assert f'"{config.SUPPORTED_DEEPSPEED}"' in (PACKAGE.parent / "pyproject.toml").read_text()
-    for found, is_tested in (("0.16.8", False), ("0.19.9+local", True), ("0.20", False)):
-        monkeypatch.setattr(config, "version", lambda name, found=found: found)
+    for installed, is_tested in (("0.16.8", False), ("0.19.9+local", True), ("0.20", False)):
+        monkeypatch.setattr(config, "version", lambda name, installed=installed: installed)
         if is_tested:
             config.require_deepspeed()
             continue
-        with pytest.raises(RuntimeError, match=f"{found} is not: .*'deepspeed>=0.16.9,<0.20'"):
+        with pytest.raises(RuntimeError, match=f"{installed} is not: .*'deepspeed>=0.16.9,<0.20'"):
             config.require_deepspeed()

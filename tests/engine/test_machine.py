@@ -1,4 +1,4 @@
-"""What the engine finds: GPUs, memory, and the environment of its processes; without torch."""
+"""GPUs, memory, folders, and the environment of processes."""
 
 import ctypes
 import os
@@ -11,9 +11,9 @@ import torch
 
 from glm4v_patched.engine import gpus
 from glm4v_patched.engine.environment import (
-    ROOT,
-    rank_environments,
+    REPOSITORY_ROOT,
     python_module_command,
+    rank_environments,
     training_environment,
 )
 from glm4v_patched.engine.folders import find_folder_problem
@@ -23,19 +23,19 @@ from glm4v_patched.engine.ram import free_ram
 
 @pytest.fixture
 def strange_folder(tmp_path, monkeypatch) -> Path:
-    """The current one, with modules of names that others import."""
+    """Make a current folder with modules of the names that libraries import."""
     for name in ("json", "numpy", "PIL", "runpy"):
         (tmp_path / f"{name}.py").write_text(f"print('RAN {name}')\n")
     monkeypatch.chdir(tmp_path)
-    # By which the package may be found; an empty place there would be the current folder.
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # The package may be found by it; an empty entry would be the current folder.
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY_ROOT))
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     return tmp_path
 
 
 def test_code_in_the_current_folder_is_not_run(strange_folder, monkeypatch):
     assert python_module_command("a", "b") == [sys.executable, "-P", "-m", "a", "b"]
-    # As torch's launcher starts processes.
+    # The way in which torch's launcher starts processes.
     by_torch = [sys.executable, "-u", "-m", "glm4v_patched.cli", "--version"]
     for command, variables in (
         (python_module_command("glm4v_patched.cli", "--version"), None),
@@ -43,44 +43,46 @@ def test_code_in_the_current_folder_is_not_run(strange_folder, monkeypatch):
     ):
         ended = subprocess.run(command, env=variables, capture_output=True, text=True)
         assert ended.returncode == 0 and "RAN" not in ended.stdout, ended
-    # What lies beside the package is found where it is not installed.
-    monkeypatch.chdir(ROOT)
+    # In a checkout without installation, the package is found in the current folder.
+    monkeypatch.chdir(REPOSITORY_ROOT)
     assert python_module_command("a") == [sys.executable, "-m", "a"]
     assert "PYTHONSAFEPATH" not in training_environment(1)
 
 
-def test_what_the_reader_sets_stays(monkeypatch):
+def test_variables_that_the_user_sets_are_kept(monkeypatch):
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    found = training_environment(2)
-    assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert found["OMP_NUM_THREADS"] == "4"
+    environment = training_environment(2)
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert environment["OMP_NUM_THREADS"] == "4"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = training_environment(2, on_cpu=True)
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in found and found["OMP_NUM_THREADS"] == "1"
-    assert (found["CUDA_VISIBLE_DEVICES"], found["DS_ACCELERATOR"]) == ("", "cpu")
+    environment = training_environment(2, on_cpu=True)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment and environment["OMP_NUM_THREADS"] == "1"
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["DS_ACCELERATOR"]) == ("", "cpu")
 
 
-def test_each_process_knows_which_one_it_is_and_all_meet_at_one_place():
+def test_ranks_have_their_own_numbers_and_one_master():
     ranks = rank_environments(3)
-    for rank, found in enumerate(ranks):
-        assert (found["RANK"], found["LOCAL_RANK"]) == (str(rank), str(rank))
-        assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "3"
-    assert len({(found["MASTER_ADDR"], found["MASTER_PORT"]) for found in ranks}) == 1
+    for rank, environment in enumerate(ranks):
+        assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+    assert len({(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}) == 1
 
 
 @pytest.mark.parametrize("missing", [os.W_OK, os.X_OK])
-def test_a_folder_is_made_only_where_one_may_write_and_enter(missing, tmp_path, monkeypatch):
+def test_a_new_folder_needs_a_parent_with_write_and_execute_permission(
+    missing, tmp_path, monkeypatch
+):
     assert find_folder_problem(str(tmp_path / "new" / "one")) is None
-    # Root may do all.
-    monkeypatch.setattr(os, "access", lambda place, asked: not asked & missing)
+    # The tests may run as root, who may do everything.
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & missing)
     assert f"{tmp_path} may not be written" in find_folder_problem(str(tmp_path / "new" / "one"))
 
 
 class Driver:
-    """Stands for NVIDIA's: the functions that are called, with C's conventions."""
+    """Stand-in for NVIDIA's driver: the functions that are called, with C's conventions."""
 
     def __init__(self, names: list[str], fails: str = "", status: int = 999):
         self.names, self.fails, self.status = names, fails, status
@@ -105,8 +107,8 @@ class Driver:
                 name.value = self.names[device.value - 10].encode()
             case "cuDeviceTotalMem_v2", (memory, device):
                 memory._obj.value = 2**40 + device.value
-            case "cuDeviceGetAttribute", (number, asked, device):
-                number._obj.value = {75: 9, 76: device.value}[asked]
+            case "cuDeviceGetAttribute", (number, attribute, device):
+                number._obj.value = {75: 9, 76: device.value}[attribute]
             case "cuDevicePrimaryCtxRetain", (_, device):
                 self.contexts, self.current = self.contexts + 1, device.value
             case "cuDevicePrimaryCtxRelease_v2", (_,):
@@ -119,8 +121,8 @@ class Driver:
 
 
 @pytest.fixture
-def has_driver(monkeypatch):
-    def have(driver: Driver | None) -> None:
+def use_driver(monkeypatch):
+    def use(driver: Driver | None) -> None:
         def load(name: str) -> Driver:
             if driver is None or name != "libcuda.so.1":
                 raise OSError("cannot open shared object file")
@@ -129,56 +131,56 @@ def has_driver(monkeypatch):
         monkeypatch.setattr(gpus, "torch_cuda_version", lambda: (13, 0))
         monkeypatch.setattr(ctypes, "CDLL", load)
 
-    return have
+    return use
 
 
-def test_gpus_are_those_of_the_driver_and_no_memory_of_them_is_kept(has_driver):
+def test_gpus_are_queried_and_no_context_is_left_on_them(use_driver):
     driver = Driver(["NVIDIA H200", "NVIDIA A100"])
-    has_driver(driver)
-    found = find_gpus()
-    assert found == Gpus(
+    use_driver(driver)
+    gpus_found = find_gpus()
+    assert gpus_found == Gpus(
         (Gpu("NVIDIA H200", 2**40 + 10, (9, 10)), Gpu("NVIDIA A100", 2**40 + 11, (9, 11)))
     )
-    assert len(found) == 2 and not found.reason
+    assert len(gpus_found) == 2 and not gpus_found.reason
     assert free_bytes_per_gpu(2) == [2**30 + 10, 2**30 + 11] and driver.contexts == 0
-    with pytest.raises(RuntimeError, match="error 101 about GPU 2's memory"):
+    with pytest.raises(RuntimeError, match="error 101 for GPU 2's memory"):
         free_bytes_per_gpu(3)
 
 
-def test_why_there_is_no_gpu_is_said(has_driver, monkeypatch):
-    has_driver(None)
+def test_the_reason_for_no_gpu_is_reported(use_driver, monkeypatch):
+    use_driver(None)
     assert "libcuda.so.1 was not found" in find_gpus().reason
-    has_driver(Driver([], fails="cuInit", status=802))
-    assert find_gpus() == Gpus((), "NVIDIA's driver cannot be started: cuInit gave error 802")
+    use_driver(Driver([], fails="cuInit", status=802))
+    assert find_gpus() == Gpus((), "NVIDIA's driver cannot be started: cuInit returned error 802")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for driver in (Driver([]), Driver([], fails="cuInit", status=100)):
-        has_driver(driver)
+        use_driver(driver)
         assert find_gpus() == Gpus((), "NVIDIA's driver shows none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
     assert find_gpus() == Gpus((), "CUDA_VISIBLE_DEVICES is '9'")
-    has_driver(Driver(["NVIDIA H200"], fails="cuDeviceTotalMem_v2"))
-    with pytest.raises(RuntimeError, match="error 999 about GPU 0"):
+    use_driver(Driver(["NVIDIA H200"], fails="cuDeviceTotalMem_v2"))
+    with pytest.raises(RuntimeError, match="error 999 for GPU 0"):
         find_gpus()
 
 
-def test_the_newest_cuda_that_the_driver_runs(has_driver):
-    for driver, found in (
+def test_the_newest_cuda_version_of_the_driver(use_driver):
+    for driver, newest in (
         (None, None),
         (Driver([], fails="cuDriverGetVersion"), None),
         (Driver([]), (12, 8)),
     ):
-        has_driver(driver)
-        assert driver_cuda_version() == found
+        use_driver(driver)
+        assert driver_cuda_version() == newest
 
 
-def test_the_driver_counts_and_names_as_torch_does():
-    found = find_gpus()
+def test_as_many_gpus_are_found_as_torch_sees():
+    gpus_found = find_gpus()
     if torch.version.cuda is None:
-        assert found.reason.startswith("this torch was built without CUDA")
-    assert len(found) == torch.cuda.device_count()
+        assert gpus_found.reason.startswith("this torch was built without CUDA")
+    assert len(gpus_found) == torch.cuda.device_count()
 
 
-def test_free_memory_is_within_the_limits_of_control_groups(monkeypatch):
+def test_free_ram_respects_the_limits_of_control_groups(monkeypatch):
     assert free_ram() > 0
     files = {
         "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   1000 kB\n",
@@ -199,7 +201,7 @@ def test_free_memory_is_within_the_limits_of_control_groups(monkeypatch):
         used = file.replace("limit_in_bytes", "usage_in_bytes").replace(".max", ".current")
         monkeypatch.setitem(files, used, "3000\n")
         assert free_ram() == 2000
-        # Of what is used, pages of files that nobody has looked at lately go when others come.
+        # The inactive file cache counts as free: the kernel reclaims it when memory is needed.
         stat = str(Path(file).with_name("memory.stat"))
         prefix = "total_" if "limit_in_bytes" in file else ""
         monkeypatch.setitem(files, stat, f"anon 7\n{prefix}inactive_file 1000\nfile 1200\n")

@@ -1,5 +1,4 @@
-"""Estimates of memory against real models and measured peaks, what is chosen by them, and what is
-refused."""
+"""Memory estimates against real models and measured peaks, and decisions made by them."""
 
 import gc
 import re
@@ -18,19 +17,19 @@ from glm4v_patched.engine.layer_memory import language_sizes, tower_sizes
 from glm4v_patched.engine.memory_check import find_memory_problem
 from glm4v_patched.engine.memory_plan import (
     GIB,
+    MIN_STEPS_TO_COMPILE,
     NON_TORCH_BYTES,
-    STEPS_THAT_PAY_FOR_COMPILING,
     Batch,
-    activations,
+    activation_bytes,
     count_parameters,
     count_trained,
-    decide,
-    estimate,
+    decide_options,
+    estimate_peak_bytes,
     min_free_gpu_memory,
-    offloaded,
-    recomputed_flop,
-    states,
-    transient,
+    model_state_bytes,
+    offloaded_bytes,
+    recomputed_flops,
+    temporary_bytes,
 )
 from glm4v_patched.engine.options import (
     ALL_WEIGHTS,
@@ -49,23 +48,25 @@ from tests.helpers.tiny import tiny_config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks"
 REAL = ChatGLMConfig()
-TWO_ROWS = Batch(num_sequences=2, sequence_length=2114, processes=2)
-ONE_ROW = replace(TWO_ROWS, rows=1)
+TWO_SEQUENCES = Batch(num_sequences=2, sequence_length=2114, processes=2)
+ONE_SEQUENCE = replace(TWO_SEQUENCES, num_sequences=1)
 
 
-def asked(trained="full", **options) -> EngineOptions:
-    """Nothing offloaded and all compiled, where a test does not say otherwise."""
+def make_options(trained="full", **options) -> EngineOptions:
+    """Options with compiled layers and without offloading by default."""
     return EngineOptions(trained=trained, **{"compile": True, "offload": False} | options)
 
 
-def decided(trained="full", tower="full", language="full", live=1e9, **options) -> EngineOptions:
+def make_decided(
+    trained="full", tower="full", language="full", live=1e9, **options
+) -> EngineOptions:
     policies = {"tower": tower, "language": language, "stage3_max_live_parameters": live}
-    return asked(trained, **policies, **options)
+    return make_options(trained, **policies, **options)
 
 
-def chosen(options: EngineOptions, free: float, steps: int | None = None) -> EngineOptions:
-    """For the real model and so many GiB."""
-    return decide(REAL, options, TWO_ROWS, free * GIB, steps)
+def decide_for(options: EngineOptions, free: float, steps: int | None = None) -> EngineOptions:
+    """Decide options for the real model and so many free GiB."""
+    return decide_options(REAL, options, TWO_SEQUENCES, free * GIB, steps)
 
 
 def test_parameters_are_counted_as_the_model_has_them():
@@ -74,16 +75,16 @@ def test_parameters_are_counted_as_the_model_has_them():
     tower = sum(p.numel() for p in model.transformer.vision.parameters())
     everything = sum(p.numel() for p in model.parameters())
     assert count_parameters(config) == (tower, everything - tower)
-    # As many as the published checkpoint has.
+    # The published checkpoint has as many.
     assert sum(count_parameters(REAL)) == 13_906_320_896
 
 
 def measured_rows():
-    """Rows of real GPUs, each as what was trained, what was kept, and the measured peak."""
+    """Yield options, batch and peak of each row that was measured on real GPUs."""
     for path in sorted(RESULTS.glob("bench_*.json")):
         for number, row in enumerate(read_measurements(path), 1):
             settings = row["settings"]
-            # Eager attention's scores are not estimated: nobody is to choose it for its memory.
+            # Eager attention's scores are not estimated: nobody chooses it to save memory.
             is_eager = settings.get("attn_implementation", "sdpa") == "eager"
             if "error" in row or is_eager or settings.get("all_logits"):
                 continue
@@ -91,32 +92,36 @@ def measured_rows():
             if settings.get("packed"):
                 shortest, samples = settings["shortest_text"], row["micro_batch"]
                 texts = {"text_tokens": row["text_tokens"], "shortest_text": shortest}
-                asked_texts = TrainingSettings(micro_batch=samples, **texts).text_lengths()
-                lengths = [sum(1602 + text for text in asked_texts)]
+                text_lengths = TrainingSettings(micro_batch=samples, **texts).text_lengths()
+                lengths = [sum(1602 + text for text in text_lengths)]
             policies = settings | {"gathered": settings.get("stage3_max_live_parameters")}
             policies |= row.get("policies") or {}
             images = row["micro_batch"] / len(lengths)
-            shape = {"rows": len(lengths), "sequence_length": lengths[0], "images_per_sequence": images}
-            batch = Batch(**shape, processes=row["gpus"])
+            batch = Batch(
+                num_sequences=len(lengths),
+                sequence_length=lengths[0],
+                images_per_sequence=images,
+                processes=row["gpus"],
+            )
             names = ("compile", "loss_chunk_size", "optimizer", "fp8")
-            asked_for = {name: settings[name] for name in names if name in settings}
-            asked_for |= {name: row[name] for name in ("zero_stage", "offload")}
-            kept = [policies[name] for name in ("tower", "language", "gathered")]
-            options = decided(row["workload"], *kept, **asked_for)
+            kwargs = {name: settings[name] for name in names if name in settings}
+            kwargs |= {name: row[name] for name in ("zero_stage", "offload")}
+            chosen = [policies[name] for name in ("tower", "language", "gathered")]
+            options = make_decided(row["workload"], *chosen, **kwargs)
             peak = row["peak_allocated_gib"]
             if options.offload is True:
-                # Since then gradients wait on the GPUs (engine/deepspeed/zero3.py).
+                # Later versions leave gradients on the GPUs (engine/deepspeed/zero3.py).
                 peak += 2 * count_trained(REAL, options) / batch.processes / GIB
             yield pytest.param(options, batch, peak, id=f"{path.stem}-{number}")
 
 
 @pytest.mark.parametrize(("options", "batch", "peak"), list(measured_rows()))
 def test_the_estimate_is_near_the_measured_peak(options, batch, peak):
-    assert estimate(REAL, options, batch) / GIB == pytest.approx(peak, rel=0.08, abs=1.5)
+    assert estimate_peak_bytes(REAL, options, batch) / GIB == pytest.approx(peak, rel=0.08, abs=1.5)
 
 
-# GiB of a step on one H200 (torch 2.11), as the test on a GPU below measures them: what is trained,
-# samples, policies of the tower and the language model, compiled, fp8, and the peak.
+# Peaks of a step on one H200 (torch 2.11) in GiB, measured by the GPU test below: trained weights,
+# samples, policies of tower and language model, compiled, fp8, peak.
 PEAKS = [
     ("lora_lm", 4, "full", "none", False, False, 69.74),
     ("lora_lm", 4, "full", "none", False, True, 67.57),
@@ -172,10 +177,10 @@ def on_one_gpu(trained, samples, tower, language, compiled, fp8) -> TrainingSett
 
 
 def estimated(settings: TrainingSettings) -> float:
-    """GiB, of one process with memory enough for the second copy of fp8's weights."""
+    """Estimate the GiB of one process, with enough memory to store fp8 weights twice."""
     batch = benchmark_batch(settings, REAL, processes=1)
-    options = decide(REAL, settings.engine_options(), batch, free=141 * GIB)
-    return estimate(REAL, options, batch) / GIB
+    options = decide_options(REAL, settings.engine_options(), batch, free=141 * GIB)
+    return estimate_peak_bytes(REAL, options, batch) / GIB
 
 
 @pytest.mark.parametrize("case", PEAKS, ids=lambda case: "-".join(map(str, case[:6])))
@@ -185,13 +190,13 @@ def test_the_estimate_for_one_gpu_errs_by_less_than_5_percent(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", PEAKS, ids=lambda case: "-".join(map(str, case[:6])))
-def test_the_estimate_for_one_gpu_is_what_a_step_takes_here(case):
+def test_the_estimate_for_one_gpu_is_near_the_peak_on_this_gpu(case):
     from glm4v_patched.bench.worker import measure_steps
 
     if case[0] in ("lm", "qlora"):
         pytest.importorskip("bitsandbytes")
-    if (room := torch.cuda.mem_get_info()[0] / GIB) < case[6] + 4:
-        pytest.skip(f"a GPU with {case[6] + 4:.0f} GiB free is needed, and this has {room:.0f}")
+    if (free := torch.cuda.mem_get_info()[0] / GIB) < case[6] + 4:
+        pytest.skip(f"needs a GPU with {case[6] + 4:.0f} GiB free, and this has {free:.0f}")
     torch.compiler.reset()
     settings = on_one_gpu(*case[:6])
     row = measure_steps(settings)
@@ -210,21 +215,21 @@ def test_the_estimate_for_one_gpu_is_what_a_step_takes_here(case):
         ("full", False, True, 1.33),
     ],
 )
-def test_weights_trained_in_fp32_leave_copies_and_activations_in_fp32(
+def test_weights_trained_in_fp32_add_autocast_copies_and_fp32_activations(
     language, compiled, fp8, measured
 ):
-    """What one sample's forward leaves on an H200, measured with the peaks above."""
+    """The measured bytes are those that one sample's forward saves on an H200."""
     settings = on_one_gpu("lm", 1, "full", language, compiled, fp8)
     batch = benchmark_batch(settings, REAL, processes=1)
     options = settings.engine_options()
-    kept = activations(REAL, options, batch)
-    assert kept / GIB == pytest.approx(measured, rel=0.02)
-    # Gradients take their place in the backward pass, unless those of other samples are there.
-    between = states(REAL, options, batch)
-    assert kept / GIB < 32 < between / GIB
-    assert estimate(REAL, options, batch) == between
-    accumulating = estimate(REAL, options, replace(batch, accumulates=True))
-    assert accumulating == between + kept + transient(REAL, options, batch)
+    saved = activation_bytes(REAL, options, batch)
+    assert saved / GIB == pytest.approx(measured, rel=0.02)
+    # Gradients take their memory in backward, unless earlier micro-batches have gradients already.
+    persistent = model_state_bytes(REAL, options, batch)
+    assert saved / GIB < 32 < persistent / GIB
+    assert estimate_peak_bytes(REAL, options, batch) == persistent
+    accumulating = estimate_peak_bytes(REAL, options, replace(batch, accumulates=True))
+    assert accumulating == persistent + saved + temporary_bytes(REAL, options, batch)
 
 
 ALL_TARGETS = tuple({*LANGUAGE_TARGETS, *TOWER_TARGETS})
@@ -241,8 +246,8 @@ ALL_TARGETS = tuple({*LANGUAGE_TARGETS, *TOWER_TARGETS})
         ("tower", None),
     ],
 )
-def test_the_activations_of_a_layer_are_those_that_autograd_saves(trained, targets):
-    """Not compiled, in fp32, under ZeRO-2: one number for each channel of a token."""
+def test_the_estimated_activations_of_a_layer_are_those_that_autograd_saves(trained, targets):
+    """Eager, in fp32, under ZeRO-2."""
     config, tokens = tiny_config(num_layers=1, ffn_hidden_size=96, kv_channels=20), 64
     lora = LoraOptions(rank=1, targets=targets)
     options = EngineOptions(
@@ -263,22 +268,25 @@ def test_the_activations_of_a_layer_are_those_that_autograd_saves(trained, targe
 
 
 def saved_channels(layer, x, *rest) -> float:
-    """Numbers for each token that autograd saves, but for weights, rotations, and what has fewer
-    channels than a head has: statistics and outputs of LoRA's first factor."""
-    known = [*layer.parameters(), *(each for each in rest if isinstance(each, torch.Tensor))]
-    seen = {each.untyped_storage().data_ptr() for each in known}
-    found: list[torch.UntypedStorage] = []
+    """Return the channels per token that autograd saves.
+
+    Weights and rotary angles do not count, nor tensors with fewer channels than a head: statistics
+    and outputs of LoRA's first factor.
+    """
+    tensors = [tensor for tensor in rest if isinstance(tensor, torch.Tensor)]
+    seen = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *tensors)}
+    storages: list[torch.UntypedStorage] = []
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            found.append(storage)
+            storages.append(storage)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x, *rest).sum()
-    channels = [storage.nbytes() / 4 / x.shape[1] for storage in found]
+    channels = [storage.nbytes() / 4 / x.shape[1] for storage in storages]
     return sum(number for number in channels if number > 4)
 
 
@@ -288,11 +296,11 @@ def saved_channels(layer, x, *rest) -> float:
 def test_frozen_weights_in_fp8_take_a_byte_and_are_sharded_by_stage_3(
     trained, compiled, stage, processes
 ):
-    """Counted on a model, by the names of its weights."""
+    """The expected number is counted on a model, by the names of its weights."""
     config = tiny_config(num_layers=3, padded_vocab_size=999)
     in_tower = "query_key_value|mlp.fc1" + "|mlp.fc2" * compiled
     patterns = rf"vision.transformer.layers.*({in_tower}).weight", r"encoder.layers.*\.weight"
-    of_tower, of_language = (
+    tower_params, lm_params = (
         sum(
             weight.numel()
             for name, weight in GLM4VForCausalLM(config).named_parameters()
@@ -301,114 +309,126 @@ def test_frozen_weights_in_fp8_take_a_byte_and_are_sharded_by_stage_3(
         for pattern in patterns
     )
     batch = Batch(num_sequences=1, sequence_length=64, processes=processes)
-    options = asked(trained, zero_stage=stage, compile=compiled)
-    in_bf16 = states(config, options, batch)
-    saved = of_tower + of_language
+    options = make_options(trained, zero_stage=stage, compile=compiled)
+    in_bf16 = model_state_bytes(config, options, batch)
+    saved = tower_params + lm_params
     for transposed in (False, True):
-        in_fp8 = states(config, replace(options, fp8=True, store_transposed=transposed), batch)
-        if transposed and stage < 3:  # of layers that have a backward pass
-            saved -= of_language + of_tower * (trained == "lora_all")
+        in_fp8 = model_state_bytes(
+            config, replace(options, fp8=True, store_transposed=transposed), batch
+        )
+        if transposed and stage < 3:  # for layers that have a backward pass
+            saved -= lm_params + tower_params * (trained == "lora_all")
         assert in_bf16 - in_fp8 == saved / (processes if stage == 3 else 1)
 
 
-def test_states_take_so_many_bytes_a_weight_by_stage_optimizer_and_offload():
+def test_model_state_bytes_per_weight_by_stage_optimizer_and_offload():
     tower, language = count_parameters(REAL)
     weights = tower + language
 
-    def bytes_a_weight(trained="full", processes=2, **options):
-        batch = replace(ONE_ROW, processes=processes)
-        return states(REAL, decided(trained, **options), batch) / weights
+    def bytes_per_weight(trained="full", processes=2, **options):
+        batch = replace(ONE_SEQUENCE, processes=processes)
+        return model_state_bytes(REAL, make_decided(trained, **options), batch) / weights
 
     # bf16 weights and gradients, fp32 weights and two moments: 2 + 2 + 4 + 8.
-    assert bytes_a_weight(zero_stage=3) == 16 / 2
-    assert bytes_a_weight(zero_stage=2) == 2 + 14 / 2
-    assert bytes_a_weight(zero_stage=1) == 4 + 12 / 2
-    assert bytes_a_weight(zero_stage=3, optimizer="adamw_8bit") == 10 / 2
-    assert bytes_a_weight(zero_stage=3, offload=True) == 4 / 2
-    assert bytes_a_weight(zero_stage=2, offload=True) == 2
-    # A second copy of the weights (hpZ); in fp32 all takes 4 bytes, and DeepSpeed keeps its copies.
-    assert bytes_a_weight(zero_stage=3, processes=16, zero_hpz_partition_size=8) == 1 + 2 / 8
-    assert bytes_a_weight(zero_stage=3, precision="fp32") == 20 / 2
-    # What waits on the CPU: fp32 weights, gradients and moments, and at first bf16 gradients.
+    assert bytes_per_weight(zero_stage=3) == 16 / 2
+    assert bytes_per_weight(zero_stage=2) == 2 + 14 / 2
+    assert bytes_per_weight(zero_stage=1) == 4 + 12 / 2
+    assert bytes_per_weight(zero_stage=3, optimizer="adamw_8bit") == 10 / 2
+    assert bytes_per_weight(zero_stage=3, offload=True) == 4 / 2
+    assert bytes_per_weight(zero_stage=2, offload=True) == 2
+    # hpZ has a second copy of the weights. In fp32 everything has 4 bytes, and DeepSpeed keeps its
+    # fp32 copies all the same.
+    assert bytes_per_weight(zero_stage=3, processes=16, zero_hpz_partition_size=8) == 1 + 2 / 8
+    assert bytes_per_weight(zero_stage=3, precision="fp32") == 20 / 2
+    # On the CPU: fp32 weights, fp32 gradients and two moments.
     for trained, number in (("full", weights), ("lm", language), ("lora_all", 0)):
-        assert offloaded(REAL, decided(trained, offload=True)) == 16 * number
-    assert offloaded(REAL, decided("full")) == 0
-    # Without ZeRO all in fp32.
-    assert bytes_a_weight(zero_stage=0, processes=1) == 4 + 4 + 8
+        assert offloaded_bytes(REAL, make_decided(trained, offload=True)) == 16 * number
+    assert offloaded_bytes(REAL, make_decided("full")) == 0
+    # Without ZeRO everything is fp32.
+    assert bytes_per_weight(zero_stage=0, processes=1) == 4 + 4 + 8
     for trained, number in (("lm", language), ("tower+projector", tower)):
-        found = bytes_a_weight(trained, zero_stage=3) - 2 / 2
-        assert found == pytest.approx(14 / 2 * number / weights)
+        trained_bytes = bytes_per_weight(trained, zero_stage=3) - 2 / 2
+        assert trained_bytes == pytest.approx(14 / 2 * number / weights)
 
 
 @pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all"])
-def test_more_memory_never_means_more_work_and_what_is_chosen_fits_if_anything_does(trained):
-    work = []
-    smallest = estimate(REAL, decided(trained, live=5e8), TWO_ROWS)
+def test_more_memory_never_means_more_recomputation_and_the_decision_fits_if_any_does(trained):
+    flops = []
+    smallest = estimate_peak_bytes(REAL, make_decided(trained, live=5e8), TWO_SEQUENCES)
     for free in (16, 24.5, 48, 80, 141, 288):
-        options = chosen(asked(trained), free)
-        size = estimate(REAL, options, TWO_ROWS)
+        options = decide_for(make_options(trained), free)
+        size = estimate_peak_bytes(REAL, options, TWO_SEQUENCES)
         assert size < (free - 2) * GIB or size == smallest
-        work.append(recomputed_flop(REAL, options, TWO_ROWS))
-    assert work == sorted(work, reverse=True) and work[-1] == 0 and work[0] > 0
+        flops.append(recomputed_flops(REAL, options, TWO_SEQUENCES))
+    assert flops == sorted(flops, reverse=True) and flops[-1] == 0 and flops[0] > 0
 
 
-def test_what_is_asked_for_stays_and_all_weights_stay_gathered_where_they_fit():
+def test_explicit_policies_are_kept_and_all_weights_stay_gathered_if_they_fit():
     for free in (0, 60, 1000):
-        found = chosen(asked(tower="selective", language="every 3"), free)
-        assert (found.tower, found.language) == ("selective", "every 3")
-    assert chosen(asked("lora_all"), 141) == decided("lora_all", "none", "none", ALL_WEIGHTS)
-    # Those of a frozen tower are not needed again.
-    assert chosen(asked("lora_lm"), 141) == decided("lora_lm", "full", "none", 9_399_951_360)
+        decided = decide_for(make_options(tower="selective", language="every 3"), free)
+        assert (decided.tower, decided.language) == ("selective", "every 3")
+    assert decide_for(make_options("lora_all"), 141) == make_decided(
+        "lora_all", "none", "none", ALL_WEIGHTS
+    )
+    # The weights of a frozen tower are not needed again in a step.
+    assert decide_for(make_options("lora_lm"), 141) == make_decided(
+        "lora_lm", "full", "none", 9_399_951_360
+    )
 
 
 @pytest.mark.parametrize("trained", ["full", "lm", "lora_lm", "lora_all"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_where_nothing_fits_all_is_recomputed(trained, layers):
-    """Also of a single layer, of which all policies take about the same at its peak."""
+def test_everything_is_recomputed_if_nothing_fits(trained, layers):
+    """Also with a single layer, where all policies have about the same peak."""
     config = tiny_config(num_layers=layers)
-    options = decide(config, asked(trained, compile=False), Batch(num_sequences=2, sequence_length=21), free=0)
+    options = decide_options(
+        config,
+        make_options(trained, compile=False),
+        Batch(num_sequences=2, sequence_length=21),
+        free=0,
+    )
     assert (options.tower, options.language) == ("full", "full")
 
 
 @pytest.mark.parametrize(
     ("steps", "free", "trained", "compiled"),
     [
-        (STEPS_THAT_PAY_FOR_COMPILING, 141, "lora_lm", True),
-        (STEPS_THAT_PAY_FOR_COMPILING - 1, 141, "lora_lm", False),
+        (MIN_STEPS_TO_COMPILE, 141, "lora_lm", True),
+        (MIN_STEPS_TO_COMPILE - 1, 141, "lora_lm", False),
         (10_000, 0, "lora_lm", False),  # no GPU
         (10_000, 141, "qlora", False),
     ],
 )
-def test_layers_are_compiled_where_that_pays(steps, free, trained, compiled):
-    options = asked(trained, compile="auto", zero_stage=0 if trained == "qlora" else 3)
-    assert chosen(options, free, steps).compile == compiled
-    for said in (True, False):
-        assert chosen(replace(options, compile=said), free, steps).compile == said
+def test_layers_are_compiled_if_that_pays(steps, free, trained, compiled):
+    options = make_options(trained, compile="auto", zero_stage=0 if trained == "qlora" else 3)
+    assert decide_for(options, free, steps).compile == compiled
+    for explicit in (True, False):
+        assert decide_for(replace(options, compile=explicit), free, steps).compile == explicit
 
 
 @pytest.mark.parametrize(
-    ("free", "options", "offloaded"),
+    ("free", "options", "offloads"),
     [
         (60, {}, True),
         (288, {}, False),  # it fits
         (0, {}, False),  # no GPU
-        (60, {"optimizer": "adamw_8bit"}, False),  # which runs on GPUs alone
+        (60, {"optimizer": "adamw_8bit"}, False),  # runs on GPUs only
         (60, {"zero_stage": 0}, False),
     ],
 )
-def test_the_optimizer_is_offloaded_where_it_can_and_has_to_be(free, options, offloaded):
-    assert chosen(asked(offload="auto", **options), free).offload is offloaded
+def test_the_optimizer_is_offloaded_if_possible_and_necessary(free, options, offloads):
+    assert decide_for(make_options(offload="auto", **options), free).offload is offloads
 
 
-def test_free_memory_is_the_least_of_all_processes(monkeypatch):
-    """Else they would choose unlike policies, and wait for each other in unlike collectives."""
+def test_free_gpu_memory_is_the_minimum_over_processes(monkeypatch):
+    """Otherwise processes would choose different policies, and their collectives would hang."""
     mine, other, tensor = 50 * GIB, 30 * GIB, torch.tensor
 
     def all_reduce(value: torch.Tensor, op) -> None:
         assert op == torch.distributed.ReduceOp.MIN
         value.copy_(torch.minimum(value, tensor(float(other), dtype=value.dtype)))
 
-    # The second process, and a GPU whose tensors lie on the CPU.
+    # Simulate a second process, and a GPU whose tensors are on the CPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (mine - GIB, 141 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: GIB)
@@ -416,33 +436,40 @@ def test_free_memory_is_the_least_of_all_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     assert min_free_gpu_memory() == min_free_gpu_memory(limit=100) == other
-    # A limit of this process is the others', too.
+    # Other processes have the same limit.
     assert min_free_gpu_memory(limit=5) == 5 * GIB + NON_TORCH_BYTES
 
 
-def test_what_lies_on_a_gpu_between_two_steps_has_to_fit(words, monkeypatch):
-    options = decided(compile=False)
-    needed = states(REAL, options, ONE_ROW) + NON_TORCH_BYTES
-    told = find_memory_problem(REAL, options, ONE_ROW, free=needed - 1e9)
-    assert "111.3 GB" in told and "110.3 GB" in told
-    words(told)
-    # The rest of a step is only estimated.
-    assert find_memory_problem(REAL, options, ONE_ROW, free=needed + 1) == ""
-    # An offloaded optimizer has to fit into its machine's memory.
+def test_persistent_state_must_fit_into_memory(words, monkeypatch):
+    options = make_decided(compile=False)
+    needed = model_state_bytes(REAL, options, ONE_SEQUENCE) + NON_TORCH_BYTES
+    problem = find_memory_problem(REAL, options, ONE_SEQUENCE, free=needed - 1e9)
+    assert "111.3 GB" in problem and "110.3 GB" in problem
+    words(problem)
+    # The peak of a step is not compared: it is only an estimate.
+    assert find_memory_problem(REAL, options, ONE_SEQUENCE, free=needed + 1) == ""
+    # An offloaded optimizer must fit into its machine's RAM.
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
-    told = find_memory_problem(REAL, decided(offload=True), ONE_ROW, 80e9, share=1.0)
-    assert "222.5 GB" in told
-    words(told)
-    assert find_memory_problem(REAL, decided(offload=True), ONE_ROW, 80e9, share=0.25) == ""
+    problem = find_memory_problem(
+        REAL, make_decided(offload=True), ONE_SEQUENCE, 80e9, local_share=1.0
+    )
+    assert "222.5 GB" in problem
+    words(problem)
+    assert (
+        find_memory_problem(REAL, make_decided(offload=True), ONE_SEQUENCE, 80e9, local_share=0.25)
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
     ("share", "steps", "fits"), [(1, 1.5, False), (0.5, 1, True), (1, 1.8, True)]
 )
-def test_on_a_cpu_steps_of_all_processes_have_to_fit(share, steps, fits, monkeypatch):
-    """Within the error of estimates."""
-    config, options = tiny_config(), asked("lm", compile=False)
-    needed = estimate(config, decide(config, options, ONE_ROW, free=0), ONE_ROW)
+def test_on_a_cpu_the_steps_of_all_processes_must_fit(share, steps, fits, monkeypatch):
+    """Beyond the error of estimates they are refused."""
+    config, options = tiny_config(), make_options("lm", compile=False)
+    needed = estimate_peak_bytes(
+        config, decide_options(config, options, ONE_SEQUENCE, free=0), ONE_SEQUENCE
+    )
     monkeypatch.setattr(memory_check, "free_ram", lambda: steps * needed)
-    told = find_memory_problem(config, options, ONE_ROW, 0, share)
-    assert told == "" if fits else "a step takes" in told
+    problem = find_memory_problem(config, options, ONE_SEQUENCE, 0, share)
+    assert problem == "" if fits else "a step takes" in problem

@@ -1,1 +1,1 @@
-"""ZeRO: its configuration, and what is replaced inside of DeepSpeed."""
+"""DeepSpeed ZeRO: its configuration, and the parts of DeepSpeed that are replaced."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, and what DeepSpeed needs of the machine."""
+"""DeepSpeed's configuration, and what DeepSpeed requires of the machine."""
 
 import importlib.util
 import os
@@ -15,27 +15,30 @@ SUPPORTED_DEEPSPEED = "deepspeed>=0.16.9,<0.20"
 
 
 def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
-    """What DeepSpeed is given for options that are decided; None where it takes no part. "auto" is
-    filled in by transformers' Trainer."""
+    """Return DeepSpeed's configuration for decided options; None without DeepSpeed.
+
+    transformers' Trainer replaces "auto".
+    """
     if options.zero_stage == 0:
         return None
-    assert options.is_decided, "memory_plan.decide() comes first"
+    assert options.is_decided, "memory_plan.decide_options() comes first"
     zero: dict[str, Any] = {
         "stage": options.zero_stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "stage3_gather_16bit_weights_on_model_save": True,
-        # Weights whose gradients are held in fp32 during an update. A checkpoint is loaded by these
-        # groups, so that it may not depend on policies, which are free when a run is resumed.
+        # Weights whose gradients are converted to fp32 together in an update. A checkpoint is
+        # loaded by these groups, so they must not depend on policies, which a resumed run may
+        # change.
         "sub_group_size": 5e8,
     }
     if options.gathers_whole_layers:
         zero |= {
-            "contiguous_gradients": False,  # a copy of each gradient less, and the buffer for it
-            # No weight stays gathered by itself: each would cost a gather after every step.
+            "contiguous_gradients": False,  # saves a buffer, and a copy of each gradient
+            # Shard all weights: each one that stayed gathered would cost a gather after every step.
             "stage3_param_persistence_threshold": 0,
-            # torch's own F.linear: DeepSpeed's asks every weight for its number, and each layer
-            # would be compiled anew.
+            # Use torch's own F.linear: DeepSpeed's reads the id of every weight, so that each layer
+            # would be compiled separately.
             "memory_efficient_linear": False,
             "stage3_max_live_parameters": options.stage3_max_live_parameters,
             "stage3_max_reuse_distance": options.stage3_max_live_parameters,
@@ -46,28 +49,28 @@ def deepspeed_config(options: EngineOptions) -> dict[str, Any] | None:
     config = {
         "bf16": {"enabled": options.precision == "bf16"},
         "zero_optimization": zero,
-        # The optimizer is torch's own AdamW: DeepSpeed's would be compiled first.
+        # The optimizer is torch's own AdamW: DeepSpeed would compile its own first.
         "zero_allow_untested_optimizer": True,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
     if options.offload:
-        # Not pinned: torch rounds pinned blocks up to powers of two, which may take a third more.
+        # Not pinned: torch rounds pinned blocks up to powers of two, which may need a third more.
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
 def zero_plus_plus(options: EngineOptions) -> dict[str, Any]:
-    """What is asked for of ZeRO++, by DeepSpeed's names; nothing by default."""
+    """Return the ZeRO++ settings that differ from the defaults, by DeepSpeed's names."""
     names = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
-    asked = {name: getattr(options, name) for name in names}
-    return {n: value for n, value in asked.items() if value != getattr(EngineOptions, n)}
+    settings = {name: getattr(options, name) for name in names}
+    return {n: value for n, value in settings.items() if value != getattr(EngineOptions, n)}
 
 
 def require_zero_plus_plus(options: EngineOptions, processes: int, on_cpu: bool) -> None:
-    """Raise ``ValueError`` if ZeRO++ cannot do what is asked for on these processes."""
+    """Raise ``ValueError`` if these processes cannot use the selected ZeRO++ settings."""
     size = options.zero_hpz_partition_size
     if processes % size:
         raise ValueError(
@@ -78,31 +81,32 @@ def require_zero_plus_plus(options: EngineOptions, processes: int, on_cpu: bool)
         return
     if on_cpu:
         raise ValueError(
-            "engine.zero_quantized_weights and engine.zero_quantized_gradients run on GPUs; "
+            "engine.zero_quantized_weights and engine.zero_quantized_gradients need GPUs; "
             "expected false on a CPU"
         )
     # Where torch looks for CUDA's compiler.
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if not (shutil.which("nvcc") or os.path.isfile(os.path.join(home, "bin", "nvcc"))):
         raise ValueError(
-            "DeepSpeed compiles what engine.zero_quantized_weights and _gradients ask for, and "
-            "there is no nvcc; install CUDA's toolkit and set CUDA_HOME, or expected false"
+            "engine.zero_quantized_weights and engine.zero_quantized_gradients need kernels that "
+            "DeepSpeed compiles, and nvcc was not found; install CUDA's toolkit and set CUDA_HOME, "
+            "or expected false"
         )
 
 
 def require_deepspeed() -> None:
-    """Raise ``RuntimeError`` naming what is missing or not supported, and how to install it."""
-    told = None
+    """Raise ``RuntimeError`` with the command to install what is missing or not supported."""
+    missing = None
     if importlib.util.find_spec("deepspeed") is None:
-        told = f"DeepSpeed and what training needs: {pip_install('glm4v-patched[train]')}"
+        missing = f"DeepSpeed and what training needs: {pip_install('glm4v-patched[train]')}"
     elif not Requirement(SUPPORTED_DEEPSPEED).specifier.contains(
-        found := version("deepspeed"), prereleases=True
+        installed := version("deepspeed"), prereleases=True
     ):
-        told = f"a tested DeepSpeed, {found} is not: {pip_install(SUPPORTED_DEEPSPEED)}"
-    if told:
-        raise RuntimeError(f"cannot train here; missing: {told}")
+        missing = f"a tested DeepSpeed, {installed} is not: {pip_install(SUPPORTED_DEEPSPEED)}"
+    if missing:
+        raise RuntimeError(f"cannot train here; missing: {missing}")
     if version("transformers") == "5.1.0":
         raise RuntimeError(
-            "transformers 5.1.0 does not hand a model to DeepSpeed; expected another: "
+            "transformers 5.1.0 does not pass a model to DeepSpeed; expected another release: "
             + pip_install("-U", "transformers")
         )

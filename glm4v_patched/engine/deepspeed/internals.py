@@ -1,9 +1,9 @@
 """Every private name of DeepSpeed that this package uses.
 
-Each is checked where it is used: a missing one is an error with the version and the cure, because
-skipping it silently would make training slower, or wrong. ``remote/``, which must not import this
-package, uses ``ds_status``, ``ds_active_sub_modules`` and ``ds_id`` of weights, and of modules
-``ds_id`` and, since 0.19.3, ``ds_recompute_parameters``.
+Each is checked where it is used: a missing one raises an error with the version and the cure,
+because skipping it silently would make training slower, or wrong. ``remote/``, which must not
+import this package, uses ``ds_status``, ``ds_active_sub_modules`` and ``ds_id`` of weights, and
+``ds_id`` and, since 0.19.3, ``ds_recompute_parameters`` of modules.
 """
 
 import importlib
@@ -24,18 +24,18 @@ ZERO_PARAM_STATUS = "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus
 CHECKPOINT_ENGINE = (
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
 )
-# Makes shards of new weights, and gathers them to load and to save them.
+# The context that shards new weights; its method gathers them when they are loaded and saved.
 SHARDING_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
-GATHERS_WHEN_LOADING = "_allgather_params_coalesced"
-# The three classes of numbers that DeepSpeed's part of a checkpoint holds.
+LOADING_GATHER = "_allgather_params_coalesced"
+# DeepSpeed's three classes that its files in a checkpoint contain.
 CHECKPOINT_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler:LossScaler",
     "deepspeed.runtime.zero.config:ZeroStageEnum",
     "deepspeed.utils.tensor_fragment:fragment_address",
 )
-# Compiles DeepSpeed's own collectives for a CPU, when processes join.
-COLLECTIVES, COMPILES_COLLECTIVES = "deepspeed.comm.torch", "build_shm_op"
-# Of a weight that ZeRO-3 has sharded.
+# The module and function that compile DeepSpeed's own collectives for a CPU at initialization.
+COLLECTIVES, COLLECTIVES_COMPILER = "deepspeed.comm.torch", "build_shm_op"
+# Attributes of a weight that ZeRO-3 has sharded.
 SHARDED_WEIGHT_ATTRIBUTES = (
     "all_gather_coalesced",
     "ds_active_sub_modules",
@@ -47,87 +47,99 @@ SHARDED_WEIGHT_ATTRIBUTES = (
     "ds_status",
     "ds_tensor",
 )
-# By it a weight knows ZeRO-3's optimizer, which has the others: the last one is its share of each
-# weight's gradient by the weight's number, as Python writes a name with two underscores.
-OPTIMIZER_OF_WEIGHT = "_z3_optimizer"
+# A weight's reference to ZeRO-3's optimizer, and attributes of the optimizer. The last one maps
+# each weight's id to its share of the gradient (a name with two underscores, as Python mangles it).
+WEIGHT_OPTIMIZER = "_z3_optimizer"
 GRADIENT_NORM = "get_grad_norm_direct"
 GRADIENT_BUFFER = "grad_partitions_flat_buffer"
 GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
-def resolve(name: str) -> Any:
-    """What DeepSpeed has by a name ``module:attribute``."""
+def import_deepspeed_name(name: str) -> Any:
+    """Return the object that DeepSpeed has under a name ``module:attribute``."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
-        raise _moved(name.replace(":", "."), "DeepSpeed") from None
+        raise _missing_name_error(name.replace(":", "."), "DeepSpeed") from None
 
 
-def attribute(owner: object, name: str) -> Any:
-    """The attribute of an object of DeepSpeed, or of what it has taken over."""
-    require([owner], (name,))
+def get_deepspeed_attribute(owner: object, name: str) -> Any:
+    """Return an attribute of an object that is DeepSpeed's or that DeepSpeed has modified."""
+    require_attributes([owner], (name,))
     return getattr(owner, name)
 
 
-def require(owners: Iterable[object], names: Iterable[str]) -> None:
-    """Raise ``RuntimeError`` if one of the objects lacks one of the attributes."""
+def require_attributes(owners: Iterable[object], names: Iterable[str]) -> None:
+    """Raise ``RuntimeError`` if an attribute is missing from one of the objects."""
     for owner in owners:
         for name in names:
             if not hasattr(owner, name):
-                raise _moved(name, type(owner).__name__)
+                raise _missing_name_error(name, type(owner).__name__)
 
 
-def _moved(name: str, owner: str) -> RuntimeError:
+def _missing_name_error(name: str, owner: str) -> RuntimeError:
     return RuntimeError(
         f"DeepSpeed {version('deepspeed')} has no {name} (of {owner}), which training with ZeRO "
         f"uses here; install a tested one: {pip_install(SUPPORTED_DEEPSPEED)}"
     )
 
 
-def replace_in_all(owners: Iterable[Any], name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the attribute ``name`` of all objects by ``make(attribute)``, or of none."""
+def replace_in_all(owners: Iterable[Any], name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace the attribute ``name`` of all objects by ``wrap(attribute)``.
+
+    If an object has no such attribute, an error is raised and none is replaced.
+    """
     owners = list(owners)
-    require(owners, (name,))
+    require_attributes(owners, (name,))
     for owner in owners:
-        setattr(owner, name, make(getattr(owner, name)))
+        setattr(owner, name, wrap(getattr(owner, name)))
 
 
 @contextmanager
 def skip_collectives_compilation() -> Iterator[None]:
-    """Where processes join DeepSpeed's group: on a CPU without its own collectives, which it would
-    compile first, for a minute.
+    """Let DeepSpeed initialize inside without compiling its CPU collectives, which takes a minute.
 
-    They serve its ``inference_all_reduce`` alone, and training is by gloo in any case. Each process
-    would also leave 67 MB of shared memory behind, and one that is killed meanwhile a lock.
+    Only its ``inference_all_reduce`` uses them; training uses gloo in any case. Each process would
+    also leave 67 MB of shared memory behind, and a killed one a lock.
     """
     if torch.cuda.is_available():
         yield
         return
     backend = importlib.import_module(COLLECTIVES)
-    require([backend], (COMPILES_COLLECTIVES,))
-    with patch.object(backend, COMPILES_COLLECTIVES, lambda: None):
+    require_attributes([backend], (COLLECTIVES_COMPILER,))
+    with patch.object(backend, COLLECTIVES_COMPILER, lambda: None):
         yield
 
 
 def zero3_optimizers(model: nn.Module) -> list[Any]:
-    """ZeRO-3's optimizer of a model, as its weights know it."""
-    found = {id(o): o for w in model.parameters() if (o := getattr(w, OPTIMIZER_OF_WEIGHT, None))}
-    if not found:
-        raise _moved(OPTIMIZER_OF_WEIGHT, "Parameter")
-    return list(found.values())
+    """Return ZeRO-3's optimizers to which the model's weights refer."""
+    optimizers = {}
+    for weight in model.parameters():
+        if optimizer := getattr(weight, WEIGHT_OPTIMIZER, None):
+            optimizers[id(optimizer)] = optimizer
+    if not optimizers:
+        raise _missing_name_error(WEIGHT_OPTIMIZER, "Parameter")
+    return list(optimizers.values())
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether ZeRO-3 has sharded a weight. Some of the names without the others are an error."""
-    known = [name for name in SHARDED_WEIGHT_ATTRIBUTES if hasattr(weight, name)]
-    if known:
-        require([weight], SHARDED_WEIGHT_ATTRIBUTES)
-    return bool(known)
+    """Return whether ZeRO-3 has sharded a weight.
+
+    Raises:
+        RuntimeError: The weight has only some of a sharded weight's attributes.
+    """
+    existing = [name for name in SHARDED_WEIGHT_ATTRIBUTES if hasattr(weight, name)]
+    if existing:
+        require_attributes([weight], SHARDED_WEIGHT_ATTRIBUTES)
+    return bool(existing)
 
 
-def gathered(weight: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
-    """Inside, a weight that ZeRO-3 sharded is whole. All processes have to enter, and after it all
-    have what the process ``modifier_rank`` wrote, or what it was."""
+def gathered_weight(weight: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
+    """Gather a weight inside the context if ZeRO-3 has sharded it. All processes must enter.
+
+    Args:
+        modifier_rank: Afterwards all processes have what this one wrote; None if nobody writes.
+    """
     if not is_sharded(weight):
         return nullcontext()
     import deepspeed
@@ -136,14 +148,14 @@ def gathered(weight: Tensor, modifier_rank: int | None = None) -> AbstractContex
 
 
 def local_shard(weight: Tensor) -> Tensor:
-    """What this process holds of a weight between steps, with padding; all if it is not sharded."""
-    return attribute(weight, "ds_tensor") if is_sharded(weight) else weight
+    """Return this process's shard of a weight, with padding; the weight if it is not sharded."""
+    return get_deepspeed_attribute(weight, "ds_tensor") if is_sharded(weight) else weight
 
 
 def unpadded_shard(weight: nn.Parameter) -> Tensor:
-    """What this process holds of a sharded weight, without the padding of the last shard."""
-    require([weight], SHARDED_WEIGHT_ATTRIBUTES)
-    held: Any = weight
-    shard = held.ds_tensor.data
-    begin = torch.distributed.get_rank(held.ds_process_group) * shard.numel()
-    return shard[: max(held.ds_numel - begin, 0)]
+    """Return this process's shard of a sharded weight, without the padding of the last shard."""
+    require_attributes([weight], SHARDED_WEIGHT_ATTRIBUTES)
+    sharded: Any = weight
+    shard = sharded.ds_tensor.data
+    begin = torch.distributed.get_rank(sharded.ds_process_group) * shard.numel()
+    return shard[: max(sharded.ds_numel - begin, 0)]

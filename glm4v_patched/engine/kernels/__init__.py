@@ -1,1 +1,1 @@
-"""Kernels, each beside plain torch code that computes the same."""
+"""Kernels, and the layers that call them; :mod:`reference` has the kernels in plain torch."""

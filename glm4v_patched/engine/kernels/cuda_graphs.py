@@ -1,8 +1,7 @@
-"""A step of ``generate``, or the vision tower, recorded as a CUDA graph and replayed, and not
-compiled.
+"""CUDA graphs of a step of ``generate``, or of the vision tower: captured once, then replayed.
 
-Recording takes as long as a few steps; compiling takes as long as thousands. What is replayed are
-the kernels that the step itself started, so no number changes.
+Capturing takes as long as a few steps, compiling as long as thousands. A replay launches the same
+kernels as the step itself, so that no number changes.
 """
 
 from collections.abc import Callable
@@ -16,53 +15,56 @@ from ...remote.visual import EVA2CLIPModel
 
 
 class CudaGraphCallable:
-    """Calls a model, or another function. Of calls with equal arguments, but for what their tensors
-    hold, the first runs and the second is recorded; later ones replay it, and write their outputs
-    where it wrote its.
+    """Wraps a model or function whose calls are captured as a CUDA graph.
 
-    The arguments' cache is changed in place, as ``StaticCache`` is.
+    The first call runs eagerly, the second is captured, later ones replay the graph. A call whose
+    arguments differ in anything but the contents of tensors starts again with an eager run.
+
+    Replays write their outputs to the tensors that the captured call returned. A cache among the
+    arguments must be updated in place, as ``StaticCache`` is.
     """
 
     def __init__(self, model: Callable[..., Any]):
         self.model = model
-        self._others: dict[str, Any] | None = None
-        self._tensors: dict[str, Tensor] = {}
+        self._other_kwargs: dict[str, Any] | None = None
+        self._input_tensors: dict[str, Tensor] = {}
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Any = None
 
-    def __call__(self, **given: Any) -> Any:
-        tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
-        others = {name: each for name, each in given.items() if name not in tensors}
-        if others != self._others or not _alike(tensors, self._tensors):
+    def __call__(self, **kwargs: Any) -> Any:
+        tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in kwargs.items() if name not in tensors}
+        if others != self._other_kwargs or not _have_same_layout(tensors, self._input_tensors):
             self._graph = self._output = None
-            self._others = others
-            self._tensors = {name: each.clone() for name, each in tensors.items()}
-            return self.model(**given)
-        for name, each in tensors.items():
-            self._tensors[name].copy_(each)
+            self._other_kwargs = others
+            self._input_tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            return self.model(**kwargs)
+        for name, tensor in tensors.items():
+            self._input_tensors[name].copy_(tensor)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads read images meanwhile.
+            # "thread_local": other threads, which read images, may use CUDA meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._output = self.model(**self._tensors, **others)
+                self._output = self.model(**self._input_tensors, **others)
         self._graph.replay()
         return self._output
 
 
-def _alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    def kinds(tensors: dict[str, Tensor]) -> dict[str, tuple]:
-        return {name: (each.shape, each.dtype, each.device) for name, each in tensors.items()}
+def _have_same_layout(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    def layouts(named: dict[str, Tensor]) -> dict[str, tuple]:
+        return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in named.items()}
 
-    return kinds(some) == kinds(others)
+    return layouts(tensors) == layouts(others)
 
 
 class GraphedTower(EVA2CLIPModel):
-    """Of one image, whose kernels take as long to be started as to run. Nothing in it may change
-    from then on, such as adapters."""
+    """Vision tower whose forward of one image is a CUDA graph: launching its kernels takes as long
+    as running them. The tower must not change after the capture, by new adapters for example."""
 
     graph: CudaGraphCallable
 
     def set_up(self) -> None:
+        """Prepare the graph of a tower whose class was changed to this one."""
         self.graph = CudaGraphCallable(partial(EVA2CLIPModel.forward, self))
 
     def forward(self, images: Tensor, record: Any = None) -> Tensor:

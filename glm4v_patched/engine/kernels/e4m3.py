@@ -1,9 +1,10 @@
-"""The numbers of fp8 that are used here."""
+"""Constants of fp8 in the e4m3 format."""
 
 import torch
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""Of e4m3."""
-# Below, a row's scale could not be inverted in fp32; what is so small counts as zero.
-SMALLEST = 1e-30
+E4M3_MAX = 448.0
+"""Largest finite e4m3 number."""
+# Lower bound of a row's largest magnitude: a smaller scale could not be inverted in fp32. Rows
+# below it are quantized to zero.
+AMAX_FLOOR = 1e-30

@@ -1,8 +1,8 @@
-"""FlashAttention-3's forward pass in the frozen vision tower, on Hopper GPUs, where ``fa3-fwd`` is
-installed (``pip install "glm4v-patched[fa3]"``).
+"""FlashAttention-3's forward pass in a frozen vision tower.
 
-It takes the tower's heads of 112 channels as they are, which torch's kernels fill up to 128, and
-adds no rounding beyond that of bf16. It has no backward pass, which a frozen tower does not need.
+It needs a Hopper GPU and the package ``fa3-fwd`` (``pip install "glm4v-patched[fa3]"``). It takes
+the tower's heads of 112 channels without padding them to 128, as torch's kernels do, and rounds no
+more than bf16 does. It has no backward pass, which a frozen tower does not need.
 """
 
 import functools
@@ -18,58 +18,63 @@ from ...terminal_text import pip_install
 
 PACKAGE = "fa3_fwd_interface"
 HOPPER = (9, 0)
-# Relative, of random bf16 numbers; that of torch's own kernels is 0.0023, of a wrong kernel 1.
-LARGEST_ERROR = 0.01
+# Relative error on random bf16 inputs. torch's own kernels have 0.0023, a wrong kernel about 1.
+MAX_RELATIVE_ERROR = 0.01
 
 
 class FrozenTowerAttention(Attention):
-    """Of a tower that no gradient reaches."""
+    """Attention of a vision tower that receives no gradient."""
 
     def forward(self, x_NTV: Tensor, attention_collector: list[Tensor] | None = None) -> Tensor:
-        is_read_only = attention_collector is None and not x_NTV.requires_grad
-        if not (is_read_only and x_NTV.is_cuda and x_NTV.dtype == torch.bfloat16):
+        needs_output_only = attention_collector is None and not x_NTV.requires_grad
+        if not (needs_output_only and x_NTV.is_cuda and x_NTV.dtype == torch.bfloat16):
             return super().forward(x_NTV, attention_collector)
         fused = self.query_key_value(x_NTV).unflatten(-1, (3, self.num_heads, -1))
-        attend = _as_operator if torch.compiler.is_compiling() else _attend
+        attend = _flash_attention_op if torch.compiler.is_compiling() else _flash_attention
         return self.dense(attend(*fused.unbind(2)).flatten(2))
 
 
 @functools.cache
-def fault(channels: int = 112) -> str | None:
-    """Why it is not used here with heads of so many channels, or None; it is compared with torch's
-    attention once a process."""
+def find_fa3_problem(head_dim: int = 112) -> str | None:
+    """Return why FlashAttention-3 cannot be used with heads of ``head_dim`` channels, or None.
+
+    The result is cached for the process: the check compares the kernel with torch's attention.
+    """
     if importlib.util.find_spec(PACKAGE) is None:
         return f"fa3-fwd is not installed: {pip_install('fa3-fwd')}"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
-        return "FlashAttention-3 is for Hopper GPUs"
+        return "FlashAttention-3 needs a Hopper GPU"
     generator = torch.Generator("cuda").manual_seed(0)
-    made: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-    query, key, value = torch.randn(1, 257, 3, 2, channels, **made).unbind(2)
+    factory: dict[str, Any] = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    query, key, value = torch.randn(1, 257, 3, 2, head_dim, **factory).unbind(2)
     try:
-        found = _attend(query, key, value)
+        output = _flash_attention(query, key, value)
     except (ImportError, RuntimeError, TypeError, AttributeError) as error:
         return f"fa3-fwd fails here ({str(error).partition(chr(10))[0][:200]})"
-    wide = [each.transpose(1, 2).float() for each in (query, key, value)]
+    wide = [tensor.transpose(1, 2).float() for tensor in (query, key, value)]
     exact = scaled_dot_product_attention(wide[0], wide[1], wide[2]).transpose(1, 2)
-    wrong = ((found.float() - exact).norm() / exact.norm()).item()
-    if not wrong < LARGEST_ERROR:
-        return f"its error on this GPU is {wrong:.3g}, where at most {LARGEST_ERROR} is expected"
+    error_ratio = ((output.float() - exact).norm() / exact.norm()).item()
+    if not error_ratio < MAX_RELATIVE_ERROR:
+        return (
+            f"its relative error on this GPU is {error_ratio:.3g}; expected at most "
+            f"{MAX_RELATIVE_ERROR}"
+        )
     return None
 
 
-def _attend(query_NTHC: Tensor, key_NTHC: Tensor, value_NTHC: Tensor) -> Tensor:
+def _flash_attention(query_NTHC: Tensor, key_NTHC: Tensor, value_NTHC: Tensor) -> Tensor:
     from fa3_fwd_interface import flash_attn_func
 
     out = flash_attn_func(query_NTHC, key_NTHC, value_NTHC)
     return out[0] if isinstance(out, tuple) else out
 
 
-# So that compilers call it as it is; they do not see through the package's function.
+# torch.compile cannot trace the package's function; as a custom operator it is called as it is.
 @torch.library.custom_op("glm4v_patched::flash_attention_3", mutates_args=(), device_types="cuda")
-def _as_operator(query_NTHC: Tensor, key_NTHC: Tensor, value_NTHC: Tensor) -> Tensor:
-    return _attend(query_NTHC, key_NTHC, value_NTHC)
+def _flash_attention_op(query_NTHC: Tensor, key_NTHC: Tensor, value_NTHC: Tensor) -> Tensor:
+    return _flash_attention(query_NTHC, key_NTHC, value_NTHC)
 
 
-@_as_operator.register_fake
+@_flash_attention_op.register_fake
 def _(query_NTHC: Tensor, key_NTHC: Tensor, value_NTHC: Tensor) -> Tensor:
     return query_NTHC.new_empty(query_NTHC.shape)

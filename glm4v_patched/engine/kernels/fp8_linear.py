@@ -1,18 +1,18 @@
-"""Linear layers whose matrix products run in fp8 (e4m3): twice as fast as bf16's on a Hopper GPU.
+"""Linear layers whose matrix products run in fp8 (e4m3): twice as fast as bf16 on a Hopper GPU.
 
-Both operands of a product are quantized, with one fp32 scale for each row of activations and for
-each channel of a weight. What comes out is bf16. Of a layer with a weight ``W`` of ``[out, in]``:
+Both operands of a product are quantized, with one fp32 scale per row of activations and per output
+channel of a weight. The output is bf16. With a weight ``W`` of shape ``[out, in]``:
 
 - forward: input times ``W``, both in fp8;
 - gradient of the input: gradient times ``W``, both in fp8;
-- gradient of the weight: bf16, of operands that are not quantized.
+- gradient of the weight: bf16, from operands that are not quantized.
 
-A weight that is trained, or saved, stays the bf16 (or fp32) parameter that it is and is quantized
-where it is used: under ZeRO-3 after it is gathered. A frozen one under LoRA is neither, and is held
-in fp8 (:class:`Fp8StoredLinear`): half of the memory, and half of what ZeRO-3 gathers. Biases, norms,
-LoRA's factors, embeddings, the projector between the towers and the output layer stay as they are.
+A weight that is trained or saved stays a bf16 (or fp32) parameter and is quantized in each forward
+(:class:`Fp8DynamicLinear`), under ZeRO-3 after it is gathered. A frozen weight under LoRA is stored
+in fp8 (:class:`Fp8StoredLinear`), which halves its memory and what ZeRO-3 gathers. Biases, norms,
+LoRA's factors, embeddings, the projector and the output layer are not quantized.
 
-Quantizing is plain torch, so that torch.compile puts it into the kernel that makes the activation.
+Quantization is plain torch, so that torch.compile fuses it with the activation before it.
 """
 
 from typing import Any
@@ -24,177 +24,193 @@ from ...remote.visual import VisionMLP as MLP
 from ..deepspeed import internals
 from . import skinny_gemm
 from .e4m3 import E4M3
-from .fp8_matmul import Quantized, product, quantize_rows, gelu_and_quantize_rows
-from .skinny_gemm import Parts
+from .fp8_matmul import Fp8Tensor, gelu_and_quantize_rows, quantize_rows, scaled_matmul
+from .skinny_gemm import SplitKPartials
 
 # Shapes: T rows of activations (tokens), I channels in, O channels out.
 
 
-class _QuantizedWhereUsed(torch.autograd.Function):
-    """A product with a weight that is a parameter; input ``(T, I)``, weight ``(O, I)``."""
+class DynamicFp8MatmulFn(torch.autograd.Function):
+    """Product of ``x`` ``(T, I)`` with a parameter ``(O, I)``, which is quantized in each call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        # The parameter itself: what is made from it would keep a gathered one in memory.
+        # Save the parameter itself: a tensor made from it would keep a gathered weight in memory.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.of_input = x.dtype
-        return product(*quantize_rows(x), *quantize_rows(weight))
+        ctx.input_dtype = x.dtype
+        return scaled_matmul(*quantize_rows(x), *quantize_rows(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        of_input = of_weight = None
+        x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             quantized = quantize_rows(gradient)
-            transposed = quantize_rows(_after(quantized[1], weight).t())
-            of_input = _cast(product(*quantized, *transposed), ctx.of_input)
+            transposed = quantize_rows(_add_fake_dependency(weight, quantized[1]).t())
+            x_grad = _cast(scaled_matmul(*quantized, *transposed), ctx.input_dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = _cast(gradient.t() @ _cast(x, gradient.dtype), weight.dtype)
-        return of_input, of_weight
+            weight_grad = _cast(gradient.t() @ _cast(x, gradient.dtype), weight.dtype)
+        return x_grad, weight_grad
 
 
-class _HeldProduct(torch.autograd.Function):
-    """A product with a frozen weight that is held quantized: the bytes of its numbers ``(O, I)``,
-    maybe also transposed, and the bits of its scales ``(O, 1)``."""
+class StoredFp8MatmulFn(torch.autograd.Function):
+    """Product of ``x`` ``(T, I)`` with a frozen weight that is stored in fp8.
+
+    ``weight`` ``(O, I)`` and ``transposed`` ``(I, O)``, which may be None, hold e4m3 as uint8;
+    ``scale`` ``(O, 1)`` holds fp32 as int32.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, transposed: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, transposed)
-        ctx.of_input = x.dtype
-        return product(*quantize_rows(x), weight.view(E4M3), scale.view(torch.float32))
+        ctx.input_dtype = x.dtype
+        return scaled_matmul(*quantize_rows(x), weight.view(E4M3), scale.view(torch.float32))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, scale, transposed = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        # The weight's scales belong to the channels that are summed here: they go to the gradient,
-        # and the same numbers do for both products.
+        # This product sums over the weight's output channels, which have the scales: multiply the
+        # gradient by them, and use the same e4m3 numbers as in forward.
         quantized = quantize_rows(gradient.float() * scale.view(torch.float32).t())
         if transposed is None:
-            transposed = _after(quantized[1], weight).t().contiguous()
+            transposed = _add_fake_dependency(weight, quantized[1]).t().contiguous()
         ones = quantized[1].new_ones(len(transposed), 1)
-        of_input = product(*quantized, transposed.view(E4M3), ones)
-        return _cast(of_input, ctx.of_input), None, None, None
+        x_grad = scaled_matmul(*quantized, transposed.view(E4M3), ones)
+        return _cast(x_grad, ctx.input_dtype), None, None, None
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # A cast that changes nothing, of what a Function returns, makes compilers of torch 2.11 take
-    # the gradient for zero.
+    # torch 2.11's compiler loses the gradient (takes it for zero) if the output of a Function is
+    # cast to the dtype that it has.
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _after(scale: Tensor, weight: Tensor) -> Tensor:
-    """``weight``, to a compiler made with a gradient's ``scale``.
+def _add_fake_dependency(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return ``weight`` as a tensor that, for the compiler, depends on a gradient's ``scale``.
 
-    Otherwise it would make in forward what backward needs of the weight, and keep it until then,
-    wherever it does not take the weight for a parameter, which is there in any case.
+    Otherwise the compiler would transpose or quantize the weight in forward and save the result for
+    backward, unless it knows that the weight is a parameter.
     """
     if not torch.compiler.is_compiling() or not len(scale):
         return weight
     bits = weight.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.element_size()])
-    nothing = scale[:1].view(torch.int32) & 0
-    return (bits | nothing.to(bits.dtype)).view(weight.dtype)
+    zero = scale[:1].view(torch.int32) & 0
+    return (bits | zero.to(bits.dtype)).view(weight.dtype)
 
 
-def _in_computed_type(x: Any) -> Any:
-    """As autocast casts the input of a linear layer; what is quantized stays."""
-    if isinstance(x, Quantized):
+def _autocast(x: Any) -> Any:
+    """Cast the input of a linear layer as autocast does; an :class:`Fp8Tensor` is unchanged."""
+    if isinstance(x, Fp8Tensor):
         return x
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-class Linear(nn.Linear):
-    """Quantizes its weight where it is used."""
+class Fp8DynamicLinear(nn.Linear):
+    """Linear layer in fp8 whose bf16 or fp32 weight is quantized in each call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _in_computed_type(x)
+        x = _autocast(x)
         return _finish(self.without_bias(x.reshape(-1, self.in_features)), x, self.bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        return _QuantizedWhereUsed.apply(x, self.weight)
+        """Return the product ``(T, O)`` of ``x`` ``(T, I)``, in bf16."""
+        return DynamicFp8MatmulFn.apply(x, self.weight)
 
     def quantized(self) -> tuple[Tensor, Tensor]:
+        """Return the weight in e4m3 ``(O, I)`` and its scales ``(O, 1)``."""
         return quantize_rows(self.weight)
 
 
 class Fp8StoredLinear(nn.Linear):
-    """Holds its frozen weight in fp8: ``weight`` ``(O, I)`` as bytes, ``weight_scale`` ``(O, 1)``
-    as bits, types that no cast of a model changes. In the place of its input it takes
-    :class:`fp8_matmul.Quantized`, where no gradient is wanted."""
+    """Linear layer in fp8 whose frozen weight is stored in fp8.
+
+    ``weight`` ``(O, I)`` holds e4m3 as uint8 and ``weight_scale`` ``(O, 1)`` fp32 as int32: integer
+    dtypes, which ``model.to(dtype)`` leaves alone. Without gradients its input may also be an
+    :class:`fp8_matmul.Fp8Tensor`.
+    """
 
     weight_scale: Tensor
     transposed: Tensor | None
 
     def quantize_weight(self, stores_transposed: bool) -> None:
-        """Quantize the frozen weight of a linear layer that has become one of this class."""
+        """Quantize the frozen weight of a linear layer whose class was changed to this one.
+
+        Args:
+            stores_transposed: Also store the transposed weight, for the backward pass.
+        """
         old: Any = self.weight
-        with internals.gathered(old), torch.no_grad():
-            numbers, scale = quantize_rows(old.detach().to(_device_to_quantize_on(old)))
-        held = numbers.view(torch.uint8)
-        new = nn.Parameter(held, requires_grad=False)
+        with internals.gathered_weight(old), torch.no_grad():
+            quantized, scale = quantize_rows(old.detach().to(_quantization_device(old)))
+        stored = quantized.view(torch.uint8)
+        new = nn.Parameter(stored, requires_grad=False)
         if internals.is_sharded(old):
-            internals.attribute(old, "convert_to_zero_parameters")([new])
+            internals.get_deepspeed_attribute(old, "convert_to_zero_parameters")([new])
             shard = internals.local_shard(old)
             shard.data = shard.data.new_empty(0)
         self.weight = new
         self.register_buffer("weight_scale", scale.view(torch.int32), persistent=False)
-        transposed = held.t().contiguous() if stores_transposed else None
+        transposed = stored.t().contiguous() if stores_transposed else None
         self.register_buffer("transposed", transposed, persistent=False)
 
     def forward(self, x: Any) -> Tensor:
-        x = _in_computed_type(x)
+        x = _autocast(x)
         rows = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled():
             return _finish(self.without_bias(rows), x, self.bias)
         if skinny_gemm.is_supported(rows.shape[0], self.weight):
-            from .skinny_gemm_triton import reduce_partials  # takes Triton
+            from .skinny_gemm_triton import reduce_partials  # needs Triton
 
-            return _finish(reduce_partials(self.in_parts(rows)), x)
-        return _finish(product(*quantize_rows(rows), *self.quantized(), bias=self.bias), x)
+            return _finish(reduce_partials(self.matmul_partials(rows)), x)
+        return _finish(scaled_matmul(*quantize_rows(rows), *self.quantized(), bias=self.bias), x)
 
     def without_bias(self, x: Tensor) -> Tensor:
+        """Return the product ``(T, O)`` of ``x`` ``(T, I)``, in bf16."""
         if not torch.is_grad_enabled():
-            return product(*quantize_rows(x), *self.quantized())
-        return _HeldProduct.apply(x, self.weight, self.weight_scale, self.transposed)
+            return scaled_matmul(*quantize_rows(x), *self.quantized())
+        return StoredFp8MatmulFn.apply(x, self.weight, self.weight_scale, self.transposed)
 
-    def in_parts(self, x: Any) -> Parts:
-        """The product of so few rows that :func:`skinny_gemm.is_supported` them, left in parts."""
-        from .skinny_gemm_triton import split_k_matmul  # takes Triton
+    def matmul_partials(self, x: Any) -> SplitKPartials:
+        """Return the product as split-K partial sums; :func:`skinny_gemm.is_supported` must hold
+        for the rows of ``x``."""
+        from .skinny_gemm_triton import split_k_matmul  # needs Triton
 
-        numbers, scales = quantize_rows(x.reshape(-1, self.in_features))
+        quantized, x_scale = quantize_rows(x.reshape(-1, self.in_features))
         weight, scale = self.quantized()
         shape = torch.Size((*x.shape[:-1], self.out_features))
-        parts = split_k_matmul(numbers, weight, scales)
-        return Parts(parts, shape, torch.bfloat16, scale, self.bias)
+        partials = split_k_matmul(quantized, weight, x_scale)
+        return SplitKPartials(partials, shape, torch.bfloat16, scale, self.bias)
 
     def quantized(self) -> tuple[Tensor, Tensor]:
+        """Return the weight in e4m3 ``(O, I)`` and its scales ``(O, 1)``."""
         return self.weight.view(E4M3), self.weight_scale.view(torch.float32)
 
 
 class FrozenTowerMLP(MLP):
-    """Of a tower that no gradient reaches: its activation function quantizes for ``fc2``."""
+    """MLP of a vision tower that receives no gradient; GELU quantizes the input of ``fc2``."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
         fc1: Any = self.fc1
         fc2: Any = self.fc2
-        x = _in_computed_type(x_NTV)
+        x = _autocast(x_NTV)
         wide = fc1.without_bias(x.reshape(-1, fc1.in_features))
         quantized = gelu_and_quantize_rows(wide, fc1.bias)
         weight, scale = fc2.quantized()
-        return _finish(product(*quantized, weight, scale, fc2.bias), x)
+        return _finish(scaled_matmul(*quantized, weight, scale, fc2.bias), x)
 
 
-def _finish(found: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    found = _cast(found, x.dtype).view(*x.shape[:-1], found.shape[-1])
-    return found if bias is None else found + bias.to(found.dtype)
+def _finish(out: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Give a product the dtype and leading dimensions of the layer's input, and add the bias."""
+    out = _cast(out, x.dtype).view(*x.shape[:-1], out.shape[-1])
+    return out if bias is None else out + bias.to(out.dtype)
 
 
-def _device_to_quantize_on(weight: Tensor) -> torch.device:
-    """The GPU, layer by layer, for a model that is loaded into the machine's memory."""
+def _quantization_device(weight: Tensor) -> torch.device:
+    """Return the GPU for a weight on the CPU (a model is moved layer by layer), else its device."""
     if weight.device.type != "cpu" or not torch.cuda.is_available():
         return weight.device
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Numbers of fp8 (e4m3) with a scale for each row, and their products."""
+"""Row-wise quantization to fp8 (e4m3), and products of quantized matrices."""
 
 from typing import NamedTuple
 
@@ -6,20 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, pad
 
-from .e4m3 import E4M3, LARGEST, SMALLEST
+from .e4m3 import AMAX_FLOOR, E4M3, E4M3_MAX
 
-# cuBLAS has no kernel for fewer rows of more channels (CUBLAS_STATUS_NOT_SUPPORTED; on Hopper 256
-# rows of 9,216 are too few and 257 are not, and 127 of 3,072 are enough: issue 4582 of pytorch/ao).
-FEWEST_WIDE_ROWS, WIDEST_OF_FEW = 272, 3072  # rows: 257, up to the next multiple of 16
+# cuBLAS has no kernel for a small M with a large K (CUBLAS_STATUS_NOT_SUPPORTED). On Hopper, K of
+# 9,216 needs M of at least 257, and with K of 3,072, M of 127 works: issue 4582 of pytorch/ao.
+# 272 is 257 rounded up to a multiple of 16.
+MIN_M_LARGE_K, MAX_K_SMALL_M = 272, 3072
 
 
-class Quantized(NamedTuple):
-    """What a layer of a model that is only read is given in the place of ``(..., channels)`` in
-    bf16: numbers in e4m3, and the scales in fp32 that give it back, ``(..., 1)``, or of groups of
-    channels ``(..., groups)``."""
+class Fp8Tensor(NamedTuple):
+    """Activations quantized to e4m3, which inference layers take in place of a bf16 tensor."""
 
-    numbers: Tensor
-    scale: Tensor
+    data: Tensor  # (..., channels) e4m3
+    scale: Tensor  # (..., 1) fp32, or (..., groups) with one scale for each group of channels
 
     @property
     def dtype(self) -> torch.dtype:
@@ -27,99 +26,115 @@ class Quantized(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        return self.numbers.shape
+        return self.data.shape
 
-    def reshape(self, *shape: int) -> "Quantized":
+    def reshape(self, *shape: int) -> "Fp8Tensor":
         groups = self.scale.shape[-1]
-        return Quantized(self.numbers.reshape(*shape), self.scale.reshape(*shape[:-1], groups))
+        return Fp8Tensor(self.data.reshape(*shape), self.scale.reshape(*shape[:-1], groups))
 
 
-def quantize_rows(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
-    """Return ``x`` of ``(rows, channels)`` in e4m3, contiguous, and the scales ``(rows, 1)`` in
-    fp32 that give it back. NaN and infinity make their row NaN."""
-    if isinstance(x, Quantized):
+def quantize_rows(x: Tensor | Fp8Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each row of ``(rows, channels)`` to e4m3.
+
+    Returns:
+        The contiguous quantized tensor ``(rows, channels)``, and the scales ``(rows, 1)`` in fp32
+        by which it is multiplied to get ``x`` back. NaN or infinity makes the whole row NaN. An
+        :class:`Fp8Tensor` is returned unchanged.
+    """
+    if isinstance(x, Fp8Tensor):
         return x
     if x.is_cuda and not torch.compiler.is_compiling():
-        from . import fp8_triton  # takes Triton
+        from . import fp8_triton  # needs Triton
 
-        return fp8_triton.quantize_rows(x)
-    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
-    # By a product: its rounding is far below that of e4m3, so nothing rounds beyond the largest.
-    quantized = (x.float() * (LARGEST / largest)).to(E4M3)
-    return quantized.contiguous(), largest / LARGEST
+        return fp8_triton.activate_and_quantize_rows(x)
+    amax = x.abs().amax(-1, keepdim=True).float().clamp(min=AMAX_FLOOR)
+    # Multiplying by the inverse is safe: its rounding is far below that of e4m3, so that nothing
+    # exceeds E4M3_MAX.
+    quantized = (x.float() * (E4M3_MAX / amax)).to(E4M3)
+    return quantized.contiguous(), amax / E4M3_MAX
 
 
 def gelu_and_quantize_rows(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU of ``x + bias``, in e4m3 with a scale for each row. It has no gradient.
+    """Compute ``gelu(x + bias)`` and quantize each row, without a gradient.
 
-    Of rows as wide as the tower's (15,360) torch.compile computes GELU twice, once for a row's
-    scale and once to quantize it. The kernel has a whole row at hand, and reads and writes it once.
+    For rows as wide as the tower's (15,360), torch.compile computes GELU twice: for the scale and
+    to quantize. The Triton kernel holds a whole row, and reads and writes it once.
 
     Args:
-        x: ``(T, C)``, of a product.
+        x: ``(T, C)``, the output of a product without its bias.
         bias: ``(C,)``.
 
     Returns:
-        As :func:`quantize_rows`: ``(T, C)`` and ``(T, 1)``.
+        As :func:`quantize_rows`: ``(T, C)`` in e4m3 and ``(T, 1)`` in fp32.
     """
-    # Outside of compilers the operator's dispatch would take longer than the kernel.
-    is_kernel = x.is_cuda and not torch.compiler.is_compiling()
-    return (_gelu_by_kernel if is_kernel else _gelu)(x, bias)
+    # In eager mode the dispatch of a custom operator would take longer than the kernel.
+    use_kernel = x.is_cuda and not torch.compiler.is_compiling()
+    return (_gelu_kernel if use_kernel else _gelu_op)(x, bias)
 
 
-# So that compilers call it as it is.
+# A custom operator, which torch.compile calls as it is.
 @torch.library.custom_op("glm4v_patched::gelu_and_quantize_rows", mutates_args=())
-def _gelu(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _gelu_op(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows(gelu(x.float() + bias.float()))
 
 
-@_gelu.register_fake
+@_gelu_op.register_fake
 def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-def _gelu_by_kernel(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    from . import fp8_triton  # takes Triton
+def _gelu_kernel(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    from . import fp8_triton  # needs Triton
 
-    return fp8_triton.quantize_rows(x, bias, "gelu")
+    return fp8_triton.activate_and_quantize_rows(x, bias, "gelu")
 
 
-@_gelu.register_kernel("cuda")
+@_gelu_op.register_kernel("cuda")
 def _(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return _gelu_by_kernel(x, bias)
+    return _gelu_kernel(x, bias)
 
 
-def product(
-    left: Tensor,
-    left_scale: Tensor,
-    right: Tensor,
-    right_scale: Tensor,
+def scaled_matmul(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """bf16 ``(T, N)`` of two quantized tensors ``(T, K)`` and ``(N, K)``, with scales ``(T, 1)``
-    and ``(N, 1)``, and a bias ``(N,)``."""
-    rows, width = left.shape
-    if not rows:
-        return left_scale.new_empty(0, len(right), dtype=torch.bfloat16)
-    if rows < FEWEST_WIDE_ROWS and width > WIDEST_OF_FEW:
-        filling = 0, 0, 0, FEWEST_WIDE_ROWS - rows
-        numbers = pad(left.view(torch.uint8), filling).view(E4M3)
-        return product(numbers, pad(left_scale, filling), right, right_scale, bias)[:rows]
-    if left.is_cpu:  # in tests; torch 2.11 takes one scale for all there
-        one = left_scale.new_ones(())
-        sums = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
-        return _rounded(sums, left_scale, right_scale, bias)
+    """Return ``x @ weight.T + bias`` of two e4m3 matrices, in bf16.
+
+    Args:
+        x: ``(M, K)``, with scales ``(M, 1)`` in fp32.
+        weight: ``(N, K)``, with scales ``(N, 1)`` in fp32.
+        bias: ``(N,)``.
+
+    Returns:
+        ``(M, N)``.
+    """
+    m, k = x.shape
+    if not m:
+        return x_scale.new_empty(0, len(weight), dtype=torch.bfloat16)
+    if m < MIN_M_LARGE_K and k > MAX_K_SMALL_M:
+        padding = 0, 0, 0, MIN_M_LARGE_K - m
+        padded = pad(x.view(torch.uint8), padding).view(E4M3)
+        return scaled_matmul(padded, pad(x_scale, padding), weight, weight_scale, bias)[:m]
+    if x.is_cpu:  # in tests; on a CPU torch 2.11 supports one scale per tensor only
+        one = x_scale.new_ones(())
+        sums = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32)
+        return _scale_and_round(sums, x_scale, weight_scale, bias)
     return torch._scaled_mm(
-        left,
-        right.t(),  # the layout that the GPU takes: channels of a row side by side in both
-        scale_a=left_scale,
-        scale_b=right_scale.t(),
+        x,
+        weight.t(),  # column-major, as the GPU needs it: both operands are contiguous along K
+        scale_a=x_scale,
+        scale_b=weight_scale.t(),
         bias=None if bias is None else bias.bfloat16(),
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
 
 
-def _rounded(sums: Tensor, left_scale: Tensor, right_scale: Tensor, bias: Tensor | None) -> Tensor:
-    scaled = sums * (left_scale * right_scale.t())
+def _scale_and_round(
+    sums: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    scaled = sums * (x_scale * weight_scale.t())
     return (scaled if bias is None else scaled + bias.float()).bfloat16()

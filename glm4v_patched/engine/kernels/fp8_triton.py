@@ -1,5 +1,7 @@
-"""The kernels that quantize rows, as they are or of GELU or SwiGLU, and that compute these without
-quantizing; importing it takes Triton, which torch for GPUs brings."""
+"""Kernels that quantize rows to fp8, optionally after GELU or SwiGLU, and these without quantizing.
+
+Importing this module needs Triton, which torch's GPU builds include.
+"""
 
 import math
 from typing import Any
@@ -9,9 +11,10 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from .e4m3 import E4M3, LARGEST, SMALLEST
-from .skinny_gemm import MOST_ROWS, Parts, overlaps
-from .skinny_gemm_triton import load_row, operands, take_turn
+from .e4m3 import AMAX_FLOOR, E4M3, E4M3_MAX
+from .pdl import pdl_wait_and_launch, supports_pdl
+from .skinny_gemm import MAX_M, SplitKPartials
+from .skinny_gemm_triton import kernel_args, load_row
 
 
 @triton.jit
@@ -22,7 +25,7 @@ def _exp2(x):
 
 
 @triton.jit
-def _inverse(x):
+def _reciprocal(x):
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -30,11 +33,12 @@ def _inverse(x):
 
 @triton.jit
 def _gelu(x):
-    """``x`` times the normal distribution, within 1e-7 of ``x``; erf would take three times as
-    long as its row takes to be read and written.
+    """Return GELU of fp32 ``x`` with an error of at most 1e-7 times ``x``.
 
-    The distribution's odds have a logarithm that is nearly linear: over ``x``, to the base 2, it is
-    a polynomial of ``x`` squared, fitted up to 6.5. Beyond, the distribution is 0 or 1.
+    GELU is x * Phi(x) with the normal distribution Phi. erf would take three times as long as
+    reading and writing the row, so Phi(x) is 1 / (1 + 2 ** (-x * p(x ** 2))): the log-odds of Phi
+    are almost linear in x, and the polynomial p was fitted for abs(x) <= 6.5. Beyond, Phi is 0
+    or 1.
     """
     square = tl.minimum(x * x, 42.0)
     slope = 5.23396250e-09 * square - 3.86020055e-07
@@ -43,132 +47,152 @@ def _gelu(x):
     slope = slope * square - 9.52935820e-05
     slope = slope * square + 1.04838192e-01
     slope = slope * square + 2.30220736e00
-    return x * _inverse(1.0 + _exp2(-x * slope))
+    return x * _reciprocal(1.0 + _exp2(-x * slope))
 
 
 @triton.jit
 def _silu(x):
-    return x * _inverse(1.0 + _exp2(-1.4426950408889634 * x))
+    return x * _reciprocal(1.0 + _exp2(-1.4426950408889634 * x))
 
 
 @triton.jit
-def quantize(value, numbers, scale, inside, largest_number: tl.constexpr, smallest: tl.constexpr):
-    """Store values in e4m3, and the scale of all; they are 0 where they are not ``inside``."""
-    largest = tl.maximum(tl.max(tl.abs(value), axis=0), smallest)
-    # The maximum passes over NaN, which is to make all NaN.
-    broken = tl.max((value != value).to(tl.int32), axis=0)
-    largest = tl.where(broken > 0, float("nan"), largest)
-    quantized = (value * (largest_number / largest)).to(numbers.dtype.element_ty)
-    tl.store(numbers, quantized, mask=inside)
-    tl.store(scale, largest / largest_number)
+def store_quantized(
+    values, pointers, scale_pointer, mask, fp8_max: tl.constexpr, amax_floor: tl.constexpr
+):
+    """Store fp32 values as fp8, and their common scale. Values outside ``mask`` must be 0."""
+    amax = tl.maximum(tl.max(tl.abs(values), axis=0), amax_floor)
+    # tl.max ignores NaN, which must make the whole row NaN.
+    has_nan = tl.max((values != values).to(tl.int32), axis=0)
+    amax = tl.where(has_nan > 0, float("nan"), amax)
+    quantized = (values * (fp8_max / amax)).to(pointers.dtype.element_ty)
+    tl.store(pointers, quantized, mask=mask)
+    tl.store(scale_pointer, amax / fp8_max)
 
 
 @triton.jit
-def triton_activate(  # profiles know kernels by their names
+def triton_activate(  # the prefix makes our kernels easy to find in profiles
     x,
     scale,
     bias,
-    number: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     gelu_bias,
     out,
-    scales,
-    width,
-    channels,
-    kind: tl.constexpr,
-    is_parts: tl.constexpr,
+    out_scales,
+    in_channels,
+    out_channels,
+    dtype: tl.constexpr,
+    is_partials: tl.constexpr,
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
     has_gelu_bias: tl.constexpr,
-    largest_number: tl.constexpr,
-    smallest: tl.constexpr,
-    group,
-    block: tl.constexpr,
+    fp8_max: tl.constexpr,
+    amax_floor: tl.constexpr,
+    group_size,
+    BLOCK: tl.constexpr,
     function: tl.constexpr,
     quantizes: tl.constexpr,
-    is_early: tl.constexpr,
+    use_pdl: tl.constexpr,
 ):
-    """One group of a row's channels."""
-    take_turn(is_early)
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # may pass 2**31
-    at = tl.arange(0, block)
-    inside = at < group
-    at += tl.program_id(1) * group
-    inside &= at < channels
-    value = load_row(
-        x, scale, bias, number, rows, width, row, at, inside, kind, is_parts, is_scaled, has_bias
-    )
+    """Compute one group of channels of one row."""
+    pdl_wait_and_launch(use_pdl)
+    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)  # may pass 2**31
+    channels = tl.arange(0, BLOCK)
+    mask = channels < group_size
+    channels += tl.program_id(1) * group_size
+    mask &= channels < out_channels
+    values = load_row(
+        x, scale, bias, NUM_PARTIALS, num_rows, in_channels, row, channels, mask, dtype,
+        is_partials, is_scaled, has_bias,
+    )  # fmt: skip
     if has_gelu_bias:
-        value += tl.load(gelu_bias + at, mask=inside, other=0.0).to(tl.float32)
+        values += tl.load(gelu_bias + channels, mask=mask, other=0.0).to(tl.float32)
     if function == "gelu":
-        value = _gelu(value)
+        values = _gelu(values)
     if function == "swiglu":
         up = load_row(
-            x, scale, bias, number, rows, width, row, channels + at, inside, kind, is_parts,
-            is_scaled, has_bias,
+            x, scale, bias, NUM_PARTIALS, num_rows, in_channels, row, out_channels + channels, mask,
+            dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
-        value = _silu(value)
-        if not quantizes:  # rounded between, as torch does it in two steps
-            value = value.to(kind).to(tl.float32)
-        value = tl.where(inside, value * up, 0.0)
-    out += row * channels + at
+        values = _silu(values)
+        if not quantizes:  # round after SiLU, as torch does in two steps
+            values = values.to(dtype).to(tl.float32)
+        values = tl.where(mask, values * up, 0.0)
+    out += row * out_channels + channels
     if quantizes:
-        scales += row * tl.num_programs(1) + tl.program_id(1)
-        quantize(value, out, scales, inside, largest_number, smallest)
+        out_scales += row * tl.num_programs(1) + tl.program_id(1)
+        store_quantized(values, out, out_scales, mask, fp8_max, amax_floor)
     else:
-        tl.store(out, value.to(kind), mask=inside)
+        tl.store(out, values.to(dtype), mask=mask)
 
 
-def activate(x: Tensor | Parts, function: str) -> Tensor:
-    """``gelu`` of ``(..., C)``, in its own memory, or ``swiglu`` of ``(..., 2 * C)``, in its
-    dtype."""
-    *leading, width = x.shape
+def activate(x: Tensor | SplitKPartials, function: str) -> Tensor:
+    """Apply an activation function, in the dtype of ``x``.
+
+    Args:
+        function: "gelu" of ``(..., C)``, in place if ``x`` is a contiguous tensor, or "swiglu" of
+            ``(..., 2 * C)``.
+
+    Returns:
+        ``(..., C)``.
+    """
+    *leading, in_channels = x.shape
     if function == "gelu" and isinstance(x, Tensor):
         out = x = x.contiguous()
     else:
-        channels = width // 2 if function == "swiglu" else width
-        out = _of(x).new_empty(*leading, channels, dtype=x.dtype)
-    _activate(x, None, function, out, None, 2048)
+        out_channels = in_channels // 2 if function == "swiglu" else in_channels
+        out = _storage_of(x).new_empty(*leading, out_channels, dtype=x.dtype)
+    _launch_activate(x, None, function, out, None, 2048)
     return out
 
 
-def quantize_rows(
-    x: Tensor | Parts,
+def activate_and_quantize_rows(
+    x: Tensor | SplitKPartials,
     bias: Tensor | None = None,
     function: str = "none",
-    group: int | None = None,
+    group_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`fp8_matmul.quantize_rows`, of what ``gelu`` makes of ``x`` and a bias, or
-    ``swiglu``."""
-    *leading, width = x.shape
-    channels, rows = width // 2 if function == "swiglu" else width, math.prod(leading)
-    group = group or channels
-    numbers = _of(x).new_empty(rows, channels, dtype=E4M3)
-    scales = numbers.new_empty(rows, triton.cdiv(channels, group), dtype=torch.float32)
-    _activate(x, bias, function, numbers, scales, group)
-    return numbers, scales
+    """Apply an activation function and quantize each row, or each group of its channels.
+
+    Args:
+        x: ``(..., C)``, or ``(..., 2 * C)`` for "swiglu".
+        bias: ``(C,)``, added before GELU.
+        function: "none", "gelu" or "swiglu".
+        group_size: Channels that share a scale; None for one scale a row.
+
+    Returns:
+        ``(rows, C)`` in e4m3, and ``(rows, groups)`` scales in fp32.
+    """
+    *leading, in_channels = x.shape
+    out_channels = in_channels // 2 if function == "swiglu" else in_channels
+    rows = math.prod(leading)
+    group_size = group_size or out_channels
+    out = _storage_of(x).new_empty(rows, out_channels, dtype=E4M3)
+    scales = out.new_empty(rows, triton.cdiv(out_channels, group_size), dtype=torch.float32)
+    _launch_activate(x, bias, function, out, scales, group_size)
+    return out, scales
 
 
-def _activate(
-    x: Any, bias: Tensor | None, function: str, out: Tensor, scales: Tensor | None, group: int
+def _launch_activate(
+    x: Any, bias: Tensor | None, function: str, out: Tensor, scales: Tensor | None, group_size: int
 ) -> None:
-    """Into ``out``, quantized if there are scales, of so many channels each."""
-    x = x if isinstance(x, Parts) else x.contiguous()
-    width, channels = x.shape[-1], out.shape[-1]
-    if not (rows := out.numel() // channels):
+    """Write to ``out``, quantized if ``scales`` is given, in blocks of ``group_size`` channels."""
+    x = x if isinstance(x, SplitKPartials) else x.contiguous()
+    in_channels, out_channels = x.shape[-1], out.shape[-1]
+    if not (rows := out.numel() // out_channels):
         return
-    given, flags = operands(x)
-    is_early, block = overlaps(out.device), triton.next_power_of_2(group)
-    # 8 are the fastest of 4, 8 and 16 for quantizing GELU of 15,360 channels on an H200.
-    a_warp = 1024 if scales is not None and rows > MOST_ROWS else 256
-    warps = min(max(block // a_warp, 1), 8)
+    tensors, flags = kernel_args(x)
+    use_pdl, block = supports_pdl(out.device), triton.next_power_of_2(group_size)
+    # 8 warps are the fastest of 4, 8 and 16 for quantizing GELU of 15,360 channels on an H200.
+    channels_per_warp = 1024 if scales is not None and rows > MAX_M else 256
+    warps = min(max(block // channels_per_warp, 1), 8)
     with torch.cuda.device_of(out):
-        triton_activate[rows, triton.cdiv(channels, group)](
-            *given, out if bias is None else bias.contiguous(), out,
-            out if scales is None else scales, width, channels, *flags, bias is not None, LARGEST,
-            SMALLEST, group, block, function, scales is not None, is_early, launch_pdl=is_early,
-            num_warps=warps,
+        triton_activate[rows, triton.cdiv(out_channels, group_size)](
+            *tensors, out if bias is None else bias.contiguous(), out,
+            out if scales is None else scales, in_channels, out_channels, *flags, bias is not None,
+            E4M3_MAX, AMAX_FLOOR, group_size, block, function, scales is not None, use_pdl,
+            launch_pdl=use_pdl, num_warps=warps,
         )  # fmt: skip
 
 
-def _of(x: Tensor | Parts) -> Tensor:
-    return x.parts if isinstance(x, Parts) else x
+def _storage_of(x: Tensor | SplitKPartials) -> Tensor:
+    return x.partials if isinstance(x, SplitKPartials) else x

@@ -1,10 +1,11 @@
-"""Layers of a model that is only read, on a GPU, whose element-wise steps are one kernel each.
+"""Layers for inference on a GPU whose element-wise steps are one Triton kernel each.
 
-In training layers are compiled, which would take longer than most runs of answers do.
+In training the layers are compiled instead, but compiling takes longer than most inference runs.
 
-Each class computes by itself what submodules compute: those that :mod:`..implementations` names
-beside it. ``fuses(name)`` says in each call whether that may be done for a submodule, and
-``overwrites(name)`` whether its output may be written to; both are that file's.
+Each class computes what its submodules would compute; :mod:`..implementations` lists them beside
+the class. That module also adds the two methods that guard each call: ``can_fuse(name)`` tells
+whether a submodule may be bypassed, and ``can_overwrite(name)`` whether its output may be modified
+in place.
 """
 
 import math
@@ -24,23 +25,25 @@ from ...remote.visual import VisionMLP as TowerMLP
 from ...remote.visual import PatchEmbedding, TransformerLayer
 from . import skinny_gemm
 from .fp8_linear import Fp8StoredLinear
-from .fp8_matmul import Quantized
-from .skinny_gemm import Parts, num_sms
+from .fp8_matmul import Fp8Tensor
+from .skinny_gemm import SplitKPartials, num_sms
 
-DTYPES = (torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 SUPPORTED_HEAD_DIMS = (16, 32, 64, 128)
-# Of the keys in a layer of StaticCache. Without them, drawn ids attend as others do.
-HAS_COUNTERS = Version(transformers.__version__) >= Version("5.4")
-MOST_HEADS = 16
-"""That share keys: the smallest block of a tensor core's left factor."""
+# StaticCache counts its keys on the device since transformers 5.4 (cumulative_length). Before,
+# decode steps use torch's attention.
+HAS_CUMULATIVE_LENGTH = Version(transformers.__version__) >= Version("5.4")
+MAX_HEADS_PER_GROUP = 16
+"""Query heads that share keys: the smallest number of rows of a tensor core's left operand."""
 
 
 class InferencePatchEmbedding(PatchEmbedding):
-    """Multiplies by the patches: cuDNN's convolution of three channels takes ten times as long."""
+    """Patch embedding by a matrix product: cuDNN's convolution of three channels takes ten times as
+    long."""
 
     def project(self, pixels_N3SS: Tensor) -> Tensor:
         proj = self.proj
-        if not _takes(pixels_N3SS):
+        if not _can_use_kernels(pixels_N3SS):
             return super().project(pixels_N3SS)
         side = proj.kernel_size[0]
         patches = pixels_N3SS.unfold(2, side, side).unfold(3, side, side)
@@ -49,204 +52,235 @@ class InferencePatchEmbedding(PatchEmbedding):
 
 
 class InferenceTowerLayer(TransformerLayer):
-    """Normalizes, adds and quantizes in one step."""
+    """Tower layer that normalizes, adds and quantizes in one kernel."""
 
-    fuses: Callable[[str], bool]
+    can_fuse: Callable[[str], bool]
 
     def layer_forward(self, x_NTV: Tensor, *attention_collector: list[Tensor]) -> Tensor:
-        if not (_takes(x_NTV) and x_NTV.dtype == self.input_layernorm.weight.dtype):
+        if not (_can_use_kernels(x_NTV) and x_NTV.dtype == self.input_layernorm.weight.dtype):
             return super().layer_forward(x_NTV, *attention_collector)
-        from .inference_triton import layer_norm_add  # takes Triton
+        from .inference_triton import layer_norm_add  # needs Triton
 
-        quantizes = x_NTV.dtype == torch.bfloat16 and self.fuses("mlp.fc1")
+        quantizes = x_NTV.dtype == torch.bfloat16 and self.can_fuse("mlp.fc1")
         attended = self.attention(x_NTV, *attention_collector)
-        x_NTV, given = layer_norm_add(x_NTV, self.input_layernorm, attended, quantizes)
-        return layer_norm_add(x_NTV, self.post_attention_layernorm, self.mlp(given), False)[0]
+        x_NTV, mlp_input = layer_norm_add(x_NTV, self.input_layernorm, attended, quantizes)
+        mlp_output = self.mlp(mlp_input)
+        return layer_norm_add(x_NTV, self.post_attention_layernorm, mlp_output, False)[0]
 
 
 class InferenceTowerMLP(TowerMLP):
-    """GELU in the memory of its input."""
+    """Tower MLP that computes GELU in place."""
 
     def forward(self, x_NTV: Tensor) -> Tensor:
         wide = self.fc1(x_NTV)
-        if not _takes(wide):
+        if not _can_use_kernels(wide):
             return self.fc2(self.activation_fn(wide))
-        from .fp8_triton import activate  # takes Triton
+        from .fp8_triton import activate  # needs Triton
 
         return self.fc2(activate(wide, "gelu"))
 
 
 class InferenceMLP(MLP):
-    """SwiGLU in one step, which quantizes if the second product is in fp8."""
+    """MLP with SwiGLU in one kernel, which also quantizes if the second product is in fp8."""
 
-    fuses: Callable[[str], bool]
+    can_fuse: Callable[[str], bool]
 
     def forward(self, x: Any) -> Any:
-        if not (isinstance(x, Quantized) or _takes(x)):
+        if not (isinstance(x, Fp8Tensor) or _can_use_kernels(x)):
             return super().forward(x)
-        from .fp8_triton import activate, quantize_rows  # takes Triton
+        from .fp8_triton import activate, activate_and_quantize_rows  # needs Triton
 
-        last: Any = self.dense_4h_to_h
-        wide = _product(self, "dense_h_to_4h", x)
-        if self.fuses("dense_4h_to_h") and _is_quantized(last, wide):
-            *leading, width = wide.shape
-            rows = wide if isinstance(wide, Parts) else wide.reshape(-1, width)
-            is_few = skinny_gemm.is_supported(math.prod(leading), last.weight)
-            group = skinny_gemm.channels_per_split(last.weight) if is_few else None
-            quantized = quantize_rows(rows, None, "swiglu", group)
-            given: Any = Quantized(*quantized).reshape(*leading, width // 2)
+        down: Any = self.dense_4h_to_h
+        wide = _fused_linear(self, "dense_h_to_4h", x)
+        if self.can_fuse("dense_4h_to_h") and _takes_fp8(down, wide):
+            *leading, channels = wide.shape
+            rows = wide if isinstance(wide, SplitKPartials) else wide.reshape(-1, channels)
+            is_skinny = skinny_gemm.is_supported(math.prod(leading), down.weight)
+            group_size = skinny_gemm.channels_per_split(down.weight) if is_skinny else None
+            quantized = activate_and_quantize_rows(rows, None, "swiglu", group_size)
+            activated: Any = Fp8Tensor(*quantized).reshape(*leading, channels // 2)
         else:
-            given = activate(wide, "swiglu")
-        return _last_product(self, "dense_4h_to_h", given)
+            activated = activate(wide, "swiglu")
+        return _output_linear(self, "dense_4h_to_h", activated)
 
 
 class InferenceBlock(GLMBlock):
-    """Adds, normalizes and quantizes in one step, for the block behind it, too."""
+    """Block that adds, normalizes and quantizes in one kernel, also the input of the next block."""
 
-    fuses: Callable[[str], bool]
-    behind: "InferenceBlock | None" = None  # which torch does not see
-    # What will be its input, and that normalized; kept until its next pass, if a pass ends early.
-    handed: tuple[Any, Any] | None = None
+    can_fuse: Callable[[str], bool]
+    next_block: "InferenceBlock | None" = None  # not registered as a submodule
+    # This block's next input and its normalized copy, as the previous block computed them. If a
+    # forward pass ends early, they stay until the next one.
+    pending_norm: tuple[Any, Any] | None = None
 
     def layer_forward(self, x_BRD: Tensor, *attention_inputs) -> Tensor:
-        handed, self.handed = self.handed, None
-        if not _takes(x_BRD):
+        pending, self.pending_norm = self.pending_norm, None
+        if not _can_use_kernels(x_BRD):
             return super().layer_forward(x_BRD, *attention_inputs)
-        if handed is None or handed[0] is not x_BRD:
-            handed = self._normalize("input_layernorm", x_BRD, None, self._quantizes(x_BRD))
-        attended = self.self_attention(handed[1], *attention_inputs)
-        del handed
+        if pending is None or pending[0] is not x_BRD:
+            quantizes = self._quantizes_attention_input(x_BRD)
+            pending = self._add_and_normalize("input_layernorm", x_BRD, None, quantizes)
+        attended = self.self_attention(pending[1], *attention_inputs)
+        del pending
         mlp: Any = self.mlp
-        quantizes = self.fuses("mlp.dense_h_to_4h") and _is_quantized(mlp.dense_h_to_4h, x_BRD)
-        x_BRD, given = self._normalize("post_attention_layernorm", x_BRD, attended, quantizes)
-        out = mlp(given)
-        block = self.behind
-        if block is None or not (self.fuses("") and self.fuses("behind")):
+        quantizes = self.can_fuse("mlp.dense_h_to_4h") and _takes_fp8(mlp.dense_h_to_4h, x_BRD)
+        x_BRD, mlp_input = self._add_and_normalize(
+            "post_attention_layernorm", x_BRD, attended, quantizes
+        )
+        out = mlp(mlp_input)
+        block = self.next_block
+        if block is None or not (self.can_fuse("") and self.can_fuse("next_block")):
             return _add(x_BRD, out)
-        block.handed = block._normalize("input_layernorm", x_BRD, out, block._quantizes(x_BRD))
-        return block.handed[0]
+        quantizes = block._quantizes_attention_input(x_BRD)
+        block.pending_norm = block._add_and_normalize("input_layernorm", x_BRD, out, quantizes)
+        return block.pending_norm[0]
 
-    def _quantizes(self, x_BRD: Tensor) -> bool:
+    def _quantizes_attention_input(self, x_BRD: Tensor) -> bool:
         attention: Any = self.self_attention
-        has_fused_quantization = self.fuses("self_attention.query_key_value")
-        return has_fused_quantization and _is_quantized(attention.query_key_value, x_BRD)
+        is_fused = self.can_fuse("self_attention.query_key_value")
+        return is_fused and _takes_fp8(attention.query_key_value, x_BRD)
 
-    def _normalize(self, name: str, x: Tensor, y: Any, quantizes: bool) -> tuple[Tensor, Any]:
-        """By the kernel, if the norm is ours; what another one makes is not quantized here."""
-        from .inference_triton import add_rms_norm  # takes Triton
+    def _add_and_normalize(
+        self, name: str, x: Tensor, y: Any, quantizes: bool
+    ) -> tuple[Tensor, Any]:
+        """Return ``x + y`` and its norm by the module ``name``; in one kernel if it may be fused.
+
+        Otherwise the module is called, and its output is not quantized.
+        """
+        from .inference_triton import add_rms_norm  # needs Triton
 
         norm = getattr(self, name)
-        if self.fuses(name):
+        if self.can_fuse(name):
             return add_rms_norm(x, norm, y, quantizes)
-        added = x if y is None else _add(x, y)
-        return added, norm(added)
+        total = x if y is None else _add(x, y)
+        return total, norm(total)
 
 
 class InferenceSelfAttention(SelfAttention):
-    """Rotates queries and keys where they are. Of one id of each row, writes its key and value to a
-    cache of fixed size as it rotates, and attends to the cache's parts side by side."""
+    """Attention with RoPE in place and, in decode steps with a static cache, flash-decoding.
 
-    fuses: Callable[[str], bool]
-    overwrites: Callable[[str], bool]
+    A decode step has one new token per sequence. One kernel rotates it and writes its key and value
+    to the cache; the keys are then split over thread blocks.
+    """
+
+    can_fuse: Callable[[str], bool]
+    can_overwrite: Callable[[str], bool]
 
     def forward(
         self, x_BRD: Any, cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
     ) -> Any:
-        given = cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
-        kept = self._kept(x_BRD, attention_mask, past_key_values, cache_update)
-        if kept is None:
-            return super().forward(x_BRD, *given)
-        from .inference_triton import flash_decode, rope_and_update_cache  # takes Triton
+        cache_layer = self._decode_cache_layer(x_BRD, attention_mask, past_key_values, cache_update)
+        if cache_layer is None:
+            inputs = cos, sin, attention_mask, past_key_values, cache_update, attention_kwargs
+            return super().forward(x_BRD, *inputs)
+        from .inference_triton import flash_decode, rope_and_update_cache  # needs Triton
 
-        heads = _product(self, "query_key_value", x_BRD)
-        query_BHC = rope_and_update_cache(heads, self.split_sizes, cos, sin, kept)
+        heads = _fused_linear(self, "query_key_value", x_BRD)
+        query_BHC = rope_and_update_cache(heads, self.split_sizes, cos, sin, cache_layer)
         quantizes = (
-            self.fuses("dense")
-            and _is_quantized(self.dense, heads)
+            self.can_fuse("dense")
+            and _takes_fp8(self.dense, heads)
             and skinny_gemm.is_supported(len(query_BHC), self.dense.weight)
-            and self.head_dim == skinny_gemm.WIDTH
+            and self.head_dim == skinny_gemm.BLOCK_K
         )
-        attended = flash_decode(query_BHC, kept, attention_mask, quantizes)
-        return _last_product(self, "dense", attended)
+        attended = flash_decode(query_BHC, cache_layer, attention_mask, quantizes)
+        return _output_linear(self, "dense", attended)
 
-    def _kept(self, x: Any, mask: Any, cache: Any, cache_update: Any) -> Any:
-        """The cache's layer, if it is of fixed size and filled, there is one id of each row, and
-        the kernels take its keys and this mask; else None."""
-        is_filled = HAS_COUNTERS and is_static(cache) and not cache_update[0]
-        if not is_filled or x.shape[1] != 1:
+    def _decode_cache_layer(self, x: Any, mask: Any, cache: Any, cache_update: Any) -> Any:
+        """Return this layer's cache if the kernels can do this step, else None.
+
+        They can if the cache is static and not empty, each sequence has one new token, and they
+        support the keys and the mask.
+        """
+        was_filled = HAS_CUMULATIVE_LENGTH and is_static(cache) and not cache_update[0]
+        if not was_filled or x.shape[1] != 1:
             return None
-        kept: Any = cache.layers[self.layer_idx]
-        is_kept = type(kept) is StaticLayer and kept.is_initialized and not cache.offloading
-        if not is_kept or not _takes(kept.keys):
+        cache_layer: Any = cache.layers[self.layer_idx]
+        is_on_device = (
+            type(cache_layer) is StaticLayer and cache_layer.is_initialized and not cache.offloading
+        )
+        if not is_on_device or not _can_use_kernels(cache_layer.keys):
             return None
-        rows, _, room, _ = kept.keys.shape
-        fits = (
+        keys = cache_layer.keys
+        batch, _, max_cache_len, _ = keys.shape
+        is_supported = (
             self.config._attn_implementation == "sdpa"
-            and self.num_key_value_groups <= MOST_HEADS
+            and self.num_key_value_groups <= MAX_HEADS_PER_GROUP
             and self.head_dim in SUPPORTED_HEAD_DIMS
             and isinstance(mask, Tensor)
             and mask.dtype == torch.bool
-            and mask.shape in ((1, 1, 1, room), (rows, 1, 1, room))
-            and kept.keys.dtype == kept.values.dtype == x.dtype
-            and kept.keys.is_contiguous()
-            and num_sms(kept.keys.device) > 0
+            and mask.shape in ((1, 1, 1, max_cache_len), (batch, 1, 1, max_cache_len))
+            and keys.dtype == cache_layer.values.dtype == x.dtype
+            and keys.is_contiguous()
+            and num_sms(keys.device) > 0
         )
-        return kept if fits else None
+        return cache_layer if is_supported else None
 
     def rotate(self, heads_BRHC: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        fits = self.head_dim in SUPPORTED_HEAD_DIMS and heads_BRHC.is_contiguous()
-        if not (_takes(heads_BRHC) and fits and self.overwrites("query_key_value")):
+        is_supported = self.head_dim in SUPPORTED_HEAD_DIMS and heads_BRHC.is_contiguous()
+        can_use_kernels = _can_use_kernels(heads_BRHC) and is_supported
+        if not (can_use_kernels and self.can_overwrite("query_key_value")):
             return super().rotate(heads_BRHC, cos, sin)
-        from .inference_triton import rotate  # takes Triton
+        from .inference_triton import rope_in_place  # needs Triton
 
-        queries, groups, _ = self.split_sizes
-        rotate(heads_BRHC, queries + groups, cos, sin)
+        query_heads, groups, _ = self.split_sizes
+        rope_in_place(heads_BRHC, query_heads + groups, cos, sin)
         return heads_BRHC.split(self.split_sizes, dim=2)
 
 
-def _add(x: Tensor, y: Tensor | Parts) -> Tensor:
-    from .skinny_gemm_triton import reduce_partials  # takes Triton
+def _add(x: Tensor, y: Tensor | SplitKPartials) -> Tensor:
+    from .skinny_gemm_triton import reduce_partials  # needs Triton
 
-    return reduce_partials(y, x) if isinstance(y, Parts) else x + y
-
-
-def _is_quantized(linear: nn.Module, x: Any) -> bool:
-    """Whether a linear layer that is fused takes :class:`fp8_matmul.Quantized` in the place of
-    ``x``: with a scale for each row, or, of a few rows, for groups of channels."""
-    return isinstance(linear, Fp8StoredLinear) and x.dtype == torch.bfloat16
+    return reduce_partials(y, x) if isinstance(y, SplitKPartials) else x + y
 
 
-def in_parts(layer: nn.Module, x: Any) -> Any:
-    """``layer(x)``, of a linear layer that is fused; of a few rows left in parts to the kernel that
-    takes them next."""
-    linear: Any = layer
-    *leading, width = x.shape
-    is_taken = isinstance(x, Quantized) or _takes(x)
-    if not (is_taken and skinny_gemm.is_supported(math.prod(leading), linear.weight)):
+def _takes_fp8(layer: nn.Module, x: Any) -> bool:
+    """Return whether a linear layer that may be fused takes an :class:`Fp8Tensor` in place of
+    ``x``, with a scale per row or, for a skinny GEMM, per group of channels."""
+    return isinstance(layer, Fp8StoredLinear) and x.dtype == torch.bfloat16
+
+
+def linear_or_partials(layer: nn.Module, x: Any) -> Any:
+    """Return ``layer(x)`` of a linear layer that may be fused.
+
+    For few rows the result is :class:`SplitKPartials`, which the next kernel reduces.
+    """
+    module: Any = layer
+    *leading, channels = x.shape
+    has_kernel = isinstance(x, Fp8Tensor) or _can_use_kernels(x)
+    if not (has_kernel and skinny_gemm.is_supported(math.prod(leading), module.weight)):
         return layer(x)
     if isinstance(layer, Fp8StoredLinear):
-        return linear.in_parts(x) if x.dtype == torch.bfloat16 else layer(x)
-    if x.dtype != linear.weight.dtype:
+        return module.matmul_partials(x) if x.dtype == torch.bfloat16 else layer(x)
+    if x.dtype != module.weight.dtype:
         return layer(x)
-    from .skinny_gemm_triton import split_k_matmul  # takes Triton
+    from .skinny_gemm_triton import split_k_matmul  # needs Triton
 
-    parts = split_k_matmul(x.reshape(-1, width), linear.weight)
-    return Parts(parts, torch.Size((*leading, len(linear.weight))), x.dtype, None, linear.bias)
+    partials = split_k_matmul(x.reshape(-1, channels), module.weight)
+    shape = torch.Size((*leading, len(module.weight)))
+    return SplitKPartials(partials, shape, x.dtype, None, module.bias)
 
 
-def _product(module: Any, name: str, x: Any) -> Any:
+def _fused_linear(module: Any, name: str, x: Any) -> Any:
+    """Return the output of a linear submodule, as partial sums if it may be fused."""
     layer = getattr(module, name)
-    return in_parts(layer, x) if module.fuses(name) else layer(x)
+    return linear_or_partials(layer, x) if module.can_fuse(name) else layer(x)
 
 
-def _last_product(module: Any, name: str, x: Any) -> Any:
-    """In parts to the block; a hook on the module is shown a tensor."""
-    return _product(module, name, x) if module.fuses("") else getattr(module, name)(x)
+def _output_linear(module: Any, name: str, x: Any) -> Any:
+    """Return a module's output by its last linear submodule.
+
+    It may be partial sums, which the block reduces, unless a hook on the module expects a tensor.
+    """
+    return _fused_linear(module, name, x) if module.can_fuse("") else getattr(module, name)(x)
 
 
-def _takes(x: Any) -> bool:
-    """Compilers make such kernels themselves, and see what they are made of."""
+def _can_use_kernels(x: Any) -> bool:
+    """Return whether the Triton kernels may compute with ``x``: without gradients, on a GPU.
+
+    In compiled code they are not used: the compiler fuses the published code by itself.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return False
-    # Under autocast a norm's output is fp32.
-    return x.is_cuda and x.dtype in DTYPES and not torch.is_autocast_enabled("cuda")
+    # Under autocast the output of a norm is fp32.
+    return x.is_cuda and x.dtype in KERNEL_DTYPES and not torch.is_autocast_enabled("cuda")

@@ -1,4 +1,7 @@
-"""The kernels of :mod:`inference_layers`. Importing it takes Triton, which torch for GPUs has."""
+"""The kernels of :mod:`inference_layers`.
+
+Importing this module needs Triton, which torch's GPU builds include.
+"""
 
 from typing import Any
 
@@ -8,55 +11,59 @@ import triton.language as tl  # type: ignore
 from torch import Tensor, nn
 
 from ...remote.modeling_chatglm import RMSNorm
-from .e4m3 import E4M3, LARGEST, SMALLEST
-from .fp8_matmul import Quantized
-from .fp8_triton import quantize
-from .skinny_gemm import BLOCKS_A_PROCESSOR, Parts, num_sms, overlaps
-from .skinny_gemm_triton import KINDS, load_row, operands, take_turn
+from .e4m3 import AMAX_FLOOR, E4M3, E4M3_MAX
+from .fp8_matmul import Fp8Tensor
+from .fp8_triton import store_quantized
+from .pdl import pdl_wait_and_launch, supports_pdl
+from .skinny_gemm import BLOCKS_PER_SM, SplitKPartials, num_sms
+from .skinny_gemm_triton import TL_DTYPES, kernel_args, load_row
 
-# A compiler that fuses steps would leave out roundings between them.
-EXACT = {"enable_fp_fusion": False}
+# Without fused multiply-add: it would skip a rounding that torch does between the two steps.
+NO_FP_FUSION = {"enable_fp_fusion": False}
 
-# Keys of a block, the heads that share them, and the most parts that are joined at once.
-BLOCK, BLOCK_HEADS, MOST_PARTS = 64, 16, 64
+# Sizes of flash_decode: keys in a block, query heads in a block (which share keys), and the most
+# splits of the keys.
+BLOCK_KEYS, BLOCK_HEADS, MAX_KEY_SPLITS = 64, 16, 64
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def triton_add_norm(  # profiles know kernels by their names
+def triton_layer_norm_add(  # the prefix makes our kernels easy to find in profiles
     x,
     y,
     weight,
     bias,
     out,
-    numbers,
-    scales,
-    width,
+    quantized,
+    out_scales,
+    hidden_size,
     eps,
-    block: tl.constexpr,
+    BLOCK: tl.constexpr,
     quantizes: tl.constexpr,
-    largest_number: tl.constexpr,
-    smallest: tl.constexpr,
+    fp8_max: tl.constexpr,
+    amax_floor: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # times the width it may pass 2**31
-    at = tl.arange(0, block)
-    inside = at < width
-    value = tl.load(y + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(value, axis=0) / width
-    centered = tl.where(inside, value - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(centered * centered, axis=0) / width + eps)
-    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    # Rounded before it is added, as the norm's own output is.
-    kind: tl.constexpr = out.dtype.element_ty
-    normed = (centered * scale * factor + shift).to(kind).to(tl.float32)
-    added = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32) + normed
-    added = added.to(kind)
-    tl.store(out + row * width + at, added, mask=inside)
+    """Write ``x + layer_norm(y)`` of one row to ``out``, and the same in fp8 to ``quantized``."""
+    row = tl.program_id(0).to(tl.int64)  # times hidden_size it may pass 2**31
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden_size
+    values = tl.load(y + row * hidden_size + columns, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(values, axis=0) / hidden_size
+    centered = tl.where(mask, values - mean, 0.0)
+    inverse_std = tl.rsqrt(tl.sum(centered * centered, axis=0) / hidden_size + eps)
+    norm_weight = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    norm_bias = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    # Rounded before it is added, as the output of the norm is.
+    dtype: tl.constexpr = out.dtype.element_ty
+    normalized = (centered * inverse_std * norm_weight + norm_bias).to(dtype).to(tl.float32)
+    residual = tl.load(x + row * hidden_size + columns, mask=mask, other=0.0).to(tl.float32)
+    total = (residual + normalized).to(dtype)
+    tl.store(out + row * hidden_size + columns, total, mask=mask)
     if quantizes:
-        value = added.to(tl.float32)
-        numbers += row * width + at
-        quantize(value, numbers, scales + row, inside, largest_number, smallest)
+        quantized += row * hidden_size + columns
+        store_quantized(
+            total.to(tl.float32), quantized, out_scales + row, mask, fp8_max, amax_floor
+        )
 
 
 @triton.jit
@@ -65,338 +72,388 @@ def triton_add_rms_norm(
     y,
     y_scale,
     y_bias,
-    number: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     weight,
-    added,
+    total,
     out,
-    scales,
-    width,
+    out_scales,
+    hidden_size,
     eps,
-    kind: tl.constexpr,
-    is_parts: tl.constexpr,
+    dtype: tl.constexpr,
+    is_partials: tl.constexpr,
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
-    block: tl.constexpr,
+    BLOCK: tl.constexpr,
     adds: tl.constexpr,
     quantizes: tl.constexpr,
-    largest_number: tl.constexpr,
-    smallest: tl.constexpr,
-    is_early: tl.constexpr,
+    fp8_max: tl.constexpr,
+    amax_floor: tl.constexpr,
+    use_pdl: tl.constexpr,
 ):
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    at = tl.arange(0, block)
-    inside = at < width
-    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    take_turn(is_early)
-    value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    """Write ``x + y`` of one row to ``total`` if ``adds``, and its norm to ``out``."""
+    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden_size
+    norm_weight = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    pdl_wait_and_launch(use_pdl)
+    values = tl.load(x + row * hidden_size + columns, mask=mask, other=0.0).to(tl.float32)
     if adds:
-        value += load_row(
-            y, y_scale, y_bias, number, rows, width, row, at, inside, kind, is_parts, is_scaled,
-            has_bias,
+        values += load_row(
+            y, y_scale, y_bias, NUM_PARTIALS, num_rows, hidden_size, row, columns, mask, dtype,
+            is_partials, is_scaled, has_bias,
         )  # fmt: skip
-        value = value.to(kind).to(tl.float32)
-        tl.store(added + row * width + at, value.to(kind), mask=inside)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
-    value = (value * scale * factor).to(kind)
+        values = values.to(dtype).to(tl.float32)
+        tl.store(total + row * hidden_size + columns, values.to(dtype), mask=mask)
+    inverse_rms = tl.rsqrt(tl.sum(values * values, axis=0) / hidden_size + eps)
+    values = (values * inverse_rms * norm_weight).to(dtype)
+    out += row * hidden_size + columns
     if quantizes:
-        value = value.to(tl.float32)
-        quantize(value, out + row * width + at, scales + row, inside, largest_number, smallest)
+        store_quantized(values.to(tl.float32), out, out_scales + row, mask, fp8_max, amax_floor)
     else:
-        tl.store(out + row * width + at, value, mask=inside)
+        tl.store(out, values, mask=mask)
 
 
 @triton.jit
-def triton_rotate_and_keep(
+def triton_rope_and_update_cache(
     heads,
     scale,
     bias,
-    number: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     cos,
     sin,
     query,
     keys,
     values,
-    length,
-    width,
+    cache_length,
+    num_channels,
     query_heads,
     groups,
-    room,
-    kind: tl.constexpr,
-    is_parts: tl.constexpr,
+    max_cache_len,
+    dtype: tl.constexpr,
+    is_partials: tl.constexpr,
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
-    angle_kind: tl.constexpr,
-    channels: tl.constexpr,
-    is_early: tl.constexpr,
+    angle_dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    use_pdl: tl.constexpr,
 ):
-    """One head of one row. Angles of the channels that are not rotated change nothing."""
-    take_turn(is_early)
-    row, rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
-    at = tl.arange(0, channels)
-    place = head * channels + at
-    inside = place < width
+    """Write one head of one sequence: a query, or a key or value of the cache.
+
+    The cosine is 1 and the sine 0 for the channels of a head that RoPE leaves alone.
+    """
+    pdl_wait_and_launch(use_pdl)
+    row, num_rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
+    channels = tl.arange(0, HEAD_DIM)
+    columns = head * HEAD_DIM + channels
+    mask = columns < num_channels
     value = load_row(
-        heads, scale, bias, number, rows, width, row, place, inside, kind, is_parts, is_scaled,
-        has_bias,
+        heads, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns, mask, dtype,
+        is_partials, is_scaled, has_bias,
     )  # fmt: skip
     if head < query_heads + groups:
         neighbor = load_row(
-            heads, scale, bias, number, rows, width, row, place ^ 1, inside, kind, is_parts,
-            is_scaled, has_bias,
+            heads, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns ^ 1, mask, dtype,
+            is_partials, is_scaled, has_bias,
         )  # fmt: skip
-        # Each product is rounded to the type of the angles, as the products of tensors are.
-        left = value * tl.load(cos + row * channels + at).to(tl.float32)
-        right = neighbor * tl.load(sin + row * channels + at).to(tl.float32)
-        value = left.to(angle_kind).to(tl.float32) + right.to(angle_kind).to(tl.float32)
-        value = value.to(angle_kind).to(tl.float32)
+        # Each product is rounded to the dtype of the angles, as torch's are.
+        cos_term = value * tl.load(cos + row * HEAD_DIM + channels).to(tl.float32)
+        sin_term = neighbor * tl.load(sin + row * HEAD_DIM + channels).to(tl.float32)
+        value = cos_term.to(angle_dtype).to(tl.float32) + sin_term.to(angle_dtype).to(tl.float32)
+        value = value.to(angle_dtype).to(tl.float32)
     if head < query_heads:
-        tl.store(query + (row * query_heads + head) * channels + at, value.to(kind))
+        tl.store(query + (row * query_heads + head) * HEAD_DIM + channels, value.to(dtype))
     else:
-        position = tl.load(length)
-        kept_at = (row * groups + (head - query_heads) % groups) * room + position
-        kept = keys if head < query_heads + groups else values
-        tl.store(kept + kept_at * channels + at, value.to(kind), mask=(position < room) & inside)
+        position = tl.load(cache_length)
+        cache_row = (row * groups + (head - query_heads) % groups) * max_cache_len + position
+        cache = keys if head < query_heads + groups else values
+        fits = (position < max_cache_len) & mask
+        tl.store(cache + cache_row * HEAD_DIM + channels, value.to(dtype), mask=fits)
 
 
 @triton.jit
-def triton_rotate(
+def triton_rope_in_place(
     heads,
     cos,
     sin,
-    row_width,
-    angle_width,
-    rotated_heads,
-    channels,
-    pairs: tl.constexpr,
-    block_heads: tl.constexpr,
+    row_stride,
+    angle_stride,
+    num_rotated_heads,
+    head_dim,
+    NUM_PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):
+    """Rotate the first heads of one position of one sequence."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, block_heads)[:, None]
-    at = tl.arange(0, 2 * pairs)
-    place = heads + row * row_width + head * channels + at[None, :]
-    value = tl.load(place, mask=head < rotated_heads, other=0.0)
-    even, odd = tl.split(tl.reshape(value, (block_heads, pairs, 2)))
-    neighbor = tl.reshape(tl.join(odd, even), (block_heads, 2 * pairs))
-    # Each product is rounded to the type of the angles, as the products of tensors are.
-    kind: tl.constexpr = cos.dtype.element_ty
-    cosine = tl.load(cos + row * angle_width + at).to(tl.float32)
-    sine = tl.load(sin + row * angle_width + at).to(tl.float32)
-    left = (value.to(tl.float32) * cosine[None, :]).to(kind).to(tl.float32)
-    right = (neighbor.to(tl.float32) * sine[None, :]).to(kind).to(tl.float32)
-    turned = (left + right).to(kind).to(heads.dtype.element_ty)
-    tl.store(place, turned, mask=head < rotated_heads)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    channels = tl.arange(0, 2 * NUM_PAIRS)
+    pointers = heads + row * row_stride + head * head_dim + channels[None, :]
+    value = tl.load(pointers, mask=head < num_rotated_heads, other=0.0)
+    even, odd = tl.split(tl.reshape(value, (BLOCK_HEADS, NUM_PAIRS, 2)))
+    neighbor = tl.reshape(tl.join(odd, even), (BLOCK_HEADS, 2 * NUM_PAIRS))
+    # Each product is rounded to the dtype of the angles, as torch's are.
+    angle_dtype: tl.constexpr = cos.dtype.element_ty
+    cosine = tl.load(cos + row * angle_stride + channels).to(tl.float32)
+    sine = tl.load(sin + row * angle_stride + channels).to(tl.float32)
+    cos_term = (value.to(tl.float32) * cosine[None, :]).to(angle_dtype).to(tl.float32)
+    sin_term = (neighbor.to(tl.float32) * sine[None, :]).to(angle_dtype).to(tl.float32)
+    rotated = (cos_term + sin_term).to(angle_dtype).to(heads.dtype.element_ty)
+    tl.store(pointers, rotated, mask=head < num_rotated_heads)
 
 
 @triton.jit
-def triton_attend_to_part(
+def triton_attend_to_split(
     query,
-    key,
-    value,
-    length,
+    key_cache,
+    value_cache,
+    cache_length,
     mask,
-    largest,
-    sums,
-    out,
-    mask_of_row,
-    mask_width,
-    room,
+    split_max,
+    split_sum,
+    split_out,
+    mask_row_stride,
+    mask_key_stride,
+    max_cache_len,
     groups,
-    heads,
-    k_blocks_per_split,
+    heads_per_group,
+    blocks_per_split,
     scale,
-    channels: tl.constexpr,
-    block_heads: tl.constexpr,
-    block: tl.constexpr,
-    is_early: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    use_pdl: tl.constexpr,
 ):
-    """One part of the keys, for the ``heads`` that share a group's; ``scale`` is to the base 2."""
-    # Written a step ago: the kernel before writes the key that is not counted yet.
-    keys = tl.minimum(tl.load(length) + 1, room)
-    take_turn(is_early)
+    """Attend to one split of the keys, for the query heads of one key-value group.
+
+    Writes the online softmax's state: maximum, sum and unnormalized output of each head. Scores
+    are to the base 2: ``scale`` includes log2(e).
+    """
+    # Safe before the PDL wait: the length was written in the previous decode step. It does not
+    # count the new key yet, which the previous kernel writes.
+    num_keys = tl.minimum(tl.load(cache_length) + 1, max_cache_len)
+    pdl_wait_and_launch(use_pdl)
     row, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
-    head, at = tl.arange(0, block_heads), tl.arange(0, channels)
-    is_head = head < heads
-    head += group * heads
-    queries_at = query + (row * groups * heads + head[:, None]) * channels + at[None, :]
-    queries = tl.load(queries_at, mask=is_head[:, None], other=0.0)
-    highest = tl.full((block_heads,), float("-inf"), tl.float32)
-    total = tl.zeros((block_heads,), tl.float32)
-    weighed = tl.zeros((block_heads, channels), tl.float32)
-    first = tl.program_id(1) * k_blocks_per_split
-    for number in range(first, tl.minimum(first + k_blocks_per_split, tl.cdiv(keys, block))):
-        position = number * block + tl.arange(0, block)
-        inside = position < keys
-        looks = tl.load(mask + row * mask_of_row + position * mask_width, mask=inside, other=0)
-        kept_at = ((row * groups + group) * room + position[:, None]) * channels + at[None, :]
-        keys_of_block = tl.load(key + kept_at, mask=inside[:, None], other=0.0)
-        values = tl.load(value + kept_at, mask=inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys_of_block.T) * scale
-        scores = tl.where((looks != 0)[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # where it looks at nothing yet
+    head, channels = tl.arange(0, BLOCK_HEADS), tl.arange(0, HEAD_DIM)
+    is_head = head < heads_per_group
+    head += group * heads_per_group
+    query_rows = row * groups * heads_per_group + head
+    query_pointers = query + query_rows[:, None] * HEAD_DIM + channels[None, :]
+    queries = tl.load(query_pointers, mask=is_head[:, None], other=0.0)
+    highest = tl.full((BLOCK_HEADS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_HEADS,), tl.float32)
+    weighted = tl.zeros((BLOCK_HEADS, HEAD_DIM), tl.float32)
+    first = tl.program_id(1) * blocks_per_split
+    for block in range(first, tl.minimum(first + blocks_per_split, tl.cdiv(num_keys, BLOCK_KEYS))):
+        positions = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        is_key = positions < num_keys
+        mask_pointers = mask + row * mask_row_stride + positions * mask_key_stride
+        attends = tl.load(mask_pointers, mask=is_key, other=0)
+        cache_rows = (row * groups + group) * max_cache_len + positions[:, None]
+        offsets = cache_rows * HEAD_DIM + channels[None, :]
+        keys = tl.load(key_cache + offsets, mask=is_key[:, None], other=0.0)
+        values = tl.load(value_cache + offsets, mask=is_key[:, None], other=0.0)
+        scores = tl.dot(queries, keys.T) * scale
+        scores = tl.where((attends != 0)[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # Nothing is unmasked so far: avoid -inf - -inf.
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
-        factor = tl.exp2(highest - base)
-        total = total * factor + tl.sum(weights, axis=1)
-        weighed = weighed * factor[:, None] + tl.dot(weights.to(values.dtype), values)
-        highest = higher
-    place = (row * groups * heads + head) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(largest + place, highest, mask=is_head)
-    tl.store(sums + place, total, mask=is_head)
-    tl.store(out + place[:, None] * channels + at[None, :], weighed, mask=is_head[:, None])
+        correction = tl.exp2(highest - base)
+        total = total * correction + tl.sum(weights, axis=1)
+        weighted = weighted * correction[:, None] + tl.dot(weights.to(values.dtype), values)
+        highest = new_highest
+    split_usable_rows = query_rows * tl.num_programs(1) + tl.program_id(1)
+    tl.store(split_max + split_usable_rows, highest, mask=is_head)
+    tl.store(split_sum + split_usable_rows, total, mask=is_head)
+    out_pointers = split_out + split_usable_rows[:, None] * HEAD_DIM + channels[None, :]
+    tl.store(out_pointers, weighted, mask=is_head[:, None])
 
 
 @triton.jit
-def triton_join_parts(
-    largest,
-    sums,
-    parts,
-    length,
+def triton_combine_splits(
+    split_max,
+    split_sum,
+    split_out,
+    cache_length,
     out,
-    scales,
-    number,
-    kind: tl.constexpr,
-    channels: tl.constexpr,
-    block: tl.constexpr,
+    out_scales,
+    num_splits,
+    dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     quantizes: tl.constexpr,
-    largest_number: tl.constexpr,
-    smallest: tl.constexpr,
-    is_early: tl.constexpr,
+    fp8_max: tl.constexpr,
+    amax_floor: tl.constexpr,
+    use_pdl: tl.constexpr,
 ):
-    take_turn(is_early)
-    head, part, at = tl.program_id(0), tl.arange(0, block), tl.arange(0, channels)
-    if head == 0:  # nothing reads the length any more
-        tl.store(length, tl.load(length) + 1)
-    place, is_part = head * number + part, part < number
-    highest = tl.load(largest + place, mask=is_part, other=float("-inf"))
-    factor = tl.exp2(highest - tl.max(highest, axis=0))
-    total = tl.sum(factor * tl.load(sums + place, mask=is_part, other=0.0), axis=0)
-    parts_at = parts + place[:, None] * channels + at[None, :]
-    weighed = tl.load(parts_at, mask=is_part[:, None], other=0.0)
-    joined = (tl.sum(weighed * factor[:, None], axis=0) / total).to(kind)
-    out += head * channels + at
+    """Combine the splits of one query head, and count the new key in the cache's length."""
+    pdl_wait_and_launch(use_pdl)
+    head, split, channels = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, HEAD_DIM)
+    if head == 0:  # no kernel of this step reads the length any more
+        tl.store(cache_length, tl.load(cache_length) + 1)
+    split_usable_rows, is_split = head * num_splits + split, split < num_splits
+    highest = tl.load(split_max + split_usable_rows, mask=is_split, other=float("-inf"))
+    correction = tl.exp2(highest - tl.max(highest, axis=0))
+    sums = tl.load(split_sum + split_usable_rows, mask=is_split, other=0.0)
+    total = tl.sum(correction * sums, axis=0)
+    pointers = split_out + split_usable_rows[:, None] * HEAD_DIM + channels[None, :]
+    weighted = tl.load(pointers, mask=is_split[:, None], other=0.0)
+    combined = (tl.sum(weighted * correction[:, None], axis=0) / total).to(dtype)
+    out += head * HEAD_DIM + channels
     if quantizes:
-        value = joined.to(tl.float32)
-        quantize(value, out, scales + head, at < channels, largest_number, smallest)
+        store_quantized(
+            combined.to(tl.float32), out, out_scales + head, channels < HEAD_DIM, fp8_max,
+            amax_floor,
+        )  # fmt: skip
     else:
-        tl.store(out, joined)
+        tl.store(out, combined)
 
 
 def rope_and_update_cache(
-    heads: Tensor | Parts, sizes: tuple[int, int, int], cos_BR1C: Tensor, sin_BR1C: Tensor, kept
+    heads: Tensor | SplitKPartials,
+    sizes: tuple[int, int, int],
+    cos_BR1C: Tensor,
+    sin_BR1C: Tensor,
+    cache_layer,
 ) -> Tensor:
-    """Queries ``(B, H, C)`` of one id of each row, rotated. Keys, rotated, and values are written
-    to ``kept``, a ``StaticLayer``, behind those that are there; :func:`flash_decode`
-    counts them.
+    """Rotate the queries and keys of one new token per sequence, and cache its keys and values.
 
     Args:
-        heads: ``(B, 1, (H + G + G) * C)``: of queries, keys and values.
+        heads: ``(B, 1, (H + G + G) * C)``: queries, keys and values.
         sizes: ``H, G, G``.
+        cache_layer: A ``StaticLayer``. The keys and values are written behind those that it has;
+            :func:`flash_decode` counts them.
+
+    Returns:
+        The rotated queries ``(B, H, C)``.
     """
-    queries, groups, _ = sizes
-    rows, _, width = heads.shape
-    channels = width // sum(sizes)
+    query_heads, groups, _ = sizes
+    rows, _, num_channels = heads.shape
+    head_dim = num_channels // sum(sizes)
     cos, sin = (x.expand(rows, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
-    query = kept.keys.new_empty(rows, queries, channels)
-    heads = heads if isinstance(heads, Parts) else heads.contiguous()
-    given, flags = operands(heads)
-    is_early = overlaps(query.device)
+    query = cache_layer.keys.new_empty(rows, query_heads, head_dim)
+    heads = heads if isinstance(heads, SplitKPartials) else heads.contiguous()
+    tensors, flags = kernel_args(heads)
+    use_pdl = supports_pdl(query.device)
     with torch.cuda.device_of(query):
-        triton_rotate_and_keep[rows, sum(sizes)](
-            *given, cos, sin, query, kept.keys, kept.values, kept.cumulative_length, width,
-            queries, groups, kept.keys.shape[2], *flags, KINDS[cos.dtype], channels, is_early,
-            launch_pdl=is_early, num_warps=1, **EXACT,
+        triton_rope_and_update_cache[rows, sum(sizes)](
+            *tensors, cos, sin, query, cache_layer.keys, cache_layer.values,
+            cache_layer.cumulative_length, num_channels, query_heads, groups,
+            cache_layer.keys.shape[2], *flags, TL_DTYPES[cos.dtype], head_dim, use_pdl,
+            launch_pdl=use_pdl, num_warps=1, **NO_FP_FUSION,
         )  # fmt: skip
     return query
 
 
-def flash_decode(query_BHC: Tensor, kept, mask: Tensor, quantizes: bool) -> Tensor | Quantized:
-    """``(B, 1, H * C)`` of attention to what ``kept``, a ``StaticLayer``, holds and
-    :func:`rope_and_update_cache` has added, under a mask ``(B or 1, 1, 1, room)`` that is true where it
-    looks. Quantized, a head's channels have a scale."""
-    (batch, heads, channels), (_, groups, room, _) = query_BHC.shape, kept.keys.shape
-    is_early, blocks = overlaps(query_BHC.device), triton.cdiv(room, BLOCK)
-    # As many parts as fill the GPU once.
-    wanted = BLOCKS_A_PROCESSOR * num_sms(query_BHC.device) // (batch * groups)
-    k_blocks_per_split = triton.cdiv(blocks, min(max(wanted, 1), MOST_PARTS))
-    parts = triton.cdiv(blocks, k_blocks_per_split)
-    found = query_BHC.new_empty(batch * heads, parts, channels + 2, dtype=torch.float32)
-    out = _room_for(query_BHC.view(batch, 1, heads * channels), channels if quantizes else 0)
-    numbers, scales = out if isinstance(out, Quantized) else (out, out)
-    # Three tensors in one: their elements are counted, not their rows.
-    largest, sums, weighed = found.view(-1).split(
-        [batch * heads * parts, batch * heads * parts, batch * heads * parts * channels]
+def flash_decode(
+    query_BHC: Tensor, cache_layer, mask: Tensor, quantizes: bool
+) -> Tensor | Fp8Tensor:
+    """Attend from one new token per sequence to a cache, whose keys are split over thread blocks.
+
+    Args:
+        query_BHC: As returned by :func:`rope_and_update_cache`, which has cached the new key.
+        cache_layer: The same ``StaticLayer``; its length is incremented.
+        mask: ``(B or 1, 1, 1, max_cache_len)``, true where the token attends.
+        quantizes: Return fp8 with one scale per head.
+
+    Returns:
+        ``(B, 1, H * C)``.
+    """
+    (batch, heads, head_dim), (_, groups, max_cache_len, _) = (
+        query_BHC.shape,
+        cache_layer.keys.shape,
     )
+    use_pdl, num_blocks = supports_pdl(query_BHC.device), triton.cdiv(max_cache_len, BLOCK_KEYS)
+    # As many splits as fill the GPU once.
+    wanted = BLOCKS_PER_SM * num_sms(query_BHC.device) // (batch * groups)
+    blocks_per_split = triton.cdiv(num_blocks, min(max(wanted, 1), MAX_KEY_SPLITS))
+    splits = triton.cdiv(num_blocks, blocks_per_split)
+    # One allocation for three tensors, which are split by their numbers of elements.
+    buffer = query_BHC.new_empty(batch * heads, splits, head_dim + 2, dtype=torch.float32)
+    split_max, split_sum, split_out = buffer.view(-1).split(
+        [batch * heads * splits, batch * heads * splits, batch * heads * splits * head_dim]
+    )
+    out = _empty_like(query_BHC.view(batch, 1, heads * head_dim), head_dim if quantizes else 0)
+    out_data, out_scales = out if isinstance(out, Fp8Tensor) else (out, out)
     with torch.cuda.device_of(query_BHC):
-        triton_attend_to_part[batch * groups, parts](
-            query_BHC, kept.keys, kept.values, kept.cumulative_length, mask, largest, sums,
-            weighed, mask.stride(0) if len(mask) > 1 else 0, mask.stride(3), room, groups,
-            heads // groups, k_blocks_per_split, channels**-0.5 * LOG2_E, channels, BLOCK_HEADS, BLOCK,
-            is_early, launch_pdl=is_early, num_warps=4,
+        triton_attend_to_split[batch * groups, splits](
+            query_BHC, cache_layer.keys, cache_layer.values, cache_layer.cumulative_length, mask,
+            split_max, split_sum, split_out, mask.stride(0) if len(mask) > 1 else 0, mask.stride(3),
+            max_cache_len, groups, heads // groups, blocks_per_split, head_dim**-0.5 * LOG2_E,
+            head_dim, BLOCK_HEADS, BLOCK_KEYS, use_pdl, launch_pdl=use_pdl, num_warps=4,
         )  # fmt: skip
-        triton_join_parts[batch * heads,](
-            largest, sums, weighed, kept.cumulative_length, numbers, scales, parts,
-            KINDS[query_BHC.dtype], channels, triton.next_power_of_2(parts),
-            quantizes, LARGEST, SMALLEST, is_early, launch_pdl=is_early, num_warps=4,
+        triton_combine_splits[batch * heads,](
+            split_max, split_sum, split_out, cache_layer.cumulative_length, out_data, out_scales,
+            splits, TL_DTYPES[query_BHC.dtype], head_dim, triton.next_power_of_2(splits),
+            quantizes, E4M3_MAX, AMAX_FLOOR, use_pdl, launch_pdl=use_pdl, num_warps=4,
         )  # fmt: skip
     return out
 
 
 def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
-) -> tuple[Tensor, Tensor | Quantized]:
-    """``x + norm(y)``, of ``(..., width)`` in bf16 or fp16 each, and the same again, quantized if
-    so."""
+) -> tuple[Tensor, Tensor | Fp8Tensor]:
+    """Return ``x + norm(y)`` twice, the second time in fp8 if ``quantizes``.
+
+    ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16.
+    """
     x, y = x.contiguous(), y.contiguous()
-    out, width = torch.empty_like(x), x.shape[-1]
-    quantized: Any = _room_for(x, width) if quantizes else None
-    numbers, scales = quantized or (out, out)
-    if rows := x.numel() // width:
+    out, hidden_size = torch.empty_like(x), x.shape[-1]
+    quantized: Any = _empty_like(x, hidden_size) if quantizes else None
+    data, scales = quantized or (out, out)
+    if rows := x.numel() // hidden_size:
         with torch.cuda.device_of(x):
-            triton_add_norm[(rows,)](
-                x, y, norm.weight, norm.bias, out, numbers, scales, width, norm.eps,
-                triton.next_power_of_2(width), quantizes, LARGEST, SMALLEST, num_warps=4, **EXACT,
+            triton_layer_norm_add[(rows,)](
+                x, y, norm.weight, norm.bias, out, data, scales, hidden_size, norm.eps,
+                triton.next_power_of_2(hidden_size), quantizes, E4M3_MAX, AMAX_FLOOR, num_warps=4,
+                **NO_FP_FUSION,
             )  # fmt: skip
     return out, quantized or out
 
 
 def add_rms_norm(
-    x: Tensor, norm: RMSNorm, y: Tensor | Parts | None, quantizes: bool
-) -> tuple[Tensor, Tensor | Quantized]:
-    """``x + y``, of ``(..., width)`` in bf16 or fp16 each, and ``norm`` of it, quantized if so."""
-    x, width, is_early = x.contiguous(), x.shape[-1], overlaps(x.device)
-    added = x if y is None else torch.empty_like(x)
-    normed = _room_for(x, width if quantizes else 0)
-    out, scales = normed if isinstance(normed, Quantized) else (normed, x)
-    block = triton.next_power_of_2(width)
-    if rows := x.numel() // width:
+    x: Tensor, norm: RMSNorm, y: Tensor | SplitKPartials | None, quantizes: bool
+) -> tuple[Tensor, Tensor | Fp8Tensor]:
+    """Return ``x + y`` and ``norm(x + y)``, the latter in fp8 if ``quantizes``.
+
+    ``x`` and ``y`` are ``(..., hidden_size)`` in bf16 or fp16; ``y`` of None is zero.
+    """
+    x, hidden_size, use_pdl = x.contiguous(), x.shape[-1], supports_pdl(x.device)
+    total = x if y is None else torch.empty_like(x)
+    normalized = _empty_like(x, hidden_size if quantizes else 0)
+    out, out_scales = normalized if isinstance(normalized, Fp8Tensor) else (normalized, x)
+    block = triton.next_power_of_2(hidden_size)
+    if rows := x.numel() // hidden_size:
         y = x if y is None else y
-        given, flags = operands(y if isinstance(y, Parts) else y.contiguous())
+        tensors, flags = kernel_args(y if isinstance(y, SplitKPartials) else y.contiguous())
         with torch.cuda.device_of(x):
             triton_add_rms_norm[(rows,)](
-                x, *given, norm.weight, added, out, scales, width, norm.eps, *flags, block,
-                added is not x, quantizes, LARGEST, SMALLEST, is_early, launch_pdl=is_early,
-                num_warps=8, **EXACT,
+                x, *tensors, norm.weight, total, out, out_scales, hidden_size, norm.eps, *flags,
+                block, total is not x, quantizes, E4M3_MAX, AMAX_FLOOR, use_pdl, launch_pdl=use_pdl,
+                num_warps=8, **NO_FP_FUSION,
             )  # fmt: skip
-    return added, normed
+    return total, normalized
 
 
-def _room_for(x: Tensor, group: int) -> Tensor | Quantized:
-    *leading, width = x.shape
-    if not group:
+def _empty_like(x: Tensor, group_size: int) -> Tensor | Fp8Tensor:
+    """Allocate an output like ``x``; in fp8 with a scale per group, unless ``group_size`` is 0."""
+    *leading, channels = x.shape
+    if not group_size:
         return torch.empty_like(x)
-    scales = x.new_empty(*leading, width // group, dtype=torch.float32)
-    return Quantized(torch.empty_like(x, dtype=E4M3), scales)
+    scales = x.new_empty(*leading, channels // group_size, dtype=torch.float32)
+    return Fp8Tensor(torch.empty_like(x, dtype=E4M3), scales)
 
 
-def rotate(heads_BRHC: Tensor, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor) -> None:
-    """Rotate the first heads in place, as ``apply_rotary`` does, of contiguous ``(B, R, H, C)``."""
-    batch, length, heads, channels = heads_BRHC.shape
+def rope_in_place(
+    heads_BRHC: Tensor, num_rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor
+) -> None:
+    """Rotate the first heads of a contiguous ``(B, R, H, C)`` in place, like ``apply_rotary``."""
+    batch, length, heads, head_dim = heads_BRHC.shape
     cos, sin = (x.expand(batch, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
     if rows := batch * length:
-        # Half of the channels is rotated, in pairs.
-        sizes = channels // 4, triton.next_power_of_2(rotated_heads)
+        # RoPE rotates the first half of the channels, in pairs.
+        sizes = head_dim // 4, triton.next_power_of_2(num_rotated_heads)
         with torch.cuda.device_of(heads_BRHC):
-            triton_rotate[(rows,)](
-                heads_BRHC, cos, sin, heads * channels, channels, rotated_heads, channels, *sizes,
-                num_warps=4, **EXACT,
+            triton_rope_in_place[(rows,)](
+                heads_BRHC, cos, sin, heads * head_dim, head_dim, num_rotated_heads, head_dim,
+                *sizes, num_warps=4, **NO_FP_FUSION,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What each Triton kernel computes, in plain torch, under the kernel's own name and arguments.
+"""The Triton kernels in plain torch, under the kernels' own names and arguments.
 
 Shapes and arguments are documented at the kernels. The tests compare each kernel with its function
 here on a GPU, and run the layers of :mod:`inference_layers` with these functions on a CPU.
@@ -13,93 +13,99 @@ from transformers.cache_utils import StaticLayer
 
 from ...remote.modeling_chatglm import RMSNorm, apply_rotary
 from . import fp8_matmul
-from .fp8_matmul import Quantized
-from .skinny_gemm import Parts
+from .fp8_matmul import Fp8Tensor
+from .skinny_gemm import SplitKPartials
 
-# Of inference_triton.py.
+# Kernels of inference_triton.py.
 
 
 def layer_norm_add(
     x: Tensor, norm: nn.LayerNorm, y: Tensor, quantizes: bool
-) -> tuple[Tensor, Tensor | Quantized]:
-    added = x + layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    return added, quantized(added) if quantizes else added
+) -> tuple[Tensor, Tensor | Fp8Tensor]:
+    total = x + layer_norm(y, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return total, to_fp8(total) if quantizes else total
 
 
 def add_rms_norm(
-    x: Tensor, norm: RMSNorm, y: Tensor | Parts | None, quantizes: bool
-) -> tuple[Tensor, Tensor | Quantized]:
-    added = x if y is None else x + reduced(y)
-    normed = rms_norm(added, norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
-    return added, quantized(normed) if quantizes else normed
+    x: Tensor, norm: RMSNorm, y: Tensor | SplitKPartials | None, quantizes: bool
+) -> tuple[Tensor, Tensor | Fp8Tensor]:
+    total = x if y is None else x + to_tensor(y)
+    normalized = rms_norm(total, norm.weight.shape, norm.weight, norm.eps).to(x.dtype)
+    return total, to_fp8(normalized) if quantizes else normalized
 
 
-def rotate(heads_BRHC: Tensor, rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor) -> None:
-    rotated = heads_BRHC[:, :, :rotated_heads]
-    heads_BRHC[:, :, :rotated_heads] = apply_rotary(rotated, cos_BR1C, sin_BR1C)
+def rope_in_place(
+    heads_BRHC: Tensor, num_rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor
+) -> None:
+    rotated = heads_BRHC[:, :, :num_rotated_heads]
+    heads_BRHC[:, :, :num_rotated_heads] = apply_rotary(rotated, cos_BR1C, sin_BR1C)
 
 
 def rope_and_update_cache(
-    heads: Tensor | Parts, sizes: tuple[int, int, int], cos: Tensor, sin: Tensor, kept: Any
+    heads: Tensor | SplitKPartials,
+    sizes: tuple[int, int, int],
+    cos: Tensor,
+    sin: Tensor,
+    cache_layer: Any,
 ) -> Tensor:
-    split = reduced(heads).unflatten(-1, (sum(sizes), -1)).clone()
-    rotate(split, sizes[0] + sizes[1], cos, sin)
-    query, key, value = split.transpose(1, 2).split(sizes, dim=1)
-    StaticLayer.update(kept, key, value)
+    heads_BRHC = to_tensor(heads).unflatten(-1, (sum(sizes), -1)).clone()
+    rope_in_place(heads_BRHC, sizes[0] + sizes[1], cos, sin)
+    query, key, value = heads_BRHC.transpose(1, 2).split(sizes, dim=1)
+    StaticLayer.update(cache_layer, key, value)
     return query.squeeze(2)
 
 
 def flash_decode(
-    query_BHC: Tensor, kept: Any, mask: Tensor, quantizes: bool
-) -> Tensor | Quantized:
+    query_BHC: Tensor, cache_layer: Any, mask: Tensor, quantizes: bool
+) -> Tensor | Fp8Tensor:
     query_BHRC = query_BHC[:, :, None]
     out = scaled_dot_product_attention(
-        query_BHRC, kept.keys, kept.values, attn_mask=mask, enable_gqa=True
+        query_BHRC, cache_layer.keys, cache_layer.values, attn_mask=mask, enable_gqa=True
     )
     out = out.transpose(1, 2).flatten(2)
-    return quantized(out) if quantizes else out
+    return to_fp8(out) if quantizes else out
 
 
-# Of fp8_triton.py.
+# Kernels of fp8_triton.py.
 
 
-def activate(x: Tensor | Parts, function: str) -> Tensor:
+def activate(x: Tensor | SplitKPartials, function: str) -> Tensor:
     if function == "gelu":
         assert isinstance(x, Tensor)
-        return x.copy_(gelu(x))  # in its own memory
-    gate, up = reduced(x).chunk(2, dim=-1)
+        return x.copy_(gelu(x))  # in place
+    gate, up = to_tensor(x).chunk(2, dim=-1)
     return silu(gate) * up
 
 
-def quantize_rows(
-    x: Tensor | Parts, bias: Tensor | None, function: str, group: int | None
+def activate_and_quantize_rows(
+    x: Tensor | SplitKPartials, bias: Tensor | None, function: str, group_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale for a whole row, where the kernel has one for each ``group``."""
+    """Quantize with one scale for a whole row, where the kernel has one for each group."""
     assert (bias, function) == (None, "swiglu"), "as inference_layers.py calls it"
     return fp8_matmul.quantize_rows(activate(x, function).flatten(0, -2))
 
 
-# Of skinny_gemm_triton.py.
+# Kernels of skinny_gemm_triton.py.
 
 
-def reduce_partials(of: Parts, residual: Tensor | float = 0.0) -> Tensor:
-    return reduced(of) + residual
+def reduce_partials(x: SplitKPartials, residual: Tensor | float = 0.0) -> Tensor:
+    return to_tensor(x) + residual
 
 
 def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Return the whole product as one partial sum, where the kernel splits it over blocks."""
+    """Return the whole product as one partial sum, where the kernel splits K."""
     x = x.float() if scales is None else x.float() * scales
     return torch.stack([x @ weight.float().T])
 
 
-# Used by several of them.
+# Helpers.
 
 
-def reduced(x: Tensor | Parts) -> Tensor:
-    """Return a tensor as it is, and partial sums added, scaled and rounded."""
+def to_tensor(x: Tensor | SplitKPartials) -> Tensor:
+    """Return a tensor unchanged; reduce, scale and round split-K partial sums."""
     if isinstance(x, Tensor):
         return x
-    total = x.parts.sum(0)
+    total = x.partials.sum(0)
     if x.scale is not None:
         total = total * x.scale.T
     if x.bias is not None:
@@ -107,5 +113,6 @@ def reduced(x: Tensor | Parts) -> Tensor:
     return total.to(x.dtype).view(x.shape)
 
 
-def quantized(x: Tensor) -> Quantized:
-    return Quantized(*fp8_matmul.quantize_rows(x.flatten(0, -2))).reshape(*x.shape)
+def to_fp8(x: Tensor) -> Fp8Tensor:
+    """Quantize ``(..., channels)`` with one scale per row."""
+    return Fp8Tensor(*fp8_matmul.quantize_rows(x.flatten(0, -2))).reshape(*x.shape)

@@ -1,8 +1,10 @@
-"""Products of a few rows with large weights, whose time is what reading the weights takes.
+"""Skinny GEMM: products of at most 32 rows with a large weight, which are bound by reading it.
 
-The kernel (:mod:`skinny_gemm_triton`) reads them at more of the memory's bandwidth than cuBLAS's
-for so few rows do: docs/benchmarks has the figures. In fp8, groups of a row's channels have scales,
-so that several blocks of a kernel's grid quantize one row.
+For so few rows the split-K kernel of :mod:`skinny_gemm_triton` reaches more of the memory bandwidth
+than cuBLAS (figures: docs/benchmarks). For fp8 inputs, a row may have one scale per group of
+channels, so that several thread blocks can quantize one row.
+
+Shapes: ``x`` is ``(M, K)``, the weight ``(N, K)``, the product ``(M, N)``.
 """
 
 from typing import NamedTuple
@@ -10,64 +12,61 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Sizes of the kernel's blocks: the fastest of 400 settings on an H200, or within 2 % of it, for the
-# products of a layer. Each has up to 96 KiB of weights and rows under way, so two fit a
-# multiprocessor.
-COLUMNS, WIDTH = 64, 128
-BLOCKS_A_PROCESSOR = 2
-MOST_ROWS = 32
+# Block sizes: within 2 % of the fastest of 400 configurations on an H200, for the products of a
+# layer. A thread block has up to 96 KiB of weights and inputs in flight, so two fit on an SM.
+BLOCK_N, BLOCK_K = 64, 128
+BLOCKS_PER_SM = 2
+MAX_M = 32
 
 
-class Parts(NamedTuple):
-    """A product ``(..., N)`` as sums that are yet to be added, scaled and rounded, which the kernel
-    that takes it does."""
+class SplitKPartials(NamedTuple):
+    """Split-K partial sums of a product ``(..., N)``; the consumer reduces, scales and rounds."""
 
-    parts: Tensor  # (P, M, N) fp32
-    shape: torch.Size
-    dtype: torch.dtype
-    scale: Tensor | None  # (N, 1) fp32, of weights in fp8
+    partials: Tensor  # (num_splits, M, N) fp32
+    shape: torch.Size  # of the product
+    dtype: torch.dtype  # of the product
+    scale: Tensor | None  # (N, 1) fp32: scales of an fp8 weight
     bias: Tensor | None  # (N,)
 
 
-def takes(rows: int, weight: Tensor) -> bool:
-    """Whether the kernel multiplies so many rows by a weight ``(N, K)``."""
-    columns, width = weight.shape
+def is_supported(m: int, weight: Tensor) -> bool:
+    """Return whether the kernel can multiply ``m`` rows by ``weight``."""
+    n, k = weight.shape
     return (
-        0 < rows <= MOST_ROWS
-        and not columns % COLUMNS
-        and not width % WIDTH
+        0 < m <= MAX_M
+        and not n % BLOCK_N
+        and not k % BLOCK_K
         and weight.is_cuda
         and not torch.compiler.is_compiling()
         and num_sms(weight.device) > 0
     )
 
 
-def k_blocks_per_split(width: int, parts: int) -> int:
-    return -(-(width // WIDTH) // parts)
+def k_blocks_per_split(k: int, splits: int) -> int:
+    """Return the number of :data:`BLOCK_K` blocks in a split; the last split may have fewer."""
+    return -(-(k // BLOCK_K) // splits)
 
 
-def num_splits(columns: int, width: int, processors: int) -> int:
-    """Into how many parts a product is cut, so that its blocks fill the GPU once. A product that
-    fills it already is one part."""
-    wanted = max(BLOCKS_A_PROCESSOR * processors // (columns // COLUMNS), 1)
-    # Parts of whole blocks: the last ones would be empty where they do not go up.
-    return -(-(width // WIDTH) // k_blocks_per_split(width, min(wanted, width // WIDTH)))
+def num_splits(n: int, k: int, sms: int) -> int:
+    """Return into how many splits of K a product is divided, so that its grid fills the GPU once.
+
+    A product whose N alone fills the GPU has one split.
+    """
+    wanted = max(BLOCKS_PER_SM * sms // (n // BLOCK_N), 1)
+    # Rounding up to whole blocks could leave the last splits empty: divide once more.
+    return -(-(k // BLOCK_K) // k_blocks_per_split(k, min(wanted, k // BLOCK_K)))
 
 
 def channels_per_split(weight: Tensor) -> int:
-    """Of a product with a weight ``(N, K)``. The last part may have less."""
-    columns, width = weight.shape
-    parts = num_splits(columns, width, num_sms(weight.device))
-    return k_blocks_per_split(width, parts) * WIDTH
+    """Return the channels of K in a split of a product with ``weight``; the last may have fewer."""
+    n, k = weight.shape
+    return k_blocks_per_split(k, num_splits(n, k, num_sms(weight.device))) * BLOCK_K
 
 
 def num_sms(device: torch.device) -> int:
-    """Of a GPU that the kernel runs on: since Ampere, whose shared memory holds its blocks."""
-    facts = torch.cuda.get_device_properties(device)
-    return facts.multi_processor_count if facts.major >= 8 else 0
+    """Return a GPU's number of streaming multiprocessors; 0 if the kernel cannot run on it.
 
-
-def overlaps(device: torch.device) -> bool:
-    """Whether a GPU starts kernels that ask for it while the one before them ends: from Hopper
-    on."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    The kernel's blocks fit the shared memory of Ampere (compute capability 8.0) and newer.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count if properties.major >= 8 else 0

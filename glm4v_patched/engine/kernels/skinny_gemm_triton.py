@@ -1,92 +1,92 @@
-"""The kernel of :mod:`skinny_gemm`; importing it takes Triton, which torch for GPUs brings."""
+"""The split-K kernels of :mod:`skinny_gemm`.
+
+Importing this module needs Triton, which torch's GPU builds include.
+"""
 
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from .pdl import pdl_wait_and_launch, supports_pdl
 from .skinny_gemm import (
-    COLUMNS,
-    MOST_ROWS,
-    WIDTH,
-    Parts,
+    BLOCK_K,
+    BLOCK_N,
+    MAX_M,
+    SplitKPartials,
     k_blocks_per_split,
     num_sms,
-    overlaps,
     num_splits,
 )
 
-# Blocks of weights on their way at a time: of bf16 16 KiB each, with the rows' 4 or 8.
-STAGES = 4
+# Software pipeline depth. In bf16 a stage holds 16 KiB of weights and 4 or 8 KiB of inputs.
+NUM_STAGES = 4
 
-KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@triton.jit
-def take_turn(is_early: tl.constexpr):
-    """Wait until the kernel before has written what it writes, and let the next one be started."""
-    if is_early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def triton_product_of_few_rows(  # profiles know kernels by their names
+def triton_skinny_gemm(  # the prefix makes our kernels easy to find in profiles
     x,
-    scales,
+    x_scales,
     weight,
     out,
-    rows,
-    columns,
-    width,
-    k_blocks_per_split,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_width: tl.constexpr,
-    parts: tl.constexpr,
-    groups: tl.constexpr,
-    is_early: tl.constexpr,
+    M,
+    N,
+    K,
+    k_blocks,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    use_pdl: tl.constexpr,
 ):
-    """``groups``: of a row's channels with scales: none, one, as many as parts, or as blocks."""
-    part = tl.program_id(1)
-    column = tl.program_id(0) * block_columns + tl.arange(0, block_columns)
-    row = tl.arange(0, block_rows)
-    at = tl.arange(0, block_width)[None, :]
-    weights_at = weight + column.to(tl.int64)[:, None] * width + at  # it may pass 2**31
-    rows_at = x + row[:, None] * width + at
-    # Weights are the left factor: tensor cores take 64 of those, and as few as 8 of the right one.
-    total = tl.zeros((block_columns, block_rows), tl.float32)
-    first = part * k_blocks_per_split
-    last = tl.minimum(first + k_blocks_per_split, width // block_width)
-    if is_early:
-        tl.extra.cuda.gdc_wait()  # until the kernel before has written the rows
-    by_block: tl.constexpr = groups > 1 and groups != parts
-    if groups > 0:
-        scales_at = scales + row * groups
-        if groups == parts:
-            scales_at += part
-        if by_block:
-            scales_at += first
-        scale = tl.load(scales_at, mask=row < rows, other=0.0)
+    """Write one block of columns of one split of K.
+
+    ``k_blocks`` is the number of blocks of K in a split, ``NUM_GROUPS`` that of the groups of
+    channels that have a scale in each row of ``x``: 0 (no scales), 1, ``NUM_SPLITS``, or one for
+    each block.
+    """
+    split = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    rows = tl.arange(0, BLOCK_ROWS)
+    channels = tl.arange(0, BLOCK_CHANNELS)[None, :]
+    weight_pointers = weight + columns.to(tl.int64)[:, None] * K + channels  # may pass 2**31
+    x_pointers = x + rows[:, None] * K + channels
+    # The weight is the left operand: tensor cores take 64 rows of it, and as few as 8 of the right.
+    total = tl.zeros((BLOCK_COLUMNS, BLOCK_ROWS), tl.float32)
+    first = split * k_blocks
+    last = tl.minimum(first + k_blocks, K // BLOCK_CHANNELS)
+    if use_pdl:
+        tl.extra.cuda.gdc_wait()  # until the previous kernel has written x
+    scale_by_block: tl.constexpr = NUM_GROUPS > 1 and NUM_GROUPS != NUM_SPLITS
+    if NUM_GROUPS > 0:
+        scale_pointers = x_scales + rows * NUM_GROUPS
+        if NUM_GROUPS == NUM_SPLITS:
+            scale_pointers += split
+        if scale_by_block:
+            scale_pointers += first
+        scale = tl.load(scale_pointers, mask=rows < M, other=0.0)
     for block in range(first, last):
-        # Each weight is read once: what else is cached is to stay.
-        weights = tl.load(weights_at + block * block_width, eviction_policy="evict_first")
-        values = tl.load(rows_at + block * block_width, mask=row[:, None] < rows, other=0.0)
-        if by_block:  # the next one's scale is on its way while this one is multiplied
-            scales_at += 1
-            next_scale = tl.load(scales_at, mask=(row < rows) & (block + 1 < last), other=0.0)
+        # Each weight is read once; evict it first, so that other data stays in the cache.
+        weights = tl.load(weight_pointers + block * BLOCK_CHANNELS, eviction_policy="evict_first")
+        values = tl.load(x_pointers + block * BLOCK_CHANNELS, mask=rows[:, None] < M, other=0.0)
+        if scale_by_block:  # load the next scale while this block is multiplied
+            scale_pointers += 1
+            next_scale = tl.load(scale_pointers, mask=(rows < M) & (block + 1 < last), other=0.0)
             total += tl.dot(weights, values.T) * scale[None, :]
             scale = next_scale
         else:
-            # Of fp8, tensor cores keep 14 bits of a sum: it is added to fp32 after each block.
-            total = tl.dot(weights, values.T, total, max_num_imprecise_acc=block_width)
-    if groups > 0 and not by_block:
+            # Tensor cores accumulate fp8 products in 14 bits: add to fp32 after each block.
+            total = tl.dot(weights, values.T, total, max_num_imprecise_acc=BLOCK_CHANNELS)
+    if NUM_GROUPS > 0 and not scale_by_block:
         total *= scale[None, :]
-    if is_early:
-        # Not before: what is started then would take shared memory from this.
+    if use_pdl:
+        # Not earlier: the next kernel would take shared memory from this one.
         tl.extra.cuda.gdc_launch_dependents()
-    out_at = out + (part * rows + row[:, None]) * columns + column[None, :]
-    tl.store(out_at, total.T, mask=row[:, None] < rows)
+    out_pointers = out + (split * M + rows[:, None]) * N + columns[None, :]
+    tl.store(out_pointers, total.T, mask=rows[:, None] < M)
 
 
 @triton.jit
@@ -94,121 +94,130 @@ def load_row(
     x,
     scale,
     bias,
-    number: tl.constexpr,
-    rows,
-    columns,
+    NUM_PARTIALS: tl.constexpr,
+    num_rows,
+    num_columns,
     row,
-    column,
-    inside,
-    kind: tl.constexpr,
-    is_parts: tl.constexpr,
+    columns,
+    mask,
+    dtype: tl.constexpr,
+    is_partials: tl.constexpr,
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
 ):
-    """fp32, of one row of a tensor, or of a product in parts, rounded to ``kind``."""
-    if not is_parts:
-        return tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros(column.shape, tl.float32)
-    for part in tl.static_range(number):  # all are on their way at once
-        total += tl.load(x + (part * rows + row) * columns + column, mask=inside, other=0.0)
+    """Load columns of one row of a tensor as fp32; of partial sums, reduced and rounded to
+    ``dtype``."""
+    if not is_partials:
+        return tl.load(x + row * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros(columns.shape, tl.float32)
+    for partial in tl.static_range(NUM_PARTIALS):  # unrolled: all loads are in flight together
+        pointers = x + (partial * num_rows + row) * num_columns + columns
+        total += tl.load(pointers, mask=mask, other=0.0)
     if is_scaled:
-        total *= tl.load(scale + column, mask=inside, other=0.0)
+        total *= tl.load(scale + columns, mask=mask, other=0.0)
     if has_bias:
-        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    return total.to(kind).to(tl.float32)
+        total += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def triton_sum_of_parts(
-    parts,
+def triton_reduce_partials(
+    partials,
     scale,
     bias,
-    number: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     residual,
     out,
-    rows,
-    columns,
-    kind: tl.constexpr,
+    num_rows,
+    num_columns,
+    dtype: tl.constexpr,
     is_scaled: tl.constexpr,
     has_bias: tl.constexpr,
     has_residual: tl.constexpr,
-    block: tl.constexpr,
-    is_early: tl.constexpr,
+    BLOCK: tl.constexpr,
+    use_pdl: tl.constexpr,
 ):
-    take_turn(is_early)
+    """Reduce one block of columns of one row of partial sums, and add the residual."""
+    pdl_wait_and_launch(use_pdl)
     row = tl.program_id(1)
-    column = tl.program_id(0) * block + tl.arange(0, block)
-    inside = column < columns
-    # Rounded before something is added to it, as a layer's own output is.
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    # Rounded before the residual is added, as the output of a linear layer is.
     total = load_row(
-        parts, scale, bias, number, rows, columns, row, column, inside, kind, True, is_scaled,
-        has_bias,
+        partials, scale, bias, NUM_PARTIALS, num_rows, num_columns, row, columns, mask, dtype, True,
+        is_scaled, has_bias,
     )  # fmt: skip
-    place = row * columns + column
+    offsets = row * num_columns + columns
     if has_residual:
-        total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(kind), mask=inside)
+        total += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, total.to(dtype), mask=mask)
 
 
-def operands(x: Tensor | Parts) -> tuple[tuple, tuple]:
-    """What :func:`load_row` is given of ``x``: tensors and their number, and what to take them for.
-    What is not there is another tensor, which is not read."""
-    if not isinstance(x, Parts):
-        return (x, x, x, 0), (KINDS[x.dtype], False, False, False)
-    parts, is_scaled, has_bias = x.parts, x.scale is not None, x.bias is not None
-    given = parts, x.scale if is_scaled else parts, x.bias if has_bias else parts, len(parts)
-    return given, (KINDS[x.dtype], True, is_scaled, has_bias)
+def kernel_args(x: Tensor | SplitKPartials) -> tuple[tuple, tuple]:
+    """Return the arguments with which kernels pass ``x`` to :func:`load_row`.
+
+    Returns:
+        ``(x, scale, bias, NUM_PARTIALS)`` and ``(dtype, is_partials, is_scaled, has_bias)``. A
+        missing scale or bias is replaced by another tensor, which the kernel does not read.
+    """
+    if not isinstance(x, SplitKPartials):
+        return (x, x, x, 0), (TL_DTYPES[x.dtype], False, False, False)
+    partials, is_scaled, has_bias = x.partials, x.scale is not None, x.bias is not None
+    scale, bias = x.scale if is_scaled else partials, x.bias if has_bias else partials
+    flags = TL_DTYPES[x.dtype], True, is_scaled, has_bias
+    return (partials, scale, bias, len(partials)), flags
 
 
-def reduce_partials(of: Parts, residual: Tensor | None = None) -> Tensor:
-    """The product, of its shape and dtype, and what is added to it."""
-    _, rows, columns = of.parts.shape
-    out = of.parts.new_empty(of.shape, dtype=of.dtype)
-    block, is_early = 512, overlaps(out.device)
-    given, (kind, _, *flags) = operands(of)
+def reduce_partials(x: SplitKPartials, residual: Tensor | None = None) -> Tensor:
+    """Return the product that partial sums add up to, plus ``residual`` of the same shape."""
+    _, rows, columns = x.partials.shape
+    out = x.partials.new_empty(x.shape, dtype=x.dtype)
+    block, use_pdl = 512, supports_pdl(out.device)
+    tensors, (dtype, _, *flags) = kernel_args(x)
     with torch.cuda.device_of(out):
-        triton_sum_of_parts[triton.cdiv(columns, block), rows](
-            *given, out if residual is None else residual.contiguous(), out, rows, columns, kind,
-            *flags, residual is not None, block, is_early, launch_pdl=is_early,
+        triton_reduce_partials[triton.cdiv(columns, block), rows](
+            *tensors, out if residual is None else residual.contiguous(), out, rows, columns, dtype,
+            *flags, residual is not None, block, use_pdl, launch_pdl=use_pdl,
         )  # fmt: skip
     return out
 
 
 def split_k_matmul(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-    """``x @ weight.T``, as sums over parts of the width that are yet to be added: as many as fill
-    the GPU, each of :data:`WIDTH` times :func:`k_blocks_per_split` channels, but the last.
+    """Return ``x @ weight.T`` as split-K partial sums, in as many splits as fill the GPU.
+
+    Each split has :func:`k_blocks_per_split` blocks of K, except the last, which may have fewer.
 
     Args:
-        x: ``(M, K)`` of bf16, fp16 or e4m3, at most :data:`MOST_ROWS` rows.
-        weight: ``(N, K)`` of the same dtype, multiples of :data:`COLUMNS` and :data:`WIDTH`.
-        scales: ``(M, 1)``, ``(M, P)`` or ``(M, K / WIDTH)`` fp32, contiguous, of ``x`` in e4m3.
+        x: ``(M, K)`` in bf16, fp16 or e4m3; M is at most :data:`MAX_M`.
+        weight: ``(N, K)`` of the same dtype; N is a multiple of :data:`BLOCK_N`, K of
+            :data:`BLOCK_K`.
+        scales: Scales of ``x`` in e4m3: ``(M, 1)``, ``(M, num_splits)`` or ``(M, K / BLOCK_K)``,
+            fp32, contiguous.
 
     Returns:
-        ``(P, M, N)`` fp32.
+        ``(num_splits, M, N)`` in fp32.
 
     Raises:
-        ValueError: sizes that the kernel does not take.
+        ValueError: The kernel does not support these sizes.
     """
-    (rows, width), columns = x.shape, len(weight)
-    if rows > MOST_ROWS or columns % COLUMNS or width % WIDTH or width != weight.shape[1]:
+    (m, k), n = x.shape, len(weight)
+    if m > MAX_M or n % BLOCK_N or k % BLOCK_K or k != weight.shape[1]:
         raise ValueError(
-            f"a product of ({rows}, {width}) with ({columns}, {weight.shape[1]}).T: expected at "
-            f"most {MOST_ROWS} rows, one width that is a multiple of {WIDTH}, and a multiple of "
-            f"{COLUMNS} columns"
+            f"cannot multiply ({m}, {k}) by ({n}, {weight.shape[1]}).T; expected at most {MAX_M} "
+            f"rows, equal K that is a multiple of {BLOCK_K}, and N that is a multiple of {BLOCK_N}"
         )
-    parts = num_splits(columns, width, num_sms(x.device))
+    splits = num_splits(n, k, num_sms(x.device))
     groups = 0 if scales is None else scales.shape[1]
-    if groups not in {0, 1, parts, width // WIDTH}:
+    if groups not in {0, 1, splits, k // BLOCK_K}:
         raise ValueError(
-            f"{groups} scales for each row of {width} channels: expected 1, {parts} or "
-            f"{width // WIDTH}"
+            f"each row of {k} channels has {groups} scales; expected 1, {splits} or {k // BLOCK_K}"
         )
     x, weight = x.contiguous(), weight.contiguous()
-    out, is_early = x.new_empty(parts, rows, columns, dtype=torch.float32), overlaps(x.device)
+    out, use_pdl = x.new_empty(splits, m, n, dtype=torch.float32), supports_pdl(x.device)
     with torch.cuda.device_of(x):
-        triton_product_of_few_rows[columns // COLUMNS, parts](
-            x, x if scales is None else scales, weight, out, rows, columns, width,
-            k_blocks_per_split(width, parts), 16 if rows <= 16 else MOST_ROWS, COLUMNS, WIDTH,
-            parts, groups, is_early, launch_pdl=is_early, num_warps=4, num_stages=STAGES,
+        triton_skinny_gemm[n // BLOCK_N, splits](
+            x, x if scales is None else scales, weight, out, m, n, k,
+            k_blocks_per_split(k, splits), 16 if m <= 16 else MAX_M, BLOCK_N, BLOCK_K,
+            splits, groups, use_pdl, launch_pdl=use_pdl, num_warps=4, num_stages=NUM_STAGES,
         )  # fmt: skip
     return out
