@@ -12,7 +12,12 @@ from typing import NamedTuple
 from huggingface_hub import HfApi
 
 from glm4v_patched.models.check_weights import require_complete_weights, tensors_of_hub_file
-from glm4v_patched.models.weight_files import TensorInfo, check_index, read_header, require_agreement
+from glm4v_patched.models.weight_files import (
+    TensorInfo,
+    check_index,
+    read_header,
+    require_agreement,
+)
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.terminal_text import listed
 
@@ -87,7 +92,9 @@ def _read_header(target: Build, name: str) -> dict[str, TensorInfo]:
     if path := target.files[name].path:
         return read_header(path)
     read = HfApi().parse_safetensors_file_metadata
-    return tensors_of_hub_file(read(target.name, name, revision=target.revision), f"{target.name}: {name}")
+    return tensors_of_hub_file(
+        read(target.name, name, revision=target.revision), f"{target.name}: {name}"
+    )
 
 
 def check_adapters(target: Build) -> str:

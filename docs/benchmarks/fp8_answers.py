@@ -74,7 +74,9 @@ def main() -> None:
 
     conversations = read_conversations(options.data)[: options.rows]
     exact = logits_of_answers(
-        load_with_processor(find_source(options.model), options.device), conversations, options.batch_size
+        load_with_processor(find_source(options.model), options.device),
+        conversations,
+        options.batch_size,
     )
     report: dict = {"rows": len(conversations), "tokens": len(exact)}
     report["versions"] = versions(("torch", "transformers", "fa3-fwd"))

@@ -1,1 +1,1 @@
-"""From files of conversations about images to batches."""
+"""Data: from files of conversations about images to training batches."""

@@ -1,6 +1,6 @@
-"""Subsets and splits of a folder: by its card (the YAML of README.md), or by names of its files.
+"""Subsets and splits of a folder, found by its card (the YAML of README.md) or by names of files.
 
-The rules for names are those of ``datasets``, which is not asked, for it opens whatever a card
+The rules for names are those of ``datasets``, which is not used because it opens whatever a card
 names. Needs no torch.
 """
 
@@ -13,21 +13,30 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..terminal_text import listed
-from .folders import Folder, find_matching
+from .folders import Folder, find_matching_files
 from .messages import describe_value
 
-README, STANDALONE = "README.md", ".huggingface.yaml"
-MOST_CHARACTERS = 2**20
-MOST_COMPARED = 10_000_000
-"""Files, times the patterns that they are compared with."""
-LINE_END = re.compile(r"\r\n?|\n")
-OF_CONFIG = ["config_name", "data_files", "data_dir", "default", "description", "version"]
-OF_CONFIG += ["features", "drop_labels", "drop_metadata", "sep", "delimiter", "encoding", "columns"]
-OF_CONFIG += ["field"]
+README, STANDALONE_CARD = "README.md", ".huggingface.yaml"
+MAX_CHARACTERS = 2**20
+MAX_COMPARISONS = 10_000_000
+"""Number of files times the number of patterns that they are compared with."""
+LINE_END_RE = re.compile(r"\r\n?|\n")
+KNOWN_CONFIG_KEYS = ["config_name", "data_files", "data_dir", "default", "description", "version"]
+"""Keys of a subset's config that choose files, or do not affect what is read here."""
+KNOWN_CONFIG_KEYS += [
+    "features",
+    "drop_labels",
+    "drop_metadata",
+    "sep",
+    "delimiter",
+    "encoding",
+    "columns",
+]
+KNOWN_CONFIG_KEYS += ["field"]
 """Keys of a subset that choose files, or that change nothing of what is read here."""
-SHARDED = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
-TRUE = ("true", "True", "TRUE")
-KEYWORDS = {
+SHARD_RE = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+YAML_TRUE = ("true", "True", "YAML_TRUE")
+SPLIT_KEYWORDS = {
     "train": "train|training",
     "validation": "validation|valid|dev|val",
     "test": "test|testing|eval|evaluation",
@@ -36,32 +45,34 @@ SEPARATOR = "[-._ 0-9]"
 
 
 class Subset(NamedTuple):
-    """The files of a split of a subset, and the names of classes by columns."""
+    """Files of one split of a subset, and the class names of its columns."""
 
     files: list[str]
     classes: dict[str, list[str]]
 
 
 def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
-    """Return a split of a subset of a folder; without a name that of its default one.
+    """Return one split of a subset of a folder; without a name, of the default subset.
 
-    What a card names for other splits need not be there: it may not have been downloaded.
+    Files that a card names for other splits need not exist: they may not have been downloaded.
 
     Raises:
-        ValueError: There is no such subset or split, or the card cannot be read, or names what is
-            no file of the folder.
+        ValueError: There is no such subset or split, the card cannot be read, or it names something
+            that is not a file of the folder.
     """
     card = _read_card(folder)
     where, config = _choose_config(folder, card, name)
-    if unknown := [key for key in config if key not in OF_CONFIG]:
-        raise ValueError(f"{where}: the key {describe_value(unknown[0])} is not read; take it out")
-    files, before = folder.files, ""
+    if unknown := [key for key in config if key not in KNOWN_CONFIG_KEYS]:
+        raise ValueError(f"{where}: the key {describe_value(unknown[0])} is not read; remove it")
+    files, prefix = folder.files, ""
     if config.get("data_dir"):
-        before = _as_text(config["data_dir"], f"{where}: data_dir").strip("/") + "/"
-        before = before.removeprefix("./")
-        files = [file.removeprefix(before) for file in files if file.startswith(before)]
+        prefix = _expect_text(config["data_dir"], f"{where}: data_dir").strip("/") + "/"
+        prefix = prefix.removeprefix("./")
+        files = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
         if not files:
-            raise ValueError(_describe_other(folder, f"{where}: data_dir", config["data_dir"]))
+            raise ValueError(
+                _describe_unknown_file(folder, f"{where}: data_dir", config["data_dir"])
+            )
     if config.get("data_files") is None:
         splits = _splits_by_name(files)
         split_files = splits[choose_split(folder, splits, split)]
@@ -72,12 +83,13 @@ def read_subset(folder: Folder, name: str | None, split: str | None) -> Subset:
         split_files = _files_of_patterns(folder, files, where, chosen_patterns)
     chosen = config.get("config_name", name or "default")
     return Subset(
-        [before + file for file in split_files], _classes_of_card(card.get("dataset_info"), chosen)
+        [prefix + file for file in split_files], _classes_of_card(card.get("dataset_info"), chosen)
     )
 
 
 def choose_split(folder: Folder, splits: Collection[str], split: str | None) -> str:
-    """Return the split of a recipe's set. Raise ``ValueError`` if there is no such split."""
+    """Return the split to read (default "train"); raise ``ValueError`` if there is no such
+    split."""
     split = split or "train"
     if split not in splits:
         raise ValueError(
@@ -87,61 +99,64 @@ def choose_split(folder: Folder, splits: Collection[str], split: str | None) -> 
     return split
 
 
-BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # ten times as fast
+BaseLoader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # C is ten times as fast
 
 
-class _Loader(BaseLoader):
-    """YAML of texts, lists and mappings, whose keys stand once; no word makes anything else of
-    them, so that a merge key (``<<``) is a key as others."""
+class _CardLoader(BaseLoader):
+    """Loads YAML as strings, lists and mappings without repeated keys. Nothing else is interpreted;
+    a merge key (``<<``) is a key like others."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         values = super().construct_mapping(node, deep)
         if len(values) < len(node.value):
             keys = Counter(key.value for key, _ in node.value)
-            [(twice, times)] = keys.most_common(1)
-            problem = f"the key {describe_value(twice)} stands {times} times"
+            [(repeated, times)] = keys.most_common(1)
+            problem = f"the key {describe_value(repeated)} occurs {times} times"
             raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
         return values
 
 
 def _read_card(folder: Folder) -> dict[str, Any]:
-    """Return what the card says, and under ``where`` the file that names the configs."""
+    """Return the content of the card, and under ``where`` the file that contains the configs."""
     card: dict[str, Any] = {}
-    for file in filter(folder.has, (README, STANDALONE)):
+    for file in filter(folder.has, (README, STANDALONE_CARD)):
         where = f"{folder.path}/{file}"
-        text = folder.read_text(file, MOST_CHARACTERS)
+        text = folder.read_text(file, MAX_CHARACTERS)
         try:
-            said = yaml.load(_front_matter(text) if file == README else text, _Loader)
+            content = yaml.load(_front_matter(text) if file == README else text, _CardLoader)
         except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{where}: its YAML cannot be read: {error}") from None
-        if isinstance(said, dict):
-            card |= said | ({"where": where} if "configs" in said else {})
+        if isinstance(content, dict):
+            card |= content | ({"where": where} if "configs" in content else {})
     return card
 
 
 def _front_matter(text: str) -> str:
-    """Return what stands between the first two lines of ``---``; nothing, if a text lacks them."""
-    first, *lines = LINE_END.split(text.lstrip())
-    above = [*takewhile(lambda line: line.rstrip() != "---", lines)]
-    return "\n".join(above) if first.rstrip() == "---" and len(above) < len(lines) else ""
+    """Return the text between the first two ``---`` lines; empty if there are none."""
+    first, *lines = LINE_END_RE.split(text.lstrip())
+    front_matter = [*takewhile(lambda line: line.rstrip() != "---", lines)]
+    is_closed = first.rstrip() == "---" and len(front_matter) < len(lines)
+    return "\n".join(front_matter) if is_closed else ""
 
 
 def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, dict]:
     configs = card.get("configs") or []
     where = f"{card.get('where', folder.path)}: configs"
     if not isinstance(configs, list) or not all(
-        isinstance(of, dict) and isinstance(of.get("config_name"), str) for of in configs
+        isinstance(item, dict) and isinstance(item.get("config_name"), str) for item in configs
     ):
         expected = "a list of {config_name: NAME, data_files: FILES}"
         raise ValueError(f"{where} is {describe_value(configs)}; expected {expected}")
     if not configs and name in (None, "default"):
         return where, {}
-    names = [of["config_name"] for of in configs]
+    names = [item["config_name"] for item in configs]
     if name is not None:
-        chosen = [of for of in configs if of["config_name"] == name]
+        chosen = [item for item in configs if item["config_name"] == name]
     else:
         default = [
-            of for of in configs if of.get("default") in TRUE or of["config_name"] == "default"
+            item
+            for item in configs
+            if item.get("default") in YAML_TRUE or item["config_name"] == "default"
         ]
         chosen = default or configs
     if len(chosen) != 1:
@@ -151,14 +166,14 @@ def _choose_config(folder: Folder, card: dict, name: str | None) -> tuple[str, d
     return f"{where}, {chosen[0]['config_name']}", chosen[0]
 
 
-def _patterns_of_config(where: str, given: Any) -> dict[str, list[Any]]:
+def _patterns_of_config(where: str, data_files: Any) -> dict[str, list[Any]]:
     patterns: dict[str, list[Any]] = {}
-    for item in given if isinstance(given, list) else [given]:
+    for item in data_files if isinstance(data_files, list) else [data_files]:
         entry = {"split": "train", "path": item} if isinstance(item, str) else item
         if not isinstance(entry, dict) or entry.keys() != {"split", "path"}:
             expected = "a path, or a list of paths or of {split: NAME, path: FILES}"
-            raise ValueError(f"{where} is {describe_value(given)}; expected {expected}")
-        split_files = patterns.setdefault(_as_text(entry["split"], f"{where}: split"), [])
+            raise ValueError(f"{where} is {describe_value(data_files)}; expected {expected}")
+        split_files = patterns.setdefault(_expect_text(entry["split"], f"{where}: split"), [])
         split_files += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
     return patterns
 
@@ -169,64 +184,66 @@ def _files_of_patterns(
     known, compared = {*files}, 0
     chosen: dict[str, None] = {}
     for pattern in patterns:
-        matching = [pattern] if _as_text(pattern, where) in known else None
+        matching = [pattern] if _expect_text(pattern, where) in known else None
         if matching is None:
             compared += len(files)
-            if compared > MOST_COMPARED:
+            if compared > MAX_COMPARISONS:
                 raise ValueError(
                     f"{where} has {len(patterns):,} paths for {len(files):,} files; expected "
-                    f"{MOST_COMPARED:,} comparisons at most: write fewer patterns"
+                    f"at most {MAX_COMPARISONS:,} comparisons: write fewer patterns"
                 )
-            matching = find_matching(files, pattern)
+            matching = find_matching_files(files, pattern)
         if not matching:
-            raise ValueError(_describe_other(folder, where, pattern))
+            raise ValueError(_describe_unknown_file(folder, where, pattern))
         chosen |= dict.fromkeys(matching)
     return [*chosen]
 
 
-def _as_text(value: Any, where: str) -> str:
+def _expect_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where} is {describe_value(value)}; expected text")
     return value
 
 
-def _describe_other(folder: Folder, where: str, named: str) -> str:
+def _describe_unknown_file(folder: Folder, where: str, name: str) -> str:
     return (
-        f"{where} names {describe_value(named)}, which is no file inside of {folder.path}; a set may "
-        "name its own files only: correct it, or name the other files in the recipe itself"
+        f"{where} names {describe_value(name)}, which is not a file inside of {folder.path}; a "
+        "data set may name only its own files: correct it, or name the other files in the recipe "
+        "itself"
     )
 
 
 def _splits_by_name(files: list[str]) -> dict[str, list[str]]:
-    """Return the splits that names of files and folders show; without any, all is ``train``."""
-    shards = [(found[1], file) for file in files if (found := SHARDED.fullmatch(file))]
+    """Return the splits that the names of files and folders show; if none, all files are
+    ``train``."""
+    shards = [(match[1], file) for file in files if (match := SHARD_RE.fullmatch(file))]
     if shards:
-        names = dict.fromkeys([*KEYWORDS, *sorted({split for split, _ in shards})])
+        names = dict.fromkeys([*SPLIT_KEYWORDS, *sorted({split for split, _ in shards})])
         by_name = {name: [file for split, file in shards if split == name] for name in names}
-        return {name: of for name, of in by_name.items() if of}
-    # The words are looked for in the names of folders first, then in those of files.
+        return {name: shard_files for name, shard_files in by_name.items() if shard_files}
+    # The keywords are searched in the names of folders first, then in those of files.
     for end in (f"(?:{SEPARATOR}[^/]*)?/.*", f"{SEPARATOR}[^/]*"):
         by_name = {}
-        for split, words in KEYWORDS.items():
-            is_of = re.compile(f"(?:.*/)?(?:[^/]*{SEPARATOR})?(?:{words}){end}", re.DOTALL)
-            by_name[split] = [file for file in files if is_of.fullmatch(file)]
+        for split, words in SPLIT_KEYWORDS.items():
+            split_re = re.compile(f"(?:.*/)?(?:[^/]*{SEPARATOR})?(?:{words}){end}", re.DOTALL)
+            by_name[split] = [file for file in files if split_re.fullmatch(file)]
         if any(by_name.values()):
-            return {split: of for split, of in by_name.items() if of}
+            return {split: split_files for split, split_files in by_name.items() if split_files}
     return {"train": files}
 
 
 def _classes_of_card(info: Any, config: str) -> dict[str, list[str]]:
-    """Return the names of classes that ``dataset_info`` of a card gives to columns of numbers."""
+    """Return the class names that ``dataset_info`` of a card gives to numeric columns."""
     classes = {}
-    for of in info if isinstance(info, list) else [info]:
-        if not isinstance(of, dict) or of.get("config_name", config) != config:
+    for item in info if isinstance(info, list) else [info]:
+        if not isinstance(item, dict) or item.get("config_name", config) != config:
             continue
-        features = of.get("features")
+        features = item.get("features")
         for feature in features if isinstance(features, list) else ():
             kind = feature.get("dtype") if isinstance(feature, dict) else None
             label = kind.get("class_label") if isinstance(kind, dict) else None
             names = label.get("names") if isinstance(label, dict) else None
-            if isinstance(names, dict):  # by numbers, as text
+            if isinstance(names, dict):  # keyed by numbers as text
                 names = [names[key] for key in sorted(names, key=lambda key: (len(str(key)), key))]
             if isinstance(names, list) and isinstance(feature.get("name"), str):
                 classes[feature["name"]] = [*map(str, names)]

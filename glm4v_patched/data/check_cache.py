@@ -1,6 +1,6 @@
-"""A cache, in the user's cache folder, of what earlier checks found of images.
+"""Cache the results of image checks in the user's cache folder.
 
-Where nothing can be written, everything is checked each time.
+If the cache cannot be written, every image is checked each time.
 """
 
 import hashlib
@@ -14,29 +14,29 @@ from typing import Any, BinaryIO
 
 from ..atomic import find_file_problem
 
-VERSION = 2
-MOST_BYTES = 2**28
-"""Of the file, which is begun anew when it is larger."""
+CACHE_VERSION = 2
+MAX_CACHE_BYTES = 2**28
+"""A larger file is emptied."""
 
 logger = logging.getLogger(__name__)
 
 
-def default_path() -> Path | None:
-    """In ``$XDG_CACHE_HOME``, or ``~/.cache``; None for who has no home."""
+def default_cache_path() -> Path | None:
+    """Return the path in ``$XDG_CACHE_HOME`` or ``~/.cache``; None if there is no home folder."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or ".")
-    if not root.is_absolute():  # then it is to be ignored, as that standard says
+    if not root.is_absolute():  # the XDG standard says to ignore it
         try:
             root = Path.home() / ".cache"
         except RuntimeError:
             return None
-    return root / "glm4v-patched" / f"checked-images-{VERSION}.jsonl"
+    return root / "glm4v-patched" / f"checked-images-{CACHE_VERSION}.jsonl"
 
 
-class Memory:
+class ImageCheckCache:
     """JSON values by keys, in a file to which several processes may append at once.
 
-    Each line begins with its digest, so that one that was cut or damaged is not read. Without a
-    path, or after an error, nothing is there.
+    Each line begins with its digest, so that lines cut short or damaged are not read. Without a
+    path, or after an error, the cache is empty.
     """
 
     def __init__(self, path: Path | None):
@@ -44,33 +44,33 @@ class Memory:
         self.file: BinaryIO | None = None
         if path is None:
             return
-        with self._given_up_at_errors():
+        with self._disabled_on_error():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if fault := find_file_problem(path, alone=True):
-                raise OSError(f"it {fault}")
+            if problem := find_file_problem(path, alone=True):
+                raise OSError(f"it {problem}")
             self.file = path.open("a+b")
-            if self.file.tell() > MOST_BYTES:
+            if self.file.tell() > MAX_CACHE_BYTES:
                 self.file.truncate(0)
 
     def get(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The values of those keys that there are; the last one of each."""
-        wanted = {*keys}
-        found: dict[str, Any] = {}
-        with self._given_up_at_errors():
+        """Return the latest values of those keys that are in the cache."""
+        requested = {*keys}
+        values: dict[str, Any] = {}
+        with self._disabled_on_error():
             if self.file is not None:
                 self.file.seek(0)
             for line in self.file or ():
                 digest, _, text = line.strip().partition(b" ")
-                if digest == _digest(text):
-                    found |= {key: of for key, of in json.loads(text).items() if key in wanted}
-        return found
+                if digest == _line_digest(text):
+                    values |= {k: v for k, v in json.loads(text).items() if k in requested}
+        return values
 
     def put(self, values: Mapping[str, Any]) -> None:
         text = json.dumps(values).encode()
-        with self._given_up_at_errors():
+        with self._disabled_on_error():
             if self.file is not None and values:
-                # The line before may have been cut.
-                self.file.write(b"\n%b %b\n" % (_digest(text), text))
+                # Begin with a newline: the previous line may be cut short.
+                self.file.write(b"\n%b %b\n" % (_line_digest(text), text))
                 self.file.flush()
 
     def close(self) -> None:
@@ -79,13 +79,13 @@ class Memory:
         self.file = None
 
     @contextmanager
-    def _given_up_at_errors(self) -> Iterator[None]:
+    def _disabled_on_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            logger.warning("%s is not used: %s", self.path, error)
+            logger.warning("the cache %s is not used: %s", self.path, error)
             self.file = None
 
 
-def _digest(text: bytes) -> bytes:
+def _line_digest(text: bytes) -> bytes:
     return hashlib.sha256(text).hexdigest()[:16].encode()

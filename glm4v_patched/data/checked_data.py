@@ -1,4 +1,4 @@
-"""What the check of a data set has found, and the rows that it has read: what training reads."""
+"""The result of checking data sources, and the rows that training reads."""
 
 import hashlib
 import json
@@ -16,60 +16,73 @@ import pyarrow.compute as pc
 
 from ..atomic import write_atomically
 from ..terminal_text import listed, own_command
-from .columns import IMAGE_FILES
-from .image_files import IMAGE_NAMES, FileStamp
-from .missing_media import ANY_WORD
-from .packing import share_out
-from .rows import folder_of_images, row_location
+from .columns import IMAGE_SUFFIXES
+from .image_files import IMAGE_KEY_RE, FileStamp
+from .missing_media import MEDIA_WORDS_RE
+from .packing import pack_best_fit
+from .rows import image_folder_of, row_location
 from .source import DataSource
-from .stored_rows import ConversationDataset, StoredRows, column, read_stored, values, write_stored
+from .stored_rows import (
+    ConversationDataset,
+    StoredRows,
+    column_values,
+    iter_values,
+    read_stored,
+    write_stored,
+)
 
-MOST_NAMES = 10_000  # looked at in a folder
-RULES = 8
-"""Raised with every change after which what was good may no longer be."""
+MAX_NAMES = 10_000  # that are looked at in a folder
+CHECK_VERSION = 8
+"""Raised with each change of the checks, after which images that passed before may fail."""
 
 
-class Counts(NamedTuple):
-    """Of all rows that are learned, as often as they come."""
+class EpochCounts(NamedTuple):
+    """Sums over the samples of an epoch.
 
-    rows: int
+    Attributes:
+        images: A repeated image counts each time.
+        tokens: With image placeholders expanded.
+        supervised: Tokens with a label.
+    """
+
+    samples: int
     images: int
-    """As often as they are shown."""
-    positions: int
-    """With all that the images take."""
-    learned: int
-    """Positions that are labels."""
+    tokens: int
+    supervised: int
 
 
 class BatchSequences(NamedTuple):
-    """The rows of batches: packed ones, if they are packed."""
+    """The sequences that batches consist of, which are packed if ``pack_to`` is set.
+
+    Attributes:
+        lengths: Tokens of each sequence: ``(sequences,)``.
+        images: Number of images of each sequence: ``(sequences,)``.
+        packs: The conversations of each packed sequence; None without packing.
+    """
 
     lengths: np.ndarray
-    """Positions of each."""
     images: np.ndarray
-    """How many each has."""
-    shares: list[list[int]] | None
-    """The conversations of each, of packed ones."""
+    packs: list[list[int]] | None
 
     @property
     def samples_per_sequence(self) -> float:
-        """Conversations, in the mean."""
-        return 1 if self.shares is None else sum(map(len, self.shares)) / len(self.shares)
+        """The mean number of conversations per sequence."""
+        return 1 if self.packs is None else sum(map(len, self.packs)) / len(self.packs)
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedData:
-    """Which rows are trained on, and what they were when they were checked.
+    """The rows to train on, and the state of their files when they were checked.
 
     Attributes:
-        sources: The sets.
-        files: Those sets that are files.
-        pack_to: The length of a packed row that the rows were checked against.
-        rows: Those that are kept, once each; :attr:`order` has how often they come.
-        images: Each file that is shown.
-        skipped: How many rows cannot be used.
-        eval: The rows for evaluation, if there are to be any.
-        asked: What ``data.eval`` was: null, a share, or the paths of its sets.
+        sources: The data sources.
+        files: Stamps of those sources that are files.
+        pack_to: The length of a packed sequence that the rows were checked against.
+        rows: The usable rows, once each; :attr:`order` repeats them by weight.
+        images: Stamps of the image files of these rows.
+        skipped: Number of rows that cannot be used.
+        eval: The rows to evaluate on, if any.
+        eval_option: The value of ``data.eval``: null, a share, or the paths of its sources.
     """
 
     sources: tuple[DataSource, ...]
@@ -79,16 +92,16 @@ class CheckedData:
     images: tuple[FileStamp, ...]
     skipped: int
     eval: "CheckedData | None" = None
-    asked: Any = None
+    eval_option: Any = None
 
     @property
     def path(self) -> str:
-        """Of the first set."""
+        """The path of the first source."""
         return self.sources[0].path
 
     @property
     def stamps(self) -> dict[str, FileStamp]:
-        """What each image was, by its path."""
+        """The stamp of each image, by its path."""
         return {image.path: image for image in self.images}
 
     @cached_property
@@ -97,67 +110,67 @@ class CheckedData:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """The row of each conversation of an epoch, before it is shuffled: ``(conversations,)``.
+        """The row of each sample of an epoch before shuffling: ``(samples,)``.
 
-        Of a set with weight 1.5, each row comes once, and half of them, which are always the same,
-        a second time.
+        With weight 1.5, each row of a source occurs once, and a fixed half of them a second time.
         """
         weights = [source.weight for source in self.sources]
         if all(weight == 1 for weight in weights):
             return np.arange(len(self.rows))
-        of_set = column(self.rows, "source")
+        source_numbers = column_values(self.rows, "source")
         digests = np.array([digest[:16] for digest in self._digests])
-        chosen_rows = []
+        parts = []
         for number, weight in enumerate(weights):
-            rows = np.flatnonzero(of_set == number)
-            more = round((weight - int(weight)) * len(rows))
-            chosen = rows[np.argsort(digests[rows], kind="stable")[:more]]
-            chosen_rows += [rows] * int(weight) + [np.sort(chosen)]
-        return np.concatenate(chosen_rows)
+            rows = np.flatnonzero(source_numbers == number)
+            num_extra = round((weight - int(weight)) * len(rows))
+            extra = rows[np.argsort(digests[rows], kind="stable")[:num_extra]]
+            parts += [rows] * int(weight) + [np.sort(extra)]
+        return np.concatenate(parts)
 
     def column(self, name: str) -> np.ndarray:
-        """Of each conversation, in order: "positions", "in_table", "num_images" or "learned" of its
-        :class:`Size`."""
-        return column(self.rows, name)[self.order]
+        """Return a field of :class:`SampleSize` for each sample of an epoch, in order."""
+        return column_values(self.rows, name)[self.order]
 
     @cached_property
     def row_digests(self) -> tuple[str, ...]:
-        """Of each conversation, by :func:`row_digests`."""
+        """The digest of each sample of an epoch (:func:`row_digests`)."""
         return tuple(self._digests[row] for row in self.order.tolist())
 
     @cached_property
     def row_labels(self) -> tuple[int | str, ...]:
-        """The line of each conversation; where there are several sets, with the name of its own."""
+        """The line of each sample of an epoch; with several sources, after the name of its
+        source."""
         lines = self.column("line").tolist()
         if len(self.sources) == 1:
             return tuple(lines)
-        of_set = self.column("source").tolist()
+        source_numbers = self.column("source").tolist()
         names = [os.path.basename(source.path) for source in self.sources]
-        return tuple(f"{names[n]}:{line}" for n, line in zip(of_set, lines, strict=True))
+        return tuple(f"{names[n]}:{line}" for n, line in zip(source_numbers, lines, strict=True))
 
     @cached_property
-    def counts(self) -> Counts:
-        sums = [int(self.column(name).sum()) for name in ("num_images", "positions", "learned")]
-        return Counts(len(self.order), *sums)
+    def counts(self) -> EpochCounts:
+        sums = [int(self.column(name).sum()) for name in ("num_images", "tokens", "supervised")]
+        return EpochCounts(len(self.order), *sums)
 
     def find_warnings(self) -> Iterator[str]:
-        """Yield what is most likely a mistake in sets: samples without an image where others have
-        one, images beside a set that shows none, and words that stand for what is not there."""
-        of_set, images = column(self.rows, "source"), column(self.rows, "num_images")
-        worded = _rows_with_words(self.rows)
+        """Yield likely mistakes in the sources: samples without an image where others have one,
+        images beside a source that uses none, and words that stand for missing content."""
+        source_numbers = column_values(self.rows, "source")
+        num_images = column_values(self.rows, "num_images")
+        has_media_words = _rows_with_media_words(self.rows)
         for number, source in enumerate(self.sources):
-            rows = np.flatnonzero(of_set == number)
-            without = rows[images[rows] == 0]
-            if len(without) and (told := _doubt_of_images(source, len(without), len(rows))):
-                yield f"{source.path}: {told}{self._first_of(without)}"
-            words = rows[worded[rows]]
-            if len(words):
+            rows = np.flatnonzero(source_numbers == number)
+            without = rows[num_images[rows] == 0]
+            if len(without) and (text := _images_warning(source, len(without), len(rows))):
+                yield f"{source.path}: {text}{self._first_of(without)}"
+            with_words = rows[has_media_words[rows]]
+            if len(with_words):
                 yield (
-                    f"{source.path}: {len(words):,} of {len(rows):,} samples have words such as "
-                    "<video>, <audio> or <box>, which are learned as words: nothing is shown for "
-                    f"them{self._first_of(words)}"
+                    f"{source.path}: {len(with_words):,} of {len(rows):,} samples contain words "
+                    "such as <video>, <audio> or <box>, which the model reads as text: it gets no "
+                    f"video, sound or box for them{self._first_of(with_words)}"
                 )
-        if self.eval is not None and not isinstance(self.asked, float):
+        if self.eval is not None and not isinstance(self.eval_option, float):
             yield from self.eval.find_warnings()
 
     def _first_of(self, rows: np.ndarray) -> str:
@@ -165,65 +178,66 @@ class CheckedData:
         return f"; the first is {row_location(self.sources[row['source']], row['line'])}"
 
     def batch_sequences(self) -> BatchSequences:
-        """The rows that batches are made of, for ``pack_to``."""
-        lengths, images = self.column("positions"), self.column("num_images")
+        """Return the sequences that batches consist of, packed if ``pack_to`` is set."""
+        lengths, images = self.column("tokens"), self.column("num_images")
         if self.pack_to is None:
             return BatchSequences(lengths, images, None)
-        shares = share_out(lengths.tolist(), self.pack_to)
+        packs = pack_best_fit(lengths.tolist(), self.pack_to)
         lengths, images = (
-            np.array([of_each[share].sum() for share in shares]) for of_each in (lengths, images)
+            np.array([values[pack].sum() for pack in packs]) for values in (lengths, images)
         )
-        return BatchSequences(lengths, images, shares)
+        return BatchSequences(lengths, images, packs)
 
     def row_location(self, conversation: int) -> str:
-        """Where a conversation stands, for people."""
+        """Return where the row of a sample is, for messages."""
         row = self.rows[int(self.order[conversation])]
         return row_location(self.sources[row["source"]], row["line"])
 
     def conversations(self) -> ConversationDataset:
-        """The conversations of an epoch, which are read from the disk.
+        """Return the samples of an epoch, which are read from the disk.
 
         Raises:
-            ValueError: a file or an image is not what was checked.
+            ValueError: A data file or an image has changed since the check.
         """
         for file in (*self.files, *self.images):
             if file.has_changed():
                 raise ValueError(
-                    f"{file.path} has changed since it was checked: start the training again, so "
-                    "that it is checked"
+                    f"{file.path} has changed since it was checked: start the training again, "
+                    "which checks it again"
                 )
         return ConversationDataset(self.rows, self.order)
 
     def write(self, path: Path) -> "CheckedData":
-        """Write what was found to a JSON file, and the rows beside it, which are read there."""
-        moved, found = self._written(path, path.with_suffix(".arrow"))
-        write_atomically(path, json.dumps(found | {"rules": RULES}))
-        return moved
+        """Write this to a JSON file, and the rows to an Arrow file beside it; return a copy that
+        reads from there."""
+        stored, content = self._written(path, path.with_suffix(".arrow"))
+        write_atomically(path, json.dumps(content | {"version": CHECK_VERSION}))
+        return stored
 
     def _written(self, path: Path, rows: Path) -> tuple["CheckedData", dict[str, Any]]:
-        names = ("files", "pack_to", "images", "skipped", "asked")
-        found = {name: getattr(self, name) for name in names}
-        found["sources"] = [asdict(source) for source in self.sources]
-        found["rows"] = [rows.name, len(self.rows)]
-        moved, found["eval"] = replace(self, rows=write_stored(self.rows, rows)), None
+        names = ("files", "pack_to", "images", "skipped", "eval_option")
+        content = {name: getattr(self, name) for name in names}
+        content["sources"] = [asdict(source) for source in self.sources]
+        content["rows"] = [rows.name, len(self.rows)]
+        stored, content["eval"] = replace(self, rows=write_stored(self.rows, rows)), None
         if self.eval is not None:
-            of_eval = path.with_name(f"{path.stem}_eval.arrow")
-            evaluated, found["eval"] = self.eval._written(path, of_eval)
-            moved = replace(moved, eval=evaluated)
-        return moved, found
+            eval_rows = path.with_name(f"{path.stem}_eval.arrow")
+            evaluated, content["eval"] = self.eval._written(path, eval_rows)
+            stored = replace(stored, eval=evaluated)
+        return stored, content
 
     @classmethod
     def read(cls, path: Path) -> "CheckedData":
-        """What :meth:`write` wrote.
+        """Read what :meth:`write` wrote.
 
         Raises:
-            ValueError: it is not there, or it is no such file.
+            ValueError: The file is missing or invalid.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("rules") != RULES:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("version") != CHECK_VERSION:
                 raise ValueError("it was written by another version of this package")
-            return cls._of(found, path.parent)
+            return cls._from_content(content, path.parent)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} does not say which rows were checked ({error}): start the training with "
@@ -231,56 +245,64 @@ class CheckedData:
             ) from error
 
     @classmethod
-    def _of(cls, found: dict, folder: Path) -> "CheckedData":
-        name, number = found["rows"]
-        sources = [DataSource(**of | {"ignore": tuple(of["ignore"])}) for of in found["sources"]]
-        stamps = {of: tuple(FileStamp(*item) for item in found[of]) for of in ("files", "images")}
-        evaluated = found["eval"] and cls._of(found["eval"], folder)
+    def _from_content(cls, content: dict, folder: Path) -> "CheckedData":
+        name, number = content["rows"]
+        sources = [
+            DataSource(**values | {"ignore": tuple(values["ignore"])})
+            for values in content["sources"]
+        ]
+        stamps = {
+            key: tuple(FileStamp(*item) for item in content[key]) for key in ("files", "images")
+        }
+        evaluated = content["eval"] and cls._from_content(content["eval"], folder)
         rows = read_stored(folder / name, number)
-        made = {"sources": tuple(sources), "rows": rows, "eval": evaluated} | stamps
-        return cls(**found | made)
+        fields = {"sources": tuple(sources), "rows": rows, "eval": evaluated} | stamps
+        return cls(**content | fields)
 
 
-def _doubt_of_images(source: DataSource, without: int, number: int) -> str | None:
-    """Say that samples of a set have no image, if other samples have one, if a key that is called
-    as images are is left out, or if there are images beside the set."""
-    told = f"{without:,} of {number:,} samples have no image"
+def _images_warning(source: DataSource, without: int, number: int) -> str | None:
+    """Return a warning about ``without`` of ``number`` samples that have no image, if other
+    samples have one, an ignored key looks like one of images, or there are images in the
+    source's folder."""
+    text = f"{without:,} of {number:,} samples have no image"
     if without == number and source.columns and "image" in source.columns:
-        return f"{told}: the column of data.columns is empty"
-    if ignored := [key for key in source.ignore if IMAGE_NAMES.fullmatch(key)]:
-        return f"{told}, and data.ignore leaves out {listed(ignored)}"
+        return f"{text}: the image column of data.columns is empty"
+    if ignored := [key for key in source.ignore if IMAGE_KEY_RE.fullmatch(key)]:
+        return f"{text}, and data.ignore drops {listed(ignored)}"
     if without < number:
-        return told
-    folder = folder_of_images(source)
-    names = next((of for of in _names_beside(folder) if of.lower().endswith(IMAGE_FILES)), None)
-    return names and f"{told}, and {os.path.join(folder, names)} is an image beside them"
+        return text
+    folder = image_folder_of(source)
+    images = (name for name in _names_in(folder) if name.lower().endswith(IMAGE_SUFFIXES))
+    image = next(images, None)
+    return image and f"{text}, although their folder contains {os.path.join(folder, image)}"
 
 
-def _names_beside(folder: str) -> Iterator[str]:
-    """Yield the names in a folder and in the folders of it."""
+def _names_in(folder: str) -> Iterator[str]:
+    """Yield the names in a folder and in its direct subfolders."""
     with suppress(OSError):
-        for entry in islice(os.scandir(folder), MOST_NAMES):
+        for entry in islice(os.scandir(folder), MAX_NAMES):
             yield entry.name
             if entry.is_dir():
-                yield from islice((f"{entry.name}/{of}" for of in os.listdir(entry)), MOST_NAMES)
+                yield from islice((f"{entry.name}/{name}" for name in os.listdir(entry)), MAX_NAMES)
 
 
-def _rows_with_words(rows: StoredRows) -> np.ndarray:
-    """Return which rows have words of :data:`left_out.ANY_WORD`: ``(rows,)``."""
-    found = (
-        pc.match_substring_regex(batch["messages"], ANY_WORD, ignore_case=True)
+def _rows_with_media_words(rows: StoredRows) -> np.ndarray:
+    """Return which rows contain words of :data:`missing_media.MEDIA_WORDS_RE`: ``(rows,)`` bool."""
+    matches = (
+        pc.match_substring_regex(batch["messages"], MEDIA_WORDS_RE, ignore_case=True)
         for batch in rows.batches("messages")
     )
-    parts = (of.to_numpy(zero_copy_only=False) for of in found)
+    parts = (match.to_numpy(zero_copy_only=False) for match in matches)
     return np.concatenate([np.zeros(0, bool), *parts])
 
 
 def row_digests(rows: StoredRows, images: Mapping[str, Any]) -> Iterator[str]:
-    """sha256 of each row's words and of the bytes of its images, wherever they lie.
+    """Yield the sha256 of each row's text and of the bytes of its images, wherever the images are
+    stored.
 
     Args:
-        images: What has the ``sha256`` of each, by its path.
+        images: Objects with a ``sha256`` by image path.
     """
-    for words, shown in values(rows, "digest", "images"):
-        of_images = "".join(images[path].sha256 for path in shown).encode()
-        yield hashlib.sha256(words + of_images).hexdigest()
+    for text_digest, paths in iter_values(rows, "digest", "images"):
+        image_digests = "".join(images[path].sha256 for path in paths).encode()
+        yield hashlib.sha256(text_digest + image_digests).hexdigest()

@@ -1,4 +1,4 @@
-"""Makes training batches of conversations about images."""
+"""Collate conversations about images into training batches."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -9,33 +9,38 @@ from torch import Tensor
 
 from ..remote.loss import IGNORE_INDEX
 from .image_files import FileStamp
-from .messages import images_of, learned_turns, drop_train_flags
+from .messages import drop_train_flags, images_of, supervised_turns
 
 
 class SampleSize(NamedTuple):
-    """What a conversation takes and teaches."""
+    """The size of a conversation.
 
-    positions: int
-    """Of a row, with all that its images take."""
-    in_table: int
-    """Entries of the position table: an image takes three."""
+    Attributes:
+        tokens: Tokens of the sequence, with image placeholders expanded.
+        position_ids: Position ids of the sequence; an image takes three.
+        supervised: Tokens with a label.
+    """
+
+    tokens: int
+    position_ids: int
     num_images: int
-    learned: int
-    """Positions that are labels."""
+    supervised: int
 
 
 class ConversationCollator:
-    """Turns conversations into a batch in which only the assistant's words are learned.
+    """Collates conversations into a batch in which only the assistant's turns are supervised.
 
     A turn of the assistant is supervised from the newline after its role token to the token that
-    ends it: the next role token, or ``<|endoftext|>`` after the last turn. One with ``"train":
-    False`` is not.
+    ends it: the next role token, or ``<|endoftext|>`` after the last turn. A turn with ``"train":
+    False`` is not supervised.
     """
 
     def __init__(self, processor, stamps: Mapping[str, FileStamp] = MappingProxyType({})):
-        """
+        """Create a collator.
+
         Args:
-            stamps: What images were that must not change.
+            processor: A ``ChatGLMProcessor``.
+            stamps: Stamps of image files, which must not change.
         """
         self.processor = processor
         self.stamps = stamps
@@ -47,7 +52,7 @@ class ConversationCollator:
         self.role_ids = frozenset(tokenizer.convert_tokens_to_ids(roles))
 
     def __call__(self, conversations: list[list[dict]]) -> dict[str, Tensor]:
-        """Returns ``input_ids``, ``attention_mask``, ``labels`` ``(B, L)`` padded on the right,
+        """Return ``input_ids``, ``attention_mask`` and ``labels`` ``(B, L)``, padded on the right,
         and ``pixel_values`` if there is an image."""
         rows, images = self.encode(conversations)
         length = max(map(len, rows))
@@ -62,18 +67,18 @@ class ConversationCollator:
         return {name: torch.tensor(values) for name, values in batch.items()} | images
 
     def encode(self, conversations: list[list[dict]]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Grown ids of each conversation with the token that ends it, and ``pixel_values`` of all,
-        if there is an image."""
+        """Return the expanded token ids of each conversation with its end token, and
+        ``pixel_values`` of all images, if any."""
         for conversation in conversations:
             for path in images_of(conversation):
-                # Of a conversation that was not read from a file they may be images.
+                # Conversations that were not read from files may contain PIL images.
                 if (
                     isinstance(path, str)
                     and path in self.stamps
                     and self.stamps[path].has_changed()
                 ):
                     raise ValueError(
-                        f"{path} has changed since the training began: put the image back, or "
+                        f"{path} has changed since the training began: restore the image, or "
                         "start again"
                     )
         encoded = self.processor.apply_chat_template(
@@ -88,7 +93,7 @@ class ConversationCollator:
         return [[*ids, self.end_id] for ids in encoded["input_ids"]], images
 
     def measure(self, conversations: list[list[dict]]) -> list[SampleSize]:
-        """Sizes of what :meth:`encode` makes of each; images are not opened."""
+        """Return the size of each conversation; images are not opened."""
         rows = self.processor.tokenizer.encode_chats(
             [drop_train_flags(conversation) for conversation in conversations],
             chat_template=self.processor.chat_template,
@@ -97,35 +102,36 @@ class ConversationCollator:
         for ids, conversation in zip(rows, conversations, strict=True):
             ids = [*ids, self.end_id]
             images = ids.count(self.image_id)
-            # In what the tokenizer writes, an image has one id for all its inner positions.
-            positions = len(ids) + images * (self.processor.num_image_tokens - 1)
+            # In unexpanded prompts, one placeholder stands for all tokens inside of an image.
+            tokens = len(ids) + images * (self.processor.num_image_tokens - 1)
             labels = self.labels(ids, conversation)
-            learned = len(labels) - labels.count(IGNORE_INDEX)
-            sizes.append(SampleSize(positions, len(ids), images, learned))
+            supervised = len(labels) - labels.count(IGNORE_INDEX)
+            sizes.append(SampleSize(tokens, len(ids), images, supervised))
         return sizes
 
     def labels(self, ids: list[int], conversation: Sequence[dict] = ()) -> list[int]:
-        """The ids of the assistant's turns that are learned, -100 elsewhere.
+        """Return the ids of the assistant's supervised turns, -100 elsewhere.
 
         Args:
-            conversation: Of these ids; without one, all of its turns are learned.
+            ids: Token ids of a conversation, expanded or not.
+            conversation: The conversation; if omitted, all turns of the assistant are supervised.
 
         Raises:
-            ValueError: of one with ``"train": False``, there are not as many turns in the ids.
+            ValueError: Some turn is not supervised, and the ids have another number of turns.
         """
-        learned = learned_turns(conversation)
-        if all(learned):
-            learned = [True] * len(ids)
-        elif len(learned) != ids.count(self.assistant_id):
+        supervised = supervised_turns(conversation)
+        if all(supervised):
+            supervised = [True] * len(ids)
+        elif len(supervised) != ids.count(self.assistant_id):
             raise ValueError(
-                f"the conversation has {len(learned)} turns of the assistant, and the chat "
-                f"template writes {ids.count(self.assistant_id)}, so that those with train: false "
-                "are not known: use the template of this package's tokenizer"
+                f"the conversation has {len(supervised)} turns of the assistant, but the chat "
+                f"template writes {ids.count(self.assistant_id)}, so that turns with train: false "
+                "cannot be located: use the template of this package's tokenizer"
             )
-        turns = iter(learned)
+        is_supervised = iter(supervised)
         labels = [IGNORE_INDEX] * len(ids)
-        roles = [at for at, token in enumerate(ids) if token in self.role_ids]
-        for at, ends_at in zip(roles, [*roles[1:], len(ids) - 1], strict=False):
-            if ids[at] == self.assistant_id and next(turns):
-                labels[at + 1 : ends_at + 1] = ids[at + 1 : ends_at + 1]
+        starts = [index for index, token in enumerate(ids) if token in self.role_ids]
+        for start, end in zip(starts, [*starts[1:], len(ids) - 1], strict=False):
+            if ids[start] == self.assistant_id and next(is_supervised):
+                labels[start + 1 : end + 1] = ids[start + 1 : end + 1]
         return labels

@@ -1,181 +1,187 @@
-"""Which columns of a row are its question, answer and images (``data.columns``). Needs no torch.
+"""The columns of a row that are its question, answer and images (``data.columns``). Needs no torch.
 
-A value names a column (``answer``; ``json.answer`` and ``captions.0`` are inside of one), or it is
-words with columns among them (``"Question: {question}"``, ``"{image_id:012}.jpg"``). Words without
-a column hold a blank or another character that no plain name has. A list is of several: parts of a
-question, one below the other, of which a row may lack some; or images.
+A value is the name of a column (``answer``; ``json.answer`` and ``captions.0`` are inside of one),
+or a template: text with columns in braces (``"Question: {question}"``, ``"{image_id:012}.jpg"``).
+Text without a column contains a blank or another character that no plain name has. A list stands
+for several: lines of a question, some of which a row may lack; or images.
 """
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import chain
 from string import Formatter
 from typing import Any
 
 from ..terminal_text import listed, shorten
-from .messages import MOST_KEYS_LISTED, describe_value, quoted
+from .messages import MAX_KEYS_LISTED, describe_value, quoted
 
-NAMES = ("question", "answer", "image", "system", "turns", "history")
-LISTS = ("question", "image")
-NAME = re.compile(r"[\w/-]+(?:\.[\w/-]+)*")
-SPEC = re.compile(r"\d{0,3}")  # a width, as 012
-MOST_OF_A_LOOK = 40
-OF_TOOLS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
+COLUMN_ROLES = ("question", "answer", "image", "system", "turns", "history")
+LIST_ROLES = ("question", "image")
+COLUMN_NAME_RE = re.compile(r"[\w/-]+(?:\.[\w/-]+)*")
+WIDTH_RE = re.compile(r"\d{0,3}")  # such as 012
+MAX_PREVIEW_CHARACTERS = 40
+TOOL_COLUMNS = ("__key__", "__url__", "__index_level_0__", "Unnamed: 0", "")
 """Columns that WebDataset's reader and pandas add."""
-IMAGE_FILES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-NO_CELL = object()
-"""An empty cell: a table has each column in each row, and a row that lacks one has no such key."""
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+EMPTY_CELL = object()
+"""Marks an empty cell: a table has each column in each row, and a row whose cell is empty counts as
+having no such key."""
 
 Columns = Mapping[str, Any]
 
 
 def find_columns_problem(columns: Any) -> str | None:
-    """What is wrong with such a value of a recipe."""
+    """Return what is wrong with a recipe's ``columns``, or None."""
     example = "expected {question: COLUMN, answer: COLUMN, image: COLUMN}"
     if not isinstance(columns, Mapping) or not columns:
         return f"is {describe_value(columns)}; {example}"
     for name, value in columns.items():
-        if name not in NAMES:
-            return f"has {describe_value(name)}; expected {', '.join(NAMES)}"
-        values = value if isinstance(value, list) and value and name in LISTS else [value]
-        for one in values:
-            if not isinstance(one, str) or not one.strip():
-                return f"{name} is {describe_value(one)}; expected the name of a column, or words"
+        if name not in COLUMN_ROLES:
+            return f"has {describe_value(name)}; expected {', '.join(COLUMN_ROLES)}"
+        values = value if isinstance(value, list) and value and name in LIST_ROLES else [value]
+        for item in values:
+            if not isinstance(item, str) or not item.strip():
+                return f"{name} is {describe_value(item)}; expected the name of a column, or text"
             try:
-                _parts(one)
+                _parse_template(item)
             except ValueError as error:
-                return f"{name} is {quoted(one)}: {error}; write {{column}}, and {{{{ for a brace"
+                return f"{name} is {quoted(item)}: {error}; write {{column}}, and {{{{ for a brace"
     if not {"question", "image", "turns"} & columns.keys():
-        return f"has neither question nor image nor turns; {example}"
+        return f"has none of question, image and turns; {example}"
     if "history" in columns and "turns" in columns:
-        return "has history and turns, which say the same: give one of them"
+        return "has both history and turns, which mean the same: keep one of them"
     return None
 
 
 def named_columns(value: str | list[str]) -> list[str]:
-    """The columns that such words, or a list of them, are made of."""
-    words = value if isinstance(value, list) else [value]
-    return [name for one in words for _, name, _ in _parts(one) if name is not None]
+    """Return the columns that occur in a template, or in a list of templates."""
+    templates = value if isinstance(value, list) else [value]
+    parsed = chain.from_iterable(map(_parse_template, templates))
+    return [name for _, name, _ in parsed if name is not None]
 
 
-def unnamed_columns(row: dict, named: Collection[str], before: str = "") -> Iterator[str]:
-    """Yield the columns of a row that hold something and are not in ``named``: of an object of
-    which some is named, what else it holds."""
+def find_unnamed_columns(row: dict, named: Collection[str], prefix: str = "") -> Iterator[str]:
+    """Yield the non-empty columns of a row that are not in ``named``; if only a part of an object
+    is named, its other parts."""
     for key, value in row.items():
-        name = before + key
-        if name in named or name in OF_TOOLS or is_empty(value):
+        name = prefix + key
+        if name in named or name in TOOL_COLUMNS or is_blank_value(value):
             continue
         if not any(other.startswith(f"{name}.") for other in named):
             yield name
         elif isinstance(value, dict):
-            yield from unnamed_columns(value, named, f"{name}.")
+            yield from find_unnamed_columns(value, named, f"{name}.")
 
 
 def describe_columns(row: dict, names: Iterable[str]) -> str:
     """Return the names of columns, each with the beginning of its value."""
 
-    def look(name: str) -> str:
-        value = value_of(row, name)
+    def preview(name: str) -> str:
+        value = column_value(row, name)
         if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:  # an image in a table
             value = value.get("bytes") or value.get("path")
-        return f"{quoted(name)} ({shorten(describe_value(value), MOST_OF_A_LOOK)})"
+        return f"{quoted(name)} ({shorten(describe_value(value), MAX_PREVIEW_CHARACTERS)})"
 
-    return listed([look(name) for name in names], MOST_KEYS_LISTED)
+    return listed([preview(name) for name in names], MAX_KEYS_LISTED)
 
 
-def describe_unnamed(row: dict, names: Iterable[str]) -> str:
-    """Say that columns of a row are neither used nor ignored."""
+def describe_unnamed_columns(row: dict, names: Iterable[str]) -> str:
+    """Return a message for columns of a row that are neither used nor ignored."""
     return (
-        f"{describe_columns(row, names)}: in neither data.columns nor data.ignore; name in columns "
-        "what the sample is made of, images first, and in ignore what is left out (docs/data.md, "
+        f"{describe_columns(row, names)}: in neither data.columns nor data.ignore; add to columns "
+        "what the sample is made of, images first, and to ignore what is not used (docs/data.md, "
         '"Columns"; answer, evaluate: --columns, --ignore)'
     )
 
 
-def value_of(row: Any, name: str) -> Any:
-    """The value of a column, or what lies within it by a path with dots; None if there is none."""
+def column_value(row: Any, name: str) -> Any:
+    """Return the value of a column, or a value inside of it by a path with dots; None if there is
+    none."""
     if isinstance(row, list):
-        row = {str(at): value for at, value in enumerate(row)}
+        row = {str(index): value for index, value in enumerate(row)}
     if not isinstance(row, dict):
         return None
     head, rest = name, ""
-    while head not in row:  # the names of columns may have dots, too
+    while head not in row:  # names of columns may contain dots
         head, dot, tail = head.rpartition(".")
         if not dot:
             return None
         rest = f"{tail}.{rest}" if rest else tail
-    return value_of(row[head], rest) if rest else row[head]
+    return column_value(row[head], rest) if rest else row[head]
 
 
-def text_of_column(row: dict, words: str) -> str | None:
-    """The text of a column or words; None where the row has no such column.
+def column_text(row: dict, template: str) -> str | None:
+    """Return the text of a column or a template; None if the row has no such column.
 
     Raises:
-        ValueError: it is no text, or of the words a column is missing.
+        ValueError: The value is not text, or a column of the template is missing.
     """
-    if (column := _column_of(words)) is not None:
-        value = value_of(row, column)
-        return None if value is None else _as_text(value, column)
-    if words in row:
-        raise ValueError(f"{quoted(words)} is a column: write {quoted(f'{{{words}}}')} for it")
-    made = ""
-    for said, name, width in _parts(words):
-        text = "" if name is None else _as_text(required(row, name), name)
-        made += said + text.rjust(int(width or 0), "0" if width.startswith("0") else " ")
-    return made
+    if (column := _plain_column(template)) is not None:
+        value = column_value(row, column)
+        return None if value is None else _cell_text(value, column)
+    if template in row:
+        raise ValueError(
+            f"{quoted(template)} is the name of a column: write {quoted(f'{{{template}}}')} for it"
+        )
+    result = ""
+    for literal, name, width in _parse_template(template):
+        text = "" if name is None else _cell_text(require_column(row, name), name)
+        result += literal + text.rjust(int(width or 0), "0" if width.startswith("0") else " ")
+    return result
 
 
-def required(row: dict, name: str) -> Any:
-    """The value of a column. Raises ``ValueError`` if there is none."""
-    value = value_of(row, name)
+def require_column(row: dict, name: str) -> Any:
+    """Return the value of a column; raise ``ValueError`` if there is none."""
+    value = column_value(row, name)
     if value is None:
-        has = listed([*map(quoted, row)], MOST_KEYS_LISTED)
-        cure = "words that are no column end with . or ?"
-        told = f"the column {quoted(name)} {'is null' if name in row else 'is missing'}"
-        raise ValueError(f"{told}; the row has {has}; {cure}")
+        has = listed([*map(quoted, row)], MAX_KEYS_LISTED)
+        cure = "end text that is not the name of a column with . or ?"
+        problem = f"the column {quoted(name)} {'is null' if name in row else 'is missing'}"
+        raise ValueError(f"{problem}; the row has {has}; {cure}")
     return value
 
 
 @cache
-def _parts(words: str) -> list[tuple[str, str | None, str]]:
-    """Words, the column after them, and how wide it is to be."""
-    if NAME.fullmatch(words):
-        return [("", words, "")]
+def _parse_template(template: str) -> list[tuple[str, str | None, str]]:
+    """Split a template into (text, the column after it, the column's minimum width)."""
+    if COLUMN_NAME_RE.fullmatch(template):
+        return [("", template, "")]
     parts = []
-    for said, name, spec, conversion in Formatter().parse(words):
-        if name == "" or conversion or not SPEC.fullmatch(spec or ""):
-            raise ValueError("is no such text")
-        parts.append((said, name, spec or ""))
+    for literal, name, spec, conversion in Formatter().parse(template):
+        if name == "" or conversion or not WIDTH_RE.fullmatch(spec or ""):
+            raise ValueError("not a valid template")
+        parts.append((literal, name, spec or ""))
     return parts
 
 
-def _column_of(words: str) -> str | None:
-    """The column that the words are and nothing else."""
-    (said, column, width), *more = _parts(words)
-    return None if said or width or more else column
+def _plain_column(template: str) -> str | None:
+    """Return the column, if a template is just the name of one."""
+    (literal, column, width), *more = _parse_template(template)
+    return None if literal or width or more else column
 
 
-def _as_text(value: Any, name: str) -> str:
+def _cell_text(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    cure = f"; {name}.0 is its first" if isinstance(value, list) else ""
+    cure = f"; {name}.0 names its first element" if isinstance(value, list) else ""
     raise ValueError(f"{name} is {describe_value(value)}; expected text{cure}")
 
 
 def images_of_columns(row: dict, names: str | list[str] | None) -> list:
-    """The images of a row, in the order of the names; a row may have none."""
+    """Return the images of a row in the order of the names; there may be none."""
     images: list[Any] = []
     for name in [names] if isinstance(names, str) else names or []:
-        column = _column_of(name)
-        found = text_of_column(row, name) if column is None else value_of(row, column)
-        images += found if isinstance(found, list) else [found]
-    return [image for image in images if not is_empty(image)]
+        column = _plain_column(name)
+        value = column_text(row, name) if column is None else column_value(row, column)
+        images += value if isinstance(value, list) else [value]
+    return [image for image in images if not is_blank_value(image)]
 
 
-def is_empty(value: Any) -> bool:
-    """Return whether a value is null or an empty text, or holds nothing else."""
+def is_blank_value(value: Any) -> bool:
+    """Return whether a value is null or empty text, or contains nothing else."""
     if isinstance(value, (dict, list)):
-        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+        return all(map(is_blank_value, value.values() if isinstance(value, dict) else value))
     return value is None or value == "" or value == b""

@@ -1,8 +1,8 @@
-"""Files of a folder, or of a data set of the Hub, that somebody else may have made.
+"""Files of a folder or of a data set of the Hub, which may come from somebody else.
 
-What such a folder says of its files (README.md, .huggingface.yaml, dataset_info.json, state.json,
-metadata.csv) is compared with the files that are inside of it, and is never resolved: an absolute
-path, ``..``, an address or a chain of fsspec is the name of none of them. Needs no torch.
+File names in such a folder's own descriptions (README.md, .huggingface.yaml, dataset_info.json,
+state.json, metadata.csv) are compared with the files inside of it and never resolved: an absolute
+path, ``..``, an address or a chained fsspec URL matches none of them. Needs no torch.
 """
 
 import os
@@ -13,17 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-MOST_PARTS = 32
-"""Folders of a pattern, for each ``**`` may match in many ways."""
+MAX_PATTERN_PARTS = 32
+"""Parts of a glob pattern; limited because each ``**`` can match in many ways."""
 
 
 class Folder:
     """A folder on this machine.
 
     Attributes:
-        path: As messages show it.
-        files: All files below it, relative to it and sorted. As for ``datasets``, names that begin
-            with ``.`` or ``__`` are hidden, and linked folders are not entered.
+        path: As shown in messages.
+        files: All files below it, relative to it and sorted. As in ``datasets``, names that begin
+            with ``.`` or ``__`` are hidden, and symbolic links to folders are not followed.
     """
 
     def __init__(self, path: str):
@@ -32,14 +32,14 @@ class Folder:
         self._roots = _real_roots(path)
 
     def has(self, file: str) -> bool:
-        """Return whether there is such a file, which may be hidden."""
+        """Return whether there is such a file; hidden files count."""
         return os.path.lexists(os.path.join(self.path, file))
 
     def local_path(self, file: str) -> str:
         """Return the path of a file on this machine. It need not exist.
 
         Raises:
-            ValueError: It is outside of the folder, by its name or by a link.
+            ValueError: The path or the target of a link is outside of the folder.
         """
         path = os.path.normpath(os.path.join(self.path, file))
         real = os.path.realpath(path)
@@ -47,33 +47,33 @@ class Folder:
             link = "is a link to" if _is_below(path, self.path) else "is"
             raise ValueError(
                 f"{os.path.join(self.path, file)} {link} {real}, outside of the folder; expected "
-                "a file inside of it: name that file in the recipe itself, or copy it"
+                "a file inside of it: name that file in the recipe itself, or copy it here"
             )
         return path
 
-    def read_text(self, file: str, most: int) -> str:
+    def read_text(self, file: str, max_bytes: int) -> str:
         """Return the text of a small file.
 
         Raises:
-            ValueError: It is outside of the folder, is no regular file, or is larger.
+            ValueError: The file is outside of the folder, not a regular file, or too large.
         """
         path = self.local_path(file)
         if not os.path.isfile(path):  # a pipe would block
-            raise ValueError(f"{path} is no regular file")
-        if (size := os.path.getsize(path)) > most:
-            raise ValueError(f"{path} has {size:,} bytes; expected {most:,} at most")
+            raise ValueError(f"{path} is not a regular file")
+        if (size := os.path.getsize(path)) > max_bytes:
+            raise ValueError(f"{path} has {size:,} bytes; expected at most {max_bytes:,}")
         return Path(path).read_text(encoding="utf-8-sig", errors="replace")
 
 
 class HubFolder(Folder):
-    """A data set of the Hub at one commit, of which a file is downloaded when it is asked for."""
+    """A data set of the Hub at one commit, whose files are downloaded on first use."""
 
     def __init__(self, repository: str, revision: str | None):
-        from huggingface_hub import HfApi  # late: local files do not need it
+        from huggingface_hub import HfApi  # imported here: local files do not need it
 
         info = HfApi().dataset_info(repository, revision=revision)
         self.path, self.commit = repository, info.sha
-        self._all = {of.rfilename for of in info.siblings or ()}
+        self._all = {sibling.rfilename for sibling in info.siblings or ()}
         self.files = sorted(file for file in self._all if not _is_hidden(file))
 
     def has(self, file: str) -> bool:
@@ -88,8 +88,8 @@ class HubFolder(Folder):
         return hf_hub_download(self.path, file, repo_type="dataset", revision=self.commit)
 
 
-def hub_cache_of(repository: str) -> str:
-    """Return the folder in the Hub's cache that has the files of a data set."""
+def hub_cache_folder(repository: str) -> str:
+    """Return the folder of the Hub's cache that contains the files of a data set."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -103,9 +103,9 @@ def _files_below(path: str) -> Iterator[str]:
 
     for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not _is_hidden(name)]
-        below = os.path.relpath(folder, path)
+        relative = os.path.relpath(folder, path)
         yield from (
-            posixpath.normpath(posixpath.join(below, name))
+            posixpath.normpath(posixpath.join(relative, name))
             for name in names
             if not _is_hidden(name)
         )
@@ -120,34 +120,39 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _real_roots(path: str) -> list[str]:
-    """Return the folder, and if it is a snapshot in the Hub's cache, the blobs beside the
-    snapshots, to which its files are links."""
+    """Return the folder; for a snapshot in the Hub's cache also the blobs that its files link
+    to."""
     real = Path(os.path.realpath(path))
-    around = (of.parent for of in (real, *real.parents) if of.name == "snapshots")
-    of_hub = (of for of in around if of.name.startswith(("datasets--", "models--")))
-    return [str(real), *(str(of / "blobs") for of in of_hub)]
+    parents = (folder.parent for folder in (real, *real.parents) if folder.name == "snapshots")
+    hub_folders = (
+        parent for parent in parents if parent.name.startswith(("datasets--", "models--"))
+    )
+    return [str(real), *(str(folder / "blobs") for folder in hub_folders)]
 
 
-def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether each name of a path matches its pattern; ``**`` is any number of names."""
+def matches_pattern(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether each part of a path matches its part of a pattern; ``**`` matches any number
+    of parts."""
 
     @cache
-    def match(name: int, pattern: int) -> bool:
-        if pattern == len(patterns):
-            return name == len(names)
-        is_any = patterns[pattern] == "**"
-        if is_any and match(name, pattern + 1):
+    def match(name_index: int, pattern_index: int) -> bool:
+        if pattern_index == len(patterns):
+            return name_index == len(names)
+        is_wildcard = patterns[pattern_index] == "**"
+        if is_wildcard and match(name_index, pattern_index + 1):
             return True
-        if name == len(names) or not (is_any or fnmatchcase(names[name], patterns[pattern])):
+        if name_index == len(names) or not (
+            is_wildcard or fnmatchcase(names[name_index], patterns[pattern_index])
+        ):
             return False
-        return match(name + 1, pattern if is_any else pattern + 1)
+        return match(name_index + 1, pattern_index if is_wildcard else pattern_index + 1)
 
     return match(0, 0)
 
 
-def find_matching(files: Sequence[str], pattern: str) -> list[str]:
-    """Return the files that match a pattern with ``*``, ``?``, ``[...]`` and ``**``."""
+def find_matching_files(files: Sequence[str], pattern: str) -> list[str]:
+    """Return the files that match a glob pattern with ``*``, ``?``, ``[...]`` and ``**``."""
     parts = [part for part in pattern.split("/") if part != "."]
-    if len(parts) > MOST_PARTS:
+    if len(parts) > MAX_PATTERN_PARTS:
         return []
-    return [file for file in files if matches(file.split("/"), parts)]
+    return [file for file in files if matches_pattern(file.split("/"), parts)]

@@ -1,8 +1,8 @@
-"""The formats of rows: how the messages of a row, and its images, are found. Needs no torch.
+"""Formats of rows, and how each yields a row's messages and images. Needs no torch.
 
-Which format a file has is found from the keys of its first row (:func:`find_format`), or named
-(``data.format``); keys that it does not know are refused. Rows of all other forms are read by the
-names of their columns (``data.columns``). :func:`messages.check_messages` takes what is found.
+The format of a file is found from the keys of its first row (:func:`find_format`), or named by
+``data.format``; keys that the format does not have are refused. Rows of other forms are read by the
+names of their columns (``data.columns``). The result goes to :func:`messages.check_messages`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 
 from ..terminal_text import listed
 from .columns import (
-    OF_TOOLS,
+    TOOL_COLUMNS,
     Columns,
+    column_text,
+    column_value,
     describe_columns,
+    find_unnamed_columns,
     images_of_columns,
     named_columns,
-    required,
-    text_of_column,
-    unnamed_columns,
-    value_of,
+    require_column,
 )
-from .image_files import IMAGE_NAMES
-from .messages import MARKS, describe_value, quoted, read_each, refuse_keys
+from .image_files import IMAGE_KEY_RE
+from .messages import TRAIN_FLAGS, describe_value, quoted, read_each, refuse_keys
 
-Found = tuple[Any, list | None]
-"""The messages of a row, and its images; None if it names none."""
+MessagesAndImages = tuple[Any, list | None]
+"""A row's messages, and its images; None if the row has no images of its own."""
 ROW_IMAGES = ("images", "image")
-ROLES_OF_SHAREGPT = {
+SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -36,37 +36,43 @@ ROLES_OF_SHAREGPT = {
     "observation": "observation",
     "tool": "observation",
 }
-OF_MESSAGES = 'write "from" and "value", or name the row\'s list "messages"'
+MESSAGES_CURE = 'write "from" and "value", or rename the row\'s list to "messages"'
 TURN_CURES = {
-    "role": OF_MESSAGES,
-    "content": OF_MESSAGES,
-    "image": 'write <image> in "value", and the path under "image" of the row',
+    "role": MESSAGES_CURE,
+    "content": MESSAGES_CURE,
+    "image": 'write <image> in "value", and the path under the row\'s key "image"',
 }
-PREFERENCES = {"chosen", "rejected"}
-OF_PREFERENCES = "it is of preferences, which TRL trains on"
-BOXES = (
-    "write boxes as words, such as [[x0, y0, x1, y1]] in place of <bbox> (docs/questions.md, "
+PREFERENCE_KEYS = {"chosen", "rejected"}
+PREFERENCES_CURE = "this is preference data, which TRL trains on (docs/frameworks.md)"
+BOXES_CURE = (
+    "write boxes as text, such as [[x0, y0, x1, y1]], in place of <bbox> (docs/questions.md, "
     '"Does it know boxes?")'
 )
-OTHER_MEDIA = (
-    "the model sees images alone: leave the row out; where it is empty in all rows, name it in "
+OTHER_MEDIA_CURE = (
+    "the model accepts only images: remove the row; if the key is empty in all rows, add it to "
     "data.ignore"
 )
 ROW_CURES = {
-    "conversation": 'write "conversations"',
+    "conversation": 'rename it to "conversations"',
     "system": 'write it as the first message: {"role": "system", "content": "..."}',
-    "tools": 'give them to the system message: {"role": "system", "content": "", "tools": [...]}',
-    **dict.fromkeys(PREFERENCES, OF_PREFERENCES),
-    **dict.fromkeys(("objects", "bbox", "bboxes", "boxes"), BOXES),
-    **dict.fromkeys(("videos", "video", "audios", "audio"), OTHER_MEDIA),
+    "tools": 'put them into the system message: {"role": "system", "content": "", "tools": [...]}',
+    **dict.fromkeys(PREFERENCE_KEYS, PREFERENCES_CURE),
+    **dict.fromkeys(("objects", "bbox", "bboxes", "boxes"), BOXES_CURE),
+    **dict.fromkeys(("videos", "video", "audios", "audio"), OTHER_MEDIA_CURE),
 }
-OF_IMAGE = 'write the image as "image": "a.png", or several as "images": ["a.png", "b.png"]'
+IMAGE_KEY_CURE = 'write "image": "a.png" for one image, "images": ["a.png", "b.png"] for several'
 
-IGNORE_CURE = "; to leave it out of all rows, name it in data.ignore"
+IGNORE_CURE = "; to drop it from all rows, add it to data.ignore"
 
 
-class Format(NamedTuple):
-    """Keys that tell it, others that its rows may have beside images, and which are what."""
+class RowFormat(NamedTuple):
+    """A format of rows.
+
+    Attributes:
+        needs: Keys that identify the format.
+        others: Further keys that its rows may have, besides those of images.
+        columns: Which keys are the question, answer, turns, system prompt and history.
+    """
 
     needs: tuple[str, ...]
     others: tuple[str, ...] = ()
@@ -77,170 +83,179 @@ class Format(NamedTuple):
         return (*self.needs, *ROW_IMAGES, *self.others)
 
 
-ASIDE = {"system": "system", "history": "history"}
+SYSTEM_AND_HISTORY = {"system": "system", "history": "history"}
 ROW_FORMATS = {
-    "messages": Format(("messages",)),
+    "messages": RowFormat(("messages",)),
     # ShareGPT's, LLaVA's, LLaMA-Factory's
-    "conversations": Format(
+    "conversations": RowFormat(
         ("conversations",), ("system", "id"), {"turns": "conversations", "system": "system"}
     ),
     # TRL's: texts or messages
-    "prompt_completion": Format(("prompt", "completion")),
+    "prompt_completion": RowFormat(("prompt", "completion")),
     # Alpaca's, with LLaMA-Factory's "system" and "history" (pairs of a question and its answer)
-    "alpaca": Format(
+    "alpaca": RowFormat(
         ("instruction", "output"),
         ("input", "system", "history"),
-        {"question": ["instruction", "input"], "answer": "output"} | ASIDE,
+        {"question": ["instruction", "input"], "answer": "output"} | SYSTEM_AND_HISTORY,
     ),
     # ms-swift's
-    "query_response": Format(
+    "query_response": RowFormat(
         ("query", "response"),
         ("system", "history"),
-        {"question": "query", "answer": "response"} | ASIDE,
+        {"question": "query", "answer": "response"} | SYSTEM_AND_HISTORY,
     ),
     # the_cauldron's
-    "texts": Format(("texts",), (), {"turns": "texts", "question": "user", "answer": "assistant"}),
+    "texts": RowFormat(
+        ("texts",), (), {"turns": "texts", "question": "user", "answer": "assistant"}
+    ),
 }
-BESIDE_TURNS = ("source",)
-"""A key of the_cauldron's turns that is left out."""
+IGNORED_TURN_KEYS = ("source",)
+"""A key of the_cauldron's turns that is not read."""
 
 
 def find_format(row: Mapping) -> str | None:
-    """The format of a row by its keys: of one that has those that tell it, or of which it has
-    nothing but keys of it; None if there is none."""
-    for name, of in ROW_FORMATS.items():
-        if {*of.needs} <= row.keys():
+    """Return the format that a row's keys identify, or the one that has all of its keys, or
+    None."""
+    for name, row_format in ROW_FORMATS.items():
+        if {*row_format.needs} <= row.keys():
             return name
-    known = (n for n, of in ROW_FORMATS.items() if of.needs[0] in row and row.keys() <= {*of.keys})
-    return next(known, None)
+    for name, row_format in ROW_FORMATS.items():
+        if row_format.needs[0] in row and row.keys() <= {*row_format.keys}:
+            return name
+    return None
 
 
-def describe_unknown(row: dict, keys: Iterable[str]) -> str:
-    """Say that a row has keys of no format."""
-    names = [key for key in keys if key not in OF_TOOLS]
-    if PREFERENCES & {*names}:
-        cure = OF_PREFERENCES
+def describe_unknown_format(row: dict, keys: Iterable[str]) -> str:
+    """Return a message for a row whose keys match no format."""
+    names = [key for key in keys if key not in TOOL_COLUMNS]
+    if PREFERENCE_KEYS & {*names}:
+        cure = PREFERENCES_CURE
     else:
         cure = (
-            "say by data.columns which are question, answer and image, and name the others in "
+            "set data.columns to say which are question, answer and image, and list the others in "
             'data.ignore (docs/data.md, "Columns"; answer, evaluate: --columns, --ignore)'
         )
-    return f"its keys are of no format that is known: {describe_columns(row, names)}; {cure}"
+    return f"its keys match no known format: {describe_columns(row, names)}; {cure}"
 
 
-def read_as(name: str, row: dict) -> Found:
-    """The messages of a row of a format, which has no key that the format does not have.
+def read_row_as(name: str, row: dict) -> MessagesAndImages:
+    """Return the messages and images of a row of a format.
 
     Raises:
-        ValueError: it has, or lacks one.
+        ValueError: The row has a key that the format does not have, or a required key is missing.
     """
-    of = ROW_FORMATS[name]
-    others = {key for other in ROW_FORMATS.values() for key in other.needs}
-    cure = f'the first row of this file has "{of.needs[0]}"; write a file for each format'
-    cures = ROW_CURES | dict.fromkeys(others, cure)
+    row_format = ROW_FORMATS[name]
+    other_needs = {key for other_format in ROW_FORMATS.values() for key in other_format.needs}
+    cure = f'the first row of this file has "{row_format.needs[0]}"; use one file per format'
+    cures = ROW_CURES | dict.fromkeys(other_needs, cure)
     if all(row.get(key) is None for key in ROW_IMAGES):
-        cures = dict.fromkeys(filter(IMAGE_NAMES.fullmatch, row), OF_IMAGE) | cures
-    refuse_keys((k for k in row if k not in OF_TOOLS), of.keys, "a row", cures, IGNORE_CURE)
-    if of.needs[0] not in row:
-        raise ValueError(f'the key "{of.needs[0]}" is missing')
-    given = [key for key in ROW_IMAGES if row.get(key) is not None]
-    if len(given) > 1:
-        raise ValueError('has its images under "images" and "image": give one of them')
-    images = row[given[0]] if given else None
+        cures = dict.fromkeys(filter(IMAGE_KEY_RE.fullmatch, row), IMAGE_KEY_CURE) | cures
+    refuse_keys(
+        (k for k in row if k not in TOOL_COLUMNS), row_format.keys, "a row", cures, IGNORE_CURE
+    )
+    if row_format.needs[0] not in row:
+        raise ValueError(f'the key "{row_format.needs[0]}" is missing')
+    image_keys = [key for key in ROW_IMAGES if row.get(key) is not None]
+    if len(image_keys) > 1:
+        raise ValueError('has both "images" and "image": keep one of them')
+    images = row[image_keys[0]] if image_keys else None
     if isinstance(images, dict) and not images.keys() <= {"bytes", "path"}:
         raise ValueError(
-            f"{given[0]} is an object with the keys {listed([*map(quoted, images)])}: write "
-            '"images": ["a.png", "b.png"], and <image> once for each in the words'
+            f"{image_keys[0]} is an object with the keys {listed([*map(quoted, images)])}: write "
+            '"images": ["a.png", "b.png"], and one <image> per image in the text'
         )
-    if given and not isinstance(images, list):
+    if image_keys and not isinstance(images, list):
         images = [images]
     if name == "messages":
         return row["messages"], images
     if name == "prompt_completion":
         return _prompt_and_completion(row), images
-    there = {
-        part: column
-        for part, column in of.columns.items()
-        if "turns" in of.columns or isinstance(column, list) or row.get(column) is not None
+    present = {
+        role: column
+        for role, column in row_format.columns.items()
+        if "turns" in row_format.columns or isinstance(column, list) or row.get(column) is not None
     }
     if row.get("system") is None:
-        there.pop("system", None)
-    return read_columns(row, there | {"image": given}, BESIDE_TURNS)
+        present.pop("system", None)
+    return read_columns(row, present | {"image": image_keys}, IGNORED_TURN_KEYS)
 
 
 def _prompt_and_completion(row: dict) -> list:
-    """Of which only the completion is learned."""
-    parts = []
+    """Return the messages of a TRL row; only the completion is supervised."""
+    sides = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         value = row.get(key)
         if isinstance(value, str):
             value = [{"role": role, "content": value}]
         if not isinstance(value, list):
-            raise ValueError(f"{key} is {describe_value(value)}; expected text, or a list of messages")
-        parts.append(value)
-    prompt, completion = parts
-    spoken = [
-        {key: of for key, of in message.items() if key not in MARKS} | {"train": False}
+            raise ValueError(
+                f"{key} is {describe_value(value)}; expected text, or a list of messages"
+            )
+        sides.append(value)
+    prompt, completion = sides
+    unsupervised_prompt = [
+        {k: v for k, v in message.items() if k not in TRAIN_FLAGS} | {"train": False}
         if isinstance(message, dict) and message.get("role") == "assistant"
         else message
         for message in prompt
     ]
-    return [*spoken, *completion]
+    return [*unsupervised_prompt, *completion]
 
 
-def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> Found:
-    """A row whose columns are named by ``data.columns``.
+def read_columns(row: dict, columns: Columns, ignored: Sequence[str] = ()) -> MessagesAndImages:
+    """Return the messages and images of a row by the names of its columns (``data.columns``).
 
     Args:
-        ignored: Keys of turns that are left out.
+        ignored: Keys of turns that are not read.
     """
-    system = text_of_column(row, columns["system"]) if "system" in columns else None
+    system = column_text(row, columns["system"]) if "system" in columns else None
     messages = [{"role": "system", "content": system}] if system else []
     if "turns" in columns:
-        turns = required(row, columns["turns"])
+        turns = require_column(row, columns["turns"])
         messages += _turns_of(turns, columns["turns"], columns, ignored)
     else:
-        before = value_of(row, columns["history"]) if "history" in columns else None
-        if before is not None:
-            messages += _turns_of(before, columns["history"])
-        messages += _asked(row, columns)
+        history_turns = column_value(row, columns["history"]) if "history" in columns else None
+        if history_turns is not None:
+            messages += _turns_of(history_turns, columns["history"])
+        messages += _question_and_answer(row, columns)
     return messages, images_of_columns(row, columns.get("image"))
 
 
-def _asked(row: dict, columns: Columns) -> list[dict]:
-    """The question, which may be an image alone, and the answer, if one is asked for."""
-    parts = columns.get("question", [])
-    if isinstance(parts, list):
-        texts = [text_of_column(row, part) for part in parts]
+def _question_and_answer(row: dict, columns: Columns) -> list[dict]:
+    """Return the user's message, whose text may be empty if it has an image, and the answer if
+    there is a column for it."""
+    question_columns = columns.get("question", [])
+    if isinstance(question_columns, list):
+        texts = [column_text(row, column) for column in question_columns]
         question: str | None = "\n".join(filter(None, texts))
-    elif (question := text_of_column(row, parts)) is None:
-        required(row, parts)
+    elif (question := column_text(row, question_columns)) is None:
+        require_column(row, question_columns)
     if "answer" not in columns:
         return _exchange(question)
-    answer = text_of_column(row, columns["answer"])
-    return _exchange(question, required(row, columns["answer"]) if answer is None else answer)
+    answer = column_text(row, columns["answer"])
+    return _exchange(question, require_column(row, columns["answer"]) if answer is None else answer)
 
 
 def _exchange(question: Any, *answer: Any) -> list[dict]:
-    asked = {"role": "user", "content": question}
-    return [asked, *({"role": "assistant", "content": of} for of in answer)]
+    user = {"role": "user", "content": question}
+    return [user, *({"role": "assistant", "content": text} for text in answer)]
 
 
 def _turns_of(
     turns: Any, name: str, columns: Columns | None = None, ignored: Sequence[str] = ()
 ) -> list[dict]:
-    """Turns as messages: of ``role`` or ``from``, pairs, or objects with the keys that ``columns``
-    names."""
+    """Convert turns to messages: ``role``/``from`` messages, [question, answer] pairs, or objects
+    with the keys named by ``columns``."""
     if not isinstance(turns, list):
         raise ValueError(f"{name} is {describe_value(turns)}; expected a list")
-    parts = [columns[part] for part in ("question", "answer") if part in columns] if columns else []
-    named = {key for words in parts for key in named_columns(words)}
+    roles = [role for role in ("question", "answer") if columns and role in columns]
+    named = {key for role in roles for key in named_columns((columns or {})[role])}
 
-    def read(turn: Any) -> list[dict]:
+    def read_turn(turn: Any) -> list[dict]:
         if isinstance(turn, dict) and columns and "question" in columns:
-            others = unnamed_columns(turn, {*named, *ignored})
-            refuse_keys(others, sorted(named), "a turn", more=IGNORE_CURE)
-            return _asked(turn, columns)
+            unnamed = find_unnamed_columns(turn, {*named, *ignored})
+            refuse_keys(unnamed, sorted(named), "a turn", more=IGNORE_CURE)
+            return _question_and_answer(turn, columns)
         if isinstance(turn, dict):
             return [_turn(turn) if "from" in turn else turn]
         if isinstance(turn, list) and len(turn) == 2:
@@ -248,15 +263,17 @@ def _turns_of(
         expected = '{"from": "human", "value": "..."} or [question, answer]'
         raise ValueError(f"is {describe_value(turn)}; expected {expected}")
 
-    return sum(read_each(turns, "turn", read, f" of {name}"), [])
+    return sum(read_each(turns, "turn", read_turn, f" of {name}"), [])
 
 
 def _turn(turn: dict) -> dict:
-    refuse_keys((k for k in turn if k not in MARKS), ("from", "value"), "a turn", TURN_CURES)
+    refuse_keys((k for k in turn if k not in TRAIN_FLAGS), ("from", "value"), "a turn", TURN_CURES)
     if "value" not in turn:
         raise ValueError('the key "value" is missing')
-    who = turn["from"]
-    if not isinstance(who, str) or who not in ROLES_OF_SHAREGPT:
-        raise ValueError(f'"from" is {describe_value(who)}; expected system, human, gpt or observation')
-    message = {"role": ROLES_OF_SHAREGPT[who], "content": turn["value"]}
-    return message | {key: turn[key] for key in MARKS if key in turn}
+    speaker = turn["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise ValueError(
+            f'"from" is {describe_value(speaker)}; expected system, human, gpt or observation'
+        )
+    message = {"role": SHAREGPT_ROLES[speaker], "content": turn["value"]}
+    return message | {key: turn[key] for key in TRAIN_FLAGS if key in turn}

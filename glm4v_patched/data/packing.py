@@ -1,8 +1,8 @@
-"""Packing: several conversations in one row, each computed and learned as if it were alone.
+"""Packing: several conversations in one sequence, each computed as if it were alone.
 
-:func:`share_out` shares a data set out among rows before the training begins, and a batch
-of such rows becomes one (:class:`PackingCollator`): nothing is padded, and every batch is about as
-large as any other.
+:func:`pack_best_fit` assigns conversations to sequences before training, and
+:class:`PackingCollator` concatenates the sequences of a batch: nothing is padded, and batches are
+of similar size.
 """
 
 from bisect import bisect_left, insort
@@ -15,80 +15,87 @@ from torch import Tensor
 from .collate import ConversationCollator
 
 
-def share_out(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Share out conversations among rows of at most ``max_length`` positions.
+def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Assign conversations to packs of at most ``max_length`` tokens, by best-fit decreasing bin
+    packing.
 
-    The longest first, each goes to the fullest row that has room for it: the same rows every time.
+    The result is deterministic: longest first, each conversation goes to the fullest pack in which
+    it fits.
 
     Args:
-        lengths: Positions of each conversation, with all that its images take
-            (:class:`collate.Size`).
+        lengths: Tokens of each conversation, with image placeholders expanded
+            (:class:`collate.SampleSize`).
 
     Returns:
-        Numbers of conversations, from 0, in each row.
+        The numbers of the conversations, from 0, in each pack.
 
     Raises:
-        ValueError: conversations are longer than a row.
+        ValueError: Some conversations are longer than a pack.
     """
     too_long = [number for number, length in enumerate(lengths) if length > max_length]
     if too_long:
         raise ValueError(
-            f"{len(too_long)} of {len(lengths)} conversations do not fit into a row; number "
-            f"{too_long[0] + 1} is the first: it takes {lengths[too_long[0]]} positions and a row "
-            f"has {max_length}. Make rows of at least {max(lengths)} (pack_to in a recipe), or "
-            "leave the long ones out"
+            f"{len(too_long)} of {len(lengths)} conversations do not fit into a packed sequence; "
+            f"number {too_long[0] + 1} is the first: it has {lengths[too_long[0]]} tokens, and a "
+            f"sequence has {max_length}. Set data.pack_to to at least {max(lengths)}, or remove "
+            "the long conversations"
         )
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (positions left, row), the fullest first
+    packs: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, pack), the fullest first
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        at = bisect_left(rooms, (lengths[number], 0))
-        if at < len(rooms):
-            room, row = rooms.pop(at)
+        index = bisect_left(free, (lengths[number], 0))
+        if index < len(free):
+            free_tokens, pack = free.pop(index)
         else:
-            room, row = max_length, len(rows)
-            rows.append([])
-        rows[row].append(number)
-        insort(rooms, (room - lengths[number], row))
-    return rows
+            free_tokens, pack = max_length, len(packs)
+            packs.append([])
+        packs[pack].append(number)
+        insort(free, (free_tokens - lengths[number], pack))
+    return packs
 
 
 class PackedDataset(Sequence):
-    """Rows of conversations, each read when it is asked for.
+    """A torch data set of packs of conversations, each read on access.
 
     Args:
-        shares: Of :func:`share_out`.
+        packs: From :func:`pack_best_fit`.
     """
 
-    def __init__(self, conversations: Sequence[list[dict]], shares: list[list[int]]):
-        self.conversations, self.shares = conversations, shares
+    def __init__(self, conversations: Sequence[list[dict]], packs: list[list[int]]):
+        self.conversations, self.packs = conversations, packs
 
     def __len__(self) -> int:
-        return len(self.shares)
+        return len(self.packs)
 
-    def __getitem__(self, row):
-        return [self.conversations[number] for number in self.shares[row]]
+    def __getitem__(self, index):
+        return [self.conversations[number] for number in self.packs[index]]
 
 
 class PackingCollator(ConversationCollator):
-    """Turns rows of conversations into one row, supervised as by :class:`ConversationCollator`.
+    """Concatenates packs of conversations into one sequence, supervised as by
+    :class:`ConversationCollator`.
 
-    One, whatever the number of rows, because it needs no padding and is what flash attention takes.
+    All packs of a batch become one sequence, which needs no padding and is what flash attention
+    takes.
     """
 
-    def __call__(  # type: ignore[override]  # it is given rows of conversations
-        self, rows: list[list[list[dict]]]
+    def __call__(  # type: ignore[override]  # takes packs of conversations
+        self, packs: list[list[list[dict]]]
     ) -> dict[str, Tensor]:
-        """Returns ``input_ids``, ``position_ids``, ``labels`` ``(1, L)``, and ``pixel_values`` if
-        there is an image. Positions restart with each conversation; that, and no mask, tells the
-        model where one ends."""
-        conversations = [conversation for row in rows for conversation in row]
-        samples, images = self.encode(conversations)
+        """Return ``input_ids``, ``position_ids`` and ``labels`` ``(1, L)``, and ``pixel_values`` if
+        there is an image.
+
+        Position ids restart at each conversation; there is no mask, and the model finds the
+        boundaries by them.
+        """
+        conversations = [conversation for pack in packs for conversation in pack]
+        sequences, images = self.encode(conversations)
         batch: Mapping[str, Sequence[Sequence[int]]] = {
-            "input_ids": samples,
-            "position_ids": [range(len(ids)) for ids in samples],
+            "input_ids": sequences,
+            "position_ids": [range(len(ids)) for ids in sequences],
             "labels": [
                 self.labels(ids, conversation)
-                for ids, conversation in zip(samples, conversations, strict=True)
+                for ids, conversation in zip(sequences, conversations, strict=True)
             ],
         }
-        return {name: torch.tensor([[*chain(*parts)]]) for name, parts in batch.items()} | images
+        return {name: torch.tensor([[*chain(*values)]]) for name, values in batch.items()} | images

@@ -1,9 +1,9 @@
-"""Which IP addresses are of the public internet, after IANA's registries of special addresses.
+"""IP addresses of the public internet, by IANA's registries of special addresses.
 
-``ipaddress.is_global`` answers differently in Python 3.11.7, 3.12 and 3.13. The registries are
+``ipaddress.is_global`` differs between Python 3.11.7, 3.12 and 3.13. The registries are
 https://www.iana.org/assignments/iana-ipv4-special-registry and iana-ipv6-special-registry; this
-table was written without access to them and has not been compared line by line. Ranges in them that
-are reachable (anycast of AS112, AMT, TURN, PCP) are left out, too: no image is there.
+table was written without access to them and has not been compared line by line. Special ranges that
+are reachable (anycast of AS112, AMT, TURN, PCP) are excluded as well: they serve no images.
 """
 
 import ipaddress
@@ -29,27 +29,27 @@ NOT_PUBLIC_V4 = [
     IPv4("203.0.113.0/24"),  # documentation
     IPv4("224.0.0.0/4"),  # multicast
     IPv4("240.0.0.0/4"),  # reserved, broadcast
-    # In no registry: services of clouds at addresses that are public elsewhere.
+    # Not in the registries: cloud services at addresses that are public elsewhere.
     IPv4("168.63.129.16/32"),  # Azure's host
     IPv4("161.26.0.0/16"),  # IBM Cloud's services
     IPv4("166.8.0.0/14"),  # IBM Cloud's services
 ]
-# All else is loopback, private, link-local, multicast, translated to IPv4 (NAT64) or not assigned.
+# Other addresses are loopback, private, link-local, multicast, NAT64 or not assigned.
 PUBLIC_V6 = IPv6("2000::/3")
 NOT_PUBLIC_V6 = [
     IPv6("2001::/23"),  # protocol assignments: Teredo, ORCHID, benchmarks
     IPv6("2001:db8::/32"),  # documentation
-    IPv6("2002::/16"),  # 6to4, which has an address of IPv4 in it
+    IPv6("2002::/16"),  # 6to4, which contains an IPv4 address
     IPv6("2620:4f:8000::/48"),  # AS112
     IPv6("3fff::/20"),  # documentation
 ]
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address, with a zone or without, is of the public internet."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is None:
-            return found in PUBLIC_V6 and not any(found in network for network in NOT_PUBLIC_V6)
-        found = found.ipv4_mapped
-    return not any(found in network for network in NOT_PUBLIC_V4)
+    """Return whether an IP address, with or without a zone, belongs to the public internet."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is None:
+            return ip in PUBLIC_V6 and not any(ip in network for network in NOT_PUBLIC_V6)
+        ip = ip.ipv4_mapped
+    return not any(ip in network for network in NOT_PUBLIC_V4)

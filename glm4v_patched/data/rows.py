@@ -1,7 +1,7 @@
-"""Where rows come from: files, tables and the Hub, read a row at a time. Needs no torch.
+"""Rows of a data source, read one at a time from files, tables and the Hub. Needs no torch.
 
-Text is read by :mod:`text_rows`; tables (Parquet, Arrow, tar of WebDataset), folders and data sets
-of the Hub by :mod:`tables`.
+Text files are read by :mod:`text_rows`; tables (Parquet, Arrow, WebDataset archives), folders and
+data sets of the Hub by :mod:`tables`.
 """
 
 import json
@@ -13,110 +13,124 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..terminal_text import listed, shorten
-from .columns import NO_CELL, describe_unnamed, named_columns, unnamed_columns
-from .folders import hub_cache_of
-from .formats import Found, describe_unknown, find_format, read_as, read_columns
+from .columns import EMPTY_CELL, describe_unnamed_columns, find_unnamed_columns, named_columns
+from .folders import hub_cache_folder
+from .formats import (
+    MessagesAndImages,
+    describe_unknown_format,
+    find_format,
+    read_columns,
+    read_row_as,
+)
 from .image_files import ImageFiles
-from .missing_media import require_nothing_left_out
-from .messages import describe_value, check_messages, images_of, replace_images
+from .messages import check_messages, describe_value, images_of, replace_images
+from .missing_media import require_no_missing_media
 from .source import DataSource, find_source_problem
-from .text_rows import OF_LINES, TOO_DEEP, RowProblem, Numbered, kind_of_file, read_text
+from .text_rows import LINE_KINDS, TOO_DEEPLY_NESTED, NumberedRows, RowProblem, file_kind, read_text
 
-CURE = (
-    "correct them (paths of images are relative to the file's folder, or to data.image_folder; "
+ROWS_CURE = (
+    "correct these rows (image paths are relative to the file's folder, or to data.image_folder; "
     "answer, evaluate: --image-folder)"
 )
-MOST_FAULTS_LISTED = 20
-MOST_LINES_LISTED = 8  # of the rows that have one fault
+MAX_PROBLEMS_LISTED = 20
+MAX_LINES_LISTED = 8  # of rows that have the same problem
 
 
 class ConversationRow(NamedTuple):
-    """A conversation that can be rendered; its images have not been looked for."""
+    """A row whose conversation has the package's form; its image files have not been looked at."""
 
     line: int
-    """Of the file; of what has no lines, the number of the row, from 1."""
+    """The line in the file, or the row's number (from 1) where rows have no lines."""
     messages: list[dict]
 
     @property
     def images(self) -> list[str]:
-        """Their absolute paths."""
+        """Absolute paths of the conversation's images."""
         return images_of(self.messages)
 
 
 def read_conversations(path: str | Path | DataSource) -> list[list[dict]]:
-    """Read a set of conversations, of which every row must be usable; image paths become absolute.
+    """Read a set of conversations in which every row must be usable. Image paths become absolute.
 
-    Images must be there and are not opened: :mod:`check` decodes them.
+    Images must exist and are not opened: :mod:`check` decodes them.
 
     Raises:
-        ValueError: lists up to 20 unusable lines; or there is none at all.
+        ValueError: Some rows cannot be used (the message lists up to 20), or there are none.
     """
-    rows, faults = split_usable_rows(iter_rows(path))
-    if faults:
-        raise ValueError(describe_problems(path, faults, len(rows) + len(faults)))
+    rows, problems = split_usable_rows(iter_rows(path))
+    if problems:
+        raise ValueError(describe_problems(path, problems, len(rows) + len(problems)))
     return [row.messages for row in rows]
 
 
 def require_first_rows(sources: Sequence[DataSource]) -> None:
-    """See at once what would make all of a file's rows unusable, such as keys of another format.
+    """Check the first rows of each source, to fail early if none of its rows can be used.
 
-    What is fetched is left for the check, which looks at every row.
+    Sources that need downloads are skipped; the full check looks at every row.
 
     Raises:
-        ValueError: a file cannot be read, or none of its first rows can be used.
+        ValueError: A source cannot be read, or none of its first rows can be used.
     """
     for source in sources:
         if source.is_local and not source.allow_urls:
-            rows, faults = split_usable_rows(islice(iter_rows(source), MOST_FAULTS_LISTED + 1))
+            rows, problems = split_usable_rows(islice(iter_rows(source), MAX_PROBLEMS_LISTED + 1))
             if not rows:
-                all_of_it = len(faults) <= MOST_FAULTS_LISTED
-                number = len(faults) if all_of_it else None
-                text = describe_problems(source, faults[:MOST_FAULTS_LISTED], number)
-                raise ValueError(f"{text}\n{CURE}")
+                is_complete = len(problems) <= MAX_PROBLEMS_LISTED
+                num_rows = len(problems) if is_complete else None
+                text = describe_problems(source, problems[:MAX_PROBLEMS_LISTED], num_rows)
+                raise ValueError(f"{text}\n{ROWS_CURE}")
 
 
-def split_usable_rows(read: "Iterable[Row | Fault]") -> tuple[list[ConversationRow], list[RowProblem]]:
-    """Rows of which all images are there, and the faults of others."""
-    rows: list[ConversationRow] = []
-    faults: list[RowProblem] = []
-    for row in read:
+def split_usable_rows(
+    rows: Iterable[ConversationRow | RowProblem],
+) -> tuple[list[ConversationRow], list[RowProblem]]:
+    """Return the rows whose images all exist, and the problems of the others."""
+    usable: list[ConversationRow] = []
+    problems: list[RowProblem] = []
+    for row in rows:
         if isinstance(row, RowProblem):
-            faults.append(row)
-        elif lost := next((of for of in row.images if not os.path.isfile(of)), None):
-            fault = "is no file" if os.path.exists(lost) else "does not exist"
-            faults.append(RowProblem(row.line, f"the image {shorten(lost)} {fault}"))
+            problems.append(row)
+        elif missing := next((path for path in row.images if not os.path.isfile(path)), None):
+            problem = "is not a file" if os.path.exists(missing) else "does not exist"
+            problems.append(RowProblem(row.line, f"the image {shorten(missing)} {problem}"))
         else:
-            rows.append(row)
-    return rows, faults
+            usable.append(row)
+    return usable, problems
 
 
-def describe_problems(path: str | Path | DataSource, faults: list[RowProblem], number: int | None) -> str:
-    """Up to 20 of them with file and line, each once, and how many of ``number`` rows they are;
-    None, if they are the first rows, and it is not known how many there are."""
+def describe_problems(
+    path: str | Path | DataSource, problems: list[RowProblem], num_rows: int | None
+) -> str:
+    """Return a report of up to 20 problems, each once, with file and line.
+
+    Args:
+        num_rows: How many rows were read in total; None if only the first rows were read.
+    """
     source = as_source(path)
-    told = f"none of its first {len(faults):,} rows can be used"
-    if number is not None:
-        told = f"{len(faults):,} of {number:,} rows cannot be used"
-    same: dict[str, list[RowProblem]] = {}
-    for fault in faults:
-        same.setdefault(fault.text, []).append(fault)
-    lines, start = [f"{source.path}: {told}:"], before_number(source)
-    for first, *others in islice(same.values(), MOST_FAULTS_LISTED):
-        also = listed([other.line for other in others], MOST_LINES_LISTED)
-        lines.append(f"  {start}{first.line}: {first.text}{f'; also {also}' if others else ''}")
-    more = sum(len(of) for of in islice(same.values(), MOST_FAULTS_LISTED, None))
+    summary = f"none of its first {len(problems):,} rows can be used"
+    if num_rows is not None:
+        summary = f"{len(problems):,} of {num_rows:,} rows cannot be used"
+    by_text: dict[str, list[RowProblem]] = {}
+    for problem in problems:
+        by_text.setdefault(problem.text, []).append(problem)
+    lines, prefix = [f"{source.path}: {summary}:"], location_prefix(source)
+    for first, *others in islice(by_text.values(), MAX_PROBLEMS_LISTED):
+        also = listed([other.line for other in others], MAX_LINES_LISTED)
+        lines.append(f"  {prefix}{first.line}: {first.text}{f'; also {also}' if others else ''}")
+    more = sum(map(len, islice(by_text.values(), MAX_PROBLEMS_LISTED, None)))
     return "\n".join(lines) + (f"\n  and {more:,} more" if more else "")
 
 
-def row_location(source: DataSource, number: int) -> str:
-    """Where a row stands, for people."""
-    return f"{before_number(source)}{number}"
+def row_location(source: DataSource, line: int) -> str:
+    """Return where a row is, for messages: file and line, or file and row number."""
+    return f"{location_prefix(source)}{line}"
 
 
-def before_number(source: DataSource) -> str:
-    """What stands before a row's number: the file, of which it is a line if that has lines."""
+def location_prefix(source: DataSource) -> str:
+    """Return the part of :func:`row_location` before the number, which depends on whether rows of
+    the source have lines."""
     path = Path(source.path)
-    return f"{path}:" if path.is_file() and kind_of_file(path) in OF_LINES else f"{path}, row "
+    return f"{path}:" if path.is_file() and file_kind(path) in LINE_KINDS else f"{path}, row "
 
 
 def as_source(path: str | Path | DataSource) -> DataSource:
@@ -124,61 +138,61 @@ def as_source(path: str | Path | DataSource) -> DataSource:
 
 
 def iter_rows(
-    path: str | Path | DataSource, for_training: bool = True, share: tuple[int, int] = (0, 1)
+    path: str | Path | DataSource, for_training: bool = True, shard: tuple[int, int] = (0, 1)
 ) -> Iterator[ConversationRow | RowProblem]:
-    """Each row, in order; lines that are blank are none.
+    """Yield each row in order, or its problem. Blank lines are not rows.
 
     Args:
-        for_training: As :func:`check_messages` takes it.
-        share: ``(k, n)``: of n processes that share the rows, those of process k.
+        for_training: As in :func:`check_messages`.
+        shard: ``(k, n)``: yield only every n-th row, starting with row k.
 
     Raises:
-        ValueError: the source cannot be read, or has no row.
+        ValueError: The source cannot be read, or has no row.
     """
     source = as_source(path)
-    if fault := find_source_problem(source):  # before it is opened: a pipe would be waited for
-        raise ValueError(f"{source.path}: {fault}")
+    if problem := find_source_problem(source):  # before it is opened: a pipe would block
+        raise ValueError(f"{source.path}: {problem}")
     reader, number = _RowReader(source, for_training), -1
-    for number, (line, row) in enumerate(islice(_given_rows(source), source.max_samples)):
-        is_own = number % share[1] == share[0]
-        if is_own or not reader.is_known:
-            found = reader.read(line, row)
+    for number, (line, row) in enumerate(islice(_raw_rows(source), source.max_samples)):
+        is_own = number % shard[1] == shard[0]
+        if is_own or not reader.has_fixed_format:
+            result = reader.read(line, row)
             if is_own:
-                yield found
+                yield result
     if number < 0:
-        raise ValueError(f"{source.path}: 0 conversations; expected at least 1 line")
+        raise ValueError(f"{source.path}: it contains 0 rows; expected at least 1")
 
 
-def folder_of_images(source: DataSource) -> str:
-    """Return what paths of images are relative to."""
+def image_folder_of(source: DataSource) -> str:
+    """Return the folder that image paths of a source are relative to."""
     if source.image_folder:
         return source.image_folder
     if not source.is_local:
-        return hub_cache_of(source.path)
+        return hub_cache_folder(source.path)
     return source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
 
 
 class _RowReader:
-    """Makes messages of the rows of a set, by its columns or a format: that which is named, or the
-    one of the first row that has any."""
+    """Turns raw rows of a source into conversations: by its columns, by the format it names, or by
+    the format of the first row that matches one."""
 
     def __init__(self, source: DataSource, for_training: bool):
         self.source, self.for_training = source, for_training
         self.format = None if source.format == "auto" else source.format
-        folder = folder_of_images(source)
-        # What comes from the Hub may name no file of this machine.
+        folder = image_folder_of(source)
+        # Rows from the Hub must not name files of this machine.
         within = None if source.is_local else folder
         self.files = ImageFiles(folder, source.allow_urls, within=within)
         columns = source.columns or {}
-        of_turns = ("question", "answer") if "turns" in columns else ()  # keys of these
-        named = [named_columns(words) for part, words in columns.items() if part not in of_turns]
+        turn_keys = ("question", "answer") if "turns" in columns else ()  # not columns of the row
+        named = [named_columns(value) for role, value in columns.items() if role not in turn_keys]
         self.named = {*chain(*named), *source.ignore}
-        self.faults: dict[tuple[str, ...], str] = {}
-        """What is said of columns: once, with the values of the first row that has them."""
+        self.descriptions: dict[tuple[str, ...], str] = {}
+        """Messages about unknown columns, built once with the values of the first such row."""
 
     @property
-    def is_known(self) -> bool:
-        """Whether all rows to come are read in one way, whoever reads which."""
+    def has_fixed_format(self) -> bool:
+        """Whether all further rows are read the same way, independent of the rows seen so far."""
         return bool(self.source.columns or self.format)
 
     def read(self, line: int, row: Any) -> ConversationRow | RowProblem:
@@ -187,43 +201,45 @@ class _RowReader:
         try:
             return ConversationRow(line, self._messages_of(row))
         except ValueError as error:
-            return RowProblem(line, sys.intern(str(error)))  # of many rows, often the same
+            return RowProblem(line, sys.intern(str(error)))  # many rows may share it
         except RecursionError:
-            return RowProblem(line, TOO_DEEP)
+            return RowProblem(line, TOO_DEEPLY_NESTED)
 
     def _messages_of(self, row: Any) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f'is {describe_value(row)}; expected {{"messages": [...]}}')
-        messages, shown = self._find(row)
-        checked = check_messages(messages, self.for_training, shown)
+        messages, images = self._find(row)
+        checked = check_messages(messages, self.for_training, images)
         checked = replace_images(checked, self.files.path_of)
-        require_nothing_left_out(row, checked, self.source, self.files)
+        require_no_missing_media(row, checked, self.source, self.files)
         return checked
 
-    def _find(self, given: dict) -> Found:
+    def _find(self, raw: dict) -> MessagesAndImages:
         row = {
             key: value
-            for key, value in given.items()
-            if key not in self.source.ignore and value is not NO_CELL
+            for key, value in raw.items()
+            if key not in self.source.ignore and value is not EMPTY_CELL
         }
         if columns := self.source.columns:
-            found = read_columns(row, columns, self.source.ignore)
-            if others := tuple(unnamed_columns(row, self.named)):
-                raise ValueError(self.faults.setdefault(others, describe_unnamed(row, others)))
-            return found
+            result = read_columns(row, columns, self.source.ignore)
+            if unnamed := tuple(find_unnamed_columns(row, self.named)):
+                raise ValueError(
+                    self.descriptions.setdefault(unnamed, describe_unnamed_columns(row, unnamed))
+                )
+            return result
         self.format = self.format or find_format(row)
         if self.format is None:
-            keys = tuple(given)
-            raise ValueError(self.faults.setdefault(keys, describe_unknown(row, keys)))
-        return read_as(self.format, row)
+            keys = tuple(raw)
+            raise ValueError(self.descriptions.setdefault(keys, describe_unknown_format(row, keys)))
+        return read_row_as(self.format, row)
 
 
-def _given_rows(source: DataSource) -> Numbered:
-    """The number of each row and its value as it stands, or a fault."""
+def _raw_rows(source: DataSource) -> NumberedRows:
+    """Yield the line of each row and its value as stored in the file, or its problem."""
     path = Path(source.path)
-    if source.is_local and path.is_file() and (kind := kind_of_file(path)) != "table":
+    if source.is_local and path.is_file() and (kind := file_kind(path)) != "table":
         return read_text(source, kind)
-    from .tables import read_table  # the library is imported only where it is needed
+    from .tables import read_table  # imports pyarrow
 
     return read_table(source)
 
@@ -231,10 +247,10 @@ def _given_rows(source: DataSource) -> Numbered:
 def write_conversations(
     path: Path, conversations: list[list[dict]], overwrite: bool = False
 ) -> None:
-    """Write conversations as JSONL, with image paths relative to the file.
+    """Write conversations as JSON lines, with image paths relative to the file.
 
     Raises:
-        FileExistsError: the file exists and ``overwrite`` is not set.
+        FileExistsError: The file exists and ``overwrite`` is false.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w" if overwrite else "x", encoding="utf-8") as file:

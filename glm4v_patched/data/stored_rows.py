@@ -1,4 +1,4 @@
-"""Rows as they were read and measured, in Arrow files of which nothing is held in memory."""
+"""Rows that were read and measured, in memory-mapped Arrow files."""
 
 import json
 import mmap
@@ -19,32 +19,34 @@ try:
     import pyarrow as pa
 except ImportError as error:
     raise RuntimeError(
-        f"rows are kept in Arrow files: {pip_install('glm4v-patched[train]')}"
+        f"checked rows are stored in Arrow files, which needs pyarrow: "
+        f"{pip_install('glm4v-patched[train]')}"
     ) from error
 
-ROWS_AT_ONCE = 1000
+ROWS_PER_BATCH = 1000
 SCHEMA = pa.schema(
     {
-        "messages": pa.string(),  # JSON, for keys differ from row to row
-        "images": pa.list_(pa.string()),  # paths, in their order
+        "messages": pa.string(),  # JSON, because keys differ from row to row
+        "images": pa.list_(pa.string()),  # paths, in order
         "source": pa.int32(),
         "line": pa.int64(),
         "digest": pa.binary(),  # sha256 of the messages without their images
-        "positions": pa.int32(),
-        "in_table": pa.int32(),
+        "tokens": pa.int32(),
+        "position_ids": pa.int32(),
         "num_images": pa.int32(),
-        "learned": pa.int32(),
-        "fault": pa.string(),
+        "supervised": pa.int32(),
+        "problem": pa.string(),
     }
 )
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """Rows of an Arrow file, which is mapped: processes share its pages, and a pickle has its path.
+    """Rows of a memory-mapped Arrow file. Processes share its pages; a pickle contains only its
+    path.
 
     Attributes:
-        path: None of a file without a name, which is gone with this process.
+        path: None for a temporary file, which disappears with this process.
         numbers: Which rows of the file these are, in ascending order.
     """
 
@@ -65,7 +67,7 @@ class StoredRows:
         return cls(path, table, np.arange(len(table)))
 
     def __reduce__(self):
-        assert self.path is not None, "rows of a check are written before processes have them"
+        assert self.path is not None, "rows must be written to a file before they are pickled"
         return StoredRows.open, (self.path, self.numbers)
 
     def __len__(self) -> int:
@@ -75,11 +77,11 @@ class StoredRows:
         return self.table.slice(self.numbers[row], 1).to_pylist()[0]
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "StoredRows":
-        """Return some of the rows, which are named in ascending order."""
+        """Return some of the rows, given in ascending order."""
         return replace(self, numbers=self.numbers[rows])
 
     def batches(self, *names: str) -> Iterator[pa.RecordBatch]:
-        """Yield the rows with such columns, some at a time."""
+        """Yield the rows in batches, with only the named columns."""
         begin = 0
         for batch in self.table.select(names).to_batches():
             first, last = np.searchsorted(self.numbers, (begin, begin + len(batch)))
@@ -88,68 +90,68 @@ class StoredRows:
 
 
 def store_rows(rows: Iterable[list[dict[str, Any]]], folder: Path | None) -> StoredRows:
-    """Write rows, some at a time, to a file without a name.
+    """Write batches of rows to a temporary file.
 
     Args:
-        rows: With the keys of :data:`SCHEMA`.
-        folder: On the disk that takes the file; where it cannot be written, the system's for
-            temporary files does, which may be memory.
+        rows: Batches of rows with the keys of :data:`SCHEMA`.
+        folder: Where to create the file; if it is not writable, the system's folder for temporary
+            files, which may be in memory.
     """
     if folder is not None:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
     with TemporaryFile(dir=folder) as file:
-        _write((pa.RecordBatch.from_pylist(some, SCHEMA) for some in rows), file)
+        _write_batches((pa.RecordBatch.from_pylist(batch, SCHEMA) for batch in rows), file)
         file.flush()
         return StoredRows.map(file)
 
 
-def _write(batches: Iterable[pa.RecordBatch], file: Any) -> None:
-    with pa.ipc.new_stream(file, SCHEMA) as target:
+def _write_batches(batches: Iterable[pa.RecordBatch], file: Any) -> None:
+    with pa.ipc.new_stream(file, SCHEMA) as writer:
         for batch in batches:
-            target.write_batch(batch)
+            writer.write_batch(batch)
 
 
 def write_stored(rows: StoredRows, path: Path) -> StoredRows:
-    """The same rows in a file of their own, which is whole or not there."""
+    """Write rows to a file of their own atomically, and return them as stored there."""
     with open_atomically(path) as file:
-        _write(rows.batches(*SCHEMA.names), file)
+        _write_batches(rows.batches(*SCHEMA.names), file)
     return read_stored(path, len(rows))
 
 
 def read_stored(path: Path, number: int) -> StoredRows:
-    """The rows of a file of :func:`write_stored`, which are so many.
+    """Return the rows of a file that :func:`write_stored` wrote.
 
     Raises:
-        ValueError: the file is not there, or does not hold them.
+        ValueError: The file is missing, or does not contain ``number`` rows.
     """
     try:
         rows = StoredRows.open(path)
     except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-        raise ValueError(f"{path} does not hold {number:,} rows: {error}") from error
+        raise ValueError(f"{path} does not contain {number:,} rows: {error}") from error
     if len(rows) != number or rows.table.schema != SCHEMA:
         has = f"{len(rows):,} rows of {rows.table.column_names}"
-        raise ValueError(f"{path} does not hold {number:,} rows: it has {has}")
+        raise ValueError(f"{path} does not contain {number:,} rows: it has {has}")
     return rows
 
 
-def column(rows: StoredRows, name: str) -> np.ndarray:
-    """The values of all rows, of a column of numbers."""
+def column_values(rows: StoredRows, name: str) -> np.ndarray:
+    """Return the values of all rows in a numeric column: ``(rows,)``."""
     return rows.table.column(name).to_numpy()[rows.numbers]
 
 
-def values(rows: StoredRows, *names: str) -> Iterator[tuple]:
-    """The values of each row in such columns."""
+def iter_values(rows: StoredRows, *names: str) -> Iterator[tuple]:
+    """Yield the values of each row in some columns."""
     for batch in rows.batches(*names):
         yield from zip(*batch.to_pydict().values(), strict=True)
 
 
 class ConversationDataset(Sequence):
-    """Conversations, each read from the disk when it is asked for: a data set for torch.
+    """A torch data set of conversations, each read from the disk on access.
 
     Args:
-        order: Which rows, in which order; a row may come several times.
+        order: Numbers of rows, in the order of the samples; a row may occur several times.
     """
 
     def __init__(self, rows: StoredRows, order: np.ndarray):
@@ -160,8 +162,8 @@ class ConversationDataset(Sequence):
 
     @property
     def max_images(self) -> int:
-        """Of one conversation."""
-        return int(column(self.rows, "num_images")[self.order].max(initial=0))
+        """The largest number of images in a conversation."""
+        return int(column_values(self.rows, "num_images")[self.order].max(initial=0))
 
     def __getitem__(self, index):
         if isinstance(index, slice):

@@ -1,10 +1,9 @@
-"""Rows that are read while they are learned: sets of any size, with nothing held but a buffer.
+"""Data sources of any size, read while training, with only a shuffle buffer in memory.
 
-The order of rows is a matter of the seed, the buffer and the number of training processes alone, so
-that a run which continues finds its place by counting; how many processes read images changes
-nothing. Not by the ``IterableDataset`` of ``datasets``: that shares out files among the processes
-which read images, so that those of one file are all decoded by one, and forgets its buffer when
-it continues.
+The order of rows depends only on the seed, the buffer and the number of training processes, so that
+a resumed run finds its position by counting; the number of worker processes does not matter.
+``IterableDataset`` of ``datasets`` is not used: it assigns whole files to worker processes, so that
+all images of a file are decoded by one of them, and it loses its buffer on resumption.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,169 +14,183 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .check import ENCODER, fault_of_image, fault_of_size, fault_of_text, measure
+from .check import (
+    ROW_ENCODER,
+    describe_image_problem,
+    find_length_problem,
+    find_size_problem,
+    measure_conversations,
+)
 from .collate import ConversationCollator
-from .decoding import may_be_decoded, check_image_file
+from .decoding import check_image_file, has_decodable_header
 from .messages import images_of
-from .rows import ConversationRow, before_number, iter_rows
+from .rows import ConversationRow, iter_rows, location_prefix
 from .source import DataSource
 
-ROW_PROBLEMS, UNREADABLE = "faults", "unreadable"
-"""In a batch: what is wrong with rows that are not in it, a line each with the place; and why a set
-cannot be read on, after which no run may go on."""
-NOTHING_LEARNED: list[dict] = [
+ROW_PROBLEMS, UNREADABLE = "row_problems", "unreadable"
+"""Keys of a batch: problems of rows that were dropped from it, one line each with the location; and
+why a source cannot be read further, which must end the run."""
+UNSUPERVISED_CONVERSATION: list[dict] = [
     {"role": "user", "content": "-"},
     {"role": "assistant", "content": "-", "train": False},
 ]
 
 
-class Streamed(NamedTuple):
-    """A row on its way into a batch, or what stands in its place in the order: a fault."""
+class StreamedRow(NamedTuple):
+    """A row on its way into a batch, or the problem at its position in the order.
+
+    Attributes:
+        is_last: Whether the source cannot be read further.
+    """
 
     messages: list[dict]
-    place: str
-    fault: str | None = None
+    location: str
+    problem: str | None = None
     is_last: bool = False
-    """Whether the set cannot be read on."""
 
 
 class StreamDataset(IterableDataset):
-    """The rows of one training process, without an end; each pass through a set in another order.
+    """The endless rows of one training process; each pass through a source has another order.
 
     Args:
-        sources: The sets. Where there are several, the next row is of one that is drawn by weight.
-        batch_size: Rows of a batch; each process that reads images reads whole batches.
-        share: ``(k, n)``: this is training process k of n, whose rows differ.
-        buffer: The next row is drawn from so many, which are shared out among the sets.
-        start: Rows of this process that a run which is continued has learned.
+        sources: The data sources. With several, the next row comes from one sampled by weight.
+        batch_size: Rows of a batch; each worker process reads complete batches.
+        shard: ``(k, n)``: this is training process k of n; their rows differ.
+        buffer: Size of the shuffle buffer, divided among the sources.
+        start: Number of rows that a resumed run has already used in this process.
     """
 
     def __init__(
         self,
         sources: Sequence[DataSource],
         batch_size: int,
-        share: tuple[int, int] = (0, 1),
+        shard: tuple[int, int] = (0, 1),
         seed: int = 0,
         buffer: int = 1000,
         start: int = 0,
     ):
-        self.sources, self.batch_size, self.share = sources, batch_size, share
+        self.sources, self.batch_size, self.shard = sources, batch_size, shard
         self.seed, self.start = seed, start
         self.buffer = max(buffer // len(sources), 1)
 
-    def __iter__(self) -> Iterator[Streamed]:
-        reader = get_worker_info()
-        number, readers = (reader.id, reader.num_workers) if reader else (0, 1)
-        for place_in_order, row in enumerate(islice(self._mixed(), self.start, None)):
-            if place_in_order // self.batch_size % readers == number:
+    def __iter__(self) -> Iterator[StreamedRow]:
+        info = get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        for index, row in enumerate(islice(self._mixed(), self.start, None)):
+            if index // self.batch_size % num_workers == worker:
                 yield row
 
-    def _mixed(self) -> Iterator[Streamed]:
-        sets = [self._passes(number) for number in range(len(self.sources))]
+    def _mixed(self) -> Iterator[StreamedRow]:
+        streams = [self._passes(number) for number in range(len(self.sources))]
         weights = np.array([source.weight for source in self.sources])
-        drawn = np.random.default_rng([self.seed, self.share[0]])
+        generator = np.random.default_rng([self.seed, self.shard[0]])
         while True:
-            number = drawn.choice(len(sets), p=weights / weights.sum()) if len(sets) > 1 else 0
-            yield next(sets[number])
+            number = 0
+            if len(streams) > 1:
+                number = generator.choice(len(streams), p=weights / weights.sum())
+            yield next(streams[number])
 
-    def _passes(self, number: int) -> Iterator[Streamed]:
+    def _passes(self, number: int) -> Iterator[StreamedRow]:
         source = self.sources[number]
-        for of_pass in count():
-            draws = np.random.default_rng([self.seed, self.share[0], number, of_pass])
-            held: list[Streamed] = []
+        for epoch in count():
+            generator = np.random.default_rng([self.seed, self.shard[0], number, epoch])
+            buffer: list[StreamedRow] = []
             for row in self._rows(source):
-                if len(held) < self.buffer:
-                    held.append(row)
+                if len(buffer) < self.buffer:
+                    buffer.append(row)
                     continue
-                at = int(draws.integers(self.buffer))
-                yield held[at]
-                held[at] = row
-            yield from (held[at] for at in draws.permutation(len(held)))
+                index = int(generator.integers(self.buffer))
+                yield buffer[index]
+                buffer[index] = row
+            yield from (buffer[index] for index in generator.permutation(len(buffer)))
 
-    def _rows(self, source: DataSource) -> Iterator[Streamed]:
-        """The rows of a pass, and faults where they stand: a row that is corrected, or that one
-        reader alone cannot fetch, moves no other. Where the set cannot be read on, it has no end.
-        """
-        process, of = self.share
-        where, is_empty = source.path, True
-        fault = (
-            f"none of the rows of training process {process + 1} of {of} can be used; expected "
-            "more rows, or fewer processes"
+    def _rows(self, source: DataSource) -> Iterator[StreamedRow]:
+        """Yield the rows of a pass, and problems at their positions: a row that is corrected, or
+        that only one worker cannot download, moves no other row. If the source cannot be read
+        further, repeat that problem without end."""
+        process, num_processes = self.shard
+        location, has_ended = source.path, True
+        problem = (
+            f"none of the rows of training process {process + 1} of {num_processes} can be used; "
+            "expected more rows, or fewer processes"
         )
         try:
-            start = before_number(source)
-            for found in iter_rows(source, share=self.share):
-                if isinstance(found, ConversationRow):
-                    is_empty = False
-                    yield Streamed(found.messages, f"{start}{found.line}")
+            prefix = location_prefix(source)
+            for row in iter_rows(source, shard=self.shard):
+                if isinstance(row, ConversationRow):
+                    has_ended = False
+                    yield StreamedRow(row.messages, f"{prefix}{row.line}")
                 else:
-                    yield Streamed([], f"{start}{found.line}", found.text)
+                    yield StreamedRow([], f"{prefix}{row.line}", row.text)
         except ValueError as error:
-            is_empty, (line, _, fault) = True, str(error).removeprefix(source.path).partition(": ")
-            where += line
-        while is_empty:
-            yield Streamed([], where, fault, is_last=True)
+            has_ended = True
+            line, _, problem = str(error).removeprefix(source.path).partition(": ")
+            location += line
+        while has_ended:
+            yield StreamedRow([], location, problem, is_last=True)
 
 
 class StreamingCollator:
-    """Makes batches of rows that nobody has looked at.
+    """Collates rows that have not been checked before.
 
-    A row that cannot be learned from is not in its batch, and the batch says so under
-    :data:`FAULTS`, or :data:`UNREADABLE`. Without any other row it has one of which nothing is
-    learned, for all processes have to take the step.
+    A row that cannot be used is dropped from its batch, which reports it under :data:`ROW_PROBLEMS`
+    or :data:`UNREADABLE`. If no row remains, the batch has a conversation without supervised
+    tokens, because all processes must take the step.
 
     Args:
-        longest: Positions of a row for which the run's memory was planned.
-        max_positions: Of the model's position table.
+        max_tokens: Tokens per row for which memory was planned.
+        max_positions: Number of position ids that the model supports.
     """
 
-    def __init__(self, collator: ConversationCollator, longest: int, max_positions: int):
-        self.collator, self.longest, self.max_positions = collator, longest, max_positions
+    def __init__(self, collator: ConversationCollator, max_tokens: int, max_positions: int):
+        self.collator, self.max_tokens, self.max_positions = collator, max_tokens, max_positions
 
-    def __call__(self, rows: list[Streamed]) -> dict:
-        found = [(row, row.fault or self._fault_of(row.messages)) for row in rows]
-        batch = self._batch(row.messages for row, fault in found if fault is None)
+    def __call__(self, rows: list[StreamedRow]) -> dict:
+        checked = [(row, row.problem or self._find_problem(row.messages)) for row in rows]
+        batch = self._collate(row.messages for row, problem in checked if problem is None)
+        if isinstance(batch, str):  # some image is damaged behind its header
+            checked = [
+                (row, problem or self._find_problem_alone(row.messages)) for row, problem in checked
+            ]
+            batch = self._collate(row.messages for row, problem in checked if problem is None)
         if isinstance(batch, str):
-            found = [(row, fault or self._fault_alone(row.messages)) for row, fault in found]
-            batch = self._batch(row.messages for row, fault in found if fault is None)
-        if isinstance(batch, str):
-            raise RuntimeError(f"rows that make batches alone make none together: {batch}")
-        told: dict[bool, list[str]] = {False: [], True: []}
-        for row, fault in found:
-            if fault is not None:
-                told[row.is_last].append(f"{row.place}: {fault}")
-        return {**batch, ROW_PROBLEMS: told[False], UNREADABLE: told[True]}
+            raise RuntimeError(f"rows that can be collated alone cannot be together: {batch}")
+        problems: dict[bool, list[str]] = {False: [], True: []}
+        for row, problem in checked:
+            if problem is not None:
+                problems[row.is_last].append(f"{row.location}: {problem}")
+        return {**batch, ROW_PROBLEMS: problems[False], UNREADABLE: problems[True]}
 
-    def _batch(self, conversations: Iterable[list[dict]]) -> dict[str, torch.Tensor] | str:
-        """Return a batch, or why there is none."""
+    def _collate(self, conversations: Iterable[list[dict]]) -> dict[str, torch.Tensor] | str:
+        """Return a batch, or why it cannot be made."""
         try:
-            return self.collator([*conversations] or [NOTHING_LEARNED])
-        except Exception as error:  # of an image; Pillow raises what it likes
-            return f"cannot be made into a batch: {error}"
+            return self.collator([*conversations] or [UNSUPERVISED_CONVERSATION])
+        except Exception as error:  # Pillow's readers raise any kind
+            return f"cannot be collated into a batch: {error}"
 
-    def _fault_alone(self, messages: list[dict]) -> str | None:
-        batch = _fault_of_images(images_of(messages)) or self._batch([messages])
+    def _find_problem_alone(self, messages: list[dict]) -> str | None:
+        batch = _first_image_problem(images_of(messages)) or self._collate([messages])
         return batch if isinstance(batch, str) else None
 
-    def _fault_of(self, messages: list[dict]) -> str | None:
-        """What is wrong with a row's words, or with the size of its images."""
-        if fault := fault_of_text(ENCODER.encode(messages)):
-            return fault
-        [size] = measure([messages], self.collator)
+    def _find_problem(self, messages: list[dict]) -> str | None:
+        """Return what is wrong with a row's text or the headers of its images, or None."""
+        if problem := find_length_problem(ROW_ENCODER.encode(messages)):
+            return problem
+        [size] = measure_conversations([messages], self.collator)
         if isinstance(size, str):
             return size
         images = images_of(messages)
-        if fault := fault_of_size(len(images), size, self.max_positions, None):
-            return fault
-        if size.positions > self.longest:
+        if problem := find_size_problem(len(images), size, self.max_positions, None):
+            return problem
+        if size.tokens > self.max_tokens:
             return (
-                f"takes {size.positions:,} positions, and memory was planned for {self.longest:,}, "
-                "which the rows that were checked suggest: check more of them (data.check), or "
-                "shorten the conversation"
+                f"takes {size.tokens:,} tokens, but memory was planned for {self.max_tokens:,}, by "
+                "the rows that were checked first: check more of them (data.check), or shorten the "
+                "conversation"
             )
-        return _fault_of_images([path for path in images if not may_be_decoded(path)])
+        return _first_image_problem([path for path in images if not has_decodable_header(path)])
 
 
-def _fault_of_images(paths: list[str]) -> str | None:
-    faults = (fault_of_image(path, check_image_file(path)) for path in paths)
-    return next(filter(None, faults), None)
+def _first_image_problem(paths: list[str]) -> str | None:
+    problems = (describe_image_problem(path, check_image_file(path)) for path in paths)
+    return next(filter(None, problems), None)

@@ -1,6 +1,6 @@
-"""Rows of tables: Parquet, Arrow, archives of WebDataset, folders and data sets of the Hub.
+"""Rows of tables: Parquet, Arrow, WebDataset archives, folders and data sets of the Hub.
 
-The library ``datasets`` is not asked, for it opens what a folder names, wherever that is
+The library ``datasets`` is not used: it opens whatever a folder names, wherever that is
 (:mod:`folders`), and decodes a whole row group at once. Tables are read a few rows at a time, and
 images in them are not decoded.
 """
@@ -18,153 +18,167 @@ from typing import Any
 
 from ..terminal_text import pip_install
 from .cards import choose_split, read_subset
-from .columns import IMAGE_FILES, NO_CELL
+from .columns import EMPTY_CELL, IMAGE_SUFFIXES
 from .folders import Folder, HubFolder
 from .formats import find_format
-from .source import COMPRESSED, CURE_OF_FOLDER, OF_CSV, OF_FILES, SAVED, DataSource, is_saved, suffix_of
-from .text_rows import OF_LINES, RowProblem, Numbered, kind_of_file, read_text
+from .source import (
+    COMPRESSED,
+    CSV_SUFFIXES,
+    DATA_SUFFIXES,
+    FOLDER_CURE,
+    SAVE_TO_DISK_FILES,
+    DataSource,
+    is_saved_to_disk,
+    suffix_of,
+)
+from .text_rows import LINE_KINDS, NumberedRows, RowProblem, file_kind, read_text
 
-KINDS = {
+FOLDER_KINDS = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "webdataset": (".tar",),
     "json": (".jsonl", ".json"),
-    "csv": OF_CSV,
-    "imagefolder": IMAGE_FILES,
+    "csv": CSV_SUFFIXES,
+    "imagefolder": IMAGE_SUFFIXES,
     "text": (".txt",),
 }
-"""Kinds of folders by the suffixes of their files; of kinds with as many files, the first."""
-METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-MOST_ROWS_AT_ONCE = 64
-MOST_BYTES_AT_ONCE = 2**27
-MOST_REPEATED = 2**22
-"""Bytes of row groups whose texts in lists are looked at before they are repeated."""
-MOST_BYTES = 2**30
-"""Of a row, in which an image may have 2**29."""
-MOST_VALUES = 2**24
+"""Kinds of folders by the suffixes of their files. The most frequent kind wins, on ties the
+first."""
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+MAX_ROWS_PER_READ = 64
+MAX_BYTES_PER_READ = 2**27
+MAX_DICTIONARY_BYTES = 2**22
+"""Row groups up to this size keep texts in lists dictionary-encoded."""
+MAX_ROW_BYTES = 2**30
+"""One image may have 2**29."""
+MAX_ROW_VALUES = 2**24
 """In the lists of a row, or in a column of a small Parquet file."""
-VALUES_A_BYTE, BYTES_A_BYTE = 64, 256
-"""More than these of a file's bytes are made by nothing but repetition."""
-MOST_BYTES_OF_STATE = 2**24
-OLD_COMPRESSION = b"ARROW:experimental_compression"  # of Arrow 0.17, among custom metadata
-DECODERS: dict[str, Callable[[bytes], Any]] = {
+MAX_VALUES_PER_BYTE, MAX_EXPANSION = 64, 256
+"""Values, and unpacked bytes, per byte of the file; only repetition exceeds these."""
+MAX_STATE_BYTES = 2**24
+ARROW_0_17_COMPRESSION = b"ARROW:experimental_compression"  # in custom metadata
+ARCHIVE_DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "transcript"), lambda content: content.decode()),
     **dict.fromkeys(("json", "jsn"), json.loads),
     **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
 }
-"""Of files in archives of WebDataset by their suffix; others stay bytes."""
+"""Decoders of files in WebDataset archives by suffix; others stay bytes."""
 
 
-def read_table(source: DataSource) -> Numbered:
-    """The number of each row, from 1, and its values by the names of columns, :data:`NO_CELL` for
-    null: images are their bytes or paths, and classes their names.
+def read_table(source: DataSource) -> NumberedRows:
+    """Yield the number of each row (from 1) and its values by column, with :data:`EMPTY_CELL` for
+    null.
+
+    Images are bytes or paths, and classes are names.
 
     Raises:
-        ValueError: there is no such table, or it cannot be read.
-        RuntimeError: the library is missing.
+        ValueError: There is no such table, or it cannot be read.
+        RuntimeError: pyarrow is missing.
     """
-    with _errors_of(source):
-        for number, row in enumerate(_open(source), start=1):
+    with _naming_source(source):
+        for number, row in enumerate(_open_source(source), start=1):
             if isinstance(row, RowProblem):
                 yield number, row._replace(line=number)
                 continue
-            full = {key: NO_CELL if of is None else of for key, of in row.items()}
-            yield number, _without_nulls(full)
+            cells = {key: EMPTY_CELL if value is None else value for key, value in row.items()}
+            yield number, _without_nulls(cells)
 
 
 @contextmanager
-def _errors_of(source: DataSource) -> Iterator[None]:
+def _naming_source(source: DataSource) -> Iterator[None]:
+    """Raise errors of reading a source as ``ValueError`` with its path."""
     try:
         yield
     except ImportError as error:
-        raise RuntimeError(f"{source.path} is read by pyarrow: {pip_install('pyarrow')}") from error
-    except Exception as error:  # of pyarrow, tarfile and the Hub's client, each its own
+        raise RuntimeError(f"{source.path} needs pyarrow: {pip_install('pyarrow')}") from error
+    except Exception as error:  # pyarrow, tarfile and the Hub's client raise many kinds
         if str(error).startswith(source.path):
             raise
         raise ValueError(f"{source.path} cannot be read: {error}") from error
 
 
-def _open(source: DataSource) -> Iterator[Any]:
+def _open_source(source: DataSource) -> Iterator[Any]:
     path = Path(source.path)
     if path.is_file():
         kind = {".arrow": "arrow", ".tar": "webdataset"}.get(suffix_of(path), "parquet")
         with path.open("rb") as file:
             kind = "arrow" if file.read(6) == b"ARROW1" else kind
-        return READERS[kind](source.path, {})
+        return TABLE_READERS[kind](source.path, {})
     folder = Folder(source.path) if path.exists() else HubFolder(source.path, source.revision)
-    if is_saved(source.path):
+    if is_saved_to_disk(source.path):
         return _rows_of_tables("arrow", folder, _saved_files(folder, source), {})
     return _open_folder(folder, source)
 
 
 def _saved_files(folder: Folder, source: DataSource) -> list[str]:
-    """Return the files of a set, or of one of the splits, that ``save_to_disk`` wrote.
+    """Return the files that ``save_to_disk`` wrote for a data set, or for one of its splits.
 
     Raises:
-        ValueError: there is no such split, or the set names what is no file of it.
+        ValueError: There is no such split, or the data set names something that is not its file.
     """
-    state, below = SAVED[0], ""
+    state, prefix = SAVE_TO_DISK_FILES[0], ""
     if not folder.has(state):
-        end = f"/{state}"
-        splits = [file.removesuffix(end) for file in folder.files if file.endswith(end)]
-        below = choose_split(folder, splits, source.split) + "/"
-    text = folder.read_text(below + state, MOST_BYTES_OF_STATE)
-    where = f"{folder.path}/{below}{state}: _data_files"
+        suffix = f"/{state}"
+        splits = [file.removesuffix(suffix) for file in folder.files if file.endswith(suffix)]
+        prefix = choose_split(folder, splits, source.split) + "/"
+    text = folder.read_text(prefix + state, MAX_STATE_BYTES)
+    where = f"{folder.path}/{prefix}{state}: _data_files"
     try:
-        files = [below + of["filename"] for of in json.loads(text)["_data_files"]]
+        files = [prefix + item["filename"] for item in json.loads(text)["_data_files"]]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{where} is missing; save the set again (save_to_disk)") from None
-    if others := [file for file in files if file not in folder.files]:
+        raise ValueError(f"{where} is missing; save the data set again (save_to_disk)") from None
+    if missing := [file for file in files if file not in folder.files]:
         raise ValueError(
-            f"{where} names {others[0].removeprefix(below)!r}, which is no file inside of "
-            f"{folder.path}; save the set again (save_to_disk)"
+            f"{where} names {missing[0].removeprefix(prefix)!r}, which is not a file inside of "
+            f"{folder.path}; save the data set again (save_to_disk)"
         )
     return files
 
 
 def _open_folder(folder: Folder, source: DataSource) -> Iterator[Any]:
-    of_split, classes = read_subset(folder, source.subset, source.split)
-    kind, files = _kind_of_files(of_split)
-    described = [file for file in files if os.path.basename(file) in METADATA]
+    split_files, classes = read_subset(folder, source.subset, source.split)
+    kind, files = _kind_of_files(split_files)
+    metadata_files = [file for file in files if os.path.basename(file) in METADATA_FILES]
     is_local = not isinstance(folder, HubFolder)
-    if is_local and kind in ("imagefolder", "json", "text") and not described:
+    if is_local and kind in ("imagefolder", "json", "text") and not metadata_files:
         _refuse_pairs(folder, files)
     if kind in ("", "text"):
-        such = f" (such as {of_split[0]})" if of_split else ""
+        example = f" (such as {split_files[0]})" if split_files else ""
         raise ValueError(
-            f"{source.path} is a folder of {kind or 'other files'}{such}, and no set; "
-            f"{CURE_OF_FOLDER}"
+            f"{source.path} is a folder of {kind or 'other'} files{example}, not a data set; "
+            f"{FOLDER_CURE}"
         )
     if kind in ("json", "csv"):
         return _rows_of_text(folder, files)
-    if kind == "imagefolder":  # some say what is in its images
-        if described:
-            return _rows_of_metadata(folder, described)
-        rows = [of for of in folder.files if "/" not in of and suffix_of(of) in OF_FILES]
-        if rows:
+    if kind == "imagefolder":
+        if metadata_files:
+            return _rows_of_metadata(folder, metadata_files)
+        in_root = (file for file in folder.files if "/" not in file)
+        data_files = [file for file in in_root if suffix_of(file) in DATA_SUFFIXES]
+        if data_files:
             raise ValueError(
-                f"{source.path} has {rows[0]} beside its images, and it is not known which of them "
-                "are the set: name that file or the folder of the images, or move the file "
-                "elsewhere"
+                f"{source.path} has {data_files[0]} beside its images, and either may be the data "
+                "set: name that file or the folder of the images, or move the file elsewhere"
             )
         return _rows_of_images(folder, files)
     return _rows_of_tables(kind, folder, files, classes)
 
 
 def _kind_of_files(files: list[str]) -> tuple[str, list[str]]:
-    """Return the most frequent kind, with its files; none if no file is of a known kind."""
-    known = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
+    """Return the most frequent kind of files and its files; "" if no kind is known."""
+    known = {suffix: kind for kind, suffixes in FOLDER_KINDS.items() for suffix in suffixes}
     kinds = {file: known.get(suffix_of(file), "") for file in files}
-    described = [file for file in files if os.path.basename(file) in METADATA]
+    metadata_files = [file for file in files if os.path.basename(file) in METADATA_FILES]
     if "imagefolder" in kinds.values():
-        kinds |= dict.fromkeys(described, "imagefolder")
-    number = Counter(kind for kind in kinds.values() if kind)
-    kind = max(KINDS, key=lambda kind: number[kind])  # the first of equals
-    return (kind if number else ""), [file for file, of in kinds.items() if of == kind]
+        kinds |= dict.fromkeys(metadata_files, "imagefolder")
+    counts = Counter(kind for kind in kinds.values() if kind)
+    kind = max(FOLDER_KINDS, key=lambda kind: counts[kind])  # the first on ties
+    return (kind if counts else ""), [file for file in files if kinds[file] == kind]
 
 
 def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
-    """Rows of images, with the names of their folders if these are several, side by side."""
+    """Yield rows of images; if they lie in several folders side by side, with the folder as
+    label."""
     labels = {os.path.basename(os.path.dirname(file)) for file in files}
     has_labels = len(labels) > 1 and len({file.count("/") for file in files}) == 1
     for file in files:
@@ -173,7 +187,7 @@ def _rows_of_images(folder: Folder, files: list[str]) -> Iterator[dict]:
 
 
 def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
-    """Rows that say what is in images, which ``file_name`` names relative to their file."""
+    """Yield rows of metadata files, whose ``file_name`` is an image relative to the file."""
     for file in files:
         is_table = suffix_of(file) == ".parquet"
         rows = _rows_of_tables("parquet", folder, [file], {}) if is_table else None
@@ -187,26 +201,26 @@ def _rows_of_metadata(folder: Folder, files: list[str]) -> Iterator[Any]:
                 yield RowProblem(0, f"{folder.path}/{file}: {error}")
 
 
-def _with_image(row: dict, folder: Folder, below: str) -> dict:
+def _with_image(row: dict, folder: Folder, subfolder: str) -> dict:
     if row.keys() >= {"file_name", "image"}:
-        raise ValueError("file_name and image are both for the image: give one of them")
-    made = {"image" if key == "file_name" else key: value for key, value in row.items()}
+        raise ValueError("has both file_name and image: keep one of them")
+    result = {"image" if key == "file_name" else key: value for key, value in row.items()}
     if isinstance(name := row.get("file_name"), str):
-        made["image"] = folder.local_path(os.path.join(below, name))
-    return made
+        result["image"] = folder.local_path(os.path.join(subfolder, name))
+    return result
 
 
 def _refuse_pairs(folder: Folder, files: list[str]) -> None:
-    """Raise ``ValueError`` for images and texts that belong together by their names, 0.png and
-    0.txt: datasets would read those of one kind and leave the others out."""
-    there, pairs = {*folder.files}, []
+    """Raise ``ValueError`` for pairs of an image and a text with one name (0.png, 0.txt): datasets
+    would read the files of one kind and drop the others."""
+    known, pairs = {*folder.files}, []
     for file in files:
         stem = os.path.splitext(file)[0]
-        image = next((stem + of for of in IMAGE_FILES if stem + of in there), None)
-        text = next((stem + of for of in (".txt", ".json") if stem + of in there), None)
+        image = next((stem + suffix for suffix in IMAGE_SUFFIXES if stem + suffix in known), None)
+        text = next((stem + suffix for suffix in (".txt", ".json") if stem + suffix in known), None)
         if image is not None and text is not None:
             pairs.append((image, text))
-    if 2 * len(pairs) < len(files) or not pairs:  # a note beside an image or two
+    if 2 * len(pairs) < len(files) or not pairs:  # a few notes beside images
         return
     image, text = pairs[0]
     if text.endswith(".json") and (len(files) == 1 or _is_row(folder, text)):
@@ -214,8 +228,8 @@ def _refuse_pairs(folder: Folder, files: list[str]) -> None:
     path, answer = shlex.quote(folder.path), "txt" if text.endswith(".txt") else "json.answer"
     raise ValueError(
         f"{folder.path} has {os.path.basename(image)} and {os.path.basename(text)}, an image and "
-        "what is said of it, and datasets reads one of the two; make an archive of WebDataset of "
-        "them: tar --sort=name -cf "
+        "its text, and datasets reads only one of the two; make a WebDataset archive of them: "
+        "tar --sort=name -cf "
         f'{path}.tar -C {path} . (data.columns={{question: "...?", answer: {answer}, '
         f"image: {image.rpartition('.')[2]}}})"
     )
@@ -224,21 +238,21 @@ def _refuse_pairs(folder: Folder, files: list[str]) -> None:
 def _is_row(folder: Folder, file: str) -> bool:
     """Return whether a JSON file is a row of a known format, which names its images itself."""
     path = folder.local_path(file)
-    rows = [row for _, row in read_text(DataSource(path), kind_of_file(Path(path)))]
+    rows = [row for _, row in read_text(DataSource(path), file_kind(Path(path)))]
     return bool(rows) and isinstance(rows[0], dict) and find_format(rows[0]) is not None
 
 
 def _rows_of_text(folder: Folder, files: list[str]) -> Iterator[Any]:
-    """Rows of several files; faults of their text name their file."""
+    """Yield the rows of several text files; problems name their file."""
     for file in files:
         path = folder.local_path(file)
-        kind = kind_of_file(Path(path))
+        kind = file_kind(Path(path))
         for line, row in read_text(DataSource(path), kind):
             if isinstance(row, RowProblem):
-                before = f"{path}:" if kind in OF_LINES else f"{path}, row "
-                row = RowProblem(0, f"{before}{line}: {row.text}")
+                prefix = f"{path}:" if kind in LINE_KINDS else f"{path}, row "
+                row = RowProblem(0, f"{prefix}{line}: {row.text}")
             elif not isinstance(row, dict):
-                row = RowProblem(0, f"{path}: row {line} is no object")
+                row = RowProblem(0, f"{path}: row {line} is not an object")
             yield row
 
 
@@ -246,37 +260,39 @@ def _rows_of_tables(
     kind: str, folder: Folder, files: list[str], classes: Mapping[str, list[str]]
 ) -> Iterator[dict]:
     for file in files:
-        yield from READERS[kind](folder.local_path(file), classes)
+        yield from TABLE_READERS[kind](folder.local_path(file), classes)
 
 
 def _rows_of_parquet(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
-    """Rows of Parquet, of which no more is in memory than a few rows and what encodes them.
+    """Yield the rows of a Parquet file, with only a few rows and their encoded data in memory.
 
     Raises:
-        ValueError: it has columns in other files, or makes more of its bytes than data does.
+        ValueError: It has columns in other files, or unpacks to more than real data does.
     """
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(path, memory_map=True)
-    most = _require_own_data(path, metadata)
-    at_once = min(max(MOST_BYTES_AT_ONCE // max(most, 1), 1), MOST_ROWS_AT_ONCE)
+    largest = _check_parquet_size(path, metadata)
+    batch_size = min(max(MAX_BYTES_PER_READ // max(largest, 1), 1), MAX_ROWS_PER_READ)
     columns = map(metadata.schema.column, range(metadata.num_columns))
-    # As they are written: a list may have one text any number of times. In large row groups, which
-    # a file of some bytes does not make, that would take time, and Arrow reads 2 GiB at most.
+    # Texts in lists stay dictionary-encoded: a list may repeat one text any number of times. Not in
+    # large row groups, which small files do not have: it takes time, and Arrow reads at most 2 GiB.
     in_lists = [
-        of.path
-        for of in columns
-        if of.max_repetition_level and of.physical_type == "BYTE_ARRAY" and most <= MOST_REPEATED
+        column.path
+        for column in columns
+        if column.max_repetition_level and column.physical_type == "BYTE_ARRAY"
+        if largest <= MAX_DICTIONARY_BYTES
     ]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=in_lists, memory_map=True) as file:
-        yield from _rows_of_batches(path, file.schema_arrow, file.iter_batches(at_once), classes)
+        yield from _rows_of_batches(path, file.schema_arrow, file.iter_batches(batch_size), classes)
 
 
-def _require_own_data(path: str, metadata: Any) -> int:
-    """Return how many bytes the largest row group has, unpacked."""
+def _check_parquet_size(path: str, metadata: Any) -> int:
+    """Return the unpacked size of the largest row group, in bytes; raise ``ValueError`` if it is
+    out of proportion to the file."""
     size, largest = os.path.getsize(path), 0
-    expected = "expected what data makes: write the table again, in smaller parts"
-    most_values = max(MOST_VALUES, VALUES_A_BYTE * size)
+    expected = "real data does not compress so well: write the table again, in smaller parts"
+    max_values = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * size)
     values: Counter[str] = Counter({"the rows": metadata.num_rows})
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         unpacked = 0
@@ -284,60 +300,60 @@ def _require_own_data(path: str, metadata: Any) -> int:
             if column.file_path:
                 raise ValueError(
                     f"{path}: the column {column.path_in_schema} is in another file, "
-                    f"{column.file_path!r}; expected all of the table in one: write it again"
+                    f"{column.file_path!r}; expected the whole table in one file: write it again"
                 )
             values[column.path_in_schema] += column.num_values
             unpacked += column.total_uncompressed_size
-        if unpacked > max(MOST_BYTES_AT_ONCE, BYTES_A_BYTE * size):
+        if unpacked > max(MAX_BYTES_PER_READ, MAX_EXPANSION * size):
             raise ValueError(
-                f"{path} has {size:,} bytes, of which a row group makes {unpacked:,}; {expected}"
+                f"{path} has {size:,} bytes, and a row group unpacks to {unpacked:,}; {expected}"
             )
         largest = max(largest, unpacked)
     [(name, number)] = values.most_common(1)
-    if number > most_values:
+    if number > max_values:
         raise ValueError(
-            f"{path} has {size:,} bytes, and {name} {number:,} values; at most {most_values:,} "
+            f"{path} has {size:,} bytes, and {name} {number:,} values; at most {max_values:,} "
             f"are read; {expected}"
         )
     return largest
 
 
 def _rows_of_arrow(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
-    """Rows of Arrow, which stay where they are on the disk.
+    """Yield the rows of a memory-mapped Arrow file.
 
     Raises:
-        ValueError: it is compressed, so that nothing bounds what it makes of its bytes.
+        ValueError: It is compressed, so that its unpacked size is not bounded.
     """
     import pyarrow
 
     with pyarrow.memory_map(path) as file:
-        # Behind 8 bytes a file is a stream. What its footer says besides is not asked.
+        # After 8 bytes, an Arrow file is a stream; its footer is not read.
         begin = 8 if file.read(6) == b"ARROW1" else 0
         file.seek(begin)
         messages = iter(pyarrow.ipc.MessageReader.open_stream(file))
         if next(messages, None) is None or any(map(_is_compressed, messages)):
             raise ValueError(
-                f"{path} is compressed or no stream of batches; expected Arrow as datasets writes "
-                "it: make Parquet of it (pandas: read_feather(FILE).to_parquet(OTHER), polars: "
-                "read_ipc(FILE).write_parquet(OTHER))"
+                f"{path} is compressed or not a stream of batches; expected Arrow as datasets "
+                "writes it: convert it to Parquet (pandas: read_feather(FILE).to_parquet(OTHER), "
+                "polars: read_ipc(FILE).write_parquet(OTHER))"
             )
         file.seek(begin)
         table = pyarrow.ipc.open_stream(file)
-        yield from _rows_of_batches(path, table.schema, _own_batches(path, table), classes)
+        yield from _rows_of_batches(path, table.schema, _validated_batches(path, table), classes)
 
 
 def _is_compressed(message: Any) -> bool:
-    """Return whether Arrow would unpack a batch. pyarrow does not show it: by Message.fbs it is
-    field 3 of a batch, which is field 2 of its message, or field 1 of the dictionary there."""
+    """Return whether a batch is compressed. pyarrow does not expose it: in Message.fbs it is field
+    3 of a record batch, which is field 2 of its message, or field 1 of the dictionary there."""
     content = message.metadata.to_pybytes()
 
     def read(kind: str, at: int) -> int:
         return struct.unpack_from(kind, content, at)[0]
 
     def field(table: int, number: int) -> int:
-        """Return where a field of a table of FlatBuffers is; 0, if the table has none."""
-        fields, place = table - read("<i", table), 4 + 2 * number
-        offset = read("<H", fields + place) if place < read("<H", fields) else 0
+        """Return the offset of a field of a FlatBuffers table; 0 if the table lacks it."""
+        vtable, slot = table - read("<i", table), 4 + 2 * number
+        offset = read("<H", vtable + slot) if slot < read("<H", vtable) else 0
         return offset and table + offset
 
     def follow(at: int) -> int:
@@ -346,20 +362,20 @@ def _is_compressed(message: Any) -> bool:
     batch = follow(field(follow(0), 2))
     if message.type == "dictionary":
         batch = follow(field(batch, 1))
-    return field(batch, 3) > 0 or OLD_COMPRESSION in content
+    return field(batch, 3) > 0 or ARROW_0_17_COMPRESSION in content
 
 
-def _own_batches(path: str, batches: Any) -> Iterator[Any]:
-    """Yield batches that have no more rows than the file's bytes make, and whose offsets lead to
-    their own bytes, which Arrow itself does not look at."""
+def _validated_batches(path: str, batches: Any) -> Iterator[Any]:
+    """Yield batches after checking that their rows are in proportion to the file's size, and that
+    their offsets stay inside of their own bytes, which Arrow does not check."""
     size, rows = os.path.getsize(path), 0
-    most_rows = max(MOST_VALUES, VALUES_A_BYTE * size)
+    max_rows = max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * size)
     for batch in batches:
         rows += batch.num_rows
-        if rows > most_rows:
+        if rows > max_rows:
             raise ValueError(
-                f"{path} has {size:,} bytes and {rows:,} rows or more; expected {most_rows:,} at "
-                "most: write the table again, in smaller parts"
+                f"{path} has {size:,} bytes and {rows:,} rows or more; expected at most "
+                f"{max_rows:,}: write the table again, in smaller parts"
             )
         batch.validate(full=True)
         yield batch
@@ -369,45 +385,45 @@ def _rows_of_batches(
     path: str, schema: Any, batches: Any, classes: Mapping[str, list[str]]
 ) -> Iterator[dict]:
     if len({*schema.names}) < len(schema.names):
-        raise ValueError(f"{path}: two columns have one name: {', '.join(schema.names)}")
+        raise ValueError(f"{path}: two columns have the same name: {', '.join(schema.names)}")
     classes = {**classes, **_classes_of_schema(schema)}
-    classes = {name: of for name, of in classes.items() if name in schema.names}
+    classes = {column: names for column, names in classes.items() if column in schema.names}
     number = 0
     for batch in batches:
-        for row in _parts_of_batch(f"{path}, after row {number:,}", batch):
+        for row in _rows_of_batch(f"{path}, after row {number:,}", batch):
             number += 1
             for name, names in classes.items():
                 row[name] = _name_of_class(f"{path}, row {number}: {name}", row[name], names)
             yield row
 
 
-def _parts_of_batch(place: str, batch: Any) -> Iterator[dict]:
-    """Rows as Python's objects, a few at a time, or one if they are large.
+def _rows_of_batch(location: str, batch: Any) -> Iterator[dict]:
+    """Yield rows as Python objects, converted a few at a time, or one by one if they are large.
 
     Raises:
-        ValueError: a row is too large. That is known before objects are made of it, for a file can
+        ValueError: A row is too large. This is checked before the conversion, because a file can
             repeat a value as often as it likes.
     """
-    at, at_once = 0, MOST_ROWS_AT_ONCE
-    while at < batch.num_rows:
-        part = batch.slice(at, at_once)
-        values, size = _measure(place, part.columns)
+    start, length = 0, MAX_ROWS_PER_READ
+    while start < batch.num_rows:
+        rows = batch.slice(start, length)
+        values, size = _count_values_and_bytes(location, rows.columns)
         limits = (
-            ("values", values, MOST_VALUES),
-            ("bytes", size, MOST_BYTES_AT_ONCE if at_once > 1 else MOST_BYTES),
+            ("values", values, MAX_ROW_VALUES),
+            ("bytes", size, MAX_BYTES_PER_READ if length > 1 else MAX_ROW_BYTES),
         )
-        large = [of for of in limits if of[1] > of[2]]
-        if large and at_once > 1:
-            at_once = 1
+        exceeded = [limit for limit in limits if limit[1] > limit[2]]
+        if exceeded and length > 1:
+            length = 1
             continue
-        for what, number, most in large:
-            raise ValueError(f"{place}: a row has {number:,} {what}; expected {most:,} at most")
-        yield from part.to_pylist()
-        at += at_once
+        for unit, number, limit in exceeded:
+            raise ValueError(f"{location}: a row has {number:,} {unit}; expected at most {limit:,}")
+        yield from rows.to_pylist()
+        start += length
 
 
-def _measure(place: str, columns: Sequence[Any]) -> tuple[int, int]:
-    """Return how many values, and how many bytes of text, Python would have of some columns."""
+def _count_values_and_bytes(location: str, columns: Sequence[Any]) -> tuple[int, int]:
+    """Return how many values, and how many bytes of text, some columns have as Python objects."""
     import pyarrow
     import pyarrow.compute as pc
     from pyarrow import types
@@ -416,112 +432,121 @@ def _measure(place: str, columns: Sequence[Any]) -> tuple[int, int]:
     while arrays:
         array = arrays.pop()
         array = array.storage if isinstance(array, pyarrow.ExtensionArray) else array
-        of = array.type
+        dtype = array.type
         values = max(values, len(array))
-        if is_dictionary := types.is_dictionary(of):
-            of = of.value_type
-        said = array.dictionary if is_dictionary else array
-        if _is_text(of):
-            lengths = pc.binary_length(said)
+        if is_dictionary := types.is_dictionary(dtype):
+            dtype = dtype.value_type
+        distinct = array.dictionary if is_dictionary else array
+        if _is_text_type(dtype):
+            lengths = pc.binary_length(distinct)
             size += pc.sum(lengths.take(array.indices) if is_dictionary else lengths).as_py() or 0
-        elif types.is_string_view(of) or types.is_binary_view(of):  # views of one text, at most
-            size += len(array) * said.get_total_buffer_size()
-        elif types.is_primitive(of) or types.is_null(of) or types.is_decimal(of):
+        elif types.is_string_view(dtype) or types.is_binary_view(dtype):  # upper bound
+            size += len(array) * distinct.get_total_buffer_size()
+        elif types.is_primitive(dtype) or types.is_null(dtype) or types.is_decimal(dtype):
             pass
         elif is_dictionary:
-            raise ValueError(f"{place}: values of the type {array.type} are not read")
-        elif types.is_struct(of):
+            raise ValueError(f"{location}: values of the type {array.type} are not supported")
+        elif types.is_struct(dtype):
             arrays += array.flatten()
-        elif types.is_map(of):
-            arrays.append(array.cast(pyarrow.list_(of.field(0).type)))
-        elif types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
+        elif types.is_map(dtype):
+            arrays.append(array.cast(pyarrow.list_(dtype.field(0).type)))
+        elif types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype):
             arrays.append(array.flatten())
         else:
-            raise ValueError(f"{place}: values of the type {of} are not read")
+            raise ValueError(f"{location}: values of the type {dtype} are not supported")
     return values, size
 
 
-def _is_text(of: Any) -> bool:
+def _is_text_type(dtype: Any) -> bool:
     from pyarrow import types
 
-    is_text = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    return any(is_of(of) for is_of in is_text) or types.is_fixed_size_binary(of)
+    tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    return any(test(dtype) for test in tests) or types.is_fixed_size_binary(dtype)
 
 
 def _classes_of_schema(schema: Any) -> dict[str, list[str]]:
-    """Return the names of classes that ``datasets`` wrote into a table."""
+    """Return the class names that ``datasets`` wrote into a table, by column."""
     written = (schema.metadata or {}).get(b"huggingface")
     features = json.loads(written).get("info", {}).get("features", {}) if written else {}
     labels = {
-        name: of.get("names")
-        for name, of in (features or {}).items()
-        if isinstance(of, dict) and of.get("_type") == "ClassLabel"
+        column: feature.get("names")
+        for column, feature in (features or {}).items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
     }
-    return {name: [*map(str, of)] for name, of in labels.items() if isinstance(of, list)}
+    return {c: [*map(str, names)] for c, names in labels.items() if isinstance(names, list)}
 
 
-def _name_of_class(place: str, value: Any, names: list[str]) -> Any:
-    if not isinstance(value, int):  # null, or a name
+def _name_of_class(location: str, value: Any, names: list[str]) -> Any:
+    if not isinstance(value, int):  # null, or already a name
         return value
     if not 0 <= value < len(names):
-        raise ValueError(f"{place} is {value}; expected a class, from 0 to {len(names) - 1}")
+        raise ValueError(f"{location} is {value}; expected a class from 0 to {len(names) - 1}")
     return names[value]
 
 
 def _rows_of_archive(path: str, classes: Mapping[str, list[str]]) -> Iterator[dict]:
-    """Rows of an archive of WebDataset: neighbors with one name, by what follows its first dot.
+    """Yield the rows of a WebDataset archive: adjacent files with one name up to the first dot.
 
     Raises:
-        ValueError: a file in it would be unpacked to a size that nothing bounds.
+        ValueError: The unpacked size of a file in it is not bounded.
     """
     row: dict[str, Any] = {}
     names: dict[str, str] = {}
     with tarfile.open(path, "r:") as archive:
         for member in archive:
-            archive.members = []  # type: ignore[attr-defined]  # else it holds all of them
-            if member.size < 0:  # and the next would be looked for before it, for ever
-                raise ValueError(f"{path}: {member.name} has {member.size:,} bytes; expected 0 up")
+            archive.members = []  # type: ignore[attr-defined]  # else it keeps all members
+            if member.size < 0:  # the next member would be searched before it, for ever
+                raise ValueError(
+                    f"{path}: {member.name} has {member.size:,} bytes; expected 0 or more"
+                )
             if member.issparse() or member.name.lower().endswith(COMPRESSED):
                 raise ValueError(
-                    f"{path}: {member.name} is sparse or compressed; expected files that are as "
-                    "large as they say: unpack it, and make the archive again"
+                    f"{path}: {member.name} is sparse or compressed, so that its size is unknown: "
+                    "unpack it, and make the archive again"
                 )
             folder, name = os.path.split(member.name)
-            stem, _, kind = name.partition(".")
-            if not member.isfile() or not stem or not kind:
+            stem, _, suffix = name.partition(".")
+            if not member.isfile() or not stem or not suffix:
                 continue
-            if member.size > MOST_BYTES:
-                told = f"{member.size:,} bytes; expected {MOST_BYTES:,} at most"
-                raise ValueError(f"{path}: {member.name} has {told}")
+            if member.size > MAX_ROW_BYTES:
+                raise ValueError(
+                    f"{path}: {member.name} has {member.size:,} bytes; expected at most "
+                    f"{MAX_ROW_BYTES:,}"
+                )
             key = os.path.join(folder, stem)
             if row and names["__key__"] != key:
                 yield row | names
                 row = {}
-            if kind in row:
-                raise ValueError(f"{path}: {member.name} is there twice in one row")
+            if suffix in row:
+                raise ValueError(f"{path}: {member.name} occurs twice in one row")
             content = archive.extractfile(member)
-            assert content is not None  # of a file
-            row[kind] = _decoded(f"{path}: {member.name}", kind, content.read())
+            assert content is not None  # it is a file
+            row[suffix] = _decoded(f"{path}: {member.name}", suffix, content.read())
             names = {"__key__": key, "__url__": path}
     if row:
         yield row | names
 
 
-def _decoded(place: str, kind: str, content: bytes) -> Any:
-    decode = DECODERS.get(kind.rpartition(".")[2].lower())
+def _decoded(location: str, kind: str, content: bytes) -> Any:
+    decode = ARCHIVE_DECODERS.get(kind.rpartition(".")[2].lower())
     try:
         return decode(content) if decode else content
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} cannot be read: {error}") from None
+        raise ValueError(f"{location} cannot be read: {error}") from None
 
 
-READERS = {"parquet": _rows_of_parquet, "arrow": _rows_of_arrow, "webdataset": _rows_of_archive}
+TABLE_READERS = {
+    "parquet": _rows_of_parquet,
+    "arrow": _rows_of_arrow,
+    "webdataset": _rows_of_archive,
+}
 
 
 def _without_nulls(value: Any) -> Any:
-    """A table has each key in each row, with null where a row has no such key."""
+    """Drop nulls inside of a value: tables have each key in each row, with null for a missing
+    one."""
     if isinstance(value, dict):
-        return {name: _without_nulls(of) for name, of in value.items() if of is not None}
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     if isinstance(value, list):
-        return [_without_nulls(of) for of in value]
+        return [_without_nulls(item) for item in value]
     return value

@@ -1,10 +1,10 @@
-"""Rows of text: JSON lines, a JSON array, lists in a JSON object, and CSV.
+"""Rows of text files: JSON lines, a JSON array, lists in a JSON object, and CSV.
 
-JSON lines and CSV are read a row at a time; the text of an array or object is read at once, up to
-:data:`MOST_OF_DOCUMENT`. Not by ``datasets``: its reader of JSON names neither line nor key of what
-is wrong, and keeps the last of two equal keys; its reader of CSV makes null of NA and 7 of 007, and
-holds in memory all that stands behind an open quote. Compressed files are read as they are, without
-an unpacked copy.
+JSON lines and CSV are read a row at a time; an array or object is read at once, up to
+:data:`MAX_DOCUMENT_CHARACTERS`. The library ``datasets`` is not used: its JSON reader names neither
+the line nor the key of an error and keeps the last of two equal keys; its CSV reader turns NA into
+null and 007 into 7, and reads everything after an open quote into memory. Compressed files are
+decompressed while they are read, without an unpacked copy.
 """
 
 import codecs
@@ -22,133 +22,149 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ..terminal_text import listed, pip_install, shorten
-from .columns import IMAGE_FILES, NO_CELL
+from .columns import EMPTY_CELL, IMAGE_SUFFIXES
 from .formats import ROW_FORMATS
-from .messages import MOST_KEYS_LISTED, quoted
-from .source import OF_CSV, DataSource, suffix_of
+from .messages import MAX_KEYS_LISTED, quoted
+from .source import CSV_SUFFIXES, DataSource, suffix_of
 
-UNDECODED = re.compile("[\udc80-\udcff]")  # how "surrogateescape" writes bytes
+INVALID_BYTE_RE = re.compile("[\udc80-\udcff]")  # bytes decoded with "surrogateescape"
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
-# What is no text, and what makes rows of it that are read.
-OTHER_FILES = {
-    b"PK\x03\x04": ("a zip archive", "unzip {0} -d {1}, and name what is in it"),
-    b"\xff\xd8\xff": ("an image (JPEG)", "name the folder that it is in"),
-    b"\x89PNG": ("an image (PNG)", "name the folder that it is in"),
-    b"\x80\x04": ("Python's pickle", "make Parquet of it where you made it: pickles can run code"),
-    b"\xfd7zXZ": ("compressed by xz", "xz -dk {0}"),
+# Files that are not text: their magic bytes, what they are, and how to convert them.
+OTHER_FILE_KINDS = {
+    b"PK\x03\x04": ("a zip archive", "unzip {0} -d {1}, and name a file in it"),
+    b"\xff\xd8\xff": ("an image (JPEG)", "name the folder of the image"),
+    b"\x89PNG": ("an image (PNG)", "name the folder of the image"),
+    b"\x80\x04": ("a Python pickle", "save it as Parquet where you made it: pickles can run code"),
+    b"\xfd7zXZ": ("compressed with xz", "xz -dk {0}"),
     b"SQLite": ("an SQLite database", "sqlite3 -json {0} 'select * from TABLE' > {1}.json"),
 }
-UNICODE = ("UTF-16 or UTF-32", "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8")
-MOST_DIGITS = 300  # Python itself neither reads nor writes more than 4,300
-MOST_CHARACTERS = 2**27
-"""Of a row, which is held in memory several times."""
-MOST_UNPACKED, BYTES_A_BYTE = 2**30, 256
-"""Bytes of a compressed file, or as often its own: repetition alone makes more."""
+OTHER_UNICODE = ("UTF-16 or UTF-32", "iconv -f UTF-16 -t UTF-8 {0} > {1}.utf8")
+MAX_DIGITS = 300  # Python refuses integers of more than 4,300
+MAX_CHARACTERS = 2**27
+"""In one row; several copies of a row are in memory at a time."""
+MAX_UNPACKED_BYTES, MAX_EXPANSION = 2**30, 256
+"""A compressed file may unpack to this many bytes, or to this many times its own size: only
+repetition unpacks to more."""
 TOO_LONG = (
-    f"has {MOST_CHARACTERS:,} characters or more: make files of its images, or close its quotes"
+    f"has {MAX_CHARACTERS:,} characters or more: save its images as files, or close an open quote"
 )
-MOST_KEYS = 2**20
-"""Of an object, or columns of a CSV, each of which is looked at."""
-TOO_DEEP = "objects or lists are nested too deeply"
-MOST_OF_DOCUMENT = 2**28
-"""Characters of a JSON array or object, of which all is in memory."""
+MAX_KEYS = 2**20
+"""In one object, or columns of a CSV; each of them is looked at."""
+TOO_DEEPLY_NESTED = "objects or lists are nested too deeply"
+MAX_DOCUMENT_CHARACTERS = 2**28
+"""In a JSON array or object, all of which is in memory."""
 BLANK = re.compile(r"[ \t\r\n]*")
-KEYS_OF_ROWS = {"image", *(key for of in ROW_FORMATS.values() for key in of.needs)}
-CHARACTERS_TO_TELL = 2**16  # what a file is
-BESIDE_ROWS = ("info", "licenses", "categories")
-"""Lists beside the rows, in files as COCO's."""
-OF_LINES = ("JSON lines", "CSV")
-"""Kinds of which a row has a line of its own."""
-OF_CELLS = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
-"""What is a cell of a CSV and no name of a column: a number, a date."""
-OF_NAMES = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
+KNOWN_ROW_KEYS = {
+    "image",
+    *(key for row_format in ROW_FORMATS.values() for key in row_format.needs),
+}
+SNIFFED_CHARACTERS = 2**16  # read at once to find the kind of a file
+NON_ROW_LISTS = ("info", "licenses", "categories")
+"""Lists beside the rows in files such as COCO's."""
+LINE_KINDS = ("JSON lines", "CSV")
+"""Kinds of files in which each row has its own line."""
+CELL_VALUE_RE = re.compile(r"-?\d+(?:\.\d+)?|\d{4}[-/.]\d\d?[-/.]\d\d?.*", re.DOTALL)
+"""Values of cells that are not names of columns: numbers and dates."""
+COLUMN_NAME_CHARACTERS_RE = re.compile(r"[\w\s.()\[\]{}/?!'\"-]")
+"""Characters of a column's name; others in the only name are taken for the delimiter."""
 
 
 class RowProblem(NamedTuple):
-    """A line that cannot be used, and why."""
+    """A row that cannot be used, and why; ``line`` is its line, or its number from 1."""
 
     line: int
     text: str
 
 
-Numbered = Iterator[tuple[int, Any]]
-"""The line of each row, or its number where a row has no line of its own; and its value, or a
-:class:`Fault`."""
+NumberedRows = Iterator[tuple[int, Any]]
+"""Pairs of a row's line (its number, from 1, if rows have no lines of their own) and its value, or
+a :class:`RowProblem`."""
 
 
-def read_text(source: DataSource, kind: str) -> Numbered:
-    """Rows of a file of such a kind, of :func:`kind_of_file`.
+def read_text(source: DataSource, kind: str) -> NumberedRows:
+    """Yield the rows of a text file.
+
+    Args:
+        kind: The kind of the file, from :func:`file_kind`.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: The file cannot be read.
     """
     path = Path(source.path)
-    readers = {"CSV": _csv, "JSON lines": _lines, "JSON array": _array, "JSON object": _of_object}
-    with _errors_of(path):
+    readers = {
+        "CSV": _read_csv,
+        "JSON lines": _read_json_lines,
+        "JSON array": _read_json_array,
+        "JSON object": _read_json_object,
+    }
+    with _naming_file(path):
         yield from readers[kind](path)
 
 
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
+def _naming_file(path: Path) -> Iterator[None]:
+    """Raise errors of reading a file as ``ValueError`` with its path."""
     try:
         yield
     except OSError as error:
-        told = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read: {told}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
     except ImportError as error:
-        raise ValueError(f"{path} is read by pyarrow: {pip_install('pyarrow')}") from error
+        raise ValueError(f"{path} needs pyarrow: {pip_install('pyarrow')}") from error
 
 
-def kind_of_file(path: Path) -> str:
-    """What a file is: "table", "CSV", "JSON lines", "JSON array" or "JSON object" (around rows).
+def file_kind(path: Path) -> str:
+    """Return the kind of a file: "table", "CSV", "JSON lines", "JSON array" or "JSON object"
+    (around rows).
 
     Raises:
-        ValueError: it cannot be read, or is of no kind that is.
+        ValueError: The file cannot be read, or its kind is not supported.
     """
-    with _errors_of(path):
+    with _naming_file(path):
         with path.open("rb") as file:
             head = file.read(6)
         if head.startswith((b"PAR1", b"ARROW1")) or suffix_of(path) in (".arrow", ".tar"):
             return "table"
         _require_text(path, head)
-        return "CSV" if suffix_of(path) in OF_CSV else _kind_of_json(path)
+        return "CSV" if suffix_of(path) in CSV_SUFFIXES else _kind_of_json(path)
 
 
 def _kind_of_json(path: Path) -> str:
     with open_text(path) as file:
-        lines = iter(partial(file.readline, CHARACTERS_TO_TELL), "")
+        lines = iter(partial(file.readline, SNIFFED_CHARACTERS), "")
         first = next((text for text in lines if text.strip()), "").lstrip()
         if first.startswith("["):
             return "JSON array"
-        goes_on = first.endswith(("{\n", "[\n"))  # whatever the file is called
-        if not first.startswith("{") or suffix_of(path) == ".jsonl" and not goes_on:
+        continues = first.endswith(("{\n", "[\n"))  # even if the file is called .jsonl
+        if not first.startswith("{") or suffix_of(path) == ".jsonl" and not continues:
             return "JSON lines"
         if not first.endswith("\n"):
-            first += file.readline(MOST_CHARACTERS)
+            first += file.readline(MAX_CHARACTERS)
         has_more = any(text.strip() for text in lines)
     try:
         value, _ = json.JSONDecoder().raw_decode(first)
-    except (ValueError, RecursionError):  # it goes on in the lines below, or is no JSON
+    except (ValueError, RecursionError):  # continued on later lines, or not JSON
         return "JSON object"
-    lists = (of for of in value.values() if isinstance(of, list) and of)
-    has_rows = any(isinstance(of[0], dict) for of in lists) and not KEYS_OF_ROWS & value.keys()
+    lists = (item for item in value.values() if isinstance(item, list) and item)
+    has_rows = any(isinstance(item[0], dict) for item in lists)
+    has_rows = has_rows and not KNOWN_ROW_KEYS & value.keys()
     return "JSON lines" if has_more or not has_rows else "JSON object"
 
 
 def _require_text(path: Path, head: bytes) -> None:
     if head.startswith(tuple(COMPRESSIONS)):
         return
-    other = next((of for magic, of in OTHER_FILES.items() if head.startswith(magic)), None)
+    other = next((kind for magic, kind in OTHER_FILE_KINDS.items() if head.startswith(magic)), None)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
-        other = other or UNICODE
+        other = other or OTHER_UNICODE
     if other is not None:
         cure = other[1].format(quoted(str(path)), quoted(str(path.with_suffix(""))))
-        raise ValueError(f"{path} is {other[0]}; expected a row of JSON a line, in UTF-8: {cure}")
+        raise ValueError(f"{path} is {other[0]}; expected one JSON row per line, in UTF-8: {cure}")
 
 
 def open_text(path: Path, newline: str | None = None) -> TextIO:
-    """A file of text, which may be compressed. Bytes that are no UTF-8 become surrogates, which
-    UTF-8 never holds: a fault of their line."""
+    """Open a text file, which may be compressed. Bytes that are not UTF-8 become surrogates, which
+    never occur in UTF-8; their line is then reported."""
     stream: Any = path.open("rb")
     head = stream.peek(6)
     kind = next((kind for magic, kind in COMPRESSIONS.items() if head.startswith(magic)), None)
@@ -159,13 +175,13 @@ def open_text(path: Path, newline: str | None = None) -> TextIO:
 
 
 class _Unpacked(io.RawIOBase):
-    """The bytes of a compressed file, of which no more are read than data makes."""
+    """The unpacked bytes of a compressed file, limited against decompression bombs."""
 
     def __init__(self, path: Path, kind: str):
-        import pyarrow  # late, for it is needed here alone
+        import pyarrow  # imported here because only compressed files need it
 
         self.path, self.size, self.unpacked = path, path.stat().st_size, 0
-        self.most = max(MOST_UNPACKED, BYTES_A_BYTE * self.size)
+        self.max_bytes = max(MAX_UNPACKED_BYTES, MAX_EXPANSION * self.size)
         self.stream = pyarrow.input_stream(str(path), compression=kind)
 
     def readable(self) -> bool:
@@ -174,10 +190,11 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         content = self.stream.read(len(buffer))
         self.unpacked += len(content)
-        if self.unpacked > self.most:
+        if self.unpacked > self.max_bytes:
             raise ValueError(
-                f"{self.path} has {self.size:,} bytes, and makes over {self.most:,} of them; "
-                "expected what data makes: unpack it yourself, if it is meant"
+                f"{self.path} has {self.size:,} bytes, and unpacks to over "
+                f"{self.max_bytes:,}; real data does not compress so well: if this is intended, "
+                "unpack it yourself"
             )
         buffer[: len(content)] = content
         return len(content)
@@ -187,11 +204,11 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
-class _Json:
-    """Reads values, and notes what JSON leaves open."""
+class _JsonReader:
+    """Decodes JSON strictly: repeated keys, NaN and huge numbers are a problem of the value."""
 
     def __init__(self) -> None:
-        self.fault: str | None = None
+        self.problem: str | None = None
         self.decoder = json.JSONDecoder(
             object_pairs_hook=self._object, parse_int=self._integer, parse_constant=self._constant
         )
@@ -199,204 +216,214 @@ class _Json:
     def _object(self, pairs: list[tuple[str, Any]]) -> dict:
         values = dict(pairs)
         if len(values) < len(pairs):
-            [(twice, times)] = Counter(key for key, _ in pairs).most_common(1)
-            self.fault = f"the key {quoted(twice)} stands {times} times in one object"
-        if len(values) > MOST_KEYS:
-            self.fault = f"an object has {len(values):,} keys; expected {MOST_KEYS:,} at most"
+            [(repeated, times)] = Counter(key for key, _ in pairs).most_common(1)
+            self.problem = f"the key {quoted(repeated)} occurs {times} times in one object"
+        if len(values) > MAX_KEYS:
+            self.problem = f"an object has {len(values):,} keys; expected at most {MAX_KEYS:,}"
             return {}
         return values
 
     def _integer(self, digits: str) -> int:
-        if len(digits) <= MOST_DIGITS:
+        if len(digits) <= MAX_DIGITS:
             return int(digits)
-        self.fault = f"a number has {len(digits):,} characters; expected {MOST_DIGITS} at most"
+        self.problem = f"a number has {len(digits):,} characters; expected at most {MAX_DIGITS}"
         return 0
 
     def _constant(self, name: str) -> None:
-        self.fault = f"{name} is no value of JSON"
+        self.problem = f"{name} is not valid JSON"
 
-    def fault_of(self, text: str) -> str | None:
-        """What is wrong with the text that was read last."""
-        fault, self.fault = self.fault, None
-        return fault_of_bytes(text) or fault
+    def pop_problem(self, text: str) -> str | None:
+        """Return what is wrong with the value decoded last from ``text``, and forget it."""
+        problem, self.problem = self.problem, None
+        return find_encoding_problem(text) or problem
 
 
-def fault_of_bytes(text: str) -> str | None:
-    """Of which byte a character could not be made."""
-    undecoded = UNDECODED.search(text)
-    if undecoded is None:
+def find_encoding_problem(text: str) -> str | None:
+    """Return which byte of a text could not be decoded, or None."""
+    match = INVALID_BYTE_RE.search(text)
+    if match is None:
         return None
-    byte, at = ord(undecoded[0]) - 0xDC00, undecoded.start() + 1
-    return f"character {at} is the byte 0x{byte:02x}, which is no UTF-8"
+    byte, position = ord(match[0]) - 0xDC00, match.start() + 1
+    return (
+        f"character {position} is the byte 0x{byte:02x}, which is not UTF-8: save the file as UTF-8"
+    )
 
 
-def _lines(path: Path) -> Numbered:
-    read = _Json()
-    # Not splitlines(): JSON strings may hold other line separators.
+def _read_json_lines(path: Path) -> NumberedRows:
+    reader = _JsonReader()
+    # Not splitlines(): JSON strings may contain other line separators.
     with open_text(path) as lines:
-        read_line = partial(lines.readline, MOST_CHARACTERS)
+        read_line = partial(lines.readline, MAX_CHARACTERS)
         for line, text in enumerate(iter(read_line, ""), start=1):
-            if len(text) == MOST_CHARACTERS and text[-1] != "\n":
+            if len(text) == MAX_CHARACTERS and text[-1] != "\n":
                 yield line, RowProblem(line, TOO_LONG)
                 while text and text[-1] != "\n":
                     text = read_line()
             elif text.strip():
-                yield line, _parse(line, text, read)
+                yield line, _parse_json_line(line, text, reader)
 
 
-def _parse(line: int, text: str, read: _Json) -> Any:
+def _parse_json_line(line: int, text: str, reader: _JsonReader) -> Any:
     value = None
     try:
-        value = read.decoder.decode(text.rstrip("\n"))  # else what is cut ends a line further on
+        value = reader.decoder.decode(text.rstrip("\n"))  # else errors name the next line
     except json.JSONDecodeError as error:
-        told = f"no JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
+        problem = f"not JSON ({error.msg}, column {error.colno}): {shorten(text.strip())}"
         if text.lstrip().startswith("{'"):
-            told += "; it is Python's way to write it: write it with json.dumps"
-        elif text[error.pos :].strip() == ",":  # behind a whole value
-            told += "; leave out the comma: lines are no list"
-        return RowProblem(line, read.fault_of(text) or told)
+            problem += "; this is a Python literal: write it with json.dumps"
+        elif text[error.pos :].strip() == ",":  # after a complete value
+            problem += "; remove the comma: lines are not elements of a list"
+        return RowProblem(line, reader.pop_problem(text) or problem)
     except RecursionError:
-        return RowProblem(line, TOO_DEEP)
-    fault = read.fault_of(text)
-    return value if fault is None else RowProblem(line, fault)
+        return RowProblem(line, TOO_DEEPLY_NESTED)
+    value_problem = reader.pop_problem(text)
+    return value if value_problem is None else RowProblem(line, value_problem)
 
 
-def _array(path: Path) -> Numbered:
-    return ((number, value) for _, number, value in _elements(path))
+def _read_json_array(path: Path) -> NumberedRows:
+    return ((number, value) for _, number, value in _iter_elements(path))
 
 
-def _of_object(path: Path) -> Numbered:
-    """The elements of the list that holds the rows."""
-    whole: dict[str, Any] = {}
-    for name, number, value in _elements(path):
+def _read_json_object(path: Path) -> NumberedRows:
+    """Return the elements of the one list that contains the rows."""
+    document: dict[str, Any] = {}
+    for name, number, value in _iter_elements(path):
         if number:
-            whole.setdefault(name, []).append((number, value))
+            document.setdefault(name, []).append((number, value))
         else:
-            whole[name] = value
-    if KEYS_OF_ROWS & whole.keys():
-        told = "it is one JSON object over several lines; expected a row a line: "
-        told += '{"messages": [...]} (pandas: to_json(FILE, orient="records", lines=True))'
-        raise ValueError(f"{path}: {told}")
-    lists = {name: rows for name, rows in whole.items() if isinstance(rows, list)}
-    names = sorted(lists.keys() - {*BESIDE_ROWS})
+            document[name] = value
+    if KNOWN_ROW_KEYS & document.keys():
+        raise ValueError(
+            f"{path}: it is one JSON object over several lines; expected one row per line: "
+            '{"messages": [...]} (pandas: to_json(FILE, orient="records", lines=True))'
+        )
+    lists = {name: rows for name, rows in document.items() if isinstance(rows, list)}
+    names = sorted(lists.keys() - {*NON_ROW_LISTS})
     if len(names) == 1:
         return iter(lists[names[0]])
-    told = f"the lists {listed([*map(quoted, names)], MOST_KEYS_LISTED)}" if names else "no rows"
+    content = f"the lists {listed([*map(quoted, names)], MAX_KEYS_LISTED)}" if names else "no rows"
     raise ValueError(
-        f"{path} is one object with {told}; expected 1 list, of rows: jq .NAME {path} > NAME.json "
-        "(COCO, VQA: docs/data.md joins them)"
+        f"{path} is one object with {content}; expected one list, which contains the rows: "
+        f"jq .NAME {path} > NAME.json (docs/data.md shows how to join those of COCO and VQA)"
     )
 
 
-def _fault_of_names(names: list[str]) -> str | None:
-    """Say why the first line of a CSV has no names of columns, as far as its words show it."""
+def _find_header_problem(names: list[str]) -> str | None:
+    """Return why the first line of a CSV does not look like names of columns, or None."""
     if names[0][:4].lower() == "sep=":
-        return f"{quoted(names[0])} is a line of Excel's: take it out"
+        return f"{quoted(names[0])} is a line that Excel adds: remove it"
     cells = [
-        name for name in names if name.lower().endswith(IMAGE_FILES) or OF_CELLS.fullmatch(name)
+        name
+        for name in names
+        if name.lower().endswith(IMAGE_SUFFIXES) or CELL_VALUE_RE.fullmatch(name)
     ]
-    # pandas counts columns that have no names.
+    # pandas names columns that have no name by their numbers.
     if cells != [*map(str, range(len(cells)))]:
         return (
-            f"{quoted(cells[0])} is a cell and no name of a column: write a first line with the "
-            "names, such as image,question,answer"
+            f"{quoted(cells[0])} is a value, not the name of a column: add a first line with the "
+            "names of the columns, such as image,question,answer"
         )
-    mark = next((mark for mark in names[0] if not OF_NAMES.fullmatch(mark)), None)
-    if len(names) > 1 or mark is None:
+    delimiter = next((c for c in names[0] if not COLUMN_NAME_CHARACTERS_RE.fullmatch(c)), None)
+    if len(names) > 1 or delimiter is None:
         return None
     return (
-        f"has one column, {quoted(names[0])}, with {quoted(mark)}; expected names parted by "
-        "commas, semicolons or tabs, and in a .tsv tabs: pandas.read_csv(FILE, "
-        f"sep={mark!r}, dtype=str, keep_default_na=False).to_csv(OTHER, index=False)"
+        f"has one column, {quoted(names[0])}, with {quoted(delimiter)} in its name; expected names "
+        "separated by commas, semicolons or tabs (in a .tsv: tabs): pandas.read_csv(FILE, "
+        f"sep={delimiter!r}, dtype=str, keep_default_na=False).to_csv(OTHER, index=False)"
     )
 
 
-def _csv(path: Path) -> Numbered:
-    """Rows by the names in the first line."""
-    csv.field_size_limit(MOST_CHARACTERS)
-    held, line = 0, 1
+def _read_csv(path: Path) -> NumberedRows:
+    """Yield the rows of a CSV, keyed by the names in its first line."""
+    csv.field_size_limit(MAX_CHARACTERS)
+    num_characters, line = 0, 1
 
     def bounded(file: TextIO) -> Iterator[str]:
-        nonlocal held
-        for text in iter(partial(file.readline, MOST_CHARACTERS), ""):
-            held += len(text)
-            if held > MOST_CHARACTERS:
+        nonlocal num_characters
+        for text in iter(partial(file.readline, MAX_CHARACTERS), ""):
+            num_characters += len(text)
+            if num_characters > MAX_CHARACTERS:
                 raise ValueError(f"{path}:{line}: a row {TOO_LONG}")
             yield text
 
     with open_text(path, newline="") as file:
         lines = bounded(file)
         first = next(lines, "")
-        between = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
-        rows = csv.reader(chain([first], lines), delimiter=between, strict=True)
+        delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
+        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         names = next(rows, [])
-        if len(names) > MOST_KEYS:
-            raise ValueError(f"{path}:1: {len(names):,} columns; expected {MOST_KEYS:,} at most")
-        if names and (fault := _fault_of_names(names)):
-            raise ValueError(f"{path}:1: {fault}")
-        if twice := [name for name, times in Counter(names).items() if times > 1]:
-            raise ValueError(f"{path}:1: {listed([*map(quoted, twice)])} names several columns")
+        if len(names) > MAX_KEYS:
+            raise ValueError(f"{path}:1: {len(names):,} columns; expected at most {MAX_KEYS:,}")
+        if names and (header_problem := _find_header_problem(names)):
+            raise ValueError(f"{path}:1: {header_problem}")
+        if repeated := [name for name, times in Counter(names).items() if times > 1]:
+            raise ValueError(
+                f"{path}:1: {listed([*map(quoted, repeated)])} names several columns: rename them"
+            )
         while True:
-            held, line = 0, rows.line_num + 1
-            cells, fault = [], None
+            num_characters, line = 0, rows.line_num + 1
+            cells, problem = [], None
             try:
                 cells = next(rows)
                 if len(cells) not in (0, len(names)):
-                    fault = f"has {len(cells)} cells, and the first line {len(names)}"
+                    problem = (
+                        f"has {len(cells)} cells, but the first line names {len(names)} columns"
+                    )
             except csv.Error as error:
-                fault = f"no CSV ({error}): a quote within quotes stands twice"
+                problem = f"not CSV ({error}): inside quotes, write a quote twice"
             except StopIteration:
                 return
-            fault = fault or fault_of_bytes("".join(cells))
-            row = {name: cell or NO_CELL for name, cell in zip(names, cells, strict=False)}
-            if cells or fault:
-                yield line, row if fault is None else RowProblem(line, fault)
+            problem = problem or find_encoding_problem("".join(cells))
+            row = {name: cell or EMPTY_CELL for name, cell in zip(names, cells, strict=False)}
+            if cells or problem:
+                yield line, row if problem is None else RowProblem(line, problem)
 
 
-def _elements(path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Yield the elements of an array, or of each list of an object: the list's name, the element's
-    number, from 1, and the element, or a :class:`Fault`. An object's other values have number 0."""
-    text = _Document(path)
-    if text.next_character() == "[":
-        for number in text.items("[]"):
-            yield "", number, text.value(number)
+def _iter_elements(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """Yield the elements of an array, or of each list of an object: the list's key, the element's
+    number (from 1) and the element, or a :class:`RowProblem`. Other values of an object have number
+    0."""
+    document = _JsonDocument(path)
+    if document.next_character() == "[":
+        for number in document.items("[]"):
+            yield "", number, document.value(number)
     else:
         names: set[str] = set()
-        for _ in text.items("{}"):
-            if text.next_character() != '"':
-                text.take('"')
-            name = str(text.value(1))
+        for _ in document.items("{}"):
+            if document.next_character() != '"':
+                document.take('"')
+            name = str(document.value(1))
             if name in names:
-                raise text.error(f"the key {quoted(name)} stands twice")
+                raise document.error(f"the key {quoted(name)} occurs twice")
             names.add(name)
-            text.take(":")
-            if text.next_character() == "[":
-                for number in text.items("[]"):
-                    yield name, number, text.value(number)
+            document.take(":")
+            if document.next_character() == "[":
+                for number in document.items("[]"):
+                    yield name, number, document.value(number)
             else:
-                yield name, 0, text.value(1)
-    if text.next_character():
-        raise text.error("something stands after the end")
+                yield name, 0, document.value(1)
+    if document.next_character():
+        raise document.error("the JSON value has ended, but the file continues")
 
 
-class _Document:
-    """The text of a JSON array or object, of which one value at a time is read."""
+class _JsonDocument:
+    """The text of a JSON array or object, decoded one value at a time."""
 
     def __init__(self, path: Path):
         with open_text(path) as file:
-            self.text = file.read(MOST_OF_DOCUMENT + 1)
-        if len(self.text) > MOST_OF_DOCUMENT:
+            self.text = file.read(MAX_DOCUMENT_CHARACTERS + 1)
+        if len(self.text) > MAX_DOCUMENT_CHARACTERS:
             file_name = shlex.quote(str(path))
             raise ValueError(
-                f"{path} has over {MOST_OF_DOCUMENT:,} characters in one array or object, which is "
-                "read at once; make JSON lines of it, which are read one by one: "
-                f"jq -c '.[]' {file_name} > {file_name}l (of rows under a name: '.NAME[]')"
+                f"{path} has over {MAX_DOCUMENT_CHARACTERS:,} characters in one array or object, "
+                "which is read at once; convert it to JSON lines, which are read one by one: "
+                f"jq -c '.[]' {file_name} > {file_name}l (for a list under a key: '.NAME[]')"
             )
-        self.path, self.at, self.read = path, 0, _Json()
+        self.path, self.position, self.reader = path, 0, _JsonReader()
 
     def items(self, brackets: str) -> Iterator[int]:
-        """Number the items of the array or object that comes next, each of which the caller
-        reads."""
+        """Yield the numbers of the items of the array or object that comes next; the caller decodes
+        each."""
         self.take(brackets[0])
         if self.next_character() == brackets[1]:
             self.take(brackets[1])
@@ -407,33 +434,33 @@ class _Document:
                 return
 
     def next_character(self) -> str:
-        """Return the next one that is not blank; empty at the end."""
-        blank = BLANK.match(self.text, self.at)
-        assert blank is not None  # it may be empty
-        self.at = blank.end()
-        return self.text[self.at : self.at + 1]
+        """Return the next character that is not blank; empty at the end."""
+        blank = BLANK.match(self.text, self.position)
+        assert blank is not None  # the match may be empty
+        self.position = blank.end()
+        return self.text[self.position : self.position + 1]
 
     def take(self, expected: str) -> str:
-        found = self.next_character()
-        if not found or found not in expected:
-            said = f"has {found!r}" if found else "ends"
-            raise self.error(f"the JSON {said} where {' or '.join(expected)} is expected")
-        self.at += 1
-        return found
+        character = self.next_character()
+        if not character or character not in expected:
+            has = f"has {character!r}" if character else "ends"
+            raise self.error(f"the JSON {has} where {' or '.join(expected)} is expected")
+        self.position += 1
+        return character
 
     def value(self, number: int) -> Any:
         self.next_character()
-        begin = self.at
+        begin = self.position
         try:
-            value, self.at = self.read.decoder.raw_decode(self.text, begin)
+            value, self.position = self.reader.decoder.raw_decode(self.text, begin)
         except json.JSONDecodeError as error:
-            self.at = error.pos
-            raise self.error(f"row {number} is no JSON: {error.msg}") from None
+            self.position = error.pos
+            raise self.error(f"row {number} is not JSON: {error.msg}") from None
         except RecursionError:
-            raise self.error(TOO_DEEP) from None
-        fault = self.read.fault_of(self.text[begin : self.at])
-        return value if fault is None else RowProblem(number, fault)
+            raise self.error(TOO_DEEPLY_NESTED) from None
+        problem = self.reader.pop_problem(self.text[begin : self.position])
+        return value if problem is None else RowProblem(number, problem)
 
-    def error(self, told: str) -> ValueError:
-        line = 1 + self.text.count("\n", 0, self.at)
-        return ValueError(f"{self.path}:{line}: {told}")
+    def error(self, problem: str) -> ValueError:
+        line = 1 + self.text.count("\n", 0, self.position)
+        return ValueError(f"{self.path}:{line}: {problem}")

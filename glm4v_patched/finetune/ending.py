@@ -16,7 +16,9 @@ def describe_end(job: Job, on_cpu: bool) -> str:
     the report in ``job.out``."""
     report, out = read_report(job.out), str(job.out)
     what = "adapters" if job.has_adapters else "model"
-    beside = [str(path) for name in (PLOT, SHEET, TRAINING_REPORT) if (path := Path(out, name)).is_file()]
+    beside = [
+        str(path) for name in (PLOT, SHEET, TRAINING_REPORT) if (path := Path(out, name)).is_file()
+    ]
     command = ["chat", out]
     if isinstance(job.data.eval, str) and os.path.isfile(job.data.eval):
         command = ["evaluate", out, "--data", job.data.eval, "--out", "evaluation"]

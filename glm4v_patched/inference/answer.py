@@ -77,7 +77,9 @@ def _answer_missing(
         raise
 
 
-def _answer(request: AnswerOptions, base: ModelSource, questions: Sequence[Question], of: int) -> Iterator[AnswerLine]:
+def _answer(
+    request: AnswerOptions, base: ModelSource, questions: Sequence[Question], of: int
+) -> Iterator[AnswerLine]:
     """Answer questions, and show how far it is with all ``of`` them."""
     from tqdm import tqdm
 

@@ -59,7 +59,11 @@ class Answerer:
     """
 
     def __init__(
-        self, loaded: LoadedModel, generation: Generation, cache: str = "dynamic", refuses: bool = True
+        self,
+        loaded: LoadedModel,
+        generation: Generation,
+        cache: str = "dynamic",
+        refuses: bool = True,
     ):
         """
         Args:

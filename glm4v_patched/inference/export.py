@@ -189,7 +189,11 @@ def require_compressor() -> None:
 
 
 def needs_of(
-    base: ModelSource, weights: int, format: Format, processor: Any, conversations: Sequence[list[dict]]
+    base: ModelSource,
+    weights: int,
+    format: Format,
+    processor: Any,
+    conversations: Sequence[list[dict]],
 ) -> tuple[float, float]:
     """Bytes that an export writes, and takes of memory at the most, by the shapes of the model and
     the lengths of the rows; ``weights`` has those of the model."""
@@ -219,5 +223,7 @@ def needs_of(
     vision = config.vision
     kept = [sum(size.positions for size in sizes) * config.hidden_size]
     if format.tower:
-        kept.append(sum(size.num_images for size in sizes) * vision.num_positions * vision.hidden_size)
+        kept.append(
+            sum(size.num_images for size in sizes) * vision.num_positions * vision.hidden_size
+        )
     return saved, weights + statistics + max(kept) * width

@@ -1,1 +1,1 @@
-"""Which model or adapters, and whether they are whole."""
+"""Models and adapters: where they are, whether they are complete, how they are loaded."""

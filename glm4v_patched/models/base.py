@@ -1,6 +1,6 @@
-"""Which model, and which adapters on it: where they lie, at which commit, and what is in them.
+"""Where a model and its adapters are, at which commit, and what they contain.
 
-Needs no torch. Models are known by their contents, so that folders may move.
+Needs no torch. Models are identified by their contents, so that folders may be moved.
 """
 
 import hashlib
@@ -13,23 +13,41 @@ from ..patch.config_json import MAX_FLOAT32, find_nonfinite_number, read_json_ob
 from .weight_files import read_header
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TRAINING_REPORT = "training.json"  # what a training leaves beside what it saves
-# All of a model's folder that changes what is computed.
+TRAINING_REPORT = "training.json"  # written beside what a training saves
+# Files of a model's folder that affect what is computed.
 MODEL_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
 MODEL_FILES += ["tokenizer.model", "processor_config.json", "preprocessor_config.json"]
 MODEL_FILES += ["chat_template.jinja"]
-# What peft's settings may be beside null; it raises errors of any kind for others.
-NAMES, FLAG, NUMBER = (str, list), (bool,), (int, float)
-KINDS: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": NUMBER, "lora_dropout": NUMBER}
-KINDS |= dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode"), FLAG)
-KINDS |= dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), FLAG)
-KINDS |= dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), NAMES)
-KINDS |= {"modules_to_save": (list,), "layers_to_transform": (int, list), "bias": (str,)}
-KINDS |= dict.fromkeys(("rank_pattern", "alpha_pattern", "auto_mapping", "eva_config"), (dict,))
-KINDS |= {"task_type": (str,), "revision": (str,), "init_lora_weights": (bool, str)}
-KINDS |= {"corda_config": (dict,), "runtime_config": (dict,), "qalora_group_size": (int,)}
-# By which peft does more than add LoRA to linear layers, in ways that were not tried here.
-NOT_LOADED: tuple[str, ...] = (
+# Types of peft's settings beside null; for other types peft raises any kind of error.
+NAME_TYPES, FLAG_TYPES, NUMBER_TYPES = (str, list), (bool,), (int, float)
+PEFT_SETTING_TYPES: dict[str, tuple[type, ...]] = {
+    "r": (int,),
+    "lora_alpha": NUMBER_TYPES,
+    "lora_dropout": NUMBER_TYPES,
+}
+PEFT_SETTING_TYPES |= dict.fromkeys(
+    ("use_rslora", "use_dora", "fan_in_fan_out", "inference_mode"), FLAG_TYPES
+)
+PEFT_SETTING_TYPES |= dict.fromkeys(("lora_bias", "use_qalora", "ensure_weight_tying"), FLAG_TYPES)
+PEFT_SETTING_TYPES |= dict.fromkeys(
+    ("target_modules", "exclude_modules", "layers_pattern"), NAME_TYPES
+)
+PEFT_SETTING_TYPES |= {
+    "modules_to_save": (list,),
+    "layers_to_transform": (int, list),
+    "bias": (str,),
+}
+PEFT_SETTING_TYPES |= dict.fromkeys(
+    ("rank_pattern", "alpha_pattern", "auto_mapping", "eva_config"), (dict,)
+)
+PEFT_SETTING_TYPES |= {"task_type": (str,), "revision": (str,), "init_lora_weights": (bool, str)}
+PEFT_SETTING_TYPES |= {
+    "corda_config": (dict,),
+    "runtime_config": (dict,),
+    "qalora_group_size": (int,),
+}
+# Settings that make peft do more than add LoRA to linear layers, which is not tested here.
+UNSUPPORTED_SETTINGS: tuple[str, ...] = (
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -37,19 +55,30 @@ NOT_LOADED: tuple[str, ...] = (
     "loftq_config",
     "monteclora_config",
 )
-NOT_LOADED += ("target_parameters", "trainable_token_indices", "use_bdlora", "velora_config")
-REQUIRED = {"r", "lora_alpha", "lora_dropout", "bias", "rank_pattern", "alpha_pattern"}
-WHOLE_UP_TO = 64 * 2**20  # bytes
+UNSUPPORTED_SETTINGS += (
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "velora_config",
+)
+NOT_NULL_SETTINGS = {"r", "lora_alpha", "lora_dropout", "bias", "rank_pattern", "alpha_pattern"}
+MAX_FULLY_HASHED_BYTES = 64 * 2**20
 BLOCK, BLOCKS = 64 * 2**10, 64
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model, and the adapters on it."""
+    """A model, and optionally LoRA adapters on it.
 
-    model: str  # folder or id of the Hub of the weights that are no adapters
-    revision: str | None = None  # of an id of the Hub; its commit, once it is known
-    adapters: Path | None = None  # folder of the LoRA adapters on it
+    Attributes:
+        model: The folder or Hub id of the model's weights.
+        revision: The revision of a Hub id; its commit once :func:`pin_revision` has looked it up.
+        adapters: The folder of the adapters.
+    """
+
+    model: str
+    revision: str | None = None
+    adapters: Path | None = None
 
 
 def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
@@ -61,59 +90,66 @@ def folders_of(base: ModelSource) -> list[tuple[str, str | Path]]:
 
 
 def base_of_adapters(folder: Path, revision: str | None = None) -> ModelSource:
-    """The model under the LoRA adapters in a folder; ``ValueError`` if there are no adapters, or a
-    model beside them, or theirs is no glm-4v. ``revision``: of a model that is an id of the Hub."""
+    """Return the adapters in a folder with the model under them.
+
+    Args:
+        revision: The revision of that model, if it is an id of the Hub.
+
+    Raises:
+        ValueError: There are no adapters, there is a model beside them, or their model is not a
+            glm-4v.
+    """
     if any(folder.glob("model*.safetensors")):
         raise ValueError(
-            f"{folder} holds both a model and adapters ({ADAPTER_CONFIG}), and cannot be both; "
-            "move one of them away"
+            f"{folder} contains both a model and adapters ({ADAPTER_CONFIG}); move one of them to "
+            "another folder"
         )
     config = read_json_object(folder / ADAPTER_CONFIG)
     kind, model = config.get("peft_type"), config.get("base_model_name_or_path")
     if kind != "LORA" or not isinstance(model, str) or not model:
         raise ValueError(
             f"{folder / ADAPTER_CONFIG}: peft_type is {kind!r} and base_model_name_or_path is "
-            f"{model!r}; expected LORA, and where the model under the adapters lies"
+            f"{model!r}; expected LORA, and the path or id of the model under the adapters"
         )
     if megatron := config.get("megatron_config"):
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG}: megatron_config is {megatron!r}, by which peft imports "
+            f"{folder / ADAPTER_CONFIG}: megatron_config is {megatron!r}, which makes peft import "
             f"the module {config.get('megatron_core')!r}; expected null"
         )
-    if found := find_nonfinite_number(config):
+    if nonfinite := find_nonfinite_number(config):
         raise ValueError(
-            f"{folder / ADAPTER_CONFIG}: {found}; expected a finite number, at most "
-            f"{MAX_FLOAT32:.2g}, which is float32's largest"
+            f"{folder / ADAPTER_CONFIG}: {nonfinite}; expected a finite number, at most "
+            f"{MAX_FLOAT32:.2g}, the largest of float32"
         )
-    _require_kinds(folder, config)
-    read_header(folder / ADAPTER_WEIGHTS)  # it is there, and can be read
+    _check_setting_types(folder, config)
+    read_header(folder / ADAPTER_WEIGHTS)  # check that the file is readable
     if Path(model).is_dir():
         if revision is not None:
             raise ValueError(
-                f"revision is {revision!r}, and the adapters in {folder} are of {model}, a "
-                "folder, which has no revisions; leave it out"
+                f"revision is {revision!r}, but the adapters in {folder} belong to {model}, a "
+                "folder, which has no revisions; remove revision"
             )
         _require_glm4v(Path(model), folder)
     return ModelSource(model, revision or config.get("revision"), folder)
 
 
-def _require_kinds(folder: Path, config: dict) -> None:
-    """Raise ``ValueError`` for a setting of peft that has another type than it may have."""
+def _check_setting_types(folder: Path, config: dict) -> None:
+    """Raise ``ValueError`` for a peft setting of the wrong type."""
     for name, value in config.items():
-        kinds = KINDS.get(name, ())
+        kinds = PEFT_SETTING_TYPES.get(name, ())
         expected = " or ".join(kind.__name__ for kind in kinds)
-        fits = not kinds or (value is None and name not in REQUIRED)
+        fits = not kinds or (value is None and name not in NOT_NULL_SETTINGS)
         if kinds and value is not None:
             fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        if name in NOT_LOADED:
-            # Of loftq_config, an empty one is none; of others it is one with defaults.
+        if name in UNSUPPORTED_SETTINGS:
+            # An empty loftq_config means none; other empty configs mean defaults.
             fits = not value and (name == "loftq_config" or value != {})
             expected = "null: adapters with it are not supported"
         elif isinstance(value, list) and fits and kinds:
             inner = int if int in kinds else str
-            fits, expected = all(type(one) is inner for one in value), f"{inner.__name__} in it"
+            fits, expected = all(type(item) is inner for item in value), f"{inner.__name__} in it"
         elif name in ("rank_pattern", "alpha_pattern") and isinstance(value, dict):
-            fits = all(isinstance(one, NUMBER) and one > 0 for one in value.values())
+            fits = all(isinstance(item, NUMBER_TYPES) and item > 0 for item in value.values())
             expected = "numbers above 0 in it"
         elif name == "r" and fits:
             fits, expected = 0 < value < 2**31, "1 or more"
@@ -126,7 +162,7 @@ def _require_kinds(folder: Path, config: dict) -> None:
 def _require_glm4v(model: Path, adapters: Path) -> None:
     if (model / ADAPTER_CONFIG).is_file():
         raise ValueError(
-            f"{adapters} are adapters of {model}, which holds adapters itself; expected a model"
+            f"{adapters} are adapters of {model}, which contains adapters itself; expected a model"
         )
     if reason := why_not_glm4v(read_json_object(model / "config.json")):
         raise ValueError(
@@ -135,7 +171,7 @@ def _require_glm4v(model: Path, adapters: Path) -> None:
 
 
 def read_report(folder: Path) -> dict:
-    """``training.json``, or nothing if there is none that can be read."""
+    """Return the content of ``training.json``; empty if it cannot be read."""
     try:
         return read_json_object(folder / TRAINING_REPORT)
     except ValueError:
@@ -143,48 +179,52 @@ def read_report(folder: Path) -> dict:
 
 
 def require_recorded_base(base: ModelSource) -> None:
-    """Raise ``ValueError`` if adapters were trained on a model that has changed since."""
+    """Raise ``ValueError`` if the model under adapters has changed since they were trained."""
     if base.adapters is None:
         return
     recorded = read_report(base.adapters).get("base")
-    found = identify(replace(base, adapters=None))
-    if isinstance(recorded, dict) and recorded != found:
-        names = sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n))
-        told = [f"{n}: {recorded.get(n)} there, {found.get(n)} now" for n in names]
+    current = identify(replace(base, adapters=None))
+    if isinstance(recorded, dict) and recorded != current:
+        names = sorted(n for n in recorded.keys() | current if recorded.get(n) != current.get(n))
+        lines = [f"{n}: {recorded.get(n)} recorded, {current.get(n)} now" for n in names]
         raise ValueError(
-            f"the adapters in {base.adapters} were trained on another model than {base.model} is "
-            f"now; put that one back, or begin new adapters on this one\n  " + "\n  ".join(told)
+            f"{base.model} has changed since the adapters in {base.adapters} were trained on it; "
+            f"restore it, or train new adapters on this one\n  " + "\n  ".join(lines)
         )
 
 
 @contextmanager
-def asking_hub(what: str) -> Iterator[None]:
-    """Raise ``ValueError`` for whatever keeps ``what`` from being had from the Hub: its client does
-    not foresee what a file of others holds."""
+def naming_hub_errors(subject: str) -> Iterator[None]:
+    """Raise any error of the Hub's client as a ``ValueError`` that names the subject: the client
+    does not foresee what other people's files contain."""
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what} cannot be had from the Hub: {error}") from None
+        raise ValueError(f"{subject} cannot be loaded from the Hub: {error}") from None
 
 
 def pin_revision(base: ModelSource) -> ModelSource:
-    """The same with the commit of an id of the Hub, so that all processes load one and the same,
-    now and when the run is continued; ``ValueError`` if there is no such model, or no answer."""
+    """Return the source with the commit of its Hub id, so that all processes and later runs load
+    the same.
+
+    Raises:
+        ValueError: There is no such model, or the Hub does not respond.
+    """
     if Path(base.model).is_dir():
         return base
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    with asking_hub(f"{base.model} is no folder here, and"):
+    with naming_hub_errors(f"{base.model} is not a local folder, and"):
         config = Path(hf_hub_download(base.model, "config.json", revision=base.revision))
         commit, has_adapters = config.parent.name, False
-        with suppress(EntryNotFoundError, LocalEntryNotFoundError):  # offline: never asked for
+        with suppress(EntryNotFoundError, LocalEntryNotFoundError):  # offline, and not in the cache
             hf_hub_download(base.model, ADAPTER_CONFIG, revision=commit)
-            has_adapters = True  # which transformers would put around the model without a word
+            has_adapters = True  # transformers would silently load them
     if has_adapters:
         raise ValueError(
-            f"{base.model} of the Hub holds adapters; expected their folder, as `hf download "
-            f"{base.model} --local-dir FOLDER` makes it"
+            f"{base.model} on the Hub contains adapters; download them and name their folder: "
+            f"hf download {base.model} --local-dir FOLDER"
         )
     if base.adapters is not None:
         _require_glm4v(config.parent, base.adapters)
@@ -192,29 +232,30 @@ def pin_revision(base: ModelSource) -> ModelSource:
 
 
 def identify(base: ModelSource) -> dict[str, str]:
-    """Digests of the files of a model, and of adapters; of the Hub's, the commit."""
-    found = {}
+    """Return digests of the files of a model and its adapters; for a model on the Hub, its
+    commit."""
+    digests = {}
     folder = Path(base.model)
     if folder.is_dir():
         for path in sorted({p for pattern in MODEL_FILES for p in folder.glob(pattern)}):
-            found[path.name] = digest_file(path)
+            digests[path.name] = digest_file(path)
     else:
-        found["model on the Hub"] = f"{base.model} at {base.revision}"
+        digests["model on the Hub"] = f"{base.model} at {base.revision}"
     if base.adapters is not None:
         for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
-            found[f"adapters: {name}"] = digest_file(base.adapters / name)
-    return found
+            digests[f"adapters: {name}"] = digest_file(base.adapters / name)
+    return digests
 
 
 def digest_file(path: Path) -> str:
-    """sha256 of a file; of one above 64 MiB, of its size and 64 blocks of 64 KiB spread over it,
-    the first and the last among them, so that a changed byte between them is not noticed."""
+    """Return the sha256 of a file. Above 64 MiB, only its size and 64 evenly spaced blocks of 64
+    KiB are hashed, so that a changed byte between them is not noticed."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        if size <= WHOLE_UP_TO:
+        if size <= MAX_FULLY_HASHED_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        found = hashlib.sha256(str(size).encode())
+        sha256 = hashlib.sha256(str(size).encode())
         for number in range(BLOCKS):
             file.seek(number * (size - BLOCK) // (BLOCKS - 1))
-            found.update(file.read(BLOCK))
-    return f"{found.hexdigest()} (of samples)"
+            sha256.update(file.read(BLOCK))
+    return f"{sha256.hexdigest()} (of samples)"

@@ -1,7 +1,7 @@
-"""The weights of a model's folder, or of a repository of the Hub: their files, names and shapes.
+"""Check the weights of a model's folder or Hub repository: their files, names and shapes.
 
-What only reads files needs no torch; :func:`require_complete_model` does, for the model says itself which
-weights it has.
+Reading files needs no torch; :func:`require_complete_model` does, because the model itself defines
+which weights it has.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 from ..engine.options import part_of_parameter, trained_parts
 from ..patch.config_json import read_json_object, why_not_glm4v
 from ..terminal_text import listed
-from .base import asking_hub
+from .base import naming_hub_errors
 from .weight_files import (
+    SINGLE_FILE,
     WEIGHTS_INDEX,
-    WHOLE,
     TensorInfo,
     check_header,
     check_index,
@@ -27,17 +27,18 @@ from .weight_files import (
     tensors_of,
 )
 
-COMPUTED = "rotary_pos_emb.inv_freq"  # in published weights; no weight, and not read
-FLOATS = {"F64", "F32", "F16", "BF16"}
-NO_WEIGHTS = (
-    f"a folder without weights; expected {WHOLE}, or {WEIGHTS_INDEX} and its parts. Pickled weights "
-    "(*.bin) are not read: save the model once more with transformers, by save_pretrained"
+COMPUTED = "rotary_pos_emb.inv_freq"  # in published weights; a buffer that is not loaded
+FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+NO_WEIGHTS_PROBLEM = (
+    f"a folder without weights; expected {SINGLE_FILE}, or {WEIGHTS_INDEX} and its shards. "
+    "Pickled weights (*.bin) are not read: save the model again with save_pretrained of "
+    "transformers"
 )
-PREFIX = "transformer."
+DECODER_PREFIX = "transformer."
 
 
 def find_model_folder_problem(folder: Path) -> str | None:
-    """Why a model, or adapters, cannot be loaded from a folder."""
+    """Return why a model or adapters cannot be loaded from a folder, or None."""
     try:
         _require_model_folder(folder)
     except (OSError, ValueError) as error:
@@ -46,98 +47,114 @@ def find_model_folder_problem(folder: Path) -> str | None:
 
 
 def _require_model_folder(folder: Path) -> None:
-    # The end of a pipe would be waited for, by whichever library reads it. By os.path, to which
-    # what may not be looked at is not there.
+    # Reading a pipe would block. os.path treats entries that may not be looked at as missing.
     for path in filter(os.path.exists, [folder / name for name in os.listdir(folder)]):
         if not (os.path.isfile(path) or os.path.isdir(path)):
-            told = f"{path.name} in it is a pipe, a socket or a device; expected files alone"
-            raise ValueError(told)
+            raise ValueError(
+                f"{path.name} in it is a pipe, a socket or a device; expected only files"
+            )
     if (folder / "adapter_config.json").is_file():
         return
     if not (folder / "config.json").exists():
-        raise ValueError("a folder without config.json; expected one of a glm-4v")
+        raise ValueError("a folder without config.json; expected that of a glm-4v")
     if reason := why_not_glm4v(read_json_object(folder / "config.json")):
         raise ValueError(f"its config.json is not a glm-4v's: {reason}")
     if not tensors_of(folder) and not shards_of(folder):
-        raise ValueError(NO_WEIGHTS)
+        raise ValueError(NO_WEIGHTS_PROBLEM)
 
 
 def require_complete_model(
     model: str, revision: str | None = None, from_scratch: Sequence[str] = (), trained: str = "full"
 ) -> int:
-    """See by names and shapes alone that a model has every weight of its config, and no other;
-    ``ValueError`` if it does not. ``from_pretrained`` only warns, and lets it begin at random.
+    """Check by names and shapes that a model has exactly the weights of its config.
+
+    ``from_pretrained`` only warns about missing weights, and initializes them randomly.
 
     Args:
-        model: A folder, or an id of the Hub, of which the beginnings of the files are read.
-        revision: Of an id of the Hub: its commit.
-        from_scratch: Beginnings of names of weights that are missing on purpose, and are trained.
-        trained: As a recipe says it.
+        model: A folder, or an id of the Hub, from which only the headers of the files are read.
+        revision: The commit of an id of the Hub.
+        from_scratch: Prefixes of names of weights that are missing on purpose, and are trained.
+        trained: As in a recipe.
 
     Returns:
-        How many weights it has.
+        The number of weights that are present.
+
+    Raises:
+        ValueError: Weights are missing, unexpected, or of another shape.
     """
-    # Late: mistakes that need no torch are answered without it.
+    # Imported here: mistakes that need no torch are reported without it.
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     require_readable(model, revision)
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
-    return require_complete_weights(model, config, _tensors(model, revision), from_scratch, trained)
+    return require_complete_weights(
+        model, config, _read_tensors(model, revision), from_scratch, trained
+    )
 
 
 def require_complete_weights(
     model: str,
     config: Any,
-    there: Mapping[str, TensorInfo | None],
+    present: Mapping[str, TensorInfo | None],
     from_scratch: Sequence[str] = (),
     trained: str = "full",
 ) -> int:
-    """As :func:`require_complete_model`, of a config and what is ``there``: of ``None`` the name counts."""
+    """Check weights like :func:`require_complete_model`, for a config and the tensors in
+    ``present``.
+
+    Where a tensor is ``None``, only its name is compared.
+    """
     from ..remote.modeling_chatglm import GLM4VForCausalLM, torch
 
     layers = max(config.num_layers, config.vision.num_hidden_layers)
-    if layers > len(there) and not from_scratch:  # a model of so many is not even begun
+    if layers > len(present) and not from_scratch:  # do not construct so many layers
         raise ValueError(
-            f"{model}: its config.json has {layers:,} layers, and there are {len(there):,} "
-            "weights; expected the config.json that was saved with them, and all of their files"
+            f"{model}: its config.json has {layers:,} layers, and there are {len(present):,} "
+            "weights; expected the config.json that was saved with the weights, and all weight "
+            "files"
         )
     with torch.device("meta"):
-        built = GLM4VForCausalLM(config)
-    wanted = {name: tuple(weight.shape) for name, weight in built.named_parameters()}
+        empty = GLM4VForCausalLM(config)
+    expected = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
     quantized = getattr(config, "quantization_config", None) is not None
-    missing, left_over, unlike = _compare(wanted, there, quantized)
+    missing, unexpected, mismatched = _compare_weights(expected, present, quantized)
     unused = [start for start in from_scratch if not any(n.startswith(start) for n in missing)]
     if unused:
         raise ValueError(
-            f"from_scratch has {unused[0]!r}, and {model} lacks no weight whose name begins so; "
-            f"expected beginnings of names that it lacks ({listed(missing) or 'none'})"
+            f"from_scratch has {unused[0]!r}, but {model} is not missing weights whose names begin "
+            f"with it; expected prefixes of missing weights ({listed(missing) or 'none'})"
         )
     allowed = [name for name in missing if name.startswith(tuple(from_scratch))]
-    if idle := [name for name in allowed if part_of_parameter(name) not in trained_parts(trained)]:
+    if frozen := [name for name in allowed if part_of_parameter(name) not in trained_parts(trained)]:
         raise ValueError(
-            f"from_scratch has {idle[0]}, which {model} lacks and trained: {trained} does not "
-            f"train; expected trained to be full, or to have {part_of_parameter(idle[0])} among its parts"
+            f"from_scratch has {frozen[0]}, which is missing in {model} and is not trained by "
+            f"trained: {trained}; expected trained to be full, or to include {part_of_parameter(frozen[0])}"
         )
-    lacking = [f"{name} {[*wanted[name]]}" for name in missing if name not in allowed]
-    faults = (
-        (lacking, f"of {len(wanted)} weights are missing, which would be randomly initialized"),
-        (left_over, "weights have no place in the model of its config.json"),
-        (unlike, "weights have other shapes than its config.json says"),
+    not_allowed = [f"{name} {[*expected[name]]}" for name in missing if name not in allowed]
+    groups = (
+        (
+            not_allowed,
+            f"of {len(expected)} weights are missing, which would be randomly initialized",
+        ),
+        (unexpected, "weights are not part of the model of its config.json"),
+        (mismatched, "weights have other shapes than its config.json says"),
     )
-    told = [f"{len(names)} {fault} ({listed(names)})" for names, fault in faults if names]
-    if told:
+    problems = [f"{len(names)} {problem} ({listed(names)})" for names, problem in groups if names]
+    if problems:
         raise ValueError(
-            f"{model}: {'; '.join(told)}; expected the names and shapes of the published weights, "
-            "with the config.json that was saved with them; adapters are merged first (merge), and "
-            "weights that may begin at random are named in a recipe's from_scratch"
+            f"{model}: {'; '.join(problems)}; expected the names and shapes of the published "
+            "weights, with the config.json that was saved with them; merge adapters first (merge), "
+            "and name weights that may be randomly initialized in a recipe's from_scratch"
         )
-    return len(wanted) - len(allowed)
+    return len(expected) - len(allowed)
 
 
 def require_readable(model: str, revision: str | None = None) -> None:
-    """See that transformers takes the settings of a model, before it loads any weight.
+    """Check that transformers accepts the settings of a model, before any weight is loaded.
 
-    Its own errors are of every kind, and few name the file, as this ``ValueError`` does.
+    Raises:
+        ValueError: It does not; the message names the file, and the key if possible. Errors of
+            transformers are of any kind, and few name the file.
     """
     from transformers.utils import cached_file
 
@@ -149,12 +166,13 @@ def require_readable(model: str, revision: str | None = None) -> None:
             values = read_json_object(Path(file))
             try:
                 read(values)
-            except Exception as error:  # values that nobody foresaw raise any kind
+            except Exception as error:  # unforeseen values raise any kind
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                told = f"cannot be read ({kind}{error})"
+                problem = f"cannot be read ({kind}{error})"
                 if key := next((key for key in values if _reads_without(key, values, read)), None):
-                    told = f"has {key} {json.dumps(values[key])[:60]}, which {told}: take it out"
-                raise ValueError(f"{model}: {name} {told}") from None
+                    value = json.dumps(values[key])[:60]
+                    problem = f"has {key} {value}, which {problem}: remove it"
+                raise ValueError(f"{model}: {name} {problem}") from None
 
 
 def _reads_without(key: str, values: dict, read: Callable[[dict], None]) -> bool:
@@ -174,7 +192,7 @@ def _read_config(values: dict) -> None:
             raise ValueError(f"{key} names files that are not checked")
     ChatGLMConfig.from_dict(deepcopy(values))
     if (quantized := values.get("quantization_config")) is not None:
-        with suppress(ImportError):  # a package that is missing is told by whoever loads
+        with suppress(ImportError):  # a missing package is reported when the model is loaded
             AutoQuantizationConfig.from_dict(quantized)
 
 
@@ -188,74 +206,75 @@ def _read_generation_config(values: dict) -> None:
 
 
 def quantized_by(model: str, revision: str | None = None) -> str | None:
-    """The method that a model's weights were saved quantized by, as its config names it."""
+    """Return the method by which a model was saved quantized, as its config names it, or None."""
     from ..remote.configuration_chatglm import ChatGLMConfig
 
     config = ChatGLMConfig.from_pretrained(model, revision=revision or "main")
-    found = getattr(config, "quantization_config", None)
-    return str(found.get("quant_method")) if isinstance(found, dict) else None
+    quantization = getattr(config, "quantization_config", None)
+    return str(quantization.get("quant_method")) if isinstance(quantization, dict) else None
 
 
-def _compare(
-    wanted: Mapping[str, tuple[int, ...]], there: Mapping[str, TensorInfo | None], quantized: bool
+def _compare_weights(
+    expected: Mapping[str, tuple[int, ...]],
+    present: Mapping[str, TensorInfo | None],
+    quantized: bool,
 ) -> tuple[list[str], list[str], list[str]]:
-    """Names of the model's weights that are not there, and of those there that are not the model's;
-    and those of another size, with their sides."""
-    # transformers adds what the decoder's own class leaves out, if no name has it.
-    if not wanted.keys() & there and any(PREFIX + name in wanted for name in there):
-        there = {PREFIX + name: shape for name, shape in there.items()}
-    there = {name: shape for name, shape in there.items() if not name.endswith(COMPUTED)}
-    # A quantized layer's weight is kept in pieces, as .weight.absmax, .weight_packed or .qweight.
-    pieces = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in there}
-    layers = tuple(name.removesuffix("weight") for name in wanted if name.endswith(".weight"))
+    """Return the names of missing weights, of unexpected ones, and of those with another shape."""
+    # transformers adds the prefix that the decoder's own class leaves out, if no name has it.
+    if not expected.keys() & present and any(DECODER_PREFIX + name in expected for name in present):
+        present = {DECODER_PREFIX + name: info for name, info in present.items()}
+    present = {name: info for name, info in present.items() if not name.endswith(COMPUTED)}
+    # A quantized weight is stored in pieces, such as .weight.absmax, .weight_packed or .qweight.
+    pieces = {name.rpartition(".weight")[0] or name.rpartition(".")[0] for name in present}
+    layers = tuple(name.removesuffix("weight") for name in expected if name.endswith(".weight"))
     if not quantized:
         pieces, layers = set(), ()
     missing = [
         name
-        for name in wanted
-        if name not in there
+        for name in expected
+        if name not in present
         and not (name.endswith(".weight") and name.removesuffix(".weight") in pieces)
     ]
-    left_over = [
-        f"{name} {[*shape.sides] if shape else ''}".rstrip()
-        for name, shape in there.items()
-        if name not in wanted and not name.startswith(layers)
+    unexpected = [
+        f"{name} {[*info.shape] if info else ''}".rstrip()
+        for name, info in present.items()
+        if name not in expected and not name.startswith(layers)
     ]
-    unlike = [
-        f"{name}: {[*found.sides]}, not {[*sides]}"
-        for name, sides in wanted.items()
-        if (found := there.get(name)) and found.sides != sides
-        if not (quantized and found.dtype not in FLOATS)
+    mismatched = [
+        f"{name}: {[*info.shape]}, not {[*shape]}"
+        for name, shape in expected.items()
+        if (info := present.get(name)) and info.shape != shape
+        if not (quantized and info.dtype not in FLOAT_DTYPES)
     ]
-    return missing, left_over, unlike
+    return missing, unexpected, mismatched
 
 
-def _tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
-    """Of a folder, or a repository of the Hub, of which the beginnings of the files are read."""
+def _read_tensors(model: str, revision: str | None) -> dict[str, TensorInfo]:
+    """Return the tensors of a folder, or of a Hub repository, from which only headers are read."""
     folder = Path(model)
     if folder.is_dir():
         return tensors_of(folder)
     from huggingface_hub import HfApi, snapshot_download
 
-    with suppress(OSError, ValueError):  # none of it is in the cache
-        # Where all of them are, the Hub need not answer.
+    with suppress(OSError, ValueError):  # not in the cache
+        # If all files are in the cache, the Hub is not needed.
         cached = Path(snapshot_download(model, revision=revision, local_files_only=True))
         if (shards := shards_of(cached)) and all((cached / name).is_file() for name in shards):
             return tensors_of(cached)
-    with asking_hub(f"the weights of {model}"):
+    with naming_hub_errors(f"the weights of {model}"):
         metadata = HfApi().get_safetensors_metadata(model, revision=revision)
     files = metadata.files_metadata.items()
     headers = {shard: tensors_of_hub_file(file, f"{model}: {shard}") for shard, file in files}
     if metadata.sharded:
         index = {"metadata": metadata.metadata, "weight_map": metadata.weight_map}
         require_agreement(check_index(index), headers)
-    return {name: shape for tensors in headers.values() for name, shape in tensors.items()}
+    return {name: info for tensors in headers.values() for name, info in tensors.items()}
 
 
-def tensors_of_hub_file(file: Any, place: str) -> dict[str, TensorInfo]:
-    """Return what a file on the Hub holds, by its ``SafetensorsFileMetadata``."""
+def tensors_of_hub_file(file: Any, location: str) -> dict[str, TensorInfo]:
+    """Return the tensors of a file on the Hub, from its ``SafetensorsFileMetadata``."""
     header = {
-        name: {"dtype": of.dtype, "shape": of.shape, "data_offsets": [*of.data_offsets]}
-        for name, of in file.tensors.items()
+        name: {"dtype": info.dtype, "shape": info.shape, "data_offsets": [*info.data_offsets]}
+        for name, info in file.tensors.items()
     }
-    return check_header(header, place)
+    return check_header(header, location)

@@ -1,10 +1,9 @@
-"""Renders chat templates and compares patterns of others, in a process with limits.
+"""Run other people's chat templates and regular expressions in a process with limits.
 
-A template is a program, and a regular expression can take for ever: no look at one, and no trial of
-it, says what it does with the next message. So each is run where memory and time are limited by the
-operating system, which ends that process and no other. It starts when the first is to be run,
-answers one request after the other, and ends with the process that started it. Run as a module,
-this file is that process; it imports no torch.
+A template is a program, and a regular expression can run for ever; neither can be judged by reading
+or trying it. So each runs where the operating system limits memory and time, and ends only that
+process. The process starts with the first request, handles one request after the other, and ends
+with the process that started it. It runs this file as a module, and imports no torch.
 """
 
 import atexit
@@ -23,29 +22,36 @@ from typing import Any, NamedTuple
 from ..engine.environment import python_module_command
 from ..terminal_text import format_bytes, shorten
 
-STATUS = Path("/proc/self/statm")  # of Linux; elsewhere memory has no limit
-SECONDS, BYTES, CHARACTERS = 20, 2**30, 2**22  # of one request, and more of a long one
+MEMORY_STATUS = Path("/proc/self/statm")  # on Linux; elsewhere memory is not limited
+# Limits of a request without data; they grow with its size.
+BASE_SECONDS, BASE_BYTES, BASE_CHARACTERS = 20, 2**30, 2**22
 
 
-class Limits(NamedTuple):
-    """Of one request: by the clock, of memory beside what the process takes, of its answer."""
+class ProcessLimits(NamedTuple):
+    """Limits of one request.
+
+    Attributes:
+        seconds: Wall-clock time.
+        memory: Bytes beyond what the process uses already.
+        reply: Bytes of the reply.
+    """
 
     seconds: float
     memory: int
-    answer: int
+    reply: int
 
     @classmethod
-    def of(cls, size: int) -> "Limits":
-        """Those of a request of so many bytes."""
-        return cls(SECONDS + size / 10**6, BYTES + 64 * size, CHARACTERS + 16 * size)
+    def for_request(cls, size: int) -> "ProcessLimits":
+        """Return the limits of a request of ``size`` bytes."""
+        return cls(BASE_SECONDS + size / 10**6, BASE_BYTES + 64 * size, BASE_CHARACTERS + 16 * size)
 
 
 class LimitExceeded(ValueError):
-    """What was run took more time or memory than it may, or made too long a text."""
+    """The task took too much time or memory, or its result is too long."""
 
 
-class Failed(Exception):
-    """What was run raised an error, of the class that ``kind`` names."""
+class TaskFailed(Exception):
+    """The task raised an error of the class named by ``kind``."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -53,42 +59,46 @@ class Failed(Exception):
 
 
 class LimitedProcess:
-    """The process, as whoever asks sees it; for threads, and for processes that were forked."""
+    """The client of the limited process; safe for threads and forked processes."""
 
     _process: subprocess.Popen | None
     _replies: io.BufferedReader
     _lock: threading.Lock
 
     def __init__(self) -> None:
-        self._forget()
-        os.register_at_fork(after_in_child=self._forget)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
         atexit.register(self._stop)
 
     def run(self, task: str, *arguments: Any) -> Any:
-        """Return what that function of :data:`TASKS` returns. Raises :class:`LimitExceeded` and
-        :class:`Failed`."""
+        """Return the result of a function of :data:`TASKS`.
+
+        Raises:
+            LimitExceeded: The task exceeded a limit.
+            TaskFailed: The task raised an error.
+        """
         body = _as_line([task, *arguments])
         with self._lock:
             try:
-                reply = self._ask(body, Limits.of(len(body)))
-            except BaseException:  # a half-read answer would be the next one's
+                reply = self._request(body, ProcessLimits.for_request(len(body)))
+            except BaseException:  # a partly read reply would be taken for the next one
                 self._stop()
                 raise
         if reply.get("kind") == LimitExceeded.__name__:
             raise LimitExceeded(reply["text"])
         if "kind" in reply:
-            raise Failed(reply["kind"], reply["text"])
+            raise TaskFailed(reply["kind"], reply["text"])
         return reply["value"]
 
-    def _ask(self, body: bytes, limits: Limits) -> dict:
+    def _request(self, body: bytes, limits: ProcessLimits) -> dict:
         if (process := self._process) is None:
             command, pipe = python_module_command("glm4v_patched.models.limited_process"), subprocess.PIPE
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
             self._process, self._replies = process, io.BufferedReader(process.stdout)  # type: ignore
-        left = memoryview(_as_line(limits) + body)
+        unsent = memoryview(_as_line(limits) + body)
         try:
-            while left:
-                left = left[process.stdin.write(left) :]  # type: ignore[union-attr]
+            while unsent:
+                unsent = unsent[process.stdin.write(unsent) :]  # type: ignore[union-attr]
             line = self._replies.readline()
         except BrokenPipeError:
             line = b""
@@ -104,50 +114,50 @@ class LimitedProcess:
             self._process.wait()
         self._process = None
 
-    def _forget(self) -> None:
-        """In a process that was forked: the other one's answers are not its own."""
+    def _reset(self) -> None:
+        """Start afresh; in a forked process, the parent's replies are not its own."""
         self._process, self._lock = None, threading.Lock()
 
 
-PROCESS = LimitedProcess()
+LIMITED_PROCESS = LimitedProcess()
 
 
 def _as_line(value: Any) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    text = json.dumps(value, ensure_ascii=False, default=_json_fallback)
     return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _plain(value: Any) -> Any:
-    """What is no JSON, such as an image, as transformers shows it to templates."""
+def _json_fallback(value: Any) -> Any:
+    """Show values that are not JSON, such as images, to templates as transformers does."""
     is_number = type(value).__module__ == "numpy" and not getattr(value, "shape", True)
     return value.item() if is_number else f"<{type(value).__name__}>"
 
 
 def render(options: dict[str, Any]) -> Any:
-    """What transformers' ``render_jinja_template`` returns."""
+    """Return the result of transformers' ``render_jinja_template``."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return render_jinja_template(**options)
 
 
-def match(patterns: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
-    """Compare patterns with names, each by the function of ``re`` that stands before it."""
+def match_patterns(patterns: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
+    """Compare patterns with names, each by the function of ``re`` named before it."""
     for function, pattern in patterns:
         compiled = re.compile(pattern)
         for name in names:
             getattr(compiled, function)(name)
 
 
-TASKS: dict[str, Callable[..., Any]] = {"render": render, "match": match}
+TASKS: dict[str, Callable[..., Any]] = {"render": render, "match": match_patterns}
 
 
-def _answer(body: bytes, limits: Limits) -> bytes:
+def _run_task(body: bytes, limits: ProcessLimits) -> bytes:
     task, *arguments = json.loads(body.decode("utf-8", "surrogatepass"))
     try:
         reply = _as_line({"value": TASKS[task](*arguments)})
-        if len(reply) > limits.answer:
-            problem = f"made a text of {format_bytes(len(reply))}"
-            raise LimitExceeded(f"{problem}, of {format_bytes(limits.answer)} at most")
+        if len(reply) > limits.reply:
+            problem = f"made {format_bytes(len(reply))} of text"
+            raise LimitExceeded(f"{problem}, and may make at most {format_bytes(limits.reply)}")
     except MemoryError:
         text = f"took more than {format_bytes(limits.memory)} of memory"
         reply = _as_line({"kind": LimitExceeded.__name__, "text": text})
@@ -157,26 +167,26 @@ def _answer(body: bytes, limits: Limits) -> bytes:
 
 
 def main() -> None:
-    # What libraries print is not read as an answer.
+    # Output that libraries print must not be read as a reply.
     replies, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(0, "rb")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever is asked to end ends this one
-    # The system's way: within a single operation, Python calls no function of its own.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    # The system's default action: Python runs no handler during a long C call.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     used, (_, hard) = 0, resource.getrlimit(resource.RLIMIT_AS)
     while head := requests.readline():
-        limits, body = Limits(*json.loads(head)), requests.readline()
+        limits, body = ProcessLimits(*json.loads(head)), requests.readline()
         if body.startswith(b'["render"'):
             import transformers.utils.chat_template_utils  # noqa: F401  # before the clock starts
         signal.setitimer(signal.ITIMER_REAL, limits.seconds)
-        if STATUS.exists():
-            used = used or int(STATUS.read_text().split()[0]) * resource.getpagesize()
-            most = used + limits.memory
+        if MEMORY_STATUS.exists():
+            used = used or int(MEMORY_STATUS.read_text().split()[0]) * resource.getpagesize()
+            soft = used + limits.memory
             if hard != resource.RLIM_INFINITY:
-                most = min(most, hard)
-            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        reply = _answer(body, limits)
+                soft = min(soft, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        reply = _run_task(body, limits)
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(reply)
         replies.flush()

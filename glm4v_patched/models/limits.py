@@ -1,7 +1,7 @@
-"""Limits what a folder of others may cost, before transformers and peft read it.
+"""Limit what another person's folder may cost, before transformers and peft read it.
 
 Sizes of a config are compared in :mod:`check_weights`, JSON is read by :mod:`..patch.config_json`,
-and what is a program, a template or a pattern, runs in :mod:`limited_process`.
+and programs (templates and regular expressions) run in :mod:`limited_process`.
 """
 
 import json
@@ -19,22 +19,22 @@ from ..remote.configuration_chatglm import ValueCheck, check_setting_types
 from ..remote.tokenization_chatglm import CHAT_TEMPLATE, SPLIT_PATTERN, render_jinja_template
 from ..terminal_text import shorten
 from .base import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ModelSource
-from .limited_process import PROCESS, Failed, LimitExceeded
+from .limited_process import LIMITED_PROCESS, LimitExceeded, TaskFailed
 from .weight_files import read_header
 
-# What transformers reads of a folder by itself; the config is read where the weights are looked at.
-SETTINGS = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
-SETTINGS += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
-SETTINGS += ["tokenizer_config.json"]
-TEMPLATES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
-RANKS = "tokenizer.model"
-# By which transformers takes other files in the place of these.
-OTHER_FILES = {"fast_tokenizer_files", "configuration_files", "tokenizer_file", "vocab_file"}
-OTHER_FILES |= {"tokenizer_object"}
-# Of tokens beside the vocabulary, of characters of one, and of bytes of a line of the ranks: time
-# grows with their squares.
-MOST_TOKENS, LONGEST_TOKEN, LONGEST_RANK = 2**14, 256, 2**11
-# Of a tokenizer.json: those that can make a text longer and longer, or take for ever, are not here.
+# Files that transformers reads by itself; the config is checked with the weights.
+SETTINGS_FILES = ["added_tokens.json", "chat_template.json", "preprocessor_config.json"]
+SETTINGS_FILES += ["processor_config.json", "special_tokens_map.json", "tokenizer.json"]
+SETTINGS_FILES += ["tokenizer_config.json"]
+TEMPLATE_FILES = ["chat_template.jinja", "additional_chat_templates/*.jinja"]
+RANKS_FILE = "tokenizer.model"
+# Keys that make transformers read other files in place of these.
+OTHER_FILE_KEYS = {"fast_tokenizer_files", "configuration_files", "tokenizer_file", "vocab_file"}
+OTHER_FILE_KEYS |= {"tokenizer_object"}
+# Tokens beside the vocabulary, characters of one, and bytes of a line of the ranks file; time grows
+# with their squares.
+MAX_ADDED_TOKENS, MAX_TOKEN_CHARACTERS, MAX_RANK_LINE_BYTES = 2**14, 256, 2**11
+# Allowed types in a tokenizer.json; others can lengthen a text without limit, or run for ever.
 NORMALIZERS = {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents"}
 SPLITS = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation", "WhitespaceSplit"}
 
@@ -45,19 +45,19 @@ def _is_token(value: Any) -> bool:
 
 
 def _are_tokens(values: Any) -> bool:
-    named = values.values() if isinstance(values, dict) else values
-    return values is None or (isinstance(values, (dict, list)) and all(map(_is_token, named)))
+    tokens = values.values() if isinstance(values, dict) else values
+    return values is None or (isinstance(values, (dict, list)) and all(map(_is_token, tokens)))
 
 
 def _are_tokens_by_id(values: Any) -> bool:
     return isinstance(values, dict) and _are_tokens(values) and all(map(str.isdecimal, values))
 
 
-TOKEN = (lambda value: value is None or _is_token(value), "a token as text or as an object")
-SIDE = (lambda value: value in ("left", "right"), "left or right")
-# What settings of the tokenizer may be; transformers raises errors of any kind for others, some of
-# them when the first text is encoded.
-TOKENIZER: dict[str, str | int | ValueCheck] = {
+TOKEN_CHECK = (lambda value: value is None or _is_token(value), "a token as text or as an object")
+SIDE_CHECK = (lambda value: value in ("left", "right"), "left or right")
+# Valid settings of the tokenizer. For others, transformers raises any kind of error, sometimes only
+# when the first text is encoded.
+TOKENIZER_SETTINGS: dict[str, str | int | ValueCheck] = {
     "added_tokens_decoder": (_are_tokens_by_id, "an object of tokens by their ids"),
     "clean_up_tokenization_spaces": "option",
     "image_size": (lambda value: value is None or type(value) is int, "pixels of a side, or null"),
@@ -66,20 +66,20 @@ TOKENIZER: dict[str, str | int | ValueCheck] = {
         lambda value: isinstance(value, list) and value[:1] == ["input_ids"] and _are_tokens(value),
         "a list of names, of which the first is input_ids",
     ),
-    "padding_side": SIDE,
+    "padding_side": SIDE_CHECK,
     "split_special_tokens": "flag",
-    "truncation_side": SIDE,
+    "truncation_side": SIDE_CHECK,
 }
-TOKENIZER |= dict.fromkeys(
+TOKENIZER_SETTINGS |= dict.fromkeys(
     ("additional_special_tokens", "extra_special_tokens"),
     (_are_tokens, "a list of tokens, or an object of tokens by their names"),
 )
 NAMED_TOKENS = ("bos", "cls", "eos", "mask", "pad", "sep", "unk")
-TOKENIZER |= {f"{name}_token": TOKEN for name in NAMED_TOKENS}
-ID = (lambda value: type(value) is int and value >= 0, "the id of a token")
-# By which function peft compares each key's patterns with the name of a module, and what it puts
-# around them; lists of the first two are names.
-PATTERNS = {
+TOKENIZER_SETTINGS |= {f"{name}_token": TOKEN_CHECK for name in NAMED_TOKENS}
+ID_CHECK = (lambda value: type(value) is int and value >= 0, "the id of a token")
+# The function by which peft compares each key's patterns with module names, and what it puts around
+# a pattern; lists of the first two keys are names.
+PEFT_PATTERNS = {
     "target_modules": ("fullmatch", "{}"),
     "exclude_modules": ("fullmatch", "{}"),
     "layers_pattern": ("match", r"(?:^|.*?\.){}\.(?P<idx>\d+)\."),
@@ -87,119 +87,124 @@ PATTERNS = {
     "alpha_pattern": ("match", r"(.*\.)?({})$"),
     "modules_to_save": ("match", r"(^|.*\.){}($|\..*)"),
 }
-# Ends of names of the weights whose size is that of a rank.
-OF_RANK = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
+# Ends of names of weights whose size depends on the rank.
+RANK_SIZED = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 
 
 @dataclass
 class LimitedTemplate:
-    """Renders chats as transformers' ``render_jinja_template`` does, in a process with limits
-    unless the template is this package's own. What has once gone beyond them is not tried again.
-    """
+    """Renders chats like transformers' ``render_jinja_template``, in a limited process unless the
+    template is this package's own. A template that exceeded a limit once is not tried again."""
 
-    place: str
-    fault: str | None = None
+    location: str
+    error: str | None = None
 
     def __call__(self, **options: Any) -> Any:
         if options["chat_template"] == CHAT_TEMPLATE:
             return render_jinja_template(**options)
-        if self.fault is None:
+        if self.error is None:
             try:
-                return PROCESS.run("render", options)
+                return LIMITED_PROCESS.run("render", options)
             except LimitExceeded as error:
-                self.fault = (
-                    f"{self.place}: its chat template {error}; expected another template, or none, "
-                    "so that this package's is used"
+                self.error = (
+                    f"{self.location}: its chat template {error}; use another template, or none, "
+                    "so that this package's template is used"
                 )
-            except Failed as error:
+            except TaskFailed as error:
                 if error.kind in ("TemplateError", "TemplateRuntimeError", "UndefinedError"):
                     raise TemplateError(str(error)) from None
-                raise ValueError(f"{self.place}: its chat template: {error}") from None
-        raise ValueError(self.fault)
+                raise ValueError(f"{self.location}: its chat template: {error}") from None
+        raise ValueError(self.error)
 
 
-def require_settings(place: str, revision: str) -> None:
-    """Raise ``ValueError`` for a file of the tokenizer or the processor of a folder, or of an id of
-    the Hub, that cannot be read, is larger or deeper than any, or holds what would take for ever.
+def require_settings(location: str, revision: str) -> None:
+    """Check the tokenizer and processor files of a folder or Hub id.
+
+    Raises:
+        ValueError: A file cannot be read, is too large or too deeply nested, or contains something
+            that would run for ever.
     """
-    folder = Path(place)
+    folder = Path(location)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        patterns = [*SETTINGS, *TEMPLATES, RANKS]
-        folder = Path(snapshot_download(place, revision=revision, allow_patterns=patterns))
-    for name in SETTINGS:
+        patterns = [*SETTINGS_FILES, *TEMPLATE_FILES, RANKS_FILE]
+        folder = Path(snapshot_download(location, revision=revision, allow_patterns=patterns))
+    for name in SETTINGS_FILES:
         if (path := folder / name).exists():
             _require_setting(path, path.stat().st_mtime_ns)
-    for path in (found for pattern in TEMPLATES for found in folder.glob(pattern)):
+    templates = (path for pattern in TEMPLATE_FILES for path in folder.glob(pattern))
+    for path in templates:
         try:
             read_bytes_within_limit(path).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
-    if (path := folder / RANKS).exists():
+    if (path := folder / RANKS_FILE).exists():
         longest = max(map(len, read_bytes_within_limit(path).splitlines()), default=0)
-        if longest > LONGEST_RANK:
+        if longest > MAX_RANK_LINE_BYTES:
             problem = f"{path} has a line of {longest:,} bytes"
-            raise ValueError(f"{problem}; expected at most {LONGEST_RANK:,}")
+            raise ValueError(f"{problem}; expected at most {MAX_RANK_LINE_BYTES:,}")
 
 
 @lru_cache
 def _require_setting(path: Path, changed: int) -> None:
-    """Of a file that was ``changed`` then: to read a whole vocabulary takes a second."""
+    """Check one file; cached by its mtime ``changed``, because reading a vocabulary takes a
+    second."""
     values = read_json_object(path)
-    named = sorted(key for key in OTHER_FILES & values.keys() if values[key] is not None)
-    if found := next(iter(named), None):
-        problem = (
-            f"{path}: {found} is {shorten(str(values[found]))}, which names files to be read in "
+    if keys := sorted(key for key in OTHER_FILE_KEYS & values.keys() if values[key] is not None):
+        raise ValueError(
+            f"{path}: {keys[0]} is {shorten(str(values[keys[0]]))}, which names files to read in "
+            "place of those that were checked; remove it"
         )
-        raise ValueError(f"{problem} place of those that were checked; take it out")
     lists = {path.name: values} if path.name == "added_tokens.json" else values
     for key, tokens in lists.items():
-        if isinstance(tokens, (dict, list)) and len(tokens) > MOST_TOKENS and key != "model":
+        if isinstance(tokens, (dict, list)) and len(tokens) > MAX_ADDED_TOKENS and key != "model":
             problem = f"{path}: {key} has {len(tokens):,} entries"
-            raise ValueError(f"{problem}; expected at most {MOST_TOKENS:,}")
+            raise ValueError(f"{problem}; expected at most {MAX_ADDED_TOKENS:,}")
     if path.name in ("tokenizer_config.json", "special_tokens_map.json"):
-        check_setting_types(values, TOKENIZER, str(path))
+        check_setting_types(values, TOKENIZER_SETTINGS, str(path))
     if path.name == "added_tokens.json":
-        check_setting_types(values, dict.fromkeys(values, ID), str(path))
+        check_setting_types(values, dict.fromkeys(values, ID_CHECK), str(path))
     if path.name == "tokenizer.json":
-        _require_plain_parts(f"{path}: normalizer", values.get("normalizer"), NORMALIZERS)
-        _require_plain_parts(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), SPLITS)
+        _require_known_types(f"{path}: normalizer", values.get("normalizer"), NORMALIZERS)
+        _require_known_types(f"{path}: pre_tokenizer", values.get("pre_tokenizer"), SPLITS)
 
 
-def _require_plain_parts(place: str, part: Any, allowed: set[str]) -> None:
-    """Raise ``ValueError`` for a part of a tokenizer that is none of the ``allowed`` types, or
-    splits by another regular expression than this model's."""
+def _require_known_types(location: str, part: Any, allowed: set[str]) -> None:
+    """Raise ``ValueError`` for a part of a tokenizer whose type is not allowed, or that splits by
+    another regular expression than this model's."""
     if not isinstance(part, dict):
         return
     split = part.get("pattern")
     pattern = split.get("Regex") if isinstance(split, dict) else None
     if part.get("type") not in allowed or pattern not in (None, SPLIT_PATTERN):
         raise ValueError(
-            f"{place} has {shorten(json.dumps(part, ensure_ascii=False))}; expected types among "
-            f"{', '.join(sorted(allowed))}, and no regular expression but this model's"
+            f"{location} has {shorten(json.dumps(part, ensure_ascii=False))}; expected the types "
+            f"{', '.join(sorted(allowed))}, and only this model's regular expression"
         )
     for key in ("normalizers", "pretokenizers"):
         for inner in part[key] if isinstance(part.get(key), list) else ():
-            _require_plain_parts(place, inner, allowed)
+            _require_known_types(location, inner, allowed)
 
 
-def require_short_tokens(place: str, tokens: Iterable[object]) -> None:
-    """Raise ``ValueError`` for special tokens that are long: each of their beginnings is looked for
-    in every message."""
+def require_short_tokens(location: str, tokens: Iterable[object]) -> None:
+    """Raise ``ValueError`` for long special tokens: all of their prefixes are searched in every
+    message."""
     longest = max((str(token) for token in tokens), key=len, default="")
-    if len(longest) > LONGEST_TOKEN:
+    if len(longest) > MAX_TOKEN_CHARACTERS:
         raise ValueError(
-            f"{place}: the special token {shorten(longest)} has {len(longest):,} characters; "
-            f"expected at most {LONGEST_TOKEN}"
+            f"{location}: the special token {shorten(longest)} has {len(longest):,} characters; "
+            f"expected at most {MAX_TOKEN_CHARACTERS}"
         )
 
 
 def require_adapters(base: ModelSource) -> None:
-    """Raise ``ValueError`` for adapters whose patterns would keep peft for minutes, or whose
-    weights are not those that peft makes by their settings.
+    """Check adapters before peft loads them, on a meta model that takes no memory.
 
-    It makes layers of whatever rank is said there: here on a model that takes no memory.
+    peft would make layers of whatever rank the config names.
+
+    Raises:
+        ValueError: A pattern of the config takes too long, or the weights do not match the config.
     """
     if base.adapters is None:
         return
@@ -214,34 +219,37 @@ def require_adapters(base: ModelSource) -> None:
         model = GLM4VForCausalLM(config)
     _require_quick_patterns(path, [name for name, _ in model.named_modules()])
     tensors = read_header(base.adapters / ADAPTER_WEIGHTS)
-    there = {name: [*shape.sides] for name, shape in tensors.items()}
+    present = {name: [*info.shape] for name, info in tensors.items()}
     try:
         with torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of peft's own use of transformers, and of no name
+            warnings.simplefilter(
+                "ignore"
+            )  # about peft's own use of transformers, and missing names
             settings = LoraConfig.from_pretrained(str(base.adapters))
-            settings.init_lora_weights = False  # on weights that are not there
+            settings.init_lora_weights = False  # meta tensors have no values
             adapted = get_peft_model(model, settings, low_cpu_mem_usage=True)
-            made = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    except Exception as error:  # peft foresees few values
+            state_dict = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    except Exception as error:  # peft validates few values
         raise ValueError(f"{path}: peft cannot make its adapters: {error}") from error
-    # Others have sizes of the model's; whoever loads them reports what is missing.
-    wanted = {name: [*weight.shape] for name, weight in made.items() if name.endswith(OF_RANK)}
-    unlike = sorted(name for name, shape in wanted.items() if there.get(name) != shape)
-    if unlike:
-        problem = f"{unlike[0]} is {there.get(unlike[0], 'absent')} in {ADAPTER_WEIGHTS}, and "
-        problem += f"{wanted.get(unlike[0], 'absent')} by {ADAPTER_CONFIG}"
+    # The sizes of others are the model's; loading reports those that are missing.
+    expected = {n: [*weight.shape] for n, weight in state_dict.items() if n.endswith(RANK_SIZED)}
+    mismatched = sorted(name for name, shape in expected.items() if present.get(name) != shape)
+    if mismatched:
+        name = mismatched[0]
+        problem = f"{name} is {present.get(name, 'missing')} in {ADAPTER_WEIGHTS}, and "
+        problem += f"{expected[name]} by {ADAPTER_CONFIG}"
         raise ValueError(
-            f"{base.adapters}: {len(unlike)} of {len(wanted)} weights are not those of "
+            f"{base.adapters}: {len(mismatched)} of {len(expected)} weights do not match "
             f"{ADAPTER_CONFIG} on {base.model}: {problem}; expected the settings that they were "
             "saved with"
         )
 
 
 def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
-    """Compare the regular expressions of adapters with the names of all ``modules``, as peft does
-    in the process that loads them."""
+    """Compare the regular expressions of adapters with the names of all modules in the limited
+    process, as peft will when it loads them."""
     config = read_json_object(path)
-    for key, (function, around) in PATTERNS.items():
+    for key, (function, around) in PEFT_PATTERNS.items():
         value, patterns = config.get(key), []
         if isinstance(value, str):
             patterns = [value]
@@ -250,13 +258,15 @@ def _require_quick_patterns(path: Path, modules: Sequence[str]) -> None:
         if not patterns:
             continue
         try:
-            PROCESS.run("match", [(function, around.format(each)) for each in patterns], modules)
+            LIMITED_PROCESS.run(
+                "match", [(function, around.format(pattern)) for pattern in patterns], modules
+            )
         except LimitExceeded as error:
             raise ValueError(
                 f"{path}: {key} {error} when it was compared with the names of {len(modules):,} "
                 f"modules: {shorten(str(value))}; expected a list of names, or a pattern without "
-                "repetitions of repetitions"
+                "nested repetitions"
             ) from None
-        except Failed as error:
-            problem = f"{path}: {key} is no regular expression ({error})"
-            raise ValueError(f"{problem}; expected one for names of modules") from None
+        except TaskFailed as error:
+            problem = f"{path}: {key} is not a valid regular expression ({error})"
+            raise ValueError(f"{problem}; expected one that matches module names") from None

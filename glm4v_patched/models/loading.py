@@ -1,4 +1,4 @@
-"""Loads a model or adapters to be used, with the package's own code and never the folder's."""
+"""Load a model or adapters for inference, with the package's own code and never the folder's."""
 
 import logging
 from collections.abc import Callable
@@ -21,33 +21,34 @@ from .limits import LimitedTemplate, require_settings, require_short_tokens
 
 
 class LoadedModel(NamedTuple):
-    """A model in eval mode, with peft's around it if there are adapters, and its processor."""
+    """A model in eval mode, wrapped by peft if there are adapters, and its processor."""
 
     model: Any
     processor: ChatGLMProcessor
 
 
 def load_with_processor(
-    base: ModelSource, device: str = "cuda", weights: str | None = None, tells: bool = True
+    base: ModelSource, device: str = "cuda", weights: str | None = None, verbose: bool = True
 ) -> LoadedModel:
-    """Load what :func:`find.find_source` found, in the dtype that it was saved in.
+    """Load a model and its processor, in the dtype that the model was saved in.
 
     Args:
-        device: As torch takes it. Weights go straight to a GPU.
-        weights: How those of the layers are held: one of :data:`quantized_weights.WEIGHTS`, or None
-            for as they were saved. Of vision adapter, embeddings and output layer they stay as they
-            are. For fp8 the model is loaded into the machine's memory, and the GPU never holds it
-            in full.
-        tells: Say that it is being done.
+        base: From :func:`find.find_source`.
+        device: As in torch. Weights are loaded directly to a GPU.
+        weights: How to quantize the weights of the layers: one of
+            :data:`quantized_weights.WEIGHT_FORMATS`, or None to keep them as saved. Projector,
+            embeddings and output layer are never quantized. For fp8 the model is loaded to CPU
+            memory first, and the GPU never stores it in full.
+        verbose: Print a line while loading.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(
-            "torch sees no GPU, although the driver has one: is it too old for this torch? To use "
-            "the CPU all the same: --device cpu"
+            "torch sees no GPU, although the driver has one: is the driver too old for this torch? "
+            "To use the CPU: --device cpu"
         )
     options: dict[str, Any] = {"revision": base.revision or "main", "dtype": "auto"}
     build = partial(GLM4VForCausalLM.from_pretrained, base.model, **options)
-    with show_progress("loading the model", tells):
+    with show_progress("loading the model", verbose):
         model = build_on_device(build, device, weights, base.adapters)
     return LoadedModel(model.eval().requires_grad_(False), load_processor(base))
 
@@ -55,63 +56,66 @@ def load_with_processor(
 def build_on_device(
     build: Callable[..., Any], device: str, weights: str | None, adapters: Path | None = None
 ) -> Any:
-    """A model on a device, with the weights of its layers held as :func:`load` has it, and with
-    adapters, if there are any.
+    """Return a model on a device, with quantized weights (:func:`load_with_processor`) and adapters
+    if set.
 
     Args:
-        build: Given what else ``from_pretrained`` takes, returns the model: that function, of a
-            folder, or :func:`trainable.build_random_model`.
+        build: Returns the model, given further options of ``from_pretrained``: a partial of that
+            function, or :func:`trainable.build_random_model`.
     """
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if weights in ("4bit", "8bit"):
         bits = int(weights.removesuffix("bit"))
         if bits == 8:
             import bitsandbytes
 
             logger = logging.getLogger(bitsandbytes.MatmulLtState.__module__)
-            logger.addFilter(_is_no_cast)
-        given = quantization_options(torch.bfloat16, torch.device(device), bits)
+            logger.addFilter(_is_not_cast_warning)
+        options = quantization_options(torch.bfloat16, torch.device(device), bits)
     elif weights == "fp8":
         require_fp8_matmul()
     elif device != "cpu":
-        given = {"device_map": {"": torch.device(device)}}
-    model = build(**given)
+        options = {"device_map": {"": torch.device(device)}}
+    model = build(**options)
     if adapters is not None:
         model = load_trainable_adapters(model, adapters)
     use_implementations(model, ModelUsage.inference(fp8=weights == "fp8"))
-    if weights == "fp8":  # layers are on a GPU already, which never holds them all in bf16
+    if weights == "fp8":  # layers are already on the GPU, which never stores all of them in bf16
         model.to(torch.device(device))
     return model
 
 
-def _is_no_cast(record: logging.LogRecord) -> bool:
-    """LLM.int8 casts to fp16, and says so in each product of a model that is in bf16."""
+def _is_not_cast_warning(record: logging.LogRecord) -> bool:
+    """Drop LLM.int8's warning that it casts bf16 inputs to fp16, which it logs in each matmul."""
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
 def load_model_config(base: ModelSource) -> ChatGLMConfig:
-    """The model's, which adapters share."""
+    """Return the config of the model, which adapters share."""
     return ChatGLMConfig.from_pretrained(base.model, revision=base.revision or "main")
 
 
 def load_processor(base: ModelSource) -> ChatGLMProcessor:
-    """That of the adapters; of a model, or of adapters that have none beside them, the model's.
-    ``ValueError`` if a file of it cannot be read, or its chat template cannot be rendered."""
-    place, revision = str(base.model), base.revision or "main"
+    """Return the processor saved with the adapters, or else the model's.
+
+    Raises:
+        ValueError: A file of the processor cannot be read, or its chat template cannot be rendered.
+    """
+    location, revision = str(base.model), base.revision or "main"
     if base.adapters is not None and (base.adapters / "tokenizer_config.json").is_file():
-        place, revision = str(base.adapters), "main"
+        location, revision = str(base.adapters), "main"
     try:
-        require_settings(place, revision)
-        processor = ChatGLMProcessor.from_pretrained(place, revision=revision)
-        require_short_tokens(place, processor.tokenizer.added_tokens_decoder.values())
-        processor.tokenizer.render_template = LimitedTemplate(place)
-        # Of a template, what is wrong shows when it is rendered.
+        require_settings(location, revision)
+        processor = ChatGLMProcessor.from_pretrained(location, revision=revision)
+        require_short_tokens(location, processor.tokenizer.added_tokens_decoder.values())
+        processor.tokenizer.render_template = LimitedTemplate(location)
+        # Errors of a template appear when it is rendered.
         processor.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateError:
-        return processor  # wants another conversation
-    except Exception as error:  # of transformers' own, of every kind, and few name the file
-        if isinstance(error, ValueError) and str(error).startswith(place):
+        return processor  # the template refuses this conversation, but works
+    except Exception as error:  # transformers raises any kind, and rarely names the file
+        if isinstance(error, ValueError) and str(error).startswith(location):
             raise
-        told = f"{place}: its tokenizer or processor cannot be read"
-        raise ValueError(f"{told} ({type(error).__name__}: {error})") from error
+        problem = f"{location}: its tokenizer or processor cannot be read"
+        raise ValueError(f"{problem} ({type(error).__name__}: {error})") from error
     return processor

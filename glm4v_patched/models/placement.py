@@ -1,4 +1,4 @@
-"""On what processes run: GPUs, each its own, or the CPU; needs no torch."""
+"""Placement of processes on GPUs, one each, or on the CPU. Needs no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,8 @@ Device = Literal["cuda", "cpu"]
 
 
 class PlacementError(ValueError):
-    """Processes do not fit here; ``field`` is what asks for them."""
+    """The processes cannot be placed on this machine; ``field`` is the option or field to
+    change."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -18,26 +19,38 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class Placement:
-    """On what a training runs: so many processes, each on a GPU of its own, or all on the CPU."""
+    """The devices of a training: one GPU for each process, or the CPU for all.
+
+    Attributes:
+        local_processes: Processes on this machine; None means all.
+    """
 
     processes: int
     on_cpu: bool = False
-    local_processes: int | None = None  # those on this machine; None for all
+    local_processes: int | None = None
 
     @property
     def share(self) -> float:
-        """Of all processes, those on this machine."""
+        """The share of all processes that run on this machine."""
         return (self.local_processes or self.processes) / self.processes
 
 
-def place_processes(processes: int | None, device: Device = "cuda", zero_stage: int = 3) -> Placement:
-    """Where so many processes run: of None one on each GPU; on a CPU, or without ZeRO, a single
-    one. Raises :class:`PlacementError` for fewer GPUs than processes, or several and no ZeRO."""
+def place_processes(
+    processes: int | None, device: Device = "cuda", zero_stage: int = 3
+) -> Placement:
+    """Return the placement of processes on this machine.
+
+    Args:
+        processes: None means one per GPU; on a CPU or without ZeRO, one.
+
+    Raises:
+        PlacementError: There are fewer GPUs than processes, or several processes without ZeRO.
+    """
     if zero_stage == 0 and processes not in (None, 1):
         raise PlacementError(
             "engine.zero_stage",
-            f"engine.zero_stage 0 on {processes} processes: without ZeRO a single one trains; "
-            "expected --processes 1, or engine.zero_stage 1, 2 or 3",
+            f"engine.zero_stage is 0 with {processes} processes, but training without ZeRO uses "
+            "one process; expected --processes 1, or engine.zero_stage 1, 2 or 3",
         )
     if device == "cpu":
         return Placement(processes or 1, on_cpu=True)
@@ -47,11 +60,11 @@ def place_processes(processes: int | None, device: Device = "cuda", zero_stage: 
             "--device",
             f"there is no GPU: {gpus.reason}; to use the CPU: --device cpu",
         )
-    wanted = processes or (1 if zero_stage == 0 else len(gpus))
-    if len(gpus) < wanted:
+    needed = processes or (1 if zero_stage == 0 else len(gpus))
+    if len(gpus) < needed:
         raise PlacementError(
             "--processes",
-            f"{wanted} processes on {len(gpus)} GPUs: each process needs its own GPU; expected "
+            f"{needed} processes on {len(gpus)} GPUs: each process needs its own GPU; expected "
             f"--processes {len(gpus)}{' or fewer' * (len(gpus) > 1)}, or --device cpu",
         )
-    return Placement(wanted)
+    return Placement(needed)

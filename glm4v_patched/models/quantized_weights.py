@@ -1,37 +1,43 @@
-"""Ways to hold the weights of the layers in fewer bytes; imports nothing, for ``--help``."""
+"""Options for quantizing the weights of the layers; imports nothing, so that ``--help`` is fast."""
 
 WEIGHT_FORMATS = ("4bit", "8bit", "fp8")
-"""bitsandbytes: 4 bits (NF4, as qlora trains them), or 8 (LLM.int8); fp8: as training with
-``engine.fp8`` holds frozen ones, and multiplies by them (:mod:`..engine.fp8`)."""
+"""bitsandbytes with 4 bits (NF4, as qlora trains them) or 8 bits (LLM.int8); fp8: stored and
+multiplied as frozen weights are in training with ``engine.fp8`` (:mod:`..engine.fp8`)."""
 
 
 def check_weights_option(weights: str | None, device: str, cache: str = "auto") -> None:
-    """Raise ``ValueError`` if weights cannot be held so on a device, or with a cache."""
+    """Raise ``ValueError`` if quantized weights do not work on a device, or with a cache."""
     if weights is None:
         return
     if device == "cpu":
-        raise ValueError(f"--weights {weights} needs a GPU, and --device is cpu: leave one out")
+        raise ValueError(
+            f"--weights {weights} needs a GPU, but --device is cpu: remove one of them"
+        )
     resolve_cache(cache, weights, "dynamic")
 
 
-def resolve_cache(cache: str, weights: str | None, otherwise: str) -> str:
-    """``cache``; of ``auto``, what a cache of fixed size would be ``otherwise``.
+def resolve_cache(cache: str, weights: str | None, default: str) -> str:
+    """Return the kind of cache to use: ``cache``, or for ``auto`` the default where it is
+    supported.
 
     Args:
-        weights: How they are held, or the method that the model was saved quantized by. With fp8
-            alone a cache may be of fixed size: of bitsandbytes' layers those of 8 bits wait for the
-            device, and those of compressed-tensors copy between the host and the GPU in every step.
+        weights: How the weights are quantized, or the method by which the model was saved
+            quantized. Only unquantized and fp8 weights support a cache of fixed size: bitsandbytes'
+            8-bit layers synchronize with the device, and those of compressed-tensors copy between
+            host and GPU in every step.
+        default: The kind of cache for ``auto``.
 
     Raises:
-        ValueError: steps with such weights cannot have the cache.
+        ValueError: The cache does not work with these weights.
     """
-    fixed = weights in (None, "fp8")
+    supports_static = weights in (None, "fp8")
     if cache == "auto":
-        return otherwise if fixed else "dynamic"
-    if cache != "dynamic" and not fixed:
-        told = f"--weights {weights}" if weights in WEIGHT_FORMATS else f"a model saved by {weights}"
+        return default if supports_static else "dynamic"
+    if cache != "dynamic" and not supports_static:
+        is_option = weights in WEIGHT_FORMATS
+        model = f"--weights {weights}" if is_option else f"a model saved by {weights}"
         raise ValueError(
-            f"--cache {cache} with {told}: it is for steps that are recorded, and "
-            "those of such layers are not; leave out --cache"
+            f"--cache {cache} with {model}: a cache of fixed size needs CUDA graphs, which these "
+            "layers do not support; remove --cache"
         )
     return cache

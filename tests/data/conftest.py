@@ -42,9 +42,9 @@ def cache(tmp_path, monkeypatch) -> Path:
 def check(tmp_path, processor):
     """The check of files or sets, with a memory of this test alone."""
 
-    def check_them(*of: Path | DataSource, max_positions: int = 1024, **options) -> CheckedData:
-        sources = [as_source(path) for path in of]
+    def check_them(*paths: Path | DataSource, max_positions: int = 1024, **options) -> CheckedData:
+        sources = [as_source(path) for path in paths]
         memory = tmp_path / "memory" / "m.sqlite"
-        return check_sources(sources, processor, max_positions, memory=memory, **options)
+        return check_sources(sources, processor, max_positions, image_cache=memory, **options)
 
     return check_them

@@ -10,8 +10,8 @@ from PIL import Image
 
 from glm4v_patched.data import check_cache, decoding
 from glm4v_patched.data.check import check_sources
-from glm4v_patched.data.check_cache import Memory, default_path
-from glm4v_patched.data.checked_data import RULES, CheckedData, Counts
+from glm4v_patched.data.check_cache import ImageCheckCache, default_cache_path
+from glm4v_patched.data.checked_data import CHECK_VERSION, CheckedData, EpochCounts
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import DataSource
 from glm4v_patched.finetune import launch as launching
@@ -19,16 +19,16 @@ from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import CHECKED_DATA, Plan, check_data
 from glm4v_patched.finetune.worker import train
 from glm4v_patched.models.placement import Placement
-from tests.helpers.data_forms import found, png, said, turns, write_rows
+from tests.helpers.data_forms import contents_of, png, said, turns, write_rows
 from tests.helpers.recipes import drawn_recipe
 
 HOUR = 3600
 
 
 def colors(image: str | None = None, answer: str = "red", rounds: int = 1) -> list[dict]:
-    asked, answered = said("user", "Which color is it?"), said("assistant", answer)
-    first = asked | {"image": image} if image else asked
-    return [first, answered, *[asked, answered] * (rounds - 1)]
+    user, assistant = said("user", "Which color is it?"), said("assistant", answer)
+    first = user | {"image": image} if image else user
+    return [first, assistant, *[user, assistant] * (rounds - 1)]
 
 
 @pytest.fixture
@@ -49,11 +49,13 @@ def draw(tmp_path):
 def test_sizes_are_those_of_the_batches(tmp_path, processor, check, write, draw):
     checked = check(write(colors("a.png"), colors(), colors("a.png", "a red circle", rounds=3)))
     batches = [ConversationCollator(processor)([row]) for row in checked.conversations()]
-    positions = [batch["input_ids"].shape[1] for batch in batches]
-    learned = [int((batch["labels"] != -100).sum()) for batch in batches]
-    found = {name: checked.column(name).tolist() for name in ("positions", "learned", "num_images")}
-    assert found == {"positions": positions, "learned": learned, "num_images": [1, 0, 1]}
-    assert checked.counts == Counts(3, 2, sum(positions), sum(learned))
+    tokens = [batch["input_ids"].shape[1] for batch in batches]
+    supervised = [int((batch["labels"] != -100).sum()) for batch in batches]
+    columns = {
+        name: checked.column(name).tolist() for name in ("tokens", "supervised", "num_images")
+    }
+    assert columns == {"tokens": tokens, "supervised": supervised, "num_images": [1, 0, 1]}
+    assert checked.counts == EpochCounts(3, 2, sum(tokens), sum(supervised))
     assert checked.row_labels == (1, 2, 3) and checked.skipped == 0
     assert [image.path for image in checked.images] == [str(tmp_path / "a.png")]
 
@@ -64,7 +66,7 @@ def test_a_row_may_be_as_long_as_the_position_table_or_a_packed_row_and_no_longe
     path = write(colors(), colors("a.png", rounds=4))
     checked = check(path)
     needed = checked.column("position_ids")[1]
-    assert found(check(path, max_positions=needed)) == found(checked)
+    assert contents_of(check(path, max_positions=needed)) == contents_of(checked)
     with pytest.raises(ValueError, match=rf"data\.jsonl:2: takes {needed} .* has {needed - 1} "):
         check(path, max_positions=needed - 1)
     packed = checked.column("tokens")[1]
@@ -104,7 +106,7 @@ def test_rows_are_skipped_if_asked_for_and_counted_and_not_kept(
         check(path, **options)
     checked = check(path, on_bad="skip", **options)
     assert checked.row_labels == (2, 8) and checked.skipped == 6
-    assert checked.counts.rows == len(checked.row_digests) == 2
+    assert checked.counts.samples == len(checked.row_digests) == 2
     assert checked.conversations()[1] == colors()
     words(capsys.readouterr().out)
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["m.sqlite"]
@@ -130,15 +132,15 @@ def decoded(monkeypatch) -> list[str]:
 @pytest.fixture
 def any_age(monkeypatch):
     """Images of this test are young, and remembered even so."""
-    monkeypatch.setattr("glm4v_patched.data.check.NANOSECONDS_UNTIL_SURE", -HOUR * 10**9)
+    monkeypatch.setattr("glm4v_patched.data.check.CLOCK_TICK_NS", -HOUR * 10**9)
 
 
 def test_a_second_check_decodes_only_new_images(check, write, draw, decoded, any_age, monkeypatch):
-    monkeypatch.setattr("glm4v_patched.data.check.KEPT_AT_ONCE", 1)
+    monkeypatch.setattr("glm4v_patched.data.check.CACHE_WRITE_INTERVAL", 1)
     draw("b.png")
     first = check(write(colors("a.png"), colors("b.png"), colors("a.png", "a red circle")))
     assert decoded == ["a.png", "b.png"]
-    assert found(check(Path(first.path))) == found(first)
+    assert contents_of(check(Path(first.path))) == contents_of(first)
     mended = check(write(colors("a.png"), colors("b.png", "green"), colors("a.png", "red")))
     assert len(decoded) == 2
     same = [old == new for old, new in zip(first.row_digests, mended.row_digests, strict=True)]
@@ -177,17 +179,17 @@ def test_of_a_damaged_memory_what_is_whole_is_used(
     tmp_path, check, write, draw, decoded, any_age, monkeypatch
 ):
     path = write(colors("a.png"))
-    first = found(check(path))
+    first = contents_of(check(path))
     memory = tmp_path / "memory" / "m.sqlite"
     content = memory.read_bytes()
     # The digest of an image is another one in the first: its size and times still fit.
     changed = content[:-40] + content[-40:].translate(bytes.maketrans(b"0123456789", b"1234567890"))
     damaged = [changed, content[:-9], b"\xff\n[]\n", b""]
-    for often, kept in enumerate(damaged, start=1):
-        memory.write_bytes(kept)
+    for often, damaged_content in enumerate(damaged, start=1):
+        memory.write_bytes(damaged_content)
         for _ in range(2):
-            assert found(check(path)) == first and len(decoded) == often + 1
-    monkeypatch.setattr(check_cache, "MOST_BYTES", memory.stat().st_size - 1)
+            assert contents_of(check(path)) == first and len(decoded) == often + 1
+    monkeypatch.setattr(check_cache, "MAX_CACHE_BYTES", memory.stat().st_size - 1)
     check(path)
     assert len(decoded) == 6
 
@@ -197,30 +199,38 @@ def test_where_no_memory_can_be_kept_all_is_checked(tmp_path, processor, write, 
     link = tmp_path / "link"
     link.symlink_to("other")
     for memory in (tmp_path, path / "below", link):
-        assert check_sources([DataSource(str(path))], processor, 1024, memory=memory).counts.rows == 1
+        assert (
+            check_sources(
+                [DataSource(str(path))], processor, 1024, image_cache=memory
+            ).counts.samples
+            == 1
+        )
         assert f"{memory} is not used" in caplog.text
 
 
 def test_a_memory_has_all_that_was_put_there(tmp_path):
     values = {f"key {number}": [number] for number in range(1200)}
-    for memory in (Memory(tmp_path / "m.sqlite"), Memory(tmp_path / "m.sqlite")):
+    for memory in (ImageCheckCache(tmp_path / "m.sqlite"), ImageCheckCache(tmp_path / "m.sqlite")):
         memory.put(values)
         assert memory.get([*values, "another"]) == values
         memory.close()
 
 
 def test_a_cache_folder_is_ignored_unless_its_path_is_whole(monkeypatch, tmp_path):
-    for given, root in ((tmp_path, tmp_path), ("cache", Path.home() / ".cache")):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(given))
-        assert default_path().parent == root / "glm4v-patched"
+    for value, root in ((tmp_path, tmp_path), ("cache", Path.home() / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(value))
+        assert default_cache_path().parent == root / "glm4v-patched"
 
 
 def test_what_was_checked_is_read_back_and_nothing_else(tmp_path, check, write, draw):
     checked = check(write(colors("a.png"), colors(), {"messages": []}), on_bad="skip")
     checked.write(tmp_path / "data.json")
     read = CheckedData.read(tmp_path / "data.json")
-    assert found(read) == found(checked) and (read.counts, read.skipped) == (checked.counts, 1)
-    for content in ("", '{"rules": 0}', f'{{"rules": {RULES}, "path": "x"}}'):
+    assert contents_of(read) == contents_of(checked) and (read.counts, read.skipped) == (
+        checked.counts,
+        1,
+    )
+    for content in ("", '{"version": 0}', f'{{"version": {CHECK_VERSION}, "path": "x"}}'):
         (tmp_path / "data.json").write_text(content)
         with pytest.raises(ValueError, match=r"data\.json does not say which rows were checked"):
             CheckedData.read(tmp_path / "data.json")
@@ -253,8 +263,8 @@ def test_digests_are_of_words_and_pixels_in_their_order_and_not_of_places(tmp_pa
         (tmp_path / folder).mkdir()
         for name, color in (("a.png", first), ("b.png", second)):
             (tmp_path / folder / name).write_bytes(png(color))
-        shown = [{"type": "image", "image": name} for name in ("a.png", "b.png")]
-        row = [said("user", [*shown, {"type": "text", "text": "red"}]), said("assistant", "red")]
+        parts = [{"type": "image", "image": name} for name in ("a.png", "b.png")]
+        row = [said("user", [*parts, {"type": "text", "text": "red"}]), said("assistant", "red")]
         return check(write_rows(tmp_path / folder / "data.jsonl", row, colors())).row_digests
 
     one, same = digests("one", "red", "blue"), digests("two", "red", "blue")
@@ -277,7 +287,9 @@ def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_f
     assert not run.called and not checked.exists()
     skipping = recipe.override({"data.on_bad": "skip"})
     launching.launch(resolve_recipe(skipping), place)
-    assert run.called and found(CheckedData.read(checked)) == found(check_data(resolve_recipe(skipping)))
+    assert run.called and contents_of(CheckedData.read(checked)) == contents_of(
+        check_data(resolve_recipe(skipping))
+    )
     plan = Plan.read(Path(recipe.out, "plan.json"))
     check_data(resolve_recipe(skipping.override({"data.pack_to": 99}))).write(checked)
     with pytest.raises(ValueError, match=r"data\.json has rows with digest .* planned with"):
@@ -289,14 +301,19 @@ def test_the_launcher_checks_the_data_and_training_takes_only_what_was_checked_f
 
 def test_samples_that_lost_their_images_or_have_words_for_them_are_doubtful(tmp_path, check, words):
     (tmp_path / "a.png").write_bytes(png())
-    shown, plain = turns(image="a.png"), turns()
+    with_image, plain = turns(image="a.png"), turns()
     doubts = []
     for name, *rows in (
-        ("mixed", shown, plain, shown, plain),
-        ("shown", shown, shown),
+        ("mixed", with_image, plain, with_image, plain),
+        ("shown", with_image, with_image),
         ("plain", plain, plain),
-        ("empty", shown, {"messages": plain, "images": []}, {"messages": plain, "image": None}),
-        ("word", turns("How do I use <video> here?", image="a.png"), shown),
+        (
+            "empty",
+            with_image,
+            {"messages": plain, "images": []},
+            {"messages": plain, "image": None},
+        ),
+        ("word", turns("How do I use <video> here?", image="a.png"), with_image),
     ):
         rows = [row if isinstance(row, dict) else {"messages": row} for row in rows]
         path = write_rows(tmp_path / name, *rows)
@@ -311,5 +328,7 @@ def test_samples_that_lost_their_images_or_have_words_for_them_are_doubtful(tmp_
     # Of a set for evaluation, and of the first rows of a stream.
     mixed, fine = tmp_path / "mixed", tmp_path / "shown"
     assert [*check(fine, evaluate=[DataSource(str(mixed))]).find_warnings()] == doubts[:1]
-    assert not [*check(fine).find_warnings()] and not [*check(mixed, first=1).find_warnings()]
-    assert "1 of 3 samples" in next(check(mixed, first=3).find_warnings())
+    assert not [*check(fine).find_warnings()] and not [
+        *check(mixed, num_precheck=1).find_warnings()
+    ]
+    assert "1 of 3 samples" in next(check(mixed, num_precheck=3).find_warnings())

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.image_files import FileStamp
-from glm4v_patched.data.packing import PackingCollator, share_out
+from glm4v_patched.data.packing import PackingCollator, pack_best_fit
 from glm4v_patched.data.rows import read_conversations, write_conversations
 from glm4v_patched.demo.images import draw_data_set
 from glm4v_patched.demo.tiny_model import IMAGE_SIDE
@@ -24,11 +24,11 @@ def chat(*words: str) -> list[dict]:
 
 
 def test_written_conversations_read_back_with_absolute_images(tmp_path):
-    drawn = draw_data_set(tmp_path / "images", 3, seed=0, side=IMAGE_SIDE)
-    drawn.append(chat("a\u2028b", "c"))
-    write_conversations(tmp_path / "data.jsonl", drawn)
+    samples = draw_data_set(tmp_path / "images", 3, seed=0, side=IMAGE_SIDE)
+    samples.append(chat("a\u2028b", "c"))
+    write_conversations(tmp_path / "data.jsonl", samples)
     assert '"image": "images/' in (tmp_path / "data.jsonl").read_text()
-    assert read_conversations(tmp_path / "data.jsonl") == drawn
+    assert read_conversations(tmp_path / "data.jsonl") == samples
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_turns_of_the_assistant_are_learned_to_the_token_that_ends_them(processo
     assert torch.equal(batch["input_ids"], plain["input_ids"])
     packed = packing([[marked, conversation]])["labels"][0]
     assert torch.equal(packed, torch.cat([batch["labels"][0], plain["labels"][0]]))
-    assert collator.measure([marked])[0].learned == len(ids)
+    assert collator.measure([marked])[0].supervised == len(ids)
     if not all(marks):  # of a template that writes another number of turns
-        with pytest.raises(ValueError, match="has 2 turns of the assistant, and the chat .* 1, "):
+        with pytest.raises(ValueError, match="has 2 turns of the assistant, but the chat .* 1, "):
             collator.labels([collator.assistant_id, collator.end_id], marked)
 
 
@@ -70,7 +70,7 @@ def test_several_images_of_a_message_come_in_their_order_and_rows_are_padded(pro
     alone = [processor.image_processor(image)["pixel_values"] for image in images]
     assert torch.equal(batch["pixel_values"], torch.cat(alone))
     (size,) = collator.measure([conversation])
-    assert (size.num_images, size.positions) == (3, batch["input_ids"].shape[1])
+    assert (size.num_images, size.tokens) == (3, batch["input_ids"].shape[1])
     padding = batch["attention_mask"][0] == 0
     assert padding[-1] and (batch["labels"][0][padding] == -100).all()
 
@@ -91,9 +91,13 @@ def test_an_image_has_the_same_pixels_in_training_and_however_it_comes_in_infere
     upright = ImageOps.exif_transpose(Image.open(path))
     assert upright.size == ((32, 64) if orientation > 4 else (64, 32))
     for image in (upright, path, path.read_bytes(), torch.from_numpy(np.array(upright))):
-        asked = [{"role": "user", "image": image, "content": "q"}]
+        messages = [{"role": "user", "image": image, "content": "q"}]
         inputs = processor.apply_chat_template(
-            asked, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            add_generation_prompt=True,
         )
         assert torch.equal(inputs["pixel_values"], trained["pixel_values"]), type(image)
 
@@ -120,11 +124,11 @@ def test_an_image_that_changes_while_it_is_trained_on_is_refused(tmp_path, proce
 
 def conversation(words: int, images: int = 0) -> list[dict]:
     """A question of so many words, one image a turn, and an answer."""
-    shown = []
+    image_turns = []
     for number in range(images):
         image = Image.new("RGB", (20, 20), (words, 50 * number, 99))
-        shown += turns("Which color is it", "red", image=image)
-    return [*shown, *turns("ag"[words % 2] + " red" * words, "red")]
+        image_turns += turns("Which color is it", "red", image=image)
+    return [*image_turns, *turns("ag"[words % 2] + " red" * words, "red")]
 
 
 def conversations() -> list[list[dict]]:
@@ -135,20 +139,20 @@ def conversations() -> list[list[dict]]:
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=40))
 def test_every_conversation_is_in_one_row_and_no_row_is_too_long(lengths):
-    rows = share_out(lengths, 100)
+    rows = pack_best_fit(lengths, 100)
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     totals = [sum(lengths[number] for number in row) for row in rows]
     assert max(totals) <= 100
     # None of two rows would fit into one, and so all but one are more than half full.
     assert len(totals) == 1 or sum(sorted(totals)[:2]) > 100
-    assert share_out(lengths, 100) == rows
+    assert pack_best_fit(lengths, 100) == rows
 
 
 def test_a_row_is_filled_to_the_last_position_and_no_further(words):
-    assert share_out([9, 40], 49) == [[1, 0]]
-    assert share_out([9, 40], 48) == [[1], [0]]
+    assert pack_best_fit([9, 40], 49) == [[1, 0]]
+    assert pack_best_fit([9, 40], 48) == [[1], [0]]
     with words.refused(ValueError, "2 of 4", "number 2", "30", "29", "40"):
-        share_out([1, 30, 2, 40], 29)
+        pack_best_fit([1, 30, 2, 40], 29)
 
 
 def test_a_packed_batch_is_the_padded_one_without_its_padding(processor):

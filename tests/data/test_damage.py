@@ -21,7 +21,7 @@ from PIL import Image
 from glm4v_patched.data.check import check_sources
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.source import DataSource
-from tests.helpers.data_forms import found, said
+from tests.helpers.data_forms import contents_of, said
 
 COLORS = ("red", "green", "blue", "white")
 SUFFIXES = (".png", ".jpg", ".bmp", ".gif")
@@ -157,22 +157,22 @@ def strings(value: Any) -> Iterator[str]:
 
 def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, processor) -> None:
     batch = ConversationCollator(processor)([messages])
-    said = row.get("messages") or row["conversations"]
-    contents = [message["content"] for message in said]  # where a path is a word
+    file_messages = row.get("messages") or row["conversations"]
+    contents = [message["content"] for message in file_messages]  # where a path is a word
     named = [text for text in strings(row) if text.endswith(SUFFIXES) and text not in contents]
     named = [text for text in named if (folder / text).exists()]
     wanted = [processor.image_processor(Image.open(folder / name)) for name in named]
     pixels = batch.get("pixel_values", [])
     assert len(pixels) == len(wanted)
-    for want, got in zip(wanted, pixels, strict=True):
-        assert torch.equal(got, want["pixel_values"][0])
+    for want, actual in zip(wanted, pixels, strict=True):
+        assert torch.equal(actual, want["pixel_values"][0])
     labels = batch["labels"][0]
     learned = processor.tokenizer.decode(labels[labels != -100], skip_special_tokens=False)
     everything = processor.tokenizer.decode(batch["input_ids"][0], skip_special_tokens=False)
-    spoken = [message["content"] for message in said if message["role"] == "assistant"]
-    assert spoken and said[-1]["role"] == "assistant"
+    spoken = [message["content"] for message in file_messages if message["role"] == "assistant"]
+    assert spoken and file_messages[-1]["role"] == "assistant"
     assert all(words.strip() and words in learned for words in spoken)
-    for words in strings(said):
+    for words in strings(file_messages):
         if words in contents or not words.endswith(SUFFIXES):
             assert words.replace("<image>", "").strip() in everything
     of_tools = json.dumps([message.get("tools") for message in said])  # whose words are no places
@@ -182,7 +182,7 @@ def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, pro
 def assert_never_silent(folder: Path, processor, memory: Path) -> int:
     """Returns how many rows are trained on."""
     path = folder / "data.jsonl"
-    check = partial(check_sources, [DataSource(str(path))], processor, 1024, memory=memory)
+    check = partial(check_sources, [DataSource(str(path))], processor, 1024, image_cache=memory)
     try:
         checked = check(on_bad="skip")
     except ValueError as error:
@@ -199,7 +199,7 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
         for number in set(rows) - set(checked.row_labels):
             assert re.search(rf"(:|also .*\b){number}\b", str(refused.value))
     else:
-        assert found(check()) == found(checked)
+        assert contents_of(check()) == contents_of(checked)
     for number, messages in zip(checked.row_labels, checked.conversations(), strict=True):
         assert_trains_all_it_says(json.loads(lines[number - 1]), messages, folder, processor)
     return len(checked.row_labels)
@@ -209,8 +209,8 @@ def assert_never_silent(folder: Path, processor, memory: Path) -> int:
 def test_damaged_files_are_refused_or_trained_with_all_that_they_say(
     sound, processor, tmp_path, examples
 ):
-    kept = [assert_never_silent(sound, processor, tmp_path / "memory")]
-    assert kept == [len(CONVERSATIONS)]
+    usable_counts = [assert_never_silent(sound, processor, tmp_path / "memory")]
+    assert usable_counts == [len(CONVERSATIONS)]
 
     @settings(
         max_examples=examples,
@@ -224,8 +224,10 @@ def test_damaged_files_are_refused_or_trained_with_all_that_they_say(
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(sound, folder)
         damage(folder, data.draw)
-        kept.append(assert_never_silent(folder, processor, tmp_path / "memory"))
+        usable_counts.append(assert_never_silent(folder, processor, tmp_path / "memory"))
 
     check()
     # Both outcomes must be met, or the test sees nothing.
-    assert 0 in kept and len(CONVERSATIONS) in kept and len(set(kept)) > 3
+    assert (
+        0 in usable_counts and len(CONVERSATIONS) in usable_counts and len(set(usable_counts)) > 3
+    )

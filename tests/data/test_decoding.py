@@ -16,11 +16,11 @@ from PIL import Image
 from glm4v_patched.data import decoding
 from glm4v_patched.data.check import require_images
 from glm4v_patched.data.decoding import (
-    Facts,
-    find_fault,
-    may_be_decoded,
+    ImageCheck,
     check_image_file,
     check_image_files,
+    find_image_problem,
+    has_decodable_header,
 )
 from tests.helpers.data_forms import png, turns, write_rows
 
@@ -58,7 +58,7 @@ BAD |= {
 }
 BAD |= {
     "empty": (b"", "is empty: it has 0 bytes"),
-    "words": (b"hello", "cannot be read as an image: it is of no kind that"),
+    "words": (b"hello", "cannot be read as an image: Pillow does not know"),
     "EPS": (encoded("EPS"), "is EPS, which Pillow renders with another program"),
     "16 bits": (encoded("PNG", "I;16"), "has mode 'I;16', with more than 8 bits"),
 }
@@ -70,8 +70,8 @@ def test_an_image_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, pr
         file = tmp_path / f"{number}.png"
         file.write_bytes(content)
         path = write_rows(tmp_path / "data.jsonl", turns(), turns(image=file.name))
-        told = rf"1 of 2 .*\n.*data\.jsonl:2: the image .*{file.name} {message}"
-        with pytest.raises(ValueError, match=told):
+        message_re = rf"1 of 2 .*\n.*data\.jsonl:2: the image .*{file.name} {message}"
+        with pytest.raises(ValueError, match=message_re):
             require_images(path, tmp_path / "m.sqlite")
         for image in (str(file), content, base64.b64encode(content).decode()):
             with pytest.raises(ValueError):
@@ -86,7 +86,7 @@ def test_an_image_that_cannot_be_used_is_refused_with_file_and_line(tmp_path, pr
 def test_images_of_every_kind_are_taken(processor):
     modes = {"PNG": ["1", "L", "LA", "P", "RGB", "RGBA"], "JPEG": ["L", "RGB", "CMYK"]}
     contents = [encoded(kind, mode) for kind in KINDS for mode in modes.get(kind, ["RGB"])]
-    assert [find_fault(content) for content in contents] == [None] * len(contents)
+    assert [find_image_problem(content) for content in contents] == [None] * len(contents)
     processor.image_processor(contents)
 
 
@@ -99,24 +99,25 @@ def image(tmp_path) -> str:
 @pytest.mark.parametrize("by", ["pixels", "Pillow's own limit", "bytes"])
 def test_an_image_too_large_to_decode_is_refused(image, monkeypatch, words, by):
     owner, name, limit = {
-        "pixels": (decoding, "MOST_PIXELS", 64),
+        "pixels": (decoding, "MAX_PIXELS", 64),
         "Pillow's own limit": (Image, "MAX_IMAGE_PIXELS", 32),
-        "bytes": (decoding, "MOST_BYTES", len(png())),
+        "bytes": (decoding, "MAX_IMAGE_BYTES", len(png())),
     }[by]
     monkeypatch.setattr(owner, name, limit)
-    assert check_image_file(image).fault is None and may_be_decoded(image)
+    assert check_image_file(image).problem is None and has_decodable_header(image)
     monkeypatch.setattr(owner, name, limit - 1)
-    words(check_image_file(image).fault, bytes_there=len(png()), bytes_taken=len(png()) - 1)
-    assert not may_be_decoded(image)
+    words(check_image_file(image).problem, bytes_there=len(png()), bytes_taken=len(png()) - 1)
+    assert not has_decodable_header(image)
 
 
 LOOK = r"""
 import re, sys
-from glm4v_patched.data.decoding import find_fault, check_image_file
+from glm4v_patched.data.decoding import find_image_problem, check_image_file
 most = lambda: int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1])
-find_fault(b"")  # what it imports is there
+find_image_problem(b"")  # what it imports is there
 before = most()
-print(*(check_image_file(path).problem for path in sys.argv[1:]), (most() - before) / 1024, sep="\n")
+problems = [check_image_file(path).problem for path in sys.argv[1:]]
+print(*problems, (most() - before) / 1024, sep="\n")
 """
 
 
@@ -126,9 +127,9 @@ def test_an_image_of_169_megapixels_is_told_by_its_header_and_one_of_108_is_in_m
     (tmp_path / "a.png").write_bytes(png_of(13_000, 1, 0, bytes(13_000 * (13_000 // 8 + 1))))
     Image.new("L", (12_000, 9_000)).convert("RGB").save(tmp_path / "b.jpg")
     command = [sys.executable, "-c", LOOK, str(tmp_path / "a.png"), str(tmp_path / "b.jpg")]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    large, fault, megabytes = told.splitlines()
-    assert large.startswith("is too large (13,000 x 13,000 pixels); expected 120,000,000 pixels")
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    large, fault, megabytes = output.splitlines()
+    assert large.startswith("is too large (13,000 x 13,000 pixels); expected at most 120,000,000")
     assert fault == "None" and float(megabytes) < 700
 
 
@@ -139,23 +140,25 @@ def test_threads_find_at_the_same_time_what_one_finds_in_the_same_order(tmp_path
         Path(path).write_bytes(content)
     paths += paths[: len(paths) % 2]  # each has another one
     alone = [*map(check_image_file, paths)]
-    assert [facts.fault for facts in alone].count(None) == 3
+    assert [facts.problem for facts in alone].count(None) == 3
     both = Barrier(2)
 
-    def when_another_does(path: str) -> Facts:
+    def when_another_does(path: str) -> ImageCheck:
         both.wait(timeout=20)
         return check_image_file(path)
 
     monkeypatch.setattr(decoding, "check_image_file", when_another_does)
     monkeypatch.setattr(decoding, "cores", lambda: 2)
-    monkeypatch.setattr(decoding, "ASKED_AT_ONCE", 6)
+    monkeypatch.setattr(decoding, "IMAGES_PER_SUBMIT", 6)
     assert [*check_image_files(paths)] == alone
 
 
 def test_images_whose_answers_nobody_waits_for_are_not_decoded(monkeypatch):
-    asked = []
-    monkeypatch.setattr(decoding, "check_image_file", lambda path: asked.append(path) or time.sleep(0.01))
+    decoded = []
+    monkeypatch.setattr(
+        decoding, "check_image_file", lambda path: decoded.append(path) or time.sleep(0.01)
+    )
     answers = check_image_files(["a.png"] * 10_000)
     next(answers)
     answers.close()
-    assert len(asked) < decoding.ASKED_AT_ONCE
+    assert len(decoded) < decoding.IMAGES_PER_SUBMIT

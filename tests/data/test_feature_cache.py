@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load, save_file
 
-from glm4v_patched.data.feature_cache import TowerFeatures, digest_images, digest_weights
+from glm4v_patched.data.feature_cache import TowerFeatures, digest_pixel_values, digest_weights
 from glm4v_patched.finetune.assembly import make_feature_cache
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.remote.visual import EVA2CLIPModel
@@ -95,9 +95,9 @@ def runs_of(batches, folder: Path | None = None, model=None, **options) -> list[
     model = model or frozen_model()
     want = train(copy.deepcopy(model), batches)
     runs = count_runs(model)
-    got = train(model, batches, TowerFeatures(model, folder, **options))
-    assert [loss for loss, _ in got] == [loss for loss, _ in want]
-    for (_, gradients), (_, wanted) in zip(got, want, strict=True):
+    result = train(model, batches, TowerFeatures(model, folder, **options))
+    assert [loss for loss, _ in result] == [loss for loss, _ in want]
+    for (_, gradients), (_, wanted) in zip(result, want, strict=True):
         assert gradients.keys() == wanted.keys() and len(wanted) > 1
         assert [n for n, g in wanted.items() if not torch.equal(gradients[n], g)] == []
     return runs
@@ -111,13 +111,13 @@ def folder(request, tmp_path) -> Path | None:
 def test_features_that_do_not_fit_are_refused():
     model, inputs = tiny_model(), one_image()
     two, none = torch.zeros(2, *SHAPE), inputs | {"pixel_values": None}
-    for given, features, told in (
+    for wrong_model, features, message in (
         (inputs, two, "1 images were given as pixel_values and 2 as image_feat"),
         (none, two, "2 images were given for 1 begin-of-image ids"),
         (none, torch.zeros(1, 4, 64), r"\(1, 4, 64\)"),
     ):
-        with pytest.raises(ValueError, match=told):
-            model(**given, image_features=features)
+        with pytest.raises(ValueError, match=message):
+            model(**wrong_model, image_features=features)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_a_trained_tower_is_refused(weights, trained):
         get_peft_model(model, LoraConfig(r=2, target_modules=r".*vision.*query_key_value"))
     else:
         vision.eoi.requires_grad_(True)
-    told = f"{trained} of the tower's {len([*vision.parameters()])} param.*requires_grad_"
-    with pytest.raises(ValueError, match=told):
+    message = f"{trained} of the tower's {len([*vision.parameters()])} param.*requires_grad_"
+    with pytest.raises(ValueError, match=message):
         features.replace_images(one_image())
 
 
@@ -194,18 +194,18 @@ def test_a_second_run_reuses_the_towers_own_bytes_that_the_first_left(filled):
     assert len([*filled.glob("*/*")]) == 4
     pixels = epoch()[0]["pixel_values"]
     want = encoded(frozen_model(), pixels)
-    for digest, features in zip(digest_images(pixels).tolist(), want, strict=True):
+    for digest, features in zip(digest_pixel_values(pixels).tolist(), want, strict=True):
         (path,) = filled.rglob(f"{bytes(digest).hex()}.safetensors")
-        (kept,) = load(path.read_bytes()).values()
-        assert torch.equal(kept, features)
+        (tensor,) = load(path.read_bytes()).values()
+        assert torch.equal(tensor, features)
 
 
 def folder_of(model, folder: Path) -> str:
     """Name of the subfolder for a model's features."""
     before = {*folder.glob("*")}
     train(model, [one_image()], TowerFeatures(model, folder))
-    (made,) = {*folder.glob("*")} - before or before
-    return made.name
+    (new_folder,) = {*folder.glob("*")} - before or before
+    return new_folder.name
 
 
 def test_other_weights_and_settings_have_other_features(tmp_path, monkeypatch):
@@ -244,14 +244,14 @@ def test_every_weight_of_the_tower_counts_and_each_in_its_place():
 
 
 def test_pixels_of_another_shape_or_dtype_are_another_image():
-    shown = [torch.zeros(1, *shape) for shape in ((3, 2, 4), (3, 4, 2))]
-    shown += [shown[0].to(torch.float16), torch.zeros(1, 3, 2, 8, dtype=torch.float16)]
-    assert len({bytes(digest_images(pixels)[0].tolist()) for pixels in shown}) == len(shown)
+    images = [torch.zeros(1, *shape) for shape in ((3, 2, 4), (3, 4, 2))]
+    images += [images[0].to(torch.float16), torch.zeros(1, 3, 2, 8, dtype=torch.float16)]
+    assert len({bytes(digest_pixel_values(pixels)[0].tolist()) for pixels in images}) == len(images)
 
 
 @pytest.mark.parametrize("damage", ["cut by a byte", "a folder", "another's", "another shape"])
 def test_a_bad_file_is_named_and_never_used(damage, filled, caplog):
-    (name,) = digest_images(epoch()[1]["pixel_values"])
+    (name,) = digest_pixel_values(epoch()[1]["pixel_values"])
     (bad,) = filled.rglob(f"{bytes(name.tolist()).hex()}.safetensors")
     other, good = next(path for path in bad.parent.iterdir() if path != bad), bad.read_bytes()
     bad.unlink()
@@ -287,18 +287,18 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
     changes |= {"trainer.num_train_epochs": 3.0, "trainer.max_steps": None}
     changes["trainer.dataloader_num_workers"] = 0
     changes |= {"data.eval": str(tmp_path / "eval.jsonl")}
-    asked = drawn_recipe(tmp_path, changes | {"trainer.gradient_accumulation_steps": 2})
+    recipe = drawn_recipe(tmp_path, changes | {"trainer.gradient_accumulation_steps": 2})
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(rows[:16]))
     (tmp_path / "eval.jsonl").write_text("".join(rows[16:]))
     results = []
     for name, reuse in (("plain", False), ("memory", True), ("kept", str(tmp_path / "features"))):
-        made = asked.override({"data.reuse_features": reuse, "out": str(tmp_path / name)})
-        report = train_here(made)
-        weights = Path(made.out, "model.safetensors").read_bytes()
+        run = recipe.override({"data.reuse_features": reuse, "out": str(tmp_path / name)})
+        report = train_here(run)
+        weights = Path(run.out, "model.safetensors").read_bytes()
         losses = [entry["eval_loss"] for entry in report["evaluations"]]
         results.append((report["history"], losses, weights))
-        assert len(losses) == 3 and resolve_recipe(made).settings(1) == resolve_recipe(asked).settings(1)
+        assert len(losses) == 3 and resolve_recipe(run).settings(1) == resolve_recipe(recipe).settings(1)
         assert sum(runs) == 20 if reuse else sum(runs) >= 60
         runs.clear()
     assert results[0] == results[1] == results[2]
@@ -317,6 +317,6 @@ def test_a_recipe_says_where_features_are_kept(tmp_path):
 def test_on_a_gpu_features_wait_in_page_locked_memory():
     model = frozen_model(dtype=torch.bfloat16).cuda()
     features = TowerFeatures(model)
-    train(model, [{n: v.cuda() for n, v in made.items()} for made in epoch()], features)
-    kept = features._store.features.values()
-    assert len(kept) == 4 and all(values.is_pinned() for values in kept)
+    train(model, [{n: v.cuda() for n, v in batch.items()} for batch in epoch()], features)
+    cached = features._store.features.values()
+    assert len(cached) == 4 and all(values.is_pinned() for values in cached)

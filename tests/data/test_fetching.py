@@ -54,7 +54,7 @@ def host(monkeypatch):
 
     def found(name, port, *rest, **options):
         if name in names:
-            return [(2, 1, 6, "", (each, port)) for each in names[name]]
+            return [(2, 1, 6, "", (address, port)) for address in names[name]]
         return look_up(name, port, *rest, **options)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -93,27 +93,30 @@ def redirect(place: str):
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
-        ("http://inside/a.png", f"inside is {LAN}, which is no address of .*download the image"),
+        (
+            "http://inside/a.png",
+            f"inside is {LAN}, which is not an address of .*download the image",
+        ),
         ("http://both/a.png", f"both is {LAN}"),
         ("https://[::1]/a.png", "::1"),
         ("http://0x7f000001.:443/", "."),
         ("http://169.254.169.254/latest", "169.254.169.254"),
         ("http://host:22/", "port is 22; expected one of .*: download"),
-        ("http://user:word@host/", "user's name or password"),
-        ("http://93.184.216.34\\@host/", "user's name or password"),
+        ("http://user:word@host/", "user name or password"),
+        ("http://93.184.216.34\\@host/", "user name or password"),
         ("http://ho st/", "without spaces"),
         ("http://host/\r\nX: y", "control characters"),
-        ("http:///a.png", "the name of a host"),
+        ("http:///a.png", "and a host name"),
         ("http://host:99999/", "."),
     ],
 )
-def test_an_address_that_is_not_public_http_is_refused_unasked(host, monkeypatch, url, told):
+def test_an_address_that_is_not_public_http_is_refused_unasked(host, monkeypatch, url, message):
     if "host" not in url.partition("//")[2]:
         monkeypatch.setattr(fetching, "is_public", is_public)
-    monkeypatch.setattr(socket, "create_connection", lambda *given: pytest.fail(str(given)))
-    with pytest.raises(ValueError, match=told):
+    monkeypatch.setattr(socket, "create_connection", lambda *arguments: pytest.fail(str(arguments)))
+    with pytest.raises(ValueError, match=message):
         fetch(url)
 
 
@@ -123,7 +126,7 @@ def test_an_address_that_is_not_public_http_is_refused_unasked(host, monkeypatch
 def test_a_redirect_is_looked_at_as_the_first_address_is(host, place):
     url, handlers = host
     handlers.append(redirect(place))
-    with pytest.raises(ValueError, match="it leads to"):
+    with pytest.raises(ValueError, match="it redirects to"):
         fetch(f"{url}/a.png")
 
 
@@ -133,7 +136,7 @@ def test_redirects_are_followed_and_have_an_end(host):
     handlers.append(sends(OK + b"\r\n", b"image"))
     assert fetch(f"{url}/a.png") == b"image"
     handlers += [redirect("/again")] * 20
-    with pytest.raises(ValueError, match="leads on more than 10 times"):
+    with pytest.raises(ValueError, match="redirects more than 10 times"):
         fetch(f"{url}/a.png")
 
 
@@ -141,18 +144,18 @@ def test_the_address_that_was_looked_at_is_connected_to(host, monkeypatch):
     """A name that leads elsewhere when it is asked again, and a proxy."""
     url, handlers = host
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    asked, look_up = [], socket.getaddrinfo
+    looked_up, look_up = [], socket.getaddrinfo
 
-    def once(name, *given, **options):
-        asked.append(name)
-        if asked.count("host") > 1:
+    def once(name, *arguments, **options):
+        looked_up.append(name)
+        if looked_up.count("host") > 1:
             pytest.fail("a name was looked up twice")
-        return look_up(name, *given, **options)
+        return look_up(name, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", once)
     handlers.append(sends(OK + b"\r\n", b"image"))
-    assert fetch(url) == b"image" and "host" in asked
-    asked.clear()
+    assert fetch(url) == b"image" and "host" in looked_up
+    looked_up.clear()
     handlers.append(sends())
     with pytest.raises(ValueError, match="no proxy is used.*download"):
         fetch(url)
@@ -194,10 +197,10 @@ def test_connecting_ends_in_time(monkeypatch):
         time.sleep(timeout)
         raise TimeoutError("timed out")
 
-    found = [(2, 1, 6, "", ("93.184.216.34", 80))] * 50
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: found)
+    addresses = [(2, 1, 6, "", ("93.184.216.34", 80))] * 50
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: addresses)
     monkeypatch.setattr(socket, "create_connection", be_silent)
-    monkeypatch.setattr(fetching, "SECONDS_TO_ANSWER", 3)
+    monkeypatch.setattr(fetching, "RESPONSE_TIMEOUT", 3)
     with pytest.raises(ValueError, match=r"it took over 0\.2 s"):
         fetch("http://host/a.png", seconds=0.2)
     assert sum(waited) < 1
@@ -205,7 +208,7 @@ def test_connecting_ends_in_time(monkeypatch):
 
 def test_more_than_is_taken_is_refused_whatever_is_announced(host):
     url, handlers = host
-    for head, body, told in (
+    for head, body, message in (
         (b"\r\n", b"123456", "over 5 bytes"),
         (b"Content-Length: 6\r\n\r\n", b"123456", "over 5 bytes"),
         (b"Content-Length: 99999999999\r\n\r\n", b"1", "over 5 bytes"),
@@ -214,8 +217,8 @@ def test_more_than_is_taken_is_refused_whatever_is_announced(host):
         (b"Content-Length: -5\r\n\r\n", b"123456", "over 5 bytes"),
     ):
         handlers.append(sends(OK + head, body))
-        with pytest.raises(ValueError, match=told):
-            fetch(url, most=5)
+        with pytest.raises(ValueError, match=message):
+            fetch(url, max_bytes=5)
     handlers.append(sends(b"HTTP/1.1 404 No\x1b[31m\r\n\r\n"))
     with pytest.raises(ValueError, match='HTTP 404 "No.*31m"') as error:
         fetch(url)

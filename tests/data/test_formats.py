@@ -12,8 +12,8 @@ import pytest
 
 from glm4v_patched.data.messages import images_of, text_of
 from glm4v_patched.data.rows import (
-    read_conversations,
     iter_rows,
+    read_conversations,
     require_first_rows,
     write_conversations,
 )
@@ -73,26 +73,26 @@ def test_an_image_of_a_message_is_its_path_and_no_word_of_it(folder):
 def test_a_turn_may_be_context_only(folder):
     marks = [({"train": False}, {"train": True}), ({"loss": False}, {}), ({"weight": 0}, {})]
     for mark, plain in marks:
-        given = [said("user"), said("assistant", **mark), said("user"), said("assistant", **plain)]
-        (messages,) = read(folder, row(*given))
+        first, last = said("assistant", **mark), said("assistant", **plain)
+        (messages,) = read(folder, row(said("user"), first, said("user"), last))
         assert messages[1::2] == [said("assistant", train=False), said("assistant")]
-    shown = {"conversations": [HUMAN | {"value": "x"}, GPT | {"loss": False}] * 2}
-    shown["conversations"][-1] = GPT
-    (messages,) = read(folder, shown)
+    sharegpt = {"conversations": [HUMAN | {"value": "x"}, GPT | {"loss": False}] * 2}
+    sharegpt["conversations"][-1] = GPT
+    (messages,) = read(folder, sharegpt)
     assert messages[1::2] == [said("assistant", "b", train=False), said("assistant", "b")]
 
 
 def test_images_of_a_row_go_to_the_places_in_its_words(folder):
     a, b = (str(folder / name) for name in ("a.png", "b.png"))
-    asked = [said("user", "<image>q"), ANSWER, said("user", "q\n<image>"), ANSWER]
-    ((first, _, second, _),) = read(folder, row(*asked, images=["a.png", "b.png"]))
+    messages = [said("user", "<image>q"), ANSWER, said("user", "q\n<image>"), ANSWER]
+    ((first, _, second, _),) = read(folder, row(*messages, images=["a.png", "b.png"]))
     assert (first, second) == (said("user", "q", image=a), said("user", "q", image=b))
     for places in ("<image>\n<image>q", [{"type": "image"}, {"type": "image"}, TEXT]):  # TRL's
         ((question, _),) = read(folder, row(said("user", places), ANSWER, images=[b, "a.png"]))
         assert images_of([question]) == [b, a] and text_of(question) == "q"
     # An image that a message names is none of the row's.
     own = said("user", "<image>q", image="a.png")
-    ((first, _, second, _),) = read(folder, row(own, *asked[1:], images=["b.png"]))
+    ((first, _, second, _),) = read(folder, row(own, *messages[1:], images=["b.png"]))
     assert (first["image"], second["image"]) == (a, b)
     # White space before and between images parts nothing.
     white = {"type": "text", "text": "\n"}
@@ -123,11 +123,11 @@ def test_rows_of_other_trainers_are_read(folder):
         (PLAIN | {"images": [None]}, "q b"),
     ):
         (messages,) = read(folder, line)
-        told = [text_of(message) + "!" * len(images_of([message])) for message in messages]
-        assert " ".join(told) == words
+        texts = [text_of(message) + "!" * len(images_of([message])) for message in messages]
+        assert " ".join(texts) == words
     (folder / "data.jsonl").write_text('{"instruction": "q"}')
-    (asked,) = iter_rows(folder / "data.jsonl", for_training=False)  # to be answered
-    assert asked.messages == [said("user", "q")]
+    (question_row,) = iter_rows(folder / "data.jsonl", for_training=False)  # to be answered
+    assert question_row.messages == [said("user", "q")]
 
 
 def test_only_a_completion_is_learned(folder):
@@ -146,8 +146,8 @@ def test_a_format_may_be_named_and_keys_left_out(folder, words):
     with words.refused(ValueError, '"messages"', '"conversations"'):
         read(folder, line, format="conversations", ignore=("id", "source"))
     for other in ("messages", "conversations", "prompt"):  # which tells no format then
-        given = PLAIN | {other: "of another trainer"}
-        assert read(folder, given, ignore=(other,)) == [turns("q", "b")]
+        other_row = PLAIN | {other: "of another trainer"}
+        assert read(folder, other_row, ignore=(other,)) == [turns("q", "b")]
 
 
 # What stands in the second of three rows, and what of it the message names.
@@ -157,12 +157,15 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "place in metadata": (row(said("user"), said("assistant", metadata="<image>")), "<image>"),
     "tools that are none": (row(said("system", tools=[TOOL, {"type": "code"}]), *turns()), ""),
     # Keys
-    "images of the row and of a message": (row(*turns(image="a.png"), images=["b"]), "1, places"),
+    "images of the row and of a message": (
+        row(*turns(image="a.png"), images=["b"]),
+        "1 images, but",
+    ),
     "capitals": ({"Messages": []}, "has messages"),
     "another format": ({"conversations": [HUMAN]}, 'has "messages"'),
     "images under two names": (row(*turns(), image="a", images=["a"]), '"images" and "image"'),
     "a place in the answer": (row(*turns(answer="<image>"), images=["a.png"]), "message 2 of 2"),
-    "more places than images": (row(*turns("<image><image>q"), images=["a.png"]), ": 2; write"),
+    "more places than images": (row(*turns("<image><image>q"), images=["a.png"]), "have 2 image"),
     "60,000 keys": (json.loads(GOOD) | {f"k{n}": 1 for n in range(60_000)}, "59,980 more"),
     "img": (row(*turns(img="a.png")), '"img"'),
     "from": (row({"from": "human", "value": "q"}, ANSWER), 'write "role"'),
@@ -182,11 +185,11 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "image 5": (row(*turns(image=5)), "image is"),
     "URL": (row(*turns(image="https://x.y/a.png")), "data.allow_urls"),
     "no base64": (row(*turns(image="data:image/png;base64,@")), "base64"),
-    "NUL": (row(*turns(image="a\0.png")), "code 0"),
+    "NUL": (row(*turns(image="a\0.png")), "null character"),
     "of the assistant": (row(said("user"), said("assistant", image="a.png")), "role assistant"),
     # Places of images
     "place in the middle": (row(*turns("is <image> red?", image="a.png")), "<image>"),
-    "place of the system": (row(said("system", "<image>"), *turns()), "take <image> out"),
+    "place of the system": (row(said("system", "<image>"), *turns()), "remove <image>"),
     # Turns
     "white answer": (row(said("user"), said("assistant", " \n")), "\\n"),
     "user last": (row(*turns(), said("user")), "user"),
@@ -201,13 +204,13 @@ REFUSED: dict[str, tuple[str | bytes | dict, str]] = {
     "of Python": ("{'messages': []}", "json.dumps"),
     "comma": (GOOD + ",", "comma"),
     "deep": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested"),
-    "a key twice": ('{"messages": [], ' + GOOD[1:], '"messages" stands 2 times'),
+    "a key twice": ('{"messages": [], ' + GOOD[1:], '"messages" occurs 2 times'),
     "half a character": (row(*turns("a\ud83d")), "\\ud83d"),
     "no UTF-8": (GOOD.replace('"a"', '"\xe9"').encode("latin-1"), "0xe9"),
 }
 
 
-def fault_of_second(folder: Path, *lines: Any) -> str:
+def problem_of_second(folder: Path, *lines: Any) -> str:
     """What is wrong with the second row, of which alone something is."""
     with pytest.raises(ValueError) as refused:
         read(folder, *lines)
@@ -217,15 +220,15 @@ def fault_of_second(folder: Path, *lines: Any) -> str:
 
 
 def test_a_row_is_refused_with_file_line_and_cure(folder, words):
-    faults = {}
+    problems = {}
     for name, (line, named) in REFUSED.items():
-        faults[name] = fault_of_second(folder, GOOD, line, GOOD)
-        assert named in faults[name], name
-    words("\n".join(f"{name}: {fault}" for name, fault in faults.items()))
+        problems[name] = problem_of_second(folder, GOOD, line, GOOD)
+        assert named in problems[name], name
+    words("\n".join(f"{name}: {fault}" for name, fault in problems.items()))
 
 
 def test_rows_of_other_trainers_that_are_not_understood_are_refused(folder, words):
-    faults = []
+    problems = []
     for good, changed, named in (
         (PLAIN, {"output": ["b", {}]}, ""),
         (PLAIN, {"history": [["a"]]}, ""),
@@ -236,9 +239,9 @@ def test_rows_of_other_trainers_that_are_not_understood_are_refused(folder, word
         (SHAREGPT, {"conversations": 5}, ""),
         ({"prompt": "q", "completion": "b"}, {"completion": 5}, "completion is 5"),
     ):
-        faults.append(fault_of_second(folder, good, good | changed))
-        assert named in faults[-1]
-    words("\n".join(faults))
+        problems.append(problem_of_second(folder, good, good | changed))
+        assert named in problems[-1]
+    words("\n".join(problems))
 
 
 def test_a_place_of_another_trainer_is_no_word(folder):
@@ -249,28 +252,28 @@ def test_a_place_of_another_trainer_is_no_word(folder):
 
 def test_what_no_rows_can_be_read_from_is_named(tmp_path, words):
     long = '{"data": [' + '{"a": 1}, ' * 9000
-    told = []
+    errors = []
     for name, content, named in (
         ("no.jsonl", None, "no such file"),
-        ("", None, "a folder without a data set"),
+        ("", None, "this folder contains no data set"),
         ("a.jsonl", f"\n[\n{GOOD}\n{GOOD}]", ":4: "),
         ("a.jsonl", json.dumps(json.loads(GOOD), indent=2), "over several lines"),
         ("a.jsonl", GOOD.encode("utf-16-le"), "UTF-16"),
         ("a.jsonl", b"\xff\xd8\xff\xe0\x00\x10JFIF", "JPEG"),
         ("a.jsonl", f'{{"rows": [\n{GOOD}], "more": [{GOOD}]}}', '"more", "rows"'),
         ("a.jsonl", b"PAR1\0\0", "cannot be read"),
-        ("a.jsonl", "\n \n", "0 conversations"),
-        ("a.json", "[]", "0 conversations"),
+        ("a.jsonl", "\n \n", "contains 0 rows"),
+        ("a.json", "[]", "contains 0 rows"),
         ("a.json", '[\n{"messages": 5},\n\n{]\n\n', "a.json:4: row 2"),
         ("a.json", '[{"messages": 5}\n', "a.json:2: "),
-        ("a.json", '[{"messages": 5}] 7', "after the end"),
+        ("a.json", '[{"messages": 5}] 7', "has ended, but"),
         ("a.json", "[" * 100_000, "nested"),
         ("a.json", f"[{GOOD}, NaN, {GOOD}]", "a.json, row 2: "),
         ("a.json", f"[{GOOD}, [{'9' * 5000}.5, {'9' * 5000}]]", "a.json, row 2: "),
-        ("a.json", '{"data": [{"a": 1}], "data": []}', '"data" stands 2 times'),
-        ("a.json", long + '{"a": 1}]} x', "something stands"),
+        ("a.json", '{"data": [{"a": 1}], "data": []}', '"data" occurs 2 times'),
+        ("a.json", long + '{"a": 1}]} x', "has ended, but"),
         ("a.json", long + "[[", "row 9001"),
-        ("a.json", '{"images": [{"id": 1}], "annotations": [{"id": 1}]}', "COCO, VQA: docs/data"),
+        ("a.json", '{"images": [{"id": 1}], "annotations": [{"id": 1}]}', "docs/data.md shows"),
         ("a.json", b"PK\x03\x04\0\0", "unzip"),
     ):
         path = tmp_path / name
@@ -278,9 +281,9 @@ def test_what_no_rows_can_be_read_from_is_named(tmp_path, words):
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ValueError, match=re.escape(path.name)) as refused:
             read_conversations(path)
-        told.append(str(refused.value))
-        assert named in told[-1]
-    words("\n".join(told))
+        errors.append(str(refused.value))
+        assert named in errors[-1]
+    words("\n".join(errors))
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path, words):
@@ -293,13 +296,13 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, words):
 
 
 def test_a_line_that_never_ends_is_not_read_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("glm4v_patched.data.text_rows.MOST_CHARACTERS", 1000)
+    monkeypatch.setattr("glm4v_patched.data.text_rows.MAX_CHARACTERS", 1000)
     path = tmp_path / "a.jsonl"
     for end in ("\n", ""):
         path.write_text(f"{GOOD}\n{'x' * 999}\n{'x' * 5000}\n{GOOD}\n{'x' * 1000}{end}")
-        found = [(of.line, getattr(of, "text", "")[:12]) for of in iter_rows(path)]
-        long, short = "has 134,217,", "no JSON (Exp"
-        assert found == [(1, ""), (2, short), (3, long), (4, ""), (5, long)]
+        results = [(item.line, getattr(item, "text", "")[:12]) for item in iter_rows(path)]
+        long, short = "has 134,217,", "not JSON (Ex"
+        assert results == [(1, ""), (2, short), (3, long), (4, ""), (5, long)]
 
 
 def test_what_is_wrong_is_told_once_with_all_rows_and_up_to_20_faults(tmp_path):
@@ -352,5 +355,5 @@ def test_a_first_line_longer_than_what_is_looked_at_is_a_row_whatever_lists_it_h
     long = {"messages": turns("a" * 70_000), "meta": [{"of": "the row"}]}
     path = folder / "data.json"
     path.write_text(f'{{"id": [{{"a": 1}}], {json.dumps(long)[1:]}\n{GOOD}\n')
-    found = read_conversations(DataSource(str(path), ignore=("id", "meta")))
-    assert found == [turns("a" * 70_000), turns("a", "b")]
+    conversations = read_conversations(DataSource(str(path), ignore=("id", "meta")))
+    assert conversations == [turns("a" * 70_000), turns("a", "b")]

@@ -18,7 +18,7 @@ from glm4v_patched.data import text_rows
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.data.columns import named_columns
 from glm4v_patched.data.messages import images_of, text_of
-from glm4v_patched.data.rows import RowProblem, ConversationRow, read_conversations, iter_rows
+from glm4v_patched.data.rows import ConversationRow, RowProblem, iter_rows, read_conversations
 from glm4v_patched.data.source import find_path_problem, make_sources
 from tests.helpers import data_forms
 from tests.helpers.data_forms import FORMS, QUESTION, make, png, read_form, turns
@@ -33,7 +33,7 @@ def examples(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_is_the_same_to_the_model(examples, tmp_path, processor, name):
     rows = read_form(*make(name, tmp_path, examples))
-    assert {row.messages[-1]["content"] for row in rows} == {of.answer for of in examples}
+    assert {row.messages[-1]["content"] for row in rows} == {example.answer for example in examples}
     assert len(rows) == len(examples)
     # In the order of classes, where these are folders.
     first = next(row for row in rows if row.messages[-1]["content"] == examples[0].answer)
@@ -43,7 +43,9 @@ def test_a_form_is_the_same_to_the_model(examples, tmp_path, processor, name):
     assert_close(collator([first.messages]), expected, rtol=0, atol=0)
 
 
-def read(path: Path, content: str | bytes | list | None = None, **fields) -> list[ConversationRow | RowProblem]:
+def read(
+    path: Path, content: str | bytes | list | None = None, **fields
+) -> list[ConversationRow | RowProblem]:
     if isinstance(content, list):
         content = "\n".join(map(json.dumps, content))
     if content is not None:
@@ -67,7 +69,10 @@ OF_TALK = {"turns": "talk", "system": "rules"}
 
 def read_named(folder: Path, row: dict, columns: dict) -> list[ConversationRow | RowProblem]:
     """A row by columns, all others of which are left out."""
-    named = [*columns.values(), *(name for of in columns.values() for name in named_columns(of))]
+    named = [
+        *columns.values(),
+        *(name for value in columns.values() for name in named_columns(value)),
+    ]
     ignore = [key for key in row if not any(f"{name}.".startswith(f"{key}.") for name in named)]
     return read(folder / "a.jsonl", [row], columns=columns, ignore=[*ignore, "by"])
 
@@ -91,8 +96,8 @@ def test_columns_make_the_words_of_a_row(tmp_path):
         ({"talk": [["q", "a"]], "rules": "s"}, OF_TALK, *"sqa"),
     ):
         named = columns if isinstance(columns, dict) else {"question": columns, "answer": "a"}
-        (found,) = read_named(tmp_path, ROW | row, named)
-        assert said(found) == expected
+        (result,) = read_named(tmp_path, ROW | row, named)
+        assert said(result) == expected
 
 
 def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, words):
@@ -104,12 +109,12 @@ def test_columns_that_a_row_lacks_or_that_hold_no_text_are_refused(tmp_path, wor
         ("n", "all"),
         ("n", "true"),
     ]
-    told = []
+    errors = []
     for question, answer in refused:
         row = ROW | {"x": [["a"]], "true": True, "all": ["cat", "dog"]}
         (row,) = read_named(tmp_path, row, {"question": question, "answer": answer})
-        told.append(row.text)
-    words("\n".join(told))
+        errors.append(row.text)
+    words("\n".join(errors))
 
 
 def test_images_of_a_row_without_a_place_stand_before_its_first_users_words(examples, tmp_path):
@@ -117,43 +122,43 @@ def test_images_of_a_row_without_a_place_stand_before_its_first_users_words(exam
     row = {"system": "s", "before": [["q", "a"]], "question": "r", "answer": "b"}
     columns = {name: name for name in ("system", "question", "answer")} | {"history": "before"}
     absolute = [str(tmp_path / name) for name in names]
-    for given, image, folder in [
+    for more_columns, image, folder in [
         ({"a": names[0], "b": None, "c": names[1:]}, ["a", "b", "c"], {}),
         ({"n": [Path(name).name for name in names]}, "n", {"image_folder": "images"}),
     ]:
-        asked = {"columns": columns | {"image": image}, **folder}
-        (found,) = read(tmp_path / "a.jsonl", [row | given], **asked)
-        assert [text_of(message) for message in found.messages] == ["s", "q", "a", "r", "b"]
-        assert found.images == images_of(found.messages[1:2]) == absolute
+        fields = {"columns": columns | {"image": image}, **folder}
+        (result,) = read(tmp_path / "a.jsonl", [row | more_columns], **fields)
+        assert [text_of(message) for message in result.messages] == ["s", "q", "a", "r", "b"]
+        assert result.images == images_of(result.messages[1:2]) == absolute
     # With places they stand there.
     marked = row | {"question": "<image>r", "n": names[0]}
-    (found,) = read(tmp_path / "a.jsonl", [marked], columns=columns | {"image": "{n}"})
-    assert found.messages[3]["image"] == absolute[0] and "image" not in found.messages[1]
+    (result,) = read(tmp_path / "a.jsonl", [marked], columns=columns | {"image": "{n}"})
+    assert result.messages[3]["image"] == absolute[0] and "image" not in result.messages[1]
 
 
 def test_a_column_that_a_row_lacks_is_no_fault_and_one_that_is_named_twice_is(tmp_path, examples):
     image = f"images/{examples[0].image}"
     rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "img": image}]
     columns = {"question": "q", "answer": "a", "image": "img"}
-    found = [row.images for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
-    assert found == [[], [str(tmp_path / image)]]
-    _, found = read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
-    assert '"img" ("images' in found.text
+    images = [row.images for row in read(tmp_path / "a.jsonl", rows, columns=columns)]
+    assert images == [[], [str(tmp_path / image)]]
+    _, images = read(tmp_path / "a.jsonl", rows, columns=columns | {"image": "imag"})
+    assert '"img" ("images' in images.text
     for name in ("img", "img.path"):
-        with pytest.raises(ValueError, match=f'"{name}" is in columns and in ignore'):
+        with pytest.raises(ValueError, match=f'"{name}" is in both columns and ignore'):
             read(tmp_path / "a.jsonl", rows, columns=columns | {"image": name}, ignore=[name])
 
 
 def test_columns_that_cannot_be_are_refused(words):
-    answers, told = {"question": "a", "answer": ["b"]}, []
+    answers, errors = {"question": "a", "answer": ["b"]}, []
     for columns in (
         *({"qestion": "a"}, {"answer": "a"}, {"question": 5}, {"question": "{a:>9999999999}"}),
         *(answers, {"turns": "a", "history": "b"}, []),
     ):
         with pytest.raises(ValueError, match="set 1 of 1: columns ") as refused:
             make_sources([{"path": "a.jsonl", "columns": columns}], {})
-        told.append(str(refused.value))
-    words("\n".join(told))
+        errors.append(str(refused.value))
+    words("\n".join(errors))
 
 
 @pytest.mark.parametrize(
@@ -161,10 +166,13 @@ def test_columns_that_cannot_be_are_refused(words):
     [
         ('\ufeffq;a\r\n"x;\r\ny";1e5\r\n\r\n007;NA\r\n', [(2, "x;\r\ny 1e5"), (5, "007 NA")]),
         ('q,a\n"say ""hi""",b\n', [(2, 'say "hi" b')]),
-        ("q,a\nx,b,c\ny,d\n", [(2, "has 3 cells, and the first line 2"), (3, "y d")]),
-        ('q,a\n"x" y,b\nz,c\n', [(2, "no CSV (',' expected after '\"'): a quote"), (3, "z c")]),
-        ('q,a\nx,b\n"y,c\nz,d', [(2, "x b"), (3, "no CSV (unexpected end of data)")]),
-        (b"q,a\n\xc4\xe3,b\n", [(2, "character 1 is the byte 0xc4, which is no UTF-8")]),
+        ("q,a\nx,b,c\ny,d\n", [(2, "has 3 cells, but the first line names 2 columns"), (3, "y d")]),
+        ('q,a\n"x" y,b\nz,c\n', [(2, "not CSV (',' expected after '\"'): inside"), (3, "z c")]),
+        ('q,a\nx,b\n"y,c\nz,d', [(2, "x b"), (3, "not CSV (unexpected end of data)")]),
+        (
+            b"q,a\n\xc4\xe3,b\n",
+            [(2, "character 1 is the byte 0xc4, which is not UTF-8: save the file as UTF-8")],
+        ),
     ],
     ids=range(6),
 )
@@ -172,8 +180,8 @@ def test_a_cell_is_the_text_that_stands_in_it(tmp_path, text, expected):
     rows = read(tmp_path / "a.csv", text, columns={"question": "q", "answer": "a"})
     assert [row.line for row in rows] == [line for line, _ in expected]
     for row, (_, words) in zip(rows, expected, strict=True):
-        found = said(row)
-        assert (found if isinstance(found, str) else " ".join(found)).startswith(words)
+        actual = said(row)
+        assert (actual if isinstance(actual, str) else " ".join(actual)).startswith(words)
 
 
 def test_cells_of_tsv_are_parted_by_tabs_whatever_their_names_hold(tmp_path):
@@ -195,7 +203,7 @@ LIMIT = 2**20
     ],
 )
 def test_a_row_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, name, start, filler):
-    for limit in ("MOST_CHARACTERS", "MOST_OF_DOCUMENT"):
+    for limit in ("MAX_CHARACTERS", "MAX_DOCUMENT_CHARACTERS"):
         monkeypatch.setattr(text_rows, limit, LIMIT)
     path = tmp_path / f"{name}.zst"
     with pyarrow.output_stream(str(path), compression="zstd") as file:
@@ -236,11 +244,11 @@ def test_an_archive_whose_files_are_larger_than_it_is_refused(tmp_path):
     shard.parent.mkdir()
     with tarfile.open(shard, "w") as archive:
         archive.add(large, "1.txt.gz")
-    for path, told in (
+    for path, message in (
         (tmp_path / "a.tar", "1.txt is sparse"),
         (shard, "1.txt.gz is sparse or compressed"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read(path)
 
 
@@ -252,8 +260,8 @@ def test_a_pattern_is_a_set_for_each_of_its_files(tmp_path, monkeypatch):
     assert [Path(source.path).name for source in sources] == ["rows-a.jsonl", "rows-b.jsonl"]
     assert {(source.weight, source.max_samples) for source in sources} == {(2.0, 5)}
     assert [source.path for source in make_sources("x[1].jsonl", {})] == [f"{tmp_path}/x[1].jsonl"]
-    given = {"path": "rows-a.jsonl", "format": "alpaca"}
-    (source,) = make_sources([given], {"columns": {"question": "q"}, "image_folder": "a"})
+    entry = {"path": "rows-a.jsonl", "format": "alpaca"}
+    (source,) = make_sources([entry], {"columns": {"question": "q"}, "image_folder": "a"})
     assert (source.columns, source.image_folder) == (None, f"{tmp_path}/a")
     (tmp_path / "rows-c.jsonl").touch()
     assert find_path_problem("rows-*.jsonl") == "rows-c.jsonl: it is empty"
@@ -270,8 +278,8 @@ def test_max_samples_are_the_first_rows_and_no_more_is_read(tmp_path):
 
 @pytest.mark.parametrize("name", ["a folder a class", "imagefolder, metadata.csv", "Parquet"])
 def test_a_path_is_no_pattern(examples, tmp_path, name):
-    made, fields = make(name, tmp_path, examples)
-    path = made.rename(tmp_path / f"ü a{{b,c}}!#[1]*{made.suffix}")
+    original, fields = make(name, tmp_path, examples)
+    path = original.rename(tmp_path / f"ü a{{b,c}}!#[1]*{original.suffix}")
     rows = read_form(path, fields)
     assert {len(row.images) for row in rows} == {1} and len(rows) == len(examples)
     if path.is_dir():
@@ -282,7 +290,9 @@ def test_a_path_is_no_pattern(examples, tmp_path, name):
 def test_a_folder_of_llama_factory_is_refused_and_a_file_of_it_is_read(tmp_path):
     (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": "mine.json"}}')
     (tmp_path / "mine.json").write_text('[{"q": "q", "more": "r", "a": "b"}]')
-    with pytest.raises(ValueError, match="LLaMA-Factory's folder.* the file of one of its sets"):
+    with pytest.raises(
+        ValueError, match="LLaMA-Factory's folder.* the file of one of its data sets"
+    ):
         read(tmp_path, subset="mine")
     columns = {"question": ["q", "more"], "answer": "a"}
     (row,) = read(tmp_path / "mine.json", columns=columns)
@@ -307,10 +317,10 @@ def test_columns_of_no_format_are_shown_with_their_values(tmp_path, name, words)
 NO_ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "another separator": ("a.csv", "image|question|answer\na.png|q|b\n", ('"|"', "sep='|'")),
     "of a script": ("a.csv", "图片，问题，答案\na.png，q，b\n", ('"，"',)),
-    "no names": ("a.csv", "a.png,What?,red\nb.png,What?,blue\n", ('"a.png" is a cell', "names")),
-    "no names, in TSV": ("a.tsv", "What?\tred\tb.PNG\n", ('"b.PNG" is a cell',)),
-    "no names, a number": ("a.csv", "1,What?,red\n2,What?,blue\n", ('"1" is a cell',)),
-    "no names, a date": ("a.csv", "2024-05-01,What?\nx,y\n", ('"2024-05-01" is a cell',)),
+    "no names": ("a.csv", "a.png,What?,red\nb.png,What?,blue\n", ('"a.png" is a value', "names")),
+    "no names, in TSV": ("a.tsv", "What?\tred\tb.PNG\n", ('"b.PNG" is a value',)),
+    "no names, a number": ("a.csv", "1,What?,red\n2,What?,blue\n", ('"1" is a value',)),
+    "no names, a date": ("a.csv", "2024-05-01,What?\nx,y\n", ('"2024-05-01" is a value',)),
     "Excel's line": ("a.csv", "sep=;\nimage;question\na.png;q\n", ('"sep=" is a line',)),
 }
 
@@ -321,7 +331,7 @@ def test_a_csv_whose_cells_or_names_would_be_others_is_refused_with_its_cure(tmp
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError) as refused:
         read(tmp_path / file)
-    assert all(of in str(refused.value) for of in (f"{file}:1: ", *named))
+    assert all(part in str(refused.value) for part in (f"{file}:1: ", *named))
 
 
 @pytest.mark.parametrize(
@@ -385,7 +395,7 @@ def test_a_folder_of_what_is_no_row_is_refused(tmp_path):
         (tmp_path / name).write_text("a line\n")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(png())
-    with pytest.raises(ValueError, match=r"is a folder of text .*, and no set"):
+    with pytest.raises(ValueError, match=r"is a folder of text files .*, not a data set"):
         read(tmp_path)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).unlink()
@@ -398,13 +408,13 @@ def test_a_folder_of_what_is_no_row_is_refused(tmp_path):
 def test_an_archive_whose_images_change_their_kind_is_refused(tmp_path):
     rows = [{ending: png(), "txt": b"a"} for ending in ["png"] * 6 + ["jpg"] * 2]
     path = in_tar(tmp_path / "a.tar", rows)
-    found = read(path, columns={"question": "What?", "answer": "txt", "image": "png"})
-    assert [isinstance(row, ConversationRow) for row in found] == [True] * 6 + [False] * 2
-    assert "jpg" in found[6].text
+    results = read(path, columns={"question": "What?", "answer": "txt", "image": "png"})
+    assert [isinstance(row, ConversationRow) for row in results] == [True] * 6 + [False] * 2
+    assert "jpg" in results[6].text
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "answer"),
+    ("text", "question", "answer"),
     [
         (",0,1\n0,q,b\n", "{0}", "{1}"),
         ("question,0\nq,b\n", "question", "{0}"),
@@ -413,9 +423,9 @@ def test_an_archive_whose_images_change_their_kind_is_refused(tmp_path):
         ("question\nq | b\n", "question", None),
     ],
 )
-def test_names_that_pandas_and_forms_give_are_names(tmp_path, text, asked, answer):
+def test_names_that_pandas_and_forms_give_are_names(tmp_path, text, question, answer):
     (tmp_path / "a.csv").write_text(text)
-    columns = {"question": asked} | ({"answer": answer} if answer else {})
+    columns = {"question": question} | ({"answer": answer} if answer else {})
     (source,) = make_sources([{"path": str(tmp_path / "a.csv"), "columns": columns}], {})
     [row] = iter_rows(source, for_training=False)
     assert said(row) == (["q", "b"] if answer else ["q | b"])

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.data import decoding
-from glm4v_patched.data.decoding import find_fault, may_be_decoded
-from glm4v_patched.data.image_limits import MOST_PARTS, MOST_SIDE, count_decoded_pixels, open_image
+from glm4v_patched.data.decoding import find_image_problem, has_decodable_header
+from glm4v_patched.data.image_limits import MAX_PARTS, MAX_SIDE, count_decoded_pixels, open_image
 from glm4v_patched.inference.serving.limits import ApiError, ServerLimits
 from glm4v_patched.inference.serving.request_images import IMAGE_FORMATS, check_and_fetch_images
 
@@ -46,8 +46,8 @@ def png(before: bytes = b"", after: bytes = b"") -> bytes:
 def with_scans(number: int, size=(64, 64)) -> bytes:
     """A progressive JPEG, whose last scan is there again and again."""
     content = encoded("JPEG", size, progressive=True)
-    last, there = content.rindex(b"\xff\xda"), content.count(b"\xff\xda")
-    return content[:-2] + content[last:-2] * (number - there) + b"\xff\xd9"
+    last, num_scans = content.rindex(b"\xff\xda"), content.count(b"\xff\xda")
+    return content[:-2] + content[last:-2] * (number - num_scans) + b"\xff\xd9"
 
 
 def tiled(side: int) -> bytes:
@@ -66,23 +66,23 @@ def run_length_encoded(pairs: int) -> bytes:
     return b"BM" + start + header + bytes(1024) + b"\1\5" * pairs
 
 
-PARTS = MOST_PARTS + 5000
+PARTS = MAX_PARTS + 5000
 JPEG = encoded("JPEG")
 COSTLY = {
-    "wide": (encoded("PNG", (MOST_SIDE + 1, 1), "1"), "32,768 at most of a side"),
-    "tall": (encoded("PNG", (1, MOST_SIDE + 1), "1"), "32,768 at most of a side"),
-    "a tall GIF": (encoded("GIF", (1, MOST_SIDE + 1), "P"), "32,768 at most of a side"),
+    "wide": (encoded("PNG", (MAX_SIDE + 1, 1), "1"), "at most 32,768 per side"),
+    "tall": (encoded("PNG", (1, MAX_SIDE + 1), "1"), "at most 32,768 per side"),
+    "a tall GIF": (encoded("GIF", (1, MAX_SIDE + 1), "P"), "at most 32,768 per side"),
     "scans": (with_scans(400_000, (16, 16))[:2_000_000], "over .* parts"),
     "segments": (JPEG[:2] + b"\xff\xef\x00\x02" * PARTS + JPEG[2:], "over .* parts"),
     "chunks before": (png(chunk(b"prVt") * PARTS), "over .* parts"),
     "chunks after": (png(after=chunk(b"prVt") * PARTS), "over .* parts"),
     "chunks of data": (png(chunk(b"IDAT") * PARTS), "over .* parts"),
     # Decoded in Python: 20 to 35 s for 30 MB, and over a minute for 1 MB of comments.
-    "runs of BMP": (run_length_encoded(5 * 10**6), "10,001,078 bytes of BMP that Pillow"),
-    "text": (b"P3 1600 1600 255 " + b"1 " * 1600 * 1600 * 3, "bytes of PPM that Pillow"),
-    "bits as text": (b"P1 3000 3000 " + b"1" * 9 * 10**6, "bytes of PPM that Pillow"),
-    "levels": (b"P5 3000 3000 7 " + bytes(9 * 10**6), "bytes of PPM that Pillow"),
-    "comments": (b"P2 9 9 255 " + b"#a\n" * 70_000 + b"1 " * 81, "bytes of PPM that Pillow"),
+    "runs of BMP": (run_length_encoded(5 * 10**6), "decodes BMP in Python, where 10,001,078 bytes"),
+    "text": (b"P3 1600 1600 255 " + b"1 " * 1600 * 1600 * 3, "Pillow decodes PPM in Python"),
+    "bits as text": (b"P1 3000 3000 " + b"1" * 9 * 10**6, "Pillow decodes PPM in Python"),
+    "levels": (b"P5 3000 3000 7 " + bytes(9 * 10**6), "Pillow decodes PPM in Python"),
+    "comments": (b"P2 9 9 255 " + b"#a\n" * 70_000 + b"1 " * 81, "Pillow decodes PPM in Python"),
     "tiles": (tiled(30_000), "tiles of 30,000 x 30,000"),
 }
 
@@ -90,11 +90,11 @@ COSTLY = {
 @pytest.mark.parametrize("kind", COSTLY)
 def test_an_image_that_costs_more_than_its_pixels_say_is_refused(kind, tmp_path):
     """And before it is decoded: an image of one pixel in a column took 10 s."""
-    content, told = COSTLY[kind]
-    assert re.search(told, find_fault(content) or "")
+    content, message = COSTLY[kind]
+    assert re.search(message, find_image_problem(content) or "")
     (tmp_path / "a").write_bytes(content)
-    assert not may_be_decoded(str(tmp_path / "a"))
-    with pytest.raises(ApiError, match=told) as error:
+    assert not has_decodable_header(str(tmp_path / "a"))
+    with pytest.raises(ApiError, match=message) as error:
         send(content)
     assert (error.value.status, error.value.code) == (400, "image_too_large")
 
@@ -104,10 +104,10 @@ def test_each_scan_beyond_those_of_libjpeg_counts_as_pixels(monkeypatch):
     for scans, counted in ((10, of_one), (20, 2 * of_one), (25, of_one * 5 // 2)):
         content = with_scans(scans)
         assert count_decoded_pixels(open_image(content), content, 10**6) == counted
-        monkeypatch.setattr(decoding, "MOST_PIXELS", counted)
-        assert find_fault(content) is None
-        monkeypatch.setattr(decoding, "MOST_PIXELS", counted - 1)
-        assert "is too large" in str(find_fault(content))
+        monkeypatch.setattr(decoding, "MAX_PIXELS", counted)
+        assert find_image_problem(content) is None
+        monkeypatch.setattr(decoding, "MAX_PIXELS", counted - 1)
+        assert "is too large" in str(find_image_problem(content))
     # What lies behind the first image, or in its metadata, is none of its scans.
     content = encoded("JPEG", comment=b"\xff\xda" * 100) + b"\xff\xda" * 100
     assert count_decoded_pixels(open_image(content), content, 64) == 64
@@ -118,12 +118,12 @@ def test_images_at_the_limits_are_taken_in_any_number_of_frames():
     for kind in ("GIF", "WEBP", "TIFF", "PNG"):
         file = io.BytesIO()
         frames[0].save(file, kind, save_all=True, append_images=frames[1:])
-        assert find_fault(file.getvalue()) is None
+        assert find_image_problem(file.getvalue()) is None
         assert pixels(file.getvalue()) == 64
-    for size in ((MOST_SIDE, 1), (1, MOST_SIDE)):
-        assert find_fault(encoded("PNG", size, "1")) is None
-    assert find_fault(png(chunk(b"prVt") * 9000)) is None
-    assert find_fault(tiled(16)) is None
+    for size in ((MAX_SIDE, 1), (1, MAX_SIDE)):
+        assert find_image_problem(encoded("PNG", size, "1")) is None
+    assert find_image_problem(png(chunk(b"prVt") * 9000)) is None
+    assert find_image_problem(tiled(16)) is None
     for content in (run_length_encoded(10**5), b"P2 9 9 255 #a\n" + b"1 " * 81):
         assert pixels(content) >= 16 * len(content)
 
@@ -134,6 +134,6 @@ def test_clients_send_the_formats_that_are_named():
         send(encoded(kind))
     for kind in ("ICO", "TGA", "PCX", "ICNS"):
         content = encoded(kind, (32, 32))
-        assert find_fault(content) is None  # of data
+        assert find_image_problem(content) is None  # of data
         with pytest.raises(ApiError, match=rf"it is {kind}; expected BMP, .*: convert it to PNG"):
             send(content)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glm4v_patched.data.rows import RowProblem, ConversationRow, iter_rows
+from glm4v_patched.data.rows import ConversationRow, RowProblem, iter_rows
 from glm4v_patched.data.source import DataSource, make_sources
 from glm4v_patched.data.stream import StreamDataset
 from glm4v_patched.inference.questions import read_questions
@@ -46,12 +46,12 @@ def read(folder: Path, *rows: Any, **fields: Any) -> list[ConversationRow | RowP
 )
 def test_each_column_is_named_or_ignored_or_the_row_is_refused(folder, more, column, look):
     columns = COLUMNS | ({"question": "q.text"} if "q" in more else {})
-    found, again = read(folder, PLAIN | more, PLAIN | more, columns=columns)
-    assert f'"{column}" ({look}' in found.text and "data.ignore" in found.text
-    assert len(found.text) < 500 and found.text == again.text
+    problem, again = read(folder, PLAIN | more, PLAIN | more, columns=columns)
+    assert f'"{column}" ({look}' in problem.text and "data.ignore" in problem.text
+    assert len(problem.text) < 500 and problem.text == again.text
     ignored = {"q": ["q.image"]}.get(next(iter(more)), [*more])
-    (found,) = read(folder, PLAIN | more, columns=columns, ignore=ignored)
-    assert isinstance(found, ConversationRow)
+    (problem,) = read(folder, PLAIN | more, columns=columns, ignore=ignored)
+    assert isinstance(problem, ConversationRow)
 
 
 @pytest.mark.parametrize(
@@ -69,24 +69,28 @@ def test_what_is_empty_or_of_a_tool_needs_no_name(folder, more):
 def test_a_row_that_differs_from_the_first_ones_is_refused(folder):
     rows = [PLAIN, PLAIN | {"image": "a.png"}, PLAIN | {"image": "a.png", "second": "b.png"}]
     plain, lost, both = read(folder, *rows, columns=COLUMNS)
-    assert isinstance(plain, ConversationRow) and '"image" ("a.png")' in lost.text and "second" in both.text
-    first, shown, lost = read(folder, *rows, columns=COLUMNS | {"image": "image"})
-    assert (first.images, shown.images) == ([], [str(folder / "a.png")])
+    assert (
+        isinstance(plain, ConversationRow)
+        and '"image" ("a.png")' in lost.text
+        and "second" in both.text
+    )
+    first, with_image, lost = read(folder, *rows, columns=COLUMNS | {"image": "image"})
+    assert (first.images, with_image.images) == ([], [str(folder / "a.png")])
     assert '"second" ("b.png")' in lost.text
 
 
 def test_keys_of_turns_are_named_too(folder):
     of_turns = {"turns": "talk", "question": "q", "answer": "a"}
     row = {"talk": [PLAIN | {"image": "a.png", "n": None}]}
-    (found,) = read(folder, row, columns=of_turns)
-    assert 'turn 1 of 1 of talk: the key "image" is not read' in found.text
+    (result,) = read(folder, row, columns=of_turns)
+    assert 'turn 1 of 1 of talk: the key "image" is not read' in result.text
     assert isinstance(read(folder, row, columns=of_turns, ignore=["image"])[0], ConversationRow)
     cauldron = {"texts": [{"user": "q", "assistant": "a", "source": "mine"}]}
     assert isinstance(read(folder, cauldron)[0], ConversationRow)
     cauldron["texts"][0]["image"] = "a.png"
     assert 'the key "image" is not read' in read(folder, cauldron)[0].text
-    (found,) = read(folder, {"talk": turns(), "images": ["a.png"]}, columns={"turns": "talk"})
-    assert '"images" (a list)' in found.text
+    (result,) = read(folder, {"talk": turns(), "images": ["a.png"]}, columns={"turns": "talk"})
+    assert '"images" (a list)' in result.text
 
 
 @pytest.mark.parametrize(
@@ -102,10 +106,13 @@ def test_a_question_that_names_a_file_of_an_image_is_no_sample_without_one(folde
         {"messages": turns(words, image="b.png")},
         {"instruction": "What is it?", "input": words, "output": "a"},
     ):
-        (found,) = read(folder, row)
-        assert isinstance(found, RowProblem) and f'{name}" in the words is the file' in found.text
-    (found,) = read(folder, PLAIN | {"q": words}, columns=COLUMNS)
-    assert isinstance(found, RowProblem)
+        (problem,) = read(folder, row)
+        assert (
+            isinstance(problem, RowProblem)
+            and f'{name}" in the text is an image file' in problem.text
+        )
+    (problem,) = read(folder, PLAIN | {"q": words}, columns=COLUMNS)
+    assert isinstance(problem, RowProblem)
     # Of a file that is not there, in an answer, and of the image that is shown, it is a word.
     for row in (
         turns(words.replace(name, "logo.png")),
@@ -121,14 +128,14 @@ def test_no_form_loses_its_images_by_columns_without_them(tmp_path, monkeypatch,
     examples = data_forms.draw(tmp_path, 6)
     path, fields = make(name, tmp_path, examples)
     image = fields["columns"]["image"]
-    columns = {part: of for part, of in fields["columns"].items() if part != "image"}
+    columns = {part: column for part, column in fields["columns"].items() if part != "image"}
     fields = fields | {"columns": columns}
     lost = read_form(path, fields)
     assert len(lost) == len(examples)
     assert all(isinstance(row, RowProblem) and f'"{image}" (' in row.text for row in lost)
     # Also as it is streamed, and asked.
     source = make_sources([{"path": str(path), **fields}], {})[0]
-    assert f'"{image}" (' in next(iter(StreamDataset([source], 1, buffer=1))).fault
+    assert f'"{image}" (' in next(iter(StreamDataset([source], 1, buffer=1))).problem
     with pytest.raises(ValueError, match=rf'rows cannot be used:\n.*"{image}" \('):
         read_questions(source)
 
@@ -136,7 +143,7 @@ def test_no_form_loses_its_images_by_columns_without_them(tmp_path, monkeypatch,
 def test_a_key_of_images_that_no_format_has_is_to_be_written_as_one_that_it_has(folder):
     for key in ("img", "image_path", "picture", "Image", "image_file", "jpg", "图片", "image_ids"):
         (row,) = read(folder, {"messages": turns(), key: "a.png"})
-        assert f'"{key}" is not read: write the image as "image": "a.png"' in row.text
+        assert f'"{key}" is not read: write "image": "a.png" for one image' in row.text
         assert "ignore" not in row.text
     (row,) = read(folder, {"messages": turns("<image>q"), "image": {"<image_0>": "a", "<1>": "b"}})
     assert 'the keys "<image_0>", "<1>": write "images": ["a.png", "b.png"]' in row.text
@@ -182,15 +189,15 @@ STAND_FOR_OTHERS: dict[str, tuple[Any, ...]] = {
 def test_a_word_that_stands_for_what_is_not_there_is_refused(folder, name, words):
     question, answer, more = STAND_FOR_OTHERS[name]
     row = {"messages": turns(question, answer), "images": ["a.png"] * ("<image>" in question)}
-    (found,) = read(folder, row | more, ignore=[*more])
-    assert re.search(r"boxes\?|images alone|<image>|take it out", found.text)
+    (result,) = read(folder, row | more, ignore=[*more])
+    assert re.search(r"boxes\?|only images|<image>|remove it", result.text)
     if name in ("ms-swift's boxes", "Qwen's box", "a sound", "Qwen's image"):
-        words(found.text)
+        words(result.text)
     # By columns, and as a question.
     columns = COLUMNS | ({"image": "image"} if row["images"] else {})
     named = {"q": question, "a": answer, "image": row["images"]}
-    (found,) = read(folder, named | more, columns=columns, ignore=[*more])
-    assert "message" in found.text
+    (result,) = read(folder, named | more, columns=columns, ignore=[*more])
+    assert "message" in result.text
     path = write_rows(folder / "asked.jsonl", row | more)
     with pytest.raises(ValueError, match="asked.jsonl:1: "):
         read_questions(DataSource(str(path), ignore=tuple(more)))
@@ -220,16 +227,18 @@ def test_a_word_of_a_text_stays(folder, question, answer):
 def test_a_video_or_sound_cannot_be_left_out_of_a_sample_that_needs_it(folder):
     for key, value in (("videos", ["a.mp4"]), ("audio", {"bytes": None, "path": "a.wav"})):
         row = {"messages": turns(), key: value}
-        (found,) = read(folder, row)
-        assert "the model sees images alone" in found.text
-        (found,) = read(folder, row, ignore=[key])
-        assert f'"{key}", which data.ignore cannot leave out' in found.text
+        (result,) = read(folder, row)
+        assert "the model accepts only images" in result.text
+        (result,) = read(folder, row, ignore=[key])
+        assert f'"{key}", which data.ignore must not drop' in result.text
     for empty in ([], None, "", [None], False):
-        (found,) = read(folder, {"messages": turns(), "videos": empty}, ignore=["videos"])
-        assert isinstance(found, ConversationRow)
+        (result,) = read(folder, {"messages": turns(), "videos": empty}, ignore=["videos"])
+        assert isinstance(result, ConversationRow)
     # Frames of it are shown, and no word refers to it.
     row = {"messages": turns(image="a.png"), "video": "a.mp4"}
     assert isinstance(read(folder, row, ignore=["video"])[0], ConversationRow)
     # Boxes that no word refers to.
     more = {"objects": {"bbox": [[1, 2, 3, 4]]}}
-    assert isinstance(read(folder, {"messages": turns()} | more, ignore=["objects"])[0], ConversationRow)
+    assert isinstance(
+        read(folder, {"messages": turns()} | more, ignore=["objects"])[0], ConversationRow
+    )

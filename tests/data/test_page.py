@@ -36,10 +36,10 @@ def test_each_format_says_the_same(folder, rows):
 def test_a_table_says_the_same(folder):
     code, *_ = blocks(PAGE, "python")
     exec(compile(code, str(PAGE), "exec"), {})
-    ((asked, answer),) = read_conversations(folder / "cats.parquet")
-    kept = Path(asked["image"])
-    assert [asked, answer] == turns("What is it?", "A cat.", image=str(kept))
-    assert kept.read_bytes() == (folder / "cat.png").read_bytes()
+    ((question, answer),) = read_conversations(folder / "cats.parquet")
+    image = Path(question["image"])
+    assert [question, answer] == turns("What is it?", "A cat.", image=str(image))
+    assert image.read_bytes() == (folder / "cat.png").read_bytes()
 
 
 def test_its_recipe_can_be(folder):
@@ -54,8 +54,8 @@ def test_its_recipe_can_be(folder):
 
 def test_boxes_of_ms_swift_become_words(folder):
     (code,) = (code for code in blocks(ROOT / "docs" / "questions.md", "python") if "bbox" in code)
-    asked = {"role": "user", "content": "<image>Find <ref-object> and <ref-object>"}
-    row = {"messages": [asked, {"role": "assistant", "content": "<bbox><bbox>"}]}
+    question = {"role": "user", "content": "<image>Find <ref-object> and <ref-object>"}
+    row = {"messages": [question, {"role": "assistant", "content": "<bbox><bbox>"}]}
     row |= {"images": ["cat.png"]}
     boxes = {"ref": ["a cat", "a dog"], "bbox": [[1, 2, 30, 40], [5, 6, 7, 8]]}
     (folder / "swift.jsonl").write_text(json.dumps(row | {"objects": boxes}))

@@ -12,7 +12,7 @@ import pytest
 from glm4v_patched.data import fetching, text_rows
 from glm4v_patched.data.image_files import ImageFiles
 from glm4v_patched.data.messages import images_of
-from glm4v_patched.data.rows import read_conversations, iter_rows
+from glm4v_patched.data.rows import iter_rows, read_conversations
 from glm4v_patched.data.source import DataSource, find_source_problem
 from tests.helpers.data_forms import png, turns, write_rows
 
@@ -37,13 +37,13 @@ def test_a_large_array_is_refused_with_what_makes_lines_of_it(tmp_path, monkeypa
     for name, content in (("a.json", text), ("b.json", f'{{"data": {text}}}')):
         path = tmp_path / name
         path.write_text(content)
-        monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content))
+        monkeypatch.setattr(text_rows, "MAX_DOCUMENT_CHARACTERS", len(content))
         assert len([*iter_rows(path)]) == 9
-        monkeypatch.setattr(text_rows, "MOST_OF_DOCUMENT", len(content) - 1)
-        told = (
+        monkeypatch.setattr(text_rows, "MAX_DOCUMENT_CHARACTERS", len(content) - 1)
+        message = (
             f"{name} has over {len(content) - 1} characters in one .* jq -c '.*' {path} > {path}l"
         )
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             [*iter_rows(path)]
 
 
@@ -154,10 +154,10 @@ def test_an_image_whose_name_has_a_backslash_is_found(files, tmp_path):
 class Server(SimpleHTTPRequestHandler):
     """Sends files of the folder that the server has."""
 
-    def __init__(self, *of, **options):
-        super().__init__(*of, directory=of[2].folder, **options)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, directory=arguments[2].folder, **options)
 
-    def log_message(self, *of):
+    def log_message(self, *arguments):
         pass
 
     def copyfile(self, source, out):
@@ -194,7 +194,7 @@ def test_urls_are_fetched_once_and_only_where_allowed(files, tmp_path, served, w
     with words.refused(ValueError, "page.png", "<html>Too many", port=port):
         files.path_of(f"{url}/page.png")
     (folder / "page.png").write_bytes(png("blue"))  # it is one later
-    kept = Path(files.path_of(f"{url}/page.png"))
-    assert kept.read_bytes() == png("blue") and len([*kept.parent.iterdir()]) == 2
+    downloaded = Path(files.path_of(f"{url}/page.png"))
+    assert downloaded.read_bytes() == png("blue") and len([*downloaded.parent.iterdir()]) == 2
     (folder / "a.png").unlink()
     assert files.path_of(f"{url}/a.png") == path

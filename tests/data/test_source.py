@@ -10,7 +10,7 @@ from glm4v_patched.data import check as checking
 from glm4v_patched.data import stored_rows
 from glm4v_patched.data.checked_data import CheckedData
 from glm4v_patched.data.source import DataSource
-from tests.helpers.data_forms import found, turns, write_rows
+from tests.helpers.data_forms import contents_of, turns, write_rows
 
 
 def row(number: int, name: str = "") -> list[dict]:
@@ -35,12 +35,12 @@ def test_sets_are_read_one_after_the_other(check, write):
     rows = [row(0, "a"), row(1, "a"), row(2, "a"), row(0, "b"), row(1, "b")]
     assert [*checked.conversations()] == rows
     assert checked.row_labels == ("a:1", "a:2", "a:3", "b:1", "b:2")
-    assert checked.place(4) == f"{b.path}:2"
-    assert check(DataSource(a.path, weight=2.0), b).place(6) == f"{b.path}:1"
+    assert checked.row_location(4) == f"{b.path}:2"
+    assert check(DataSource(a.path, weight=2.0), b).row_location(6) == f"{b.path}:1"
     Path(b.path).write_text('{"messages": []}\n5')
     with pytest.raises(ValueError, match=r"b: 2 of 2 rows cannot(.|\n)*b:1: (.|\n)*b:2: "):
         check(a, b)
-    assert check(a, b, on_bad="skip").counts.rows == 3
+    assert check(a, b, on_bad="skip").counts.samples == 3
 
 
 def test_a_weight_is_how_often_a_row_comes(check, write):
@@ -50,8 +50,8 @@ def test_a_weight_is_how_often_a_row_comes(check, write):
     assert {counts[f"What is {n}a?"] for n in range(10)} == {1}
     assert {counts[f"What is {n}b?"] for n in range(10)} == {2}
     assert sorted(counts[f"What is {n}c?"] for n in range(10)) == [1] * 7 + [2] * 3
-    assert len(checked.row_digests) == checked.counts.rows == 43
-    assert check(DataSource(c.path, weight=0.28)).counts.rows == 3
+    assert len(checked.row_digests) == checked.counts.samples == 43
+    assert check(DataSource(c.path, weight=0.28)).counts.samples == 3
     # The same rows, whatever their order.
     again = asked(check(DataSource(c.path, weight=1.3)))
     Path(c.path).write_text("\n".join(reversed(Path(c.path).read_text().splitlines())))
@@ -62,10 +62,10 @@ def test_a_weight_that_leaves_no_row_of_a_set_is_refused(check, write, words):
     a = write("a", range(20))
     with words.refused(ValueError, "a: weight 0.02 of 20", "0.05"):
         check(DataSource(a.path, weight=0.02), write("b", range(20)))
-    assert check(DataSource(a.path, weight=0.05)).counts.rows == 1
+    assert check(DataSource(a.path, weight=0.05)).counts.samples == 1
     # Of first rows a weight says nothing, and there are no more than the set is to have.
-    assert check(DataSource(a.path, weight=0.02), first=4).counts.rows == 4
-    assert check(DataSource(a.path, max_samples=3), first=4).counts.rows == 3
+    assert check(DataSource(a.path, weight=0.02), num_precheck=4).counts.samples == 4
+    assert check(DataSource(a.path, max_samples=3), num_precheck=4).counts.samples == 3
 
 
 def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(check, write, words):
@@ -73,18 +73,18 @@ def test_rows_are_held_out_by_what_they_say_and_not_by_where_they_stand(check, w
     source = write("a", [*numbers, *numbers[:50]])
     Path(source.path).write_text(Path(source.path).read_text() + "5")
     checked = check(source, evaluate=0.2, on_bad="skip")
-    there, held_out = asked(checked), asked(checked.eval)
-    assert not there.keys() & held_out.keys()
-    assert len(there) + len(held_out) == 200 and 20 <= len(held_out) <= 60
+    trained_on, held_out = asked(checked), asked(checked.eval)
+    assert not trained_on.keys() & held_out.keys()
+    assert len(trained_on) + len(held_out) == 200 and 20 <= len(held_out) <= 60
     assert checked.eval_option == 0.2 and checked.eval.eval is None
     # In another order, without some and with others: what is there stays on its side.
     other = check(write("a", [*reversed(numbers[20:]), *range(300, 320)]), evaluate=0.2)
     assert not asked(other).keys() & held_out.keys()
-    assert not asked(other.eval).keys() & there.keys()
+    assert not asked(other.eval).keys() & trained_on.keys()
     # A larger share takes more, and leaves none of those.
     assert held_out.keys() < asked(check(write("a", numbers), evaluate=0.4).eval).keys()
     assert (checked.skipped, checked.eval.skipped) == (1, 0)
-    with words.refused(ValueError, "data.eval is 1e-06", "3 rows 0"):
+    with words.refused(ValueError, "data.eval is 1e-06", "3 rows, 0"):
         check(write("a", range(3)), evaluate=1e-6)
 
 
@@ -97,7 +97,7 @@ def test_a_file_may_be_evaluated_on(tmp_path, check, write, capsys, words):
     check(a, evaluate=[a])
     words(capsys.readouterr().out)
     checked.write(tmp_path / "out.json")
-    assert found(CheckedData.read(tmp_path / "out.json")) == found(checked)
+    assert contents_of(CheckedData.read(tmp_path / "out.json")) == contents_of(checked)
     Path(b.path).write_text("5")
     with pytest.raises(ValueError, match=r"b: 1 of 1 rows cannot be used"):
         check(a, evaluate=[b])
@@ -106,7 +106,7 @@ def test_a_file_may_be_evaluated_on(tmp_path, check, write, capsys, words):
 def test_rows_are_read_from_the_disk_in_any_process_and_refused_where_they_are_cut(
     tmp_path, check, write, monkeypatch
 ):
-    monkeypatch.setattr(stored_rows, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(stored_rows, "ROWS_PER_BATCH", 3)
     source, rows = write("a", range(10)), [row(n, "a") for n in range(10)]
     check(source).write(tmp_path / "out.json")
     conversations = CheckedData.read(tmp_path / "out.json").conversations()
@@ -136,6 +136,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(check, write, monkeypat
         Path(a.path).write_text(before.replace("What is 1a", "What is 9a"))
         yield from read(source)
 
-    monkeypatch.setattr(checking, "read_rows", replaced)
-    with pytest.raises(ValueError, match="a has changed while it was read"):
+    monkeypatch.setattr(checking, "iter_rows", replaced)
+    with pytest.raises(ValueError, match="a changed while it was read"):
         check(a)

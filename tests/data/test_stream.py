@@ -29,7 +29,7 @@ def rows(tmp_path) -> DataSource:
 
 
 def asked(rows) -> list[str | None]:
-    return [row.messages[0]["content"] if row.fault is None else None for row in rows]
+    return [row.messages[0]["content"] if row.problem is None else None for row in rows]
 
 
 def taken(stream: StreamDataset, number: int) -> list[str | None]:
@@ -47,15 +47,18 @@ def test_each_pass_has_every_row_once_in_another_order(rows, buffer):
 
 
 def test_processes_share_the_rows_and_draw_for_themselves(rows, tmp_path):
-    shares = [taken(StreamDataset([rows], 1, share=(k, 2)), 10) for k in range(2)]
+    shares = [taken(StreamDataset([rows], 1, shard=(k, 2)), 10) for k in range(2)]
     assert sorted(map(int, sum(shares, []))) == [*range(20)]
     assert [int(n) // 2 for n in shares[0]] != [int(n) // 2 for n in shares[1]]
     other = written(tmp_path / "other.jsonl", turns("other"), turns("other"))
-    shares = [taken(StreamDataset([other, rows], 1, share=(k, 2)), 20) for k in range(2)]
+    shares = [taken(StreamDataset([other, rows], 1, shard=(k, 2)), 20) for k in range(2)]
     assert [n == "other" for n in shares[0]] != [n == "other" for n in shares[1]]
     few = written(tmp_path / "few.jsonl", turns("0"), "", turns("1"), "", "")
-    assert [taken(StreamDataset([few], 1, share=(k, 2)), 2) for k in range(2)] == [["0"] * 2, ["1"] * 2]
-    assert {*taken(StreamDataset([replace(rows, max_samples=3)], 1, share=(1, 2)), 5)} == {"1"}
+    assert [taken(StreamDataset([few], 1, shard=(k, 2)), 2) for k in range(2)] == [
+        ["0"] * 2,
+        ["1"] * 2,
+    ]
+    assert {*taken(StreamDataset([replace(rows, max_samples=3)], 1, shard=(1, 2)), 5)} == {"1"}
 
 
 @pytest.mark.parametrize("workers", [0, 3])
@@ -72,9 +75,11 @@ def test_a_row_that_is_corrected_moves_no_other(rows, tmp_path):
     right = taken(StreamDataset([rows], 1, buffer=6), 40)
     lines = Path(rows.path).read_text().splitlines()
     wrong = written(tmp_path / "wrong.jsonl", *lines[:7], "{", turns("8", 7), *lines[9:])
-    found = [*islice(StreamDataset([wrong], 1, buffer=6), 40)]
-    assert asked(found) == [None if n in ("7", "8") else n for n in right]
-    assert {row.place for row in found if row.fault} == {f"{wrong.path}:{n}" for n in (8, 9)}
+    streamed_rows = [*islice(StreamDataset([wrong], 1, buffer=6), 40)]
+    assert asked(streamed_rows) == [None if n in ("7", "8") else n for n in right]
+    assert {row.location for row in streamed_rows if row.problem} == {
+        f"{wrong.path}:{n}" for n in (8, 9)
+    }
 
 
 @pytest.mark.parametrize(("form", "context"), [("save_to_disk", "fork"), ("hf download", "spawn")])
@@ -86,19 +91,21 @@ def test_images_of_a_table_come_to_whoever_reads_them(tmp_path, form, context):
     [*islice(StreamDataset([source], 2), 1)]  # a parent that has read, and has threads
     options = {"num_workers": 2, "multiprocessing_context": context, "timeout": 120}
     loader = DataLoader(StreamDataset([source], 2), 2, collate_fn=list, **options)
-    shown = [row for batch in islice(loader, 3) for row in batch]
-    asked = [row.messages for row in shown]
-    found = {(Image.open(row[0]["image"]).tobytes(), row[1]["content"]) for row in asked}
-    drawn = [(Image.open(tmp_path / "images" / of.image), of.answer) for of in examples]
-    assert found == {(image.tobytes(), answer) for image, answer in drawn}
+    streamed_rows = [row for batch in islice(loader, 3) for row in batch]
+    conversations = [row.messages for row in streamed_rows]
+    samples = {(Image.open(row[0]["image"]).tobytes(), row[1]["content"]) for row in conversations}
+    expected = [
+        (Image.open(tmp_path / "images" / example.image), example.answer) for example in examples
+    ]
+    assert samples == {(image.tobytes(), answer) for image, answer in expected}
 
 
 def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_buffer_has_places(
     rows, tmp_path, monkeypatch
 ):
     often = replace(written(tmp_path / "often.jsonl", turns("often")), weight=3)
-    drawn = taken(StreamDataset([often, rows], 1), 400)
-    assert 0.7 < drawn.count("often") / 400 < 0.8
+    order = taken(StreamDataset([often, rows], 1), 400)
+    assert 0.7 < order.count("often") / 400 < 0.8
     read, plain = [], stream.iter_rows
 
     def noted(*arguments, **options):
@@ -106,22 +113,22 @@ def test_a_set_is_drawn_from_by_its_weight_and_no_more_rows_are_held_than_the_bu
             read.append(row)
             yield row
 
-    monkeypatch.setattr(stream, "read_rows", noted)
+    monkeypatch.setattr(stream, "iter_rows", noted)
     assert len({*taken(StreamDataset([rows] * 4, 1, buffer=8), 30)}) > 10
     assert len(read) <= 30 + 8 + 4
 
 
 def test_a_set_that_cannot_be_read_on_says_so_in_each_row_to_come(tmp_path):
-    for content, share, place, told in (
+    for content, shard, location, message in (
         # Rows are read in the format of the first, also by a process whose own have another.
         ([{"query": "q", "response": "b"}, turns("0")], (1, 2), "", "process 2 of 2"),
-        (["[", json.dumps({"messages": turns("0")}), ",", "{]"], (0, 1), ":4", "row 2 is no JSON"),
+        (["[", json.dumps({"messages": turns("0")}), ",", "{]"], (0, 1), ":4", "row 2 is not JSON"),
         ([], (0, 1), "", "it is empty"),
     ):
         source = written(tmp_path / "rows", *content)
-        *_, last, again = islice(StreamDataset([source], 1, share=share, buffer=1), 5)
+        *_, last, again = islice(StreamDataset([source], 1, shard=shard, buffer=1), 5)
         assert last == again and last.is_last
-        assert last.place == source.path + place and told in last.fault
+        assert last.location == source.path + location and message in last.problem
 
 
 @pytest.fixture
@@ -153,7 +160,7 @@ def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, stre
     want = collator.collator([row.messages for row in rows])
     longest = want["input_ids"].shape[1]  # of the row with an image
     for limit, is_taken in ((longest, True), (longest - 1, False)):
-        collator.longest = limit
+        collator.max_tokens = limit
         batch = collator(rows)
         assert (batch.pop(ROW_PROBLEMS) == []) == is_taken and batch.pop(UNREADABLE) == []
         assert same(batch, want) == is_taken
@@ -162,8 +169,8 @@ def test_good_rows_are_batched_as_in_a_training_that_checked_them(collator, stre
 def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
     collator, streamed, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(decoding, "MOST_PIXELS", 64 * 64 - 1)
-    for bad, told in (
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 64 * 64 - 1)
+    for bad, message in (
         (turns("b", image="cut.png"), "cut.png cannot be read as an image"),
         (turns("b", image="whole.png"), "whole.png is too large"),
         (turns("b", answer="x" * 2**20), "characters"),
@@ -172,14 +179,14 @@ def test_a_row_that_cannot_be_learned_from_is_not_in_its_batch(
         rows = streamed(turns("a"), bad, turns("c"))
         batch = collator(rows)
         [fault] = batch.pop(ROW_PROBLEMS)
-        assert fault.startswith(f"{tmp_path}/given.jsonl:2: ") and told in fault
+        assert fault.startswith(f"{tmp_path}/given.jsonl:2: ") and message in fault
         assert batch.pop(UNREADABLE) == []
         assert same(batch, collator.collator([rows[0].messages, rows[2].messages]))
 
 
 def test_a_batch_without_any_row_teaches_nothing_and_tells_what_ends_a_run(collator, streamed):
     [bad] = streamed(turns("b", image="cut.png"))
-    batch = collator([bad, bad._replace(fault="is the last", is_last=True)])
-    assert len(batch[ROW_PROBLEMS]) == 1 and batch[UNREADABLE] == [f"{bad.place}: is the last"]
+    batch = collator([bad, bad._replace(problem="is the last", is_last=True)])
+    assert len(batch[ROW_PROBLEMS]) == 1 and batch[UNREADABLE] == [f"{bad.location}: is the last"]
     assert batch["labels"].shape == batch["input_ids"].shape
     assert (batch["labels"] == IGNORE_INDEX).all()

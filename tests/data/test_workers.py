@@ -41,8 +41,8 @@ def test_what_a_recipe_says_of_workers_is_done_and_left_where_none_can_be_had(ma
     of_workers = {"dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
     machine(32)
     assert loader_options(of_workers, 1, 4)["dataloader_prefetch_factor"] == 4
-    asked = {"dataloader_num_workers": 3}
-    assert loader_options(asked, 1, 4) == asked | {"dataloader_prefetch_factor": 2}
+    config = {"dataloader_num_workers": 3}
+    assert loader_options(config, 1, 4) == config | {"dataloader_prefetch_factor": 2}
     machine(1)
     none = {"dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
     assert loader_options(of_workers, 1, 4) == none | {"dataloader_num_workers": 0}
@@ -51,8 +51,8 @@ def test_what_a_recipe_says_of_workers_is_done_and_left_where_none_can_be_had(ma
 def test_an_offloaded_optimizer_has_workers_without_its_memory_unless_a_recipe_says_otherwise():
     assert worker_start(True) == worker_start(True, {"dataloader_num_workers": 2}) == "spawn"
     assert worker_start(False) is worker_start("auto") is None
-    asked = {"dataloader_multiprocessing_context": "forkserver"}
-    assert worker_start(True, asked) == worker_start(False, asked) == "forkserver"
+    config = {"dataloader_multiprocessing_context": "forkserver"}
+    assert worker_start(True, config) == worker_start(False, config) == "forkserver"
 
 
 @pytest.mark.newest  # torch's workers

@@ -189,7 +189,9 @@ def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_die
 
 
 def test_a_model_of_the_hub_is_written_down_with_its_commit(mine, monkeypatch):
-    plan = SimpleNamespace(base=ModelSource("org/name", "c0ffee"), options=EngineOptions(), write=Mock())
+    plan = SimpleNamespace(
+        base=ModelSource("org/name", "c0ffee"), options=EngineOptions(), write=Mock()
+    )
     checked = SimpleNamespace(write=Mock())
     monkeypatch.setattr(launching, "_decide", lambda *_: (plan, checked, []))
     with prepared(resolve_recipe(mine.override({"model": "org/name"})), Placement(1, on_cpu=True)):

@@ -225,7 +225,10 @@ def test_code_in_the_folder_is_not_run_and_adapters_of_a_changed_model_are_refus
         path.write_text("raise SystemExit('the code of the folder was run')\n")
     model, _ = load_with_processor(find_source(str(tmp_path / "model")), "cpu")
     assert type(model).__module__ == "glm4v_patched.remote.modeling_chatglm"
-    recorded, report = identify(ModelSource(str(files.model))), tmp_path / "adapters" / "training.json"
+    recorded, report = (
+        identify(ModelSource(str(files.model))),
+        tmp_path / "adapters" / "training.json",
+    )
     report.write_text(json.dumps({"base": recorded}))
     assert find_source(str(tmp_path / "adapters")).model == str(files.model)
     report.write_text(json.dumps({"base": recorded | {"model.safetensors": "0" * 64}}))

@@ -16,7 +16,7 @@ from glm4v_patched.models import placement
 from glm4v_patched.models.base import ModelSource, digest_file, identify, pin_revision
 from glm4v_patched.models.find import find_model_problem, find_source
 from glm4v_patched.models.loading import load_processor
-from glm4v_patched.models.placement import PlacementError, Placement, place_processes
+from glm4v_patched.models.placement import Placement, PlacementError, place_processes
 
 
 def model(folder: Path, **changes) -> Path:
@@ -29,11 +29,11 @@ def model(folder: Path, **changes) -> Path:
 
 def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
     one, moved = model(tmp_path / "one"), tmp_path / "moved"
-    found = identify(ModelSource(str(one)))
+    digests = identify(ModelSource(str(one)))
     shutil.copytree(one, moved)
     (moved / "README.md").touch()
     (moved / "training_args.bin").touch()  # the Trainer leaves it beside what it saves
-    assert identify(ModelSource(str(moved))) == found
+    assert identify(ModelSource(str(moved))) == digests
     for name in ("model.safetensors", "tokenizer.json", "model-2.safetensors"):
         before = identify(ModelSource(str(moved)))
         (moved / name).write_text("others")
@@ -47,7 +47,7 @@ def test_a_model_is_known_by_its_contents_and_not_by_its_name(tmp_path):
 
 
 def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
-    monkeypatch.setattr(base_of_models, "WHOLE_UP_TO", 1000)
+    monkeypatch.setattr(base_of_models, "MAX_FULLY_HASHED_BYTES", 1000)
     monkeypatch.setattr(base_of_models, "BLOCK", 10)
     file, content = tmp_path / "file", bytearray(range(256)) * 100
 
@@ -55,25 +55,25 @@ def test_large_files_are_known_by_their_size_and_samples(tmp_path, monkeypatch):
         file.write_bytes(content)
         return digest_file(file)
 
-    found = digest_of(content)
-    assert found.endswith("(of samples)") and not digest_of(b"0" * 1000).endswith(")")
+    expected = digest_of(content)
+    assert expected.endswith("(of samples)") and not digest_of(b"0" * 1000).endswith(")")
     for at in (0, len(content) - 1):
         changed = content.copy()
         changed[at] ^= 1
-        assert digest_of(changed) != found
+        assert digest_of(changed) != expected
     assert digest_of(b"0" * 30_000) != digest_of(b"0" * 30_001)
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
     model(tmp_path / "snapshots" / "c0ffee")
 
-    asked = []
+    downloads = []
 
     def answer(of_config, of_adapters=None):
         def download(repository, name, revision):
-            asked.append((repository, name, revision))
-            if said := of_config if name == "config.json" else of_adapters:
-                raise said
+            downloads.append((repository, name, revision))
+            if error := of_config if name == "config.json" else of_adapters:
+                raise error
             return str(tmp_path / "snapshots" / "c0ffee" / name)
 
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
@@ -82,15 +82,18 @@ def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
     pinned = pin_revision(ModelSource("org/name", "main"))
     assert pinned == ModelSource("org/name", "c0ffee")
     names = [("config.json", "main"), ("adapter_config.json", "c0ffee")]
-    assert asked == [("org/name", *name) for name in names]
+    assert downloads == [("org/name", *name) for name in names]
     assert identify(pinned) == {"model on the Hub": "org/name at c0ffee"}
     assert pin_revision(ModelSource(str(tmp_path))) == ModelSource(str(tmp_path))
-    for given, told in (
-        (None, "org/name of the Hub holds adapters; .*hf download"),
-        (EntryNotFoundError("no such file"), "org/name is no folder here, and cannot be had"),
+    for base, message in (
+        (None, "org/name on the Hub contains adapters; .*hf download"),
+        (
+            EntryNotFoundError("no such file"),
+            "org/name is not a local folder, and cannot be loaded",
+        ),
     ):
-        answer(given)
-        with pytest.raises(ValueError, match=told):
+        answer(base)
+        with pytest.raises(ValueError, match=message):
             pin_revision(ModelSource("org/name"))
 
 
@@ -106,7 +109,7 @@ def test_adapters_bring_their_own_processor_or_have_the_models(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "placed"),
+    ("gpus", "options", "expected"),
     [
         (4, {"processes": 4}, Placement(4)),
         (4, {"processes": None, "zero_stage": 0}, Placement(1)),
@@ -116,15 +119,15 @@ def test_adapters_bring_their_own_processor_or_have_the_models(files, tmp_path):
         (4, {"processes": 2, "zero_stage": 0}, "engine.zero_stage"),
     ],
 )
-def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, asked, placed):
-    found = Gpus((Gpu("a GPU", 80, (9, 0)),) * gpus, "" if gpus else "none is here")
-    monkeypatch.setattr(placement, "find_gpus", lambda: found)
-    if isinstance(placed, Placement):
-        assert place_processes(**asked) == placed and placed.share == 1
+def test_each_process_has_a_gpu_or_all_are_on_the_cpu(monkeypatch, gpus, options, expected):
+    machine = Gpus((Gpu("a GPU", 80, (9, 0)),) * gpus, "" if gpus else "none is here")
+    monkeypatch.setattr(placement, "find_gpus", lambda: machine)
+    if isinstance(expected, Placement):
+        assert place_processes(**options) == expected and expected.share == 1
         return
     with pytest.raises(PlacementError) as refused:
-        place_processes(**asked)
-    assert refused.value.field == placed
+        place_processes(**options)
+    assert refused.value.field == expected
     assert Placement(8, local_processes=2).share == 1 / 4
 
 
@@ -134,8 +137,8 @@ def test_what_is_no_folder_and_has_not_the_form_of_an_id_is_told(monkeypatch):
         assert find_model_problem(name) is None
     odd = ["our-org", "our--org/a", "a/b/c", "our-org/a.git", "our-org/ä", f"our-org/{'a' * 97}"]
     for name in [*odd, "/no/such", "./org/name", "-a/b", "~/model"]:
-        told = find_model_problem(name)
-        assert told.startswith("there is no such folder; expected a folder, or an id of the Hub")
+        problem = find_model_problem(name)
+        assert problem.startswith("there is no such folder; expected a folder, or an id of the Hub")
     # Older releases of huggingface_hub take letters beyond ASCII.
     monkeypatch.setattr("huggingface_hub.utils.validate_repo_id", lambda name: None)
     assert "there is no such folder" in find_model_problem("our-org/ä")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from glm4v_patched.cli import main
 from glm4v_patched.models.check_weights import COMPUTED, require_complete_model
 from glm4v_patched.models.find import find_model_problem, find_source
-from glm4v_patched.models.weight_files import WEIGHTS_INDEX, WHOLE, shards_of
+from glm4v_patched.models.weight_files import SINGLE_FILE, WEIGHTS_INDEX, shards_of
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.local_hub import LocalHub
 from tests.helpers.recipes import drawn_recipe, write_recipe
@@ -36,7 +36,7 @@ def model(drawn, tmp_path) -> Path:
 
 def change(model: Path, new) -> None:
     """Replace the weights by what ``new`` makes of them."""
-    save_file(new(load_file(model / WHOLE)), model / WHOLE, metadata={"format": "pt"})
+    save_file(new(load_file(model / SINGLE_FILE)), model / SINGLE_FILE, metadata={"format": "pt"})
 
 
 def renamed(old: str, new: str):
@@ -64,26 +64,26 @@ BOI = r"transformer.vision.boi \[1, 1, 128\]"
 FAULTS = {
     "another tool's prefix": (
         lambda weights: {f"base_model.{name}": weight for name, weight in weights.items()},
-        r"55 of 55 weights are missing.* 55 weights have no place .*\(base_model.transformer.emb",
+        r"55 of 55 weights are missing.* 55 weights are not part .*\(base_model.transformer.emb",
     ),
     "adapters that were not merged": (renamed("dense.", "dense.base_layer."), "base_layer.weight"),
     "no tower": (without(TOWER), rf"38 of 55 weights are missing.*\({BOI}, "),
     "a layer less": (without(LAYER), r"7 of 55 weights are missing.*layers.1.input_layernorm"),
     "a layer more": (
         with_more("transformer.encoder.layers.7.mlp.x.weight", 2),
-        r"1 weights have no place .*\(transformer.encoder.layers.7.mlp.x.weight \[2\]\)",
+        r"1 weights are not part .*\(transformer.encoder.layers.7.mlp.x.weight \[2\]\)",
     ),
     "another config": (None, r"dense_4h_to_h.weight: \[128, 256\], not \[128, 8\]"),
 }
 
 
-@pytest.mark.parametrize(("new", "told"), FAULTS.values(), ids=FAULTS)
-def test_what_is_not_whole_is_refused_by_names_and_shapes(model, new, told):
+@pytest.mark.parametrize(("new", "message"), FAULTS.values(), ids=FAULTS)
+def test_what_is_not_whole_is_refused_by_names_and_shapes(model, new, message):
     if new is None:
         configured(model, ffn_hidden_size=8)
     else:
         change(model, new)
-    with pytest.raises(ValueError, match=told) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         require_complete_model(str(model))
     assert str(model) in str(refused.value) and "expected the names and shapes" in str(
         refused.value
@@ -109,11 +109,11 @@ def test_a_pipe_in_a_folder_is_told_and_not_waited_for(model, name):
 
 
 def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(model):
-    content = (model / WHOLE).read_bytes()
-    (model / WHOLE).write_bytes(content[:-1])
-    told = f"{len(content) - 1:,} of its {len(content):,} bytes"
-    assert told in find_model_problem(str(model))
-    (model / WHOLE).write_bytes(content)
+    content = (model / SINGLE_FILE).read_bytes()
+    (model / SINGLE_FILE).write_bytes(content[:-1])
+    message = f"{len(content) - 1:,} of its {len(content):,} bytes"
+    assert message in find_model_problem(str(model))
+    (model / SINGLE_FILE).write_bytes(content)
     # transformers would read the one, and the index tell of the other.
     (model / "model-1.safetensors").write_bytes(content)
     write_index(model, {"a": "model-1.safetensors"})
@@ -121,14 +121,16 @@ def test_files_that_are_cut_short_or_too_many_or_need_a_package_are_refused(mode
         require_complete_model(str(model))
     for outside in ("../a.safetensors", "..\\a.safetensors"):
         write_index(model, {"a": outside})
-        with pytest.raises(ValueError, match="without another folder's"):
+        with pytest.raises(ValueError, match="without another folder"):
             require_complete_model(str(model))
     (model / WEIGHTS_INDEX).unlink()
     configured(model, quantization_config={"quant_method": "gptq", "bits": 4})
     missing = "saved quantized by gptq, needs gptqmodel: .*install gptqmodel"
     with pytest.raises(RuntimeError, match=missing):
         find_source(str(model))
-    with pytest.raises(ValueError, match="--weights fp8: .* was saved quantized by gptq; leave it"):
+    with pytest.raises(
+        ValueError, match="--weights fp8: .* was saved quantized by gptq; remove --w"
+    ):
         find_source(str(model), weights="fp8")
 
 
@@ -138,16 +140,16 @@ def test_what_transformers_reads_alike_is_whole(model, tmp_path):
     number = require_complete_model(str(model))
     change(model, lambda weights: {n.removeprefix("transformer."): w for n, w in weights.items()})
     change(model, with_more("rotary_pos_emb.inv_freq", 8))
-    write_index(model, {"a": WHOLE})
+    write_index(model, {"a": SINGLE_FILE})
     assert require_complete_model(str(model)) == number and find_model_problem(str(model)) is None
     read = GLM4VForCausalLM.from_pretrained(model).state_dict()
     assert all(torch.equal(weight, read[name]) for name, weight in want.items())
 
 
 def test_pickled_weights_are_refused_with_the_cure(model):
-    torch.save(load_file(model / WHOLE), model / "pytorch_model.bin")
+    torch.save(load_file(model / SINGLE_FILE), model / "pytorch_model.bin")
     assert find_model_problem(str(model)) is None
-    (model / WHOLE).unlink()
+    (model / SINGLE_FILE).unlink()
     assert "Pickled weights (*.bin) are not read: save" in str(find_model_problem(str(model)))
 
 
@@ -166,11 +168,11 @@ def test_weights_in_pieces_of_a_quantizer_are_whole(model):
     change(model, in_pieces)
     require_complete_model(str(model))
     # What is not packed has its own size.
-    whole = (model / WHOLE).read_bytes()
+    whole = (model / SINGLE_FILE).read_bytes()
     change(model, with_more("transformer.output_layer.weight", 7, 64))
     with pytest.raises(ValueError, match="other shapes"):
         require_complete_model(str(model))
-    (model / WHOLE).write_bytes(whole)
+    (model / SINGLE_FILE).write_bytes(whole)
     change(model, without(LAYER + "self_attention.dense"))
     with pytest.raises(ValueError, match="are missing"):
         require_complete_model(str(model))
@@ -190,24 +192,29 @@ def test_weights_that_begin_at_random_on_purpose_are_said(model):
 
 
 def test_of_the_hub_the_beginnings_of_the_files_are_read(model, tmp_path, monkeypatch):
-    held = {path.name: path.read_bytes() for path in model.iterdir()}
+    contents = {path.name: path.read_bytes() for path in model.iterdir()}
     change(model, without(TOWER))
     with LocalHub() as hub:
         hub.redirect_client(monkeypatch)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        hub.add_repository("our-org/whole", held)
-        hub.add_repository("our-org/text", held | {WHOLE: (model / WHOLE).read_bytes()})
+        hub.add_repository("our-org/whole", contents)
+        hub.add_repository(
+            "our-org/text", contents | {SINGLE_FILE: (model / SINGLE_FILE).read_bytes()}
+        )
         require_complete_model("our-org/whole")
         with pytest.raises(ValueError, match="38 of 55 weights are missing"):
             require_complete_model("our-org/text")
         for number, header in enumerate((b"{", b"[]", b'{"a": 1}', b'{"a": {"shape": [null]}}')):
             damaged = len(header).to_bytes(8, "little") + header
-            hub.add_repository(f"our-org/damaged-{number}", held | {WHOLE: damaged})
-            with pytest.raises(ValueError, match=f"our-org/damaged-{number} cannot be had"):
+            hub.add_repository(f"our-org/damaged-{number}", contents | {SINGLE_FILE: damaged})
+            with pytest.raises(ValueError, match=f"our-org/damaged-{number} cannot be loaded"):
                 require_complete_model(f"our-org/damaged-{number}")
-        shard, where = held.pop(WHOLE), dict.fromkeys(load_file(tmp_path / "model" / WHOLE), "a")
+        shard, where = (
+            contents.pop(SINGLE_FILE),
+            dict.fromkeys(load_file(tmp_path / "model" / SINGLE_FILE), "a"),
+        )
         where = json.dumps({"weight_map": where}).encode()
-        hub.add_repository("our-org/index", held | {"a": shard, WEIGHTS_INDEX: where})
+        hub.add_repository("our-org/index", contents | {"a": shard, WEIGHTS_INDEX: where})
         with pytest.raises(ValueError, match=f"{WEIGHTS_INDEX} has metadata None"):
             require_complete_model("our-org/index")
 
@@ -260,14 +267,14 @@ def changed(weights: dict, changes: list[tuple[str, int, str]]) -> dict:
 
 @pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
 def test_a_model_is_whole_or_refused_whatever_is_changed(model, profile):
-    whole = load_file(model / WHOLE)
+    whole = load_file(model / SINGLE_FILE)
     shapes = {name: tensor.shape for name, tensor in whole.items() if not name.endswith(COMPUTED)}
 
     @profile
     @given(CHANGES)
     def check(changes):
         new = changed(whole, changes)
-        save_file(new, model / WHOLE, metadata={"format": "pt"})
+        save_file(new, model / SINGLE_FILE, metadata={"format": "pt"})
         if {n: new[n].shape for n in new if not n.endswith(COMPUTED)} == shapes:
             require_complete_model(str(model))
             return

@@ -30,12 +30,12 @@ def asked(files) -> list:
 def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, kind):
     monkeypatch.setattr(fp8, "_allow_cpu", True)
     base = find_source(str(getattr(files, kind)), weights="fp8")
-    held, plain = load_with_processor(base, "cpu", "fp8"), load_with_processor(base, "cpu")
+    in_fp8, plain = load_with_processor(base, "cpu", "fp8"), load_with_processor(base, "cpu")
     assert not any(weight.requires_grad for weight in plain.model.parameters())
     held_layers = set()
     for name, module in plain.model.named_modules():
         if isinstance(module, Linear):
-            other = held.model.get_submodule(name)
+            other = in_fp8.model.get_submodule(name)
             if type(other) is Fp8StoredLinear:
                 tower = "tower" if ".vision." in name else "language"
                 held_layers.add(f"{tower} {name.removesuffix('.base_layer').rpartition('.')[2]}")
@@ -44,11 +44,11 @@ def test_layers_are_held_in_fp8_and_the_rest_stays_as_it_is(files, monkeypatch, 
     tower = {f"tower {name}" for name in ("query_key_value", "fc1", "fc2")}
     names = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
     assert held_layers == tower | {f"language {name}" for name in names}
-    answerers = [Answerer(loaded, Generation(max_new_tokens=4)) for loaded in (held, plain)]
+    answerers = [Answerer(loaded, Generation(max_new_tokens=4)) for loaded in (in_fp8, plain)]
     batch = answerers[0].encode(asked(files))
     with torch.no_grad():
-        got, want = (answerer.model(**batch).logits for answerer in answerers)
-    assert 0 < (got - want).norm() / want.norm() < 0.2
+        actual, want = (answerer.model(**batch).logits for answerer in answerers)
+    assert 0 < (actual - want).norm() / want.norm() < 0.2
     assert len(answerers[0].answer(asked(files))) == 2
 
 
@@ -63,7 +63,7 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
             torch.nn.init.normal_(weight, std=0.05)
     trained.save_pretrained(tmp_path)
 
-    def build(**given):
+    def build(**options):
         return tiny_model(torch.bfloat16)
 
     row = torch.tensor([[*text(3), *expanded_image()]])
@@ -72,23 +72,23 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
     before = loading.build_on_device(build, "cpu", "fp8", tmp_path)
     none = loading.build_on_device(build, "cpu", "fp8")
     with torch.no_grad():
-        got, want, without = (each.eval()(**with_it).logits for each in (later, before, none))
-    assert (got - want).norm() < 0.5 * (without - want).norm()
+        actual, want, without = (model.eval()(**with_it).logits for model in (later, before, none))
+    assert (actual - want).norm() < 0.5 * (without - want).norm()
 
 
 @pytest.mark.parametrize("way", [4, 8, "fp8"])
 def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
     """Weights that are on the device already: never all of both kinds."""
     monkeypatch.setattr(fp8, "_allow_cpu", True)
-    model, left, hold = tiny_model(), [], Fp8StoredLinear.quantize_weight
+    model, alive_counts, hold = tiny_model(), [], Fp8StoredLinear.quantize_weight
     layers = [m for n, m in model.named_modules() if type(m) is Linear and ".layers." in n]
     alive = [weakref.ref(layer.weight) for layer in layers]
     del layers
 
-    def replaced(linear, given):
+    def replaced(linear, kind):
         gc.collect()
-        left.append(sum(weight() is not None for weight in alive))
-        return torch.nn.Identity() if given == way else None
+        alive_counts.append(sum(weight() is not None for weight in alive))
+        return torch.nn.Identity() if kind == way else None
 
     def held(linear, stores_transposed):
         replaced(linear, None)
@@ -100,20 +100,20 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
         loading.build_on_device(lambda: model, "cpu", "fp8")
     else:
         trainable.quantize_linear_layers(model, "cpu", way)
-        assert len(left) == len(alive)
-    assert len(left) > 8
+        assert len(alive_counts) == len(alive)
+    assert len(alive_counts) > 8
     # The one before may still be there.
-    assert all(found <= len(alive) - n + 1 for n, found in enumerate(left))
+    assert all(count <= len(alive) - n + 1 for n, count in enumerate(alive_counts))
 
 
 def test_of_a_model_that_is_loaded_layers_outside_of_both_towers_stay_as_they_are(monkeypatch):
     """As those of one that is quantized when it is built."""
     # Which transformers 4.57 asks for, of bitsandbytes.
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.0")
-    given = trainable.quantization_options(torch.bfloat16, "cpu")["quantization_config"]
+    quantization = trainable.quantization_options(torch.bfloat16, "cpu")["quantization_config"]
     for name, module in tiny_model().named_modules():
         if type(module) is Linear:
-            left_out = any(name.startswith(one) for one in given.llm_int8_skip_modules)
+            left_out = any(name.startswith(one) for one in quantization.llm_int8_skip_modules)
             assert left_out == (".layers." not in name), name
 
 
@@ -129,7 +129,9 @@ REFUSED = [
 def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
     files, tmp_path, monkeypatch, capsys, command, arguments, named
 ):
-    monkeypatch.setattr(loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded")
+    )
     if command == "answer":
         arguments = [*arguments, "--data", str(files.data), "--out", str(tmp_path / "out.jsonl")]
     assert main([command, str(files.model), *arguments]) == 1
@@ -137,13 +139,13 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
 
 
 def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
-    assert resolve_cache("auto", None, otherwise="static") == "static"
-    assert resolve_cache("auto", "fp8", otherwise="static") == "static"
-    assert resolve_cache("auto", "8bit", otherwise="static") == "dynamic"
-    assert resolve_cache("dynamic", "fp8", otherwise="static") == "dynamic"
-    assert resolve_cache("auto", "compressed-tensors", otherwise="static") == "dynamic"
+    assert resolve_cache("auto", None, default="static") == "static"
+    assert resolve_cache("auto", "fp8", default="static") == "static"
+    assert resolve_cache("auto", "8bit", default="static") == "dynamic"
+    assert resolve_cache("dynamic", "fp8", default="static") == "dynamic"
+    assert resolve_cache("auto", "compressed-tensors", default="static") == "dynamic"
     with pytest.raises(ValueError, match="--cache static with a model saved by compressed-tensors"):
-        resolve_cache("static", "compressed-tensors", otherwise="static")
+        resolve_cache("static", "compressed-tensors", default="static")
 
 
 def test_a_missing_package_or_gpu_is_named(files, monkeypatch):

@@ -8,9 +8,14 @@ from itertools import product
 import pytest
 
 from glm4v_patched.engine.options import QUANTIZER_PACKAGES
-from glm4v_patched.models.base import KINDS, NOT_LOADED, ModelSource, base_of_adapters
+from glm4v_patched.models.base import (
+    PEFT_SETTING_TYPES,
+    UNSUPPORTED_SETTINGS,
+    ModelSource,
+    base_of_adapters,
+)
 from glm4v_patched.models.find import find_source
-from glm4v_patched.models.limits import TOKENIZER
+from glm4v_patched.models.limits import TOKENIZER_SETTINGS
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.patch.config_json import why_not_glm4v
 from glm4v_patched.remote.configuration_chatglm import GENERAL_SETTINGS, SAVED_CONFIG_FIELDS, VISION_SETTINGS, ChatGLMConfig
@@ -63,38 +68,38 @@ def test_names_of_functions_and_of_other_configs_are_refused_before_a_model_is_b
             find_source(str(model))
 
 
-@pytest.mark.parametrize("name", [*KINDS, *NOT_LOADED, "another"])
+@pytest.mark.parametrize("name", [*PEFT_SETTING_TYPES, *UNSUPPORTED_SETTINGS, "another"])
 def test_adapters_of_wrong_types_are_refused_by_the_settings_name(files, tmp_path, name):
     folder = shutil.copytree(files.adapters, tmp_path / "adapters")
     path = folder / "adapter_config.json"
-    given = json.loads(path.read_text())
+    values = json.loads(path.read_text())
     refused = 0
     for value in VALUES:
-        path.write_text(json.dumps(given | {name: value}))
+        path.write_text(json.dumps(values | {name: value}))
         try:
             base_of_adapters(folder)
         except ValueError as error:
             assert str(path) in str(error) and name in str(error)
             refused += 1
     assert refused >= (3 if name != "another" else 1)
-    path.write_text(json.dumps(given))
+    path.write_text(json.dumps(values))
     base_of_adapters(folder)
 
 
 def test_a_tokenizer_of_wrong_types_is_read_or_refused_by_the_settings_name(files, tmp_path):
     """Also when the first text is encoded."""
     folder = shutil.copytree(files.model, tmp_path / "model")
-    given = json.loads((folder / "tokenizer_config.json").read_text())
+    values = json.loads((folder / "tokenizer_config.json").read_text())
     refused: Counter[str] = Counter()
     others = product(["tokenizer_file", "vocab_file"], VALUES[1:])
-    for name, value in [*product(TOKENIZER, VALUES), *others]:
-        (folder / "tokenizer_config.json").write_text(json.dumps(given | {name: value}))
+    for name, value in [*product(TOKENIZER_SETTINGS, VALUES), *others]:
+        (folder / "tokenizer_config.json").write_text(json.dumps(values | {name: value}))
         try:
             load_processor(ModelSource(str(folder))).tokenizer("x")
         except ValueError as error:
             assert name in str(error) and str(folder) in str(error) and len(str(error)) < 1_000
             refused[name] += 1
-    assert min(refused[name] for name in TOKENIZER) >= 7 and refused["vocab_file"] == 12
+    assert min(refused[name] for name in TOKENIZER_SETTINGS) >= 7 and refused["vocab_file"] == 12
 
 
 def test_adapters_of_variants_that_were_not_tried_are_refused_with_their_defaults_too(
@@ -103,9 +108,9 @@ def test_adapters_of_variants_that_were_not_tried_are_refused_with_their_default
     """Of an empty object, peft makes that variant with its defaults."""
     folder = shutil.copytree(files.adapters, tmp_path / "adapters")
     path = folder / "adapter_config.json"
-    given = json.loads(path.read_text()) | {"loftq_config": {}}
-    for name in NOT_LOADED:
-        path.write_text(json.dumps(given | {name: {}}))
+    values = json.loads(path.read_text()) | {"loftq_config": {}}
+    for name in UNSUPPORTED_SETTINGS:
+        path.write_text(json.dumps(values | {name: {}}))
         if name == "loftq_config":
             assert base_of_adapters(folder)
             continue
@@ -124,7 +129,7 @@ def test_a_config_that_names_another_one_is_refused(files, tmp_path, keys):
     (model / "config.json").write_text(
         json.dumps(config | {"configuration_files": ["config.4.0.0.json"]})
     )
-    with pytest.raises(ValueError, match=r"config.json .*configuration_files .*: take it out"):
+    with pytest.raises(ValueError, match=r"config.json .*configuration_files .*: remove it"):
         find_source(str(model))
 
 

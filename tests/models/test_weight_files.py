@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from glm4v_patched.models.find import find_model_problem
 from glm4v_patched.models.weight_files import (
+    MAX_HEADER_BYTES,
+    SINGLE_FILE,
     WEIGHTS_INDEX,
-    LONGEST_HEADER,
-    WHOLE,
     TensorInfo,
     read_header,
     shards_of,
@@ -53,7 +53,7 @@ FILES = {
     "HTML": b"<!DOCTYPE html><html>404</html>",
     "a pointer": b"version https://git-lfs.github.com/spec/v1\noid",
     "the longest length": as_file(HEADER, length=2**64 - 1),
-    "a length beyond the library's": as_file(HEADER, length=LONGEST_HEADER + 1),
+    "a length beyond the library's": as_file(HEADER, length=MAX_HEADER_BYTES + 1),
     "a length beyond the file": as_file(HEADER, length=1_000_000),
     "a length too short": as_file(HEADER, length=20),
     "a length too long": as_file(HEADER, length=len(json.dumps(HEADER)) + 1),
@@ -80,24 +80,24 @@ FILES = {
     "a name of a terminal": as_file({"\x1b[2J": A | {"dtype": "F99"}, "b": B}),
 }
 for value in WRONG_NUMBERS:
-    shown = repr(value)[:8]
-    FILES[f"a tensor that is {shown}"] = as_file({"a": value})
-    FILES[f"dtype {shown}"] = as_file({"a": A | {"dtype": value}, "b": B})
-    FILES[f"offset {shown}"] = as_file({"a": A | {"data_offsets": [0, value]}, "b": B})
+    value_text = repr(value)[:8]
+    FILES[f"a tensor that is {value_text}"] = as_file({"a": value})
+    FILES[f"dtype {value_text}"] = as_file({"a": A | {"dtype": value}, "b": B})
+    FILES[f"offset {value_text}"] = as_file({"a": A | {"data_offsets": [0, value]}, "b": B})
     if value != []:  # a number, of 4 bytes
-        FILES[f"shape {shown}"] = as_file({"a": A | {"shape": value}, "b": B})
-    FILES[f"side {shown}"] = as_file({"a": A | {"shape": [2, value]}, "b": B})
+        FILES[f"shape {value_text}"] = as_file({"a": A | {"shape": value}, "b": B})
+    FILES[f"side {value_text}"] = as_file({"a": A | {"shape": [2, value]}, "b": B})
 for key in A:
     FILES[f"no {key}"] = as_file({"a": {name: A[name] for name in A if name != key}, "b": B})
 
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES)
 def test_a_header_that_cannot_be_is_refused_by_its_files_name(tmp_path, content):
-    file = tmp_path / WHOLE
+    file = tmp_path / SINGLE_FILE
     file.write_bytes(content)
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as error:
         read_header(file)
-    text = str(told.value)
+    text = str(error.value)
     assert text.startswith(str(file)) and len(text) < 700 and text.isprintable()
     with pytest.raises(ValueError, match="model.safetensors"):
         tensors_of(tmp_path)
@@ -110,12 +110,12 @@ def test_what_the_library_writes_is_read_as_it_reads_it(tmp_path):
     dtypes += [torch.float8_e5m2, torch.complex64, torch.uint16, torch.uint32, torch.uint64]
     tensors = {f"t{number}": torch.zeros(2, 3).to(dtype) for number, dtype in enumerate(dtypes)}
     tensors |= {"scalar": torch.zeros(()), "empty": torch.zeros(0, 5), "n" * 300: torch.zeros(1)}
-    for held in (tensors, {}):
-        save_file(held, tmp_path / WHOLE, metadata={"format": "pt"})
-        with safe_open(tmp_path / WHOLE, framework="pt") as file:
+    for sources in (tensors, {}):
+        save_file(sources, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+        with safe_open(tmp_path / SINGLE_FILE, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             shapes = {n: TensorInfo(tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
-        assert read_header(tmp_path / WHOLE) == shapes == tensors_of(tmp_path)
+        assert read_header(tmp_path / SINGLE_FILE) == shapes == tensors_of(tmp_path)
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
@@ -176,21 +176,23 @@ def test_an_index_that_cannot_be_is_refused_by_its_name(tmp_path, content):
     assert {*tensors_of(tmp_path)} == {*GOOD}
     written = content if isinstance(content, bytes) else json.dumps(content).encode()
     (tmp_path / WEIGHTS_INDEX).write_bytes(written)
-    with pytest.raises(ValueError, match=rf"{WEIGHTS_INDEX}|nnn|is missing") as told:
+    with pytest.raises(ValueError, match=rf"{WEIGHTS_INDEX}|nnn|is missing") as error:
         tensors_of(tmp_path)
-    assert len(str(told.value)) < 700
+    assert len(str(error.value)) < 700
 
 
 def test_a_whole_file_is_read_without_its_index(tmp_path):
-    save_file({"a": torch.zeros(2)}, tmp_path / WHOLE)
-    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps(index({"of another save": WHOLE})))
-    assert {*tensors_of(tmp_path)} == {"a"} and shards_of(tmp_path) == [WHOLE]
+    save_file({"a": torch.zeros(2)}, tmp_path / SINGLE_FILE)
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps(index({"of another save": SINGLE_FILE})))
+    assert {*tensors_of(tmp_path)} == {"a"} and shards_of(tmp_path) == [SINGLE_FILE]
 
 
 def test_damaged_weights_end_every_load_in_the_same_words(files, tmp_path):
     model = shutil.copytree(files.model, tmp_path / "model")
     assert find_model_problem(str(model)) is None
-    save_file(load_file(model / WHOLE) | {"n" * 300: torch.zeros(1)}, model / WHOLE)
-    assert find_model_problem(str(model)) is None  # a weight too many is found by require_complete_model
-    (model / WHOLE).write_bytes(FILES["a header that is no JSON"])
-    assert f"{WHOLE}: its header cannot be read" in str(find_model_problem(str(model)))
+    save_file(load_file(model / SINGLE_FILE) | {"n" * 300: torch.zeros(1)}, model / SINGLE_FILE)
+    assert (
+        find_model_problem(str(model)) is None
+    )  # a weight too many is found by require_complete_model
+    (model / SINGLE_FILE).write_bytes(FILES["a header that is no JSON"])
+    assert f"{SINGLE_FILE}: its header cannot be read" in str(find_model_problem(str(model)))

@@ -130,7 +130,9 @@ def _read_message(key: str, given: dict[str, Any]) -> Turn:
     said = message.pop("role", None)
     role = ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise invalid(f"{key}.role", f"is {describe_value(said)}; expected one of {', '.join(ROLES)}")
+        raise invalid(
+            f"{key}.role", f"is {describe_value(said)}; expected one of {', '.join(ROLES)}"
+        )
     content = message.pop("content", "" if role == "assistant" else None)
     _refuse_keys(message, f"{key}.", ("role", "content"))
     where = f"{key}.content"

@@ -107,7 +107,9 @@ def choose_vllm(options: Namespace) -> str | None:
     raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
 
 
-def find_adapters(base: ModelSource, adapters: Mapping[str, str], weights: str | None) -> dict[str, ModelSource]:
+def find_adapters(
+    base: ModelSource, adapters: Mapping[str, str], weights: str | None
+) -> dict[str, ModelSource]:
     """By their names, the adapters that are served beside a model."""
     others = {}
     for each, folder in adapters.items():
