@@ -77,10 +77,10 @@ FORMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 def make(form: str, folder: Path, examples: list[Example]) -> tuple[Path, dict[str, Any]]:
     """Make a form of what was drawn in a folder; its path, and the fields that it needs."""
     rows = []
-    for number, of in enumerate(examples):
-        embedded = {"bytes": (folder / "images" / of.image).read_bytes(), "path": None}
-        more = {"stem": of.image[:-4], "number": number, "embedded": embedded}
-        rows.append(of._asdict() | more)
+    for number, example in enumerate(examples):
+        embedded = {"bytes": (folder / "images" / example.image).read_bytes(), "path": None}
+        more = {"stem": example.image[:-4], "number": number, "embedded": embedded}
+        rows.append(example._asdict() | more)
     files = dict(FORMS[form])
     fields, path, code = (files.pop(key, None) for key in ("fields", "path", "code"))
     for name, content in files.items():
@@ -90,7 +90,9 @@ def make(form: str, folder: Path, examples: list[Example]) -> tuple[Path, dict[s
         for file, some in of_files.items():
             _write(folder, file, content, some)
     if code is not None:
-        (text,) = (of for of in blocks(ROOT / "docs" / "data.md", "python") if code in of)
+        (text,) = (
+            example for example in blocks(ROOT / "docs" / "data.md", "python") if code in example
+        )
         with contextlib.chdir(folder):
             exec(compile(text, "data.md", "exec"), {})
     return folder / (path or next(iter(files))), fields or {}
@@ -112,8 +114,8 @@ def _write(folder: Path, name: str, content: Any, rows: list[dict]) -> None:
         path.write_text(content)
     elif isinstance(content, dict):
         whole = {
-            key: [_of_row(of[0], row) for row in rows] if isinstance(of, list) else of
-            for key, of in content.items()
+            key: [_of_row(value[0], row) for row in rows] if isinstance(value, list) else value
+            for key, value in content.items()
         }
         path.write_text(json.dumps(_of_row(whole, rows[0])))
     else:
@@ -136,9 +138,9 @@ def _write_rows(path: Path, suffix: str, rows: list[dict]) -> Any:
 
 def _of_row(value: Any, row: dict) -> Any:
     if isinstance(value, dict):
-        return {key: _of_row(of, row) for key, of in value.items()}
+        return {key: _of_row(item, row) for key, item in value.items()}
     if isinstance(value, list):
-        return [_of_row(of, row) for of in value]
+        return [_of_row(item, row) for item in value]
     if isinstance(value, str):
         return row[value[1:-1]] if value[1:-1] in row else value.format(**row)
     return value

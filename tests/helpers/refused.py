@@ -8,7 +8,7 @@ import pytest
 
 @contextmanager
 def refused(kind: type[BaseException], *named: str) -> Iterator[pytest.ExceptionInfo]:
-    """What is done within raises ``kind``, with each of ``named`` in its message."""
+    """Expect an error of class ``kind`` with each of ``named`` in its message."""
     with pytest.raises(kind) as caught:
         yield caught
     for part in named:

@@ -67,7 +67,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> GLM4VForCausalLM:
 
 
 def encoded(model: GLM4VForCausalLM, pixels: torch.Tensor) -> torch.Tensor:
-    """What takes the place of these images in their rows."""
+    """Return the embeddings that replace these images in their sequences."""
     return model.get_image_features(pixels, return_dict=True).pooler_output
 
 
@@ -85,10 +85,10 @@ def expand_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Where they are given, the mask grows with ones, labels with -100, and the positions of an image
     are counted one by one, as a collator does that knows nothing of images.
     """
-    grown = {name: [] for name in inputs if name not in ("images", "pixel_values")}
+    expanded = {name: [] for name in inputs if name not in ("images", "pixel_values")}
     for row, ids in enumerate(inputs["input_ids"].tolist()):
         begins = [i for i, token in enumerate(ids) if token == BOI]
-        for name, new in grown.items():
+        for name, new in expanded.items():
             values = inputs[name][row].tolist()
             for begin in reversed(begins):
                 inner = {
@@ -102,7 +102,7 @@ def expand_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                     after = [value + NUM_IMAGE_TOKENS - 1 for value in after]
                 values = values[: begin + 1] + inner + after
             new.append(values)
-    tensors = {name: torch.tensor(values) for name, values in grown.items()}
+    tensors = {name: torch.tensor(values) for name, values in expanded.items()}
     return dict(inputs) | tensors
 
 
