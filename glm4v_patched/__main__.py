@@ -1,4 +1,4 @@
-"""``python -m glm4v_patched`` is ``glm4v-patched``."""
+"""Entry point ``python -m glm4v_patched``, the same as ``glm4v-patched``."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Files that hold either what they held or all that is written, whatever happens meanwhile.
+"""Atomic writes, locks, and checks that a path is a regular file of ours.
 
-And what of others may lie under a file's name: links, pipes, folders.
+An atomic write leaves either the old content or all of the new one, even after a power cut. The
+checks refuse links, pipes and folders where a file is expected.
 """
 
 import fcntl
@@ -15,23 +16,31 @@ from typing import BinaryIO
 
 
 @contextmanager
-def explain_failed_writes(path: Path, kept: str = "") -> Iterator[None]:
-    """Raise ``RuntimeError`` with the file and the cure, where a block raises ``OSError``."""
+def explain_failed_writes(path: Path, note: str = "") -> Iterator[None]:
+    """Turn an ``OSError`` of the block into a ``RuntimeError`` that names the file and the cure.
+
+    Args:
+        note: Appended to the message.
+    """
     try:
         yield
     except OSError as error:
         raise RuntimeError(
             f"{path} cannot be written: {error.strerror or error}; make room for it, and run the "
-            f"same command again{kept}"
+            f"same command again{note}"
         ) from error
 
 
 def take_lock(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> None:
-    """Lock an open file or folder, as long as it is open; the path is for messages.
+    """Lock an open file or folder with flock until it is closed.
+
+    Args:
+        path: Named in messages.
+        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
 
     Raises:
-        BlockingIOError: another process has locked it.
-        ValueError: its file system has no locks.
+        BlockingIOError: Another process holds the lock.
+        ValueError: The file system has no locks.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -45,12 +54,12 @@ def take_lock(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file, or make it; a power cut cannot leave its name and half of its bytes.
+    """Create or replace a file atomically; text is written as UTF-8.
 
-    Text is written in UTF-8. A link is replaced, and what it leads to stays as it is.
+    A symbolic link is replaced, and its target stays as it is.
 
     Raises:
-        OSError: it cannot be written; what was there is there still, and nothing is beside it.
+        OSError: The file cannot be written. The old file is unchanged, and no partial file is left.
     """
     with open_atomically(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -58,7 +67,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """As :func:`write_atomically`, a piece at a time: the file is replaced when the block ends."""
+    """Open a file for writing in pieces; it replaces the old one when the block ends.
+
+    See :func:`write_atomically`.
+    """
     path = path.absolute()
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -74,59 +86,67 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def find_file_problem(path: Path, alone: bool = False) -> str | None:
-    """What has a file's name and is no file; None of a file, and where nothing is.
+    """Return why a path is no regular file, such as "is a folder"; None if it is one, or absent.
 
     Args:
-        alone: Whether it may have no other name either (a hard link): it will be written in place.
+        alone: Whether a file with further hard links is a problem, too: set it for files that are
+            written in place.
     """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return f"is a link to {os.readlink(path)}"
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         return "is a folder"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is a pipe, a socket or a device"
-    if alone and found.st_nlink > 1:
-        return f"is a file with {found.st_nlink} names (hard links)"
+    if alone and status.st_nlink > 1:
+        return f"is a file with {status.st_nlink} names (hard links)"
     return None
 
 
 def require_file(path: Path, alone: bool = False) -> None:
-    """Raise ``ValueError`` for what :func:`find_file_problem` has words for."""
-    if fault := find_file_problem(path, alone):
+    """Raise ``ValueError`` if :func:`find_file_problem` finds one."""
+    if problem := find_file_problem(path, alone):
         raise ValueError(
-            f"{path} {fault}, and is neither followed nor replaced; move it away, or give another "
-            "name"
+            f"{path} {problem}, and is neither followed nor replaced; move it away, or give "
+            "another name"
         )
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file, links followed, is one of a model's folder; of a snapshot of the Hub's cache,
-    also one of the repository's blobs beside it."""
-    root, end = folder.resolve(), path.resolve()
-    of_cache = root.parent.name == "snapshots" and root.parents[1].name.startswith("models--")
-    return end.is_relative_to(root) or (of_cache and end.parent == root.parents[1] / "blobs")
+    """Return whether a path, with links followed, lies in a model's folder.
+
+    For a snapshot in the Hub's cache, the blobs of the same repository count as inside, too.
+    """
+    root, target = folder.resolve(), path.resolve()
+    is_snapshot = root.parent.name == "snapshots" and root.parents[1].name.startswith("models--")
+    is_blob = is_snapshot and target.parent == root.parents[1] / "blobs"
+    return target.is_relative_to(root) or is_blob
 
 
 def require_inside(path: Path, folder: Path) -> None:
-    """Raise ``ValueError`` if what will be copied is no file of ``folder`` itself, or one that has
-    another name, too (a hard link)."""
+    """Raise ``ValueError`` for a file that must not be copied from a model's folder.
+
+    That is a link to a file outside of the folder, or a file with further hard links.
+    """
     if path.is_symlink():
         if not path.is_file() or not is_inside(path, folder):
             raise ValueError(
                 f"{path} is a link to {os.readlink(path)}, outside the model's folder, and is not "
                 "copied; put the file itself there, or take the link away"
             )
-    elif fault := find_file_problem(path, alone=True):
-        raise ValueError(f"{path} {fault}, and is not copied; put the file itself there")
+    elif problem := find_file_problem(path, alone=True):
+        raise ValueError(f"{path} {problem}, and is not copied; put the file itself there")
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the weights in a folder the mode of every other new file: safetensors writes them for
-    their owner alone."""
+    """Give the weights in a folder the usual mode of new files (0666 without the umask).
+
+    safetensors writes files that only their owner can read.
+    """
     mask = os.umask(0o077)
     os.umask(mask)
     for path in folder.glob("*.safetensors"):
@@ -134,7 +154,11 @@ def apply_umask(folder: Path) -> None:
 
 
 def remove_partial(folder: Path, names: list[str]) -> None:
-    """Remove what was written of files when a process was killed. Nobody may be writing them."""
+    """Remove the partial files that a killed process left of :func:`open_atomically`.
+
+    No process may be writing these files.
+    """
     for path in folder.glob("*.partial"):
-        if (found := re.fullmatch(r"(.+)\.[0-9a-f]{32}\.partial", path.name)) and found[1] in names:
+        match = re.fullmatch(r"(.+)\.[0-9a-f]{32}\.partial", path.name)
+        if match and match[1] in names:
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Command line: each of ``glm4v-patched``'s commands, and what it prints."""
+"""The command ``glm4v-patched`` and its subcommands."""
 
 import argparse
 import difflib
@@ -14,17 +14,18 @@ from .finetune.arguments import DEVICES, add_recipe, add_start
 from .inference.command import add_commands as add_inference_commands
 from .installed_versions import versions
 from .paths import to_path
-from .terminal_text import show_progress, error_text, pip_install
+from .terminal_text import error_text, pip_install, show_progress
 
-NAMED_WITH_VERSION = ("torch", "transformers", "deepspeed", "accelerate", "peft")
+VERSIONED_PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "peft")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command, and return its exit status: 1 after an error, 128 + N after signal N."""
     parser = _build_parser()
     argv = sys.argv[1:] if argv is None else argv
     _require_command(parser, argv)
     options, rest = parser.parse_known_args(argv)
-    # argparse takes field=value only where no option stands before it.
+    # argparse accepts positional field=value only before the first option.
     takes_fields = options.command in ("train", "doctor")
     if rest and (not takes_fields or any(text.startswith("-") for text in rest)):
         options.parser.error(_describe_unknown(options.parser, rest, takes_fields))
@@ -47,15 +48,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="glm4v-patched", description="Fine-tuning glm-4v-9b.")
-    told = "print the versions of this package and of what it runs on"
-    parser.add_argument("--version", action=_Version, help=told)
+    version_help = "print the versions of this package and of what it runs on"
+    parser.add_argument("--version", action=_Version, help=version_help)
     commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser("demo", help="fine-tune a tiny glm-4v on drawn images and test it")
     demo.set_defaults(run=_run_demo)
     demo.add_argument("--out", type=to_path, default=Path("demo_output"), help="folder to write to")
-    most = "training processes; default: two, or one where there is only one GPU"
-    demo.add_argument("--processes", type=_positive_count, metavar="N", help=most)
+    processes_help = "training processes; default: two, or one where there is only one GPU"
+    demo.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
     demo.add_argument("--device", choices=DEVICES, help="default: the CPU if there is no GPU")
     demo.add_argument("--steps", type=_positive_count, default=300, help="training steps")
 
@@ -69,8 +70,8 @@ def _build_parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_run_train)
     train.add_argument("-h", "--help", action=_HelpWithFields, help="show this and the fields")
     add_recipe(train)
-    every = "training processes, each on a GPU of its own; default: all GPUs"
-    train.add_argument("--processes", type=_positive_count, metavar="N", help=every)
+    processes_help = "training processes, each on a GPU of its own; default: all GPUs"
+    train.add_argument("--processes", type=_positive_count, metavar="N", help=processes_help)
     add_start(train)
     train.add_argument(
         "--dry-run",
@@ -102,30 +103,31 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _require_command(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """No option before the command has a value."""
+    """Exit with the nearest name if there is no such command."""
     commands = parser.get_default("commands")
-    typed = next((text for text in argv if not text.startswith("-")), None)
-    if typed is not None and typed not in commands:
-        near = difflib.get_close_matches(typed.lower(), commands, 1)
-        told = f"did you mean {near[0]}?" if near else "--help lists what there is"
-        parser.error(f"there is no command {typed!r}; {told}")
+    # No option before the command takes a value.
+    name = next((text for text in argv if not text.startswith("-")), None)
+    if name is not None and name not in commands:
+        near = difflib.get_close_matches(name.lower(), commands, 1)
+        hint = f"did you mean {near[0]}?" if near else "--help lists what there is"
+        parser.error(f"there is no command {name!r}; {hint}")
 
 
 def _describe_unknown(parser: argparse.ArgumentParser, rest: list[str], has_fields: bool) -> str:
-    """What argparse says of arguments that it does not know, and what may have been meant."""
+    """Return argparse's message for unknown arguments, with the nearest options."""
     rest = [text for text in rest if text.startswith("-") or not (has_fields and "=" in text)]
-    told = f"unrecognized arguments: {' '.join(rest)}"
+    message = f"unrecognized arguments: {' '.join(rest)}"
     known = re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())
     names = [text.partition("=")[0] for text in rest if text.startswith("-")]
     known.remove("--help")
     near = [match for name in names for match in difflib.get_close_matches(name, known, 1)]
     if near:
-        return f"{told}; did you mean {', '.join(dict.fromkeys(near))}?"
+        return f"{message}; did you mean {', '.join(dict.fromkeys(near))}?"
     fields = "; fields of a recipe have no dashes, as trainer.learning_rate=1e-4"
-    return told + (fields if has_fields and names else "; --help lists what there is")
+    return message + (fields if has_fields and names else "; --help lists what there is")
 
 
-# The imports are late: --help and mistakes are answered without loading torch.
+# Commands import late: --help and mistakes are answered without loading torch.
 
 
 def _run_demo(options: argparse.Namespace) -> None:
@@ -138,7 +140,7 @@ def _run_demo(options: argparse.Namespace) -> None:
 exact match on images it has not seen, answered by a fresh process without this package:
   before training       {metrics["accuracy_before"]:.3f}
   after training        {metrics["accuracy_after"]:.3f}
-  with images swapped {metrics["accuracy_swapped"]:.3f}
+  with images swapped   {metrics["accuracy_swapped"]:.3f}
 loss curve     {options.out / "loss.png"}
 contact sheet  {options.out / "answers.png"}
 model          {options.out / "trained"}
@@ -155,10 +157,12 @@ def _run_train(options: argparse.Namespace) -> int:
     overrides = [*options.overrides, *options.rest]
     try:
         with show_progress("reading the recipe"):
-            recipe, placement = validate_recipe(options.recipe, overrides, options.processes, options.device)
+            recipe, placement = validate_recipe(
+                options.recipe, overrides, options.processes, options.device
+            )
             job = resolve_recipe(recipe)
     except RecipeError as error:
-        print(error, file=sys.stderr)  # each line begins with where it is
+        print(error, file=sys.stderr)  # each line begins with file and line
         return 1
     from .finetune.launch import launch
 
@@ -201,21 +205,21 @@ def _run_compare(options: argparse.Namespace) -> int:
 
 
 class _Version(argparse.Action):
-    """Prints versions; nothing is imported."""
+    """Prints versions without importing the packages."""
 
     def __init__(self, option_strings: list[str], dest: str, help: str):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *parsed) -> None:
-        found = versions(NAMED_WITH_VERSION)
-        print(f"glm4v-patched {__version__}\nPython {found['python']}")
-        for name in NAMED_WITH_VERSION:
-            print(name, found.get(name, "is not installed"))
+        by_name = versions(VERSIONED_PACKAGES)
+        print(f"glm4v-patched {__version__}\nPython {by_name['python']}")
+        for name in VERSIONED_PACKAGES:
+            print(name, by_name.get(name, "is not installed"))
         parser.exit()
 
 
 class _HelpWithFields(argparse.Action):
-    """Prints the fields of a recipe below the options."""
+    """Prints the help with the fields of a recipe below the options."""
 
     def __init__(self, option_strings: list[str], dest: str, help: str):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -224,9 +228,9 @@ class _HelpWithFields(argparse.Action):
         from .finetune.recipe.sections import describe_fields
         from .finetune.recipe.shipped import shipped_names
 
-        ship = "\n".join(f"  {name}" for name in shipped_names())
+        names = "\n".join(f"  {name}" for name in shipped_names())
         parser.epilog = (
-            f"recipes that ship:\n\n{ship}\n\nfields of a recipe:\n\n{describe_fields()}"
+            f"recipes that ship:\n\n{names}\n\nfields of a recipe:\n\n{describe_fields()}"
         )
         parser.print_help()
         parser.exit()

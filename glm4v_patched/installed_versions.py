@@ -1,4 +1,4 @@
-"""Versions, read from what pip wrote: nothing is imported."""
+"""Versions of installed packages, read from their metadata without importing them."""
 
 import platform
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of Python, and of those packages that are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of those packages that are installed, by name."""
+    by_name = {"python": platform.python_version()}
     for name in packages:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            by_name[name] = version(name)
+    return by_name

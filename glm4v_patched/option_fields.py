@@ -1,7 +1,8 @@
-"""Fields of a dataclass that are options of a command, a section of a recipe, or both.
+"""Dataclass fields that are options of a command, fields of a recipe's section, or both.
 
-Each has its default, help and limits there. Needs neither torch nor pydantic, so that ``--help`` is
-answered at once; pydantic takes the limits from a field's metadata, where they have its names.
+A field's metadata holds its help and its limits. The module imports neither torch nor pydantic, so
+that ``--help`` is answered at once; pydantic reads the limits from the same metadata by its own
+names (``ge``, ``gt``, ``le``, ``lt``, ``pattern``).
 """
 
 import argparse
@@ -15,83 +16,89 @@ T = TypeVar("T")
 
 
 class _Exact:
-    """Marks a Literal that takes no equal value of another type, as Python has ``True == 1``."""
+    """Marks a Literal that rejects equal values of another type, as Python has ``True == 1``."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         from pydantic_core.core_schema import no_info_before_validator_function
 
-        kinds = {type(value) for value in get_args(source)}
+        types = {type(value) for value in get_args(source)}
 
-        def require_kind(value: Any) -> Any:
-            if type(value) not in kinds:
+        def require_type(value: Any) -> Any:
+            if type(value) not in types:
                 raise ValueError("of another type")
             return value
 
-        return no_info_before_validator_function(require_kind, handler(source))
+        return no_info_before_validator_function(require_type, handler(source))
 
 
 EXACT = _Exact()
 REFUSE_OTHERS = {"extra": "forbid"}
-"""``__pydantic_config__`` of a dataclass that is a section: keys that are no fields are refused."""
+"""``__pydantic_config__`` of a dataclass that is a section of a recipe: unknown keys are errors."""
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A field that is an option.
+    """Declare a dataclass field that is an option.
 
     Args:
-        more: ``choices``, ``metavar`` and ``type`` of argparse; its ``flag``, where that is not the
-            field's name; ``at_least``, the smallest number; ``check``, which is given the value and
-            says what is expected of a wrong one. As pydantic has them, ``ge``, ``gt``, ``le``,
-            ``lt``, ``pattern`` and ``strict``; ``expected`` says in words what a pattern does.
+        more: For argparse ``choices``, ``metavar``, ``type`` and ``flag`` (if the flag differs from
+            the field's name). For :func:`find_field_problems` ``at_least``, the smallest number,
+            and ``check``, a function of the value that returns what is expected, or None if it is
+            valid. For pydantic ``ge``, ``gt``, ``le``, ``lt``, ``pattern`` and ``strict``;
+            ``expected`` says in words what ``pattern`` matches.
     """
     return field(default=default, metadata={"help": help, "description": help, **more})
 
 
-def flag(each: Field) -> str:
-    return each.metadata.get("flag") or f"--{each.name}".replace("_", "-")
+def flag(option_field: Field) -> str:
+    """Return the option of the command line for a field, such as ``--zero-stage``."""
+    return option_field.metadata.get("flag") or f"--{option_field.name}".replace("_", "-")
 
 
-def add_option(parser: Any, each: Field, several: bool = False) -> None:
-    """To a parser, or a group of one.
+def add_option(parser: Any, option_field: Field, several: bool = False) -> None:
+    """Add a field to a parser or to a group of a parser.
 
     Args:
-        several: Whether the command takes several values of a field that is one.
+        several: Whether the command takes several values for this field.
     """
-    told, default = each.metadata["help"], each.default
-    if each.type is bool:
+    metadata, default = option_field.metadata, option_field.default
+    help = metadata["help"]
+    if option_field.type is bool:
         action = "store_false" if default else "store_true"
-        parser.add_argument(flag(each), dest=each.name, action=action, help=told)
+        parser.add_argument(flag(option_field), dest=option_field.name, action=action, help=help)
         return
-    typed: dict[str, Any] = {"dest": each.name} | _argparse_type(each)
-    kept = ("choices", "metavar", "type")
-    typed |= {name: each.metadata[name] for name in kept if name in each.metadata}
-    many = default if isinstance(default, tuple) else [default] * several
-    if many:
-        typed["nargs"], default = "+", many
-    shown = " ".join(map(_word, many or [default]))
-    told += "" if each.default is None else f" (default: {shown})"
-    parser.add_argument(flag(each), help=told, default=default, **typed)
+    keywords: dict[str, Any] = {"dest": option_field.name} | _argparse_type(option_field)
+    keywords |= {
+        name: metadata[name] for name in ("choices", "metavar", "type") if name in metadata
+    }
+    defaults = default if isinstance(default, tuple) else [default] * several
+    default_words = " ".join(map(_word, defaults or [default]))
+    if defaults:
+        keywords["nargs"], default = "+", defaults
+    help += "" if option_field.default is None else f" (default: {default_words})"
+    parser.add_argument(flag(option_field), help=help, default=default, **keywords)
 
 
-def add_options(parser: Any, of: type, names: Collection[str] | None = None) -> None:
-    """Add the fields of a dataclass that are options; of ``names``, those alone."""
-    for each in fields(of):
-        if each.metadata and (names is None or each.name in names):
-            add_option(parser, each)
+def add_options(parser: Any, dataclass: type, names: Collection[str] | None = None) -> None:
+    """Add the fields of a dataclass that are options; with ``names``, only these fields."""
+    for option_field in fields(dataclass):
+        if option_field.metadata and (names is None or option_field.name in names):
+            add_option(parser, option_field)
 
 
-def from_namespace(of: Callable[..., T], options: argparse.Namespace, **more: Any) -> T:
-    """Return the dataclass that a command asks for, which may not have all of its options."""
-    given = vars(options)
-    return of(**{f.name: given[f.name] for f in fields(of) if f.name in given} | more)  # type: ignore
+def from_namespace(dataclass: Callable[..., T], options: argparse.Namespace, **more: Any) -> T:
+    """Build a dataclass from parsed options; fields that the command lacks keep their defaults."""
+    values = vars(options)
+    names = [f.name for f in fields(dataclass) if f.name in values]  # type: ignore[arg-type]
+    return dataclass(**{name: values[name] for name in names} | more)
 
 
-def _argparse_type(each: Field) -> dict[str, Any]:
-    """How argparse reads a value, and for one of a few how they are shown."""
-    limits = each.metadata
-    kind = (*get_args(each.type), each.type)[0]
-    if get_origin(each.type) in (Annotated, Literal):
-        choices = get_args(kind) or get_args(each.type)
+def _argparse_type(option_field: Field) -> dict[str, Any]:
+    """Return the ``type`` and ``metavar`` by which argparse reads a field's values."""
+    limits = option_field.metadata
+    annotation = option_field.type
+    number_type = (*get_args(annotation), annotation)[0]
+    if get_origin(annotation) in (Annotated, Literal):
+        choices = get_args(number_type) or get_args(annotation)
         by_word = {_word(value): value for value in choices}
         return {
             "type": _reader(by_word.__getitem__, ", ".join(by_word)),
@@ -109,16 +116,18 @@ def _argparse_type(each: Field) -> dict[str, Any]:
         low, high = limits["ge"], limits.get("le", math.inf)
 
         def within(text: str) -> float:
-            if not low <= (value := kind(text)) <= high:
+            if not low <= (value := number_type(text)) <= high:
                 raise ValueError
             return value
 
         expected = f"a number from {low}" + (f" to {high:g}" if "le" in limits else "")
         return {"type": _reader(within, expected)}
-    return {"type": kind}
+    return {"type": number_type}
 
 
 def _reader(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
+    """Return ``read`` with errors that argparse prints, with what is expected."""
+
     def value_of(text: str) -> Any:
         try:
             return read(text)
@@ -129,32 +138,38 @@ def _reader(read: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
 
 
 def _word(value: Any) -> str:
-    """A value as YAML and the command line have it."""
+    """Return a value as YAML and the command line spell it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def given(settings: Any, but: Collection[str] = ()) -> list[str]:
-    """The options that ask for these settings, without those that have their defaults."""
+def to_cli_arguments(settings: Any, but: Collection[str] = ()) -> list[str]:
+    """Return the command-line arguments for all fields that differ from their defaults.
+
+    Args:
+        but: Names of fields to leave out.
+    """
     arguments = []
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        if value != each.default and each.name not in but:
-            values = [value] * (each.type is not bool)
-            arguments += [flag(each), *map(_word, value if isinstance(value, tuple) else values)]
+    for option_field in fields(settings):
+        value = getattr(settings, option_field.name)
+        if value != option_field.default and option_field.name not in but:
+            values = value if isinstance(value, tuple) else [value]
+            words = [] if option_field.type is bool else map(_word, values)
+            arguments += [flag(option_field), *words]
     return arguments
 
 
 def find_field_problems(settings: Any) -> Iterator[str]:
-    """What is wrong with each field by itself."""
-    for each in fields(settings):
-        value, limits = getattr(settings, each.name), each.metadata
+    """Yield a line for each field whose value is out of its own limits."""
+    for option_field in fields(settings):
+        value, limits = getattr(settings, option_field.name), option_field.metadata
         if value is None:
             continue
+        name = flag(option_field)
         if (choices := limits.get("choices")) and value not in choices:
-            yield f"{flag(each)} is {value!r}; expected one of {', '.join(map(str, choices))}"
-        if (least := limits.get("at_least")) is not None:
+            yield f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}"
+        if (minimum := limits.get("at_least")) is not None:
             numbers = value if isinstance(value, tuple) else (value,)
-            if not numbers or not all(least <= number < math.inf for number in numbers):
-                yield f"{flag(each)} is {value}; expected at least {least}"
+            if not numbers or not all(minimum <= number < math.inf for number in numbers):
+                yield f"{name} is {value}; expected at least {minimum}"
         if "check" in limits and (expected := limits["check"](value)):
-            yield f"{flag(each)} is {value}; expected {expected}"
+            yield f"{name} is {value}; expected {expected}"

@@ -1,4 +1,4 @@
-"""``python -m glm4v_patched.run``: see :mod:`glm4v_patched.patch.run`, which does it."""
+"""Entry point ``python -m glm4v_patched.run``; see :mod:`glm4v_patched.patch.run`."""
 
 from .patch.run import main
 

@@ -1,5 +1,4 @@
-"""What is printed: commands that run as printed, in an environment that is not activated too;
-sizes; errors and names without what a terminal would obey."""
+"""Text for terminals: commands to copy, sizes, lists, escaped names and errors, progress lines."""
 
 import os
 import shlex
@@ -11,93 +10,109 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-SECONDS_TO_FIRST_WORD, SECONDS_BETWEEN_WORDS = 0.5, 5
+# Until the first line of show_progress, and between later ones.
+FIRST_LINE_SECONDS, NEXT_LINE_SECONDS = 0.5, 5
 
 
 def own_command(*arguments: str) -> str:
-    """``glm4v-patched ARGUMENTS`` for the Python that runs now."""
+    """Return ``glm4v-patched ARGUMENTS`` as it runs in this Python, also if it is not activated."""
     return shlex.join([*_program("glm4v-patched", "glm4v_patched"), *arguments])
 
 
 def pip_install(*requirements: str) -> str:
-    """``pip install REQUIREMENTS`` for the Python that runs now."""
+    """Return ``pip install REQUIREMENTS`` for the Python that runs now."""
     return shlex.join([*_program("pip", "pip"), "install", *requirements])
 
 
 def format_bytes(number: float) -> str:
-    """A size in the unit that suits it, of powers of 1,000: 28.0 GB, 1.5 MB, 512 bytes."""
+    """Return a size in powers of 1,000: 28.0 GB, 1.5 MB, 512 bytes."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} bytes"
 
 
-def listed(names: Sequence[object], most: int = 3, between: str = ", ") -> str:
-    """The first so many of them, and how many more there are.
+def pluralize(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: "1 process", "1,000 samples"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(names: Sequence[object], limit: int = 3, separator: str = ", ") -> str:
+    """Join the first ``limit`` names, and say how many more there are.
 
     Args:
-        between: What stands between two of them; with a line feed, the number has its own line.
+        separator: Put between two names; if it has a line feed, "and N more" gets its own line.
     """
-    shown = between.join(map(str, names[:most]))
-    before = between if "\n" in between else " "
-    return f"{shown}{before}and {len(names) - most:,} more" if len(names) > most else shown
+    text = separator.join(map(str, names[:limit]))
+    before = separator if "\n" in separator else " "
+    return f"{text}{before}and {len(names) - limit:,} more" if len(names) > limit else text
 
 
 def printable(text: str, allow: str = "") -> str:
-    """With the code of each character that a terminal would obey or not show, but for ``kept``."""
+    """Escape the characters that a terminal would obey or hide, except those in ``allow``."""
     return "".join(c if c.isprintable() or c in allow else ascii(c)[1:-1] for c in text)
 
 
-def shorten(text: str, most: int = 80) -> str:
-    """One line of printable characters, with what is left out of a long text in its middle."""
-    shown = text if text.isprintable() else repr(text)[1:-1]
-    if len(shown) <= most:
-        return shown
-    half = (most - 3) // 2
-    return f"{shown[:half]}...{shown[-half:]}"
+def shorten(text: str, limit: int = 80) -> str:
+    """Return one line of printable characters; a longer text loses its middle."""
+    line = text if text.isprintable() else repr(text)[1:-1]
+    if len(line) <= limit:
+        return line
+    half = (limit - 3) // 2
+    return f"{line[:half]}...{line[-half:]}"
 
 
 def error_text(error: Exception) -> str:
-    """What a command says of an error that it ends with."""
+    """Return the line that a command prints when it ends with an error."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{shorten(os.fsdecode(error.filename), 200)}: {error.strerror}"
     return printable(str(error), allow="\n\t")
 
 
+_active: list[threading.Event] = []
+
+
 @contextmanager
-def show_progress(what: str, enabled: bool = True) -> Iterator[None]:
-    """Say on standard error what is being done, if it is not done at once, and every few seconds.
+def show_progress(activity: str, enabled: bool = True) -> Iterator[None]:
+    """Print what is being done to standard error, if it takes long, and then every few seconds.
+
+    Of nested calls only the innermost prints.
 
     Args:
-        tells: False, to say nothing.
+        activity: Such as "loading the model".
+        enabled: False prints nothing.
     """
     ended = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         start = time.monotonic()
-        if not ended.wait(SECONDS_TO_FIRST_WORD):
-            print(f"{what} ...", file=sys.stderr, flush=True)
-        while not ended.wait(SECONDS_BETWEEN_WORDS):
-            print(f"{what}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        line, seconds = f"{activity} ...", FIRST_LINE_SECONDS
+        while not ended.wait(seconds):
+            if _active[-1:] == [ended]:
+                print(line, file=sys.stderr, flush=True)
+            line, seconds = f"{activity}: {time.monotonic() - start:.0f} s", NEXT_LINE_SECONDS
 
     if enabled:
-        threading.Thread(target=tell, daemon=True).start()
+        _active.append(ended)
+        threading.Thread(target=report, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
+        if enabled:
+            _active.remove(ended)
 
 
 def _program(name: str, module: str) -> list[str]:
-    """A program beside this Python, by its name if a shell finds it; or the module."""
-    here = Path(sys.executable).parent
-    beside = shutil.which(name, path=str(here))
+    """Return a program beside this Python, by its bare name if PATH has it; or ``python -m``."""
+    bin_folder = Path(sys.executable).parent
+    beside = shutil.which(name, path=str(bin_folder))
     if beside is None:
         return [sys.executable, "-m", module]
-    found = shutil.which(name)
-    if found is not None and os.path.samefile(found, beside):
+    on_path = shutil.which(name)
+    if on_path is not None and os.path.samefile(on_path, beside):
         return [name]
     # From the folder in which the command is printed, as .venv/bin/glm4v-patched.
-    if here != Path.cwd() and here.is_relative_to(Path.cwd()):
+    if bin_folder != Path.cwd() and bin_folder.is_relative_to(Path.cwd()):
         return [str(Path(beside).relative_to(Path.cwd()))]
     return [beside]

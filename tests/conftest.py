@@ -64,7 +64,7 @@ def small_backend():
 
 @pytest.fixture
 def reversed_tokenizer():
-    """As `tokenizer`, with the special tokens' ids in the opposite order."""
+    """Return a tokenizer like `tokenizer` with the special tokens' ids in the opposite order."""
     return ChatGLM4Tokenizer(tokenizer_object=train_backend(reverse=True))
 
 
@@ -97,8 +97,8 @@ def expected():
 
 @pytest.fixture(scope="session")
 def real_tokenizer():
-    given = os.environ.get("GLM4V_TOKENIZER_DIR")
-    folder = Path(given) if given else ROOT.parent / "shared" / "tokenizer"
+    given_folder = os.environ.get("GLM4V_TOKENIZER_DIR")
+    folder = Path(given_folder) if given_folder else ROOT.parent / "shared" / "tokenizer"
     if not (folder / "tokenizer.model").is_file():
         pytest.skip(f"no tokenizer.model in {folder}: set GLM4V_TOKENIZER_DIR")
     return ChatGLM4Tokenizer.from_pretrained(folder)
@@ -106,7 +106,7 @@ def real_tokenizer():
 
 @pytest.fixture
 def warned(caplog):
-    """What transformers logs from WARNING up, once each."""
+    """Collect the warnings and errors that transformers logs, once each."""
     logger = logging.get_logger("transformers")
     # Where the environment has CI=true, transformers hands its records on to the root logger, where
     # caplog listens, too.

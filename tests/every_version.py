@@ -28,7 +28,7 @@ SECONDS = 1800  # of each command: what hangs has failed
 
 
 def counts(report: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """What became of the tests of each folder, and the names of those that failed."""
+    """Return the outcome of each folder's tests, and the names of failed tests."""
     outcomes: dict[str, Counter] = {name: Counter() for name in FOLDERS}
     failed = []
     for case in ElementTree.parse(report).iter("testcase"):
@@ -87,8 +87,8 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="write the table into docs/numerics.md")
-    given, for_pytest = parser.parse_known_args()
-    if given.page:
+    options, for_pytest = parser.parse_known_args()
+    if options.page:
         PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read_rows(RESULTS))))
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

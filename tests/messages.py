@@ -38,9 +38,9 @@ class Words:
         self.snapshot = snapshot.use_extension(RoomMessages)
         self.folder = folder
 
-    def __call__(self, said: object, **changing: object) -> None:
+    def __call__(self, message: object, **changing: object) -> None:
         """``changing`` gives names to other parts that differ from run to run: ``port=4711``."""
-        text = str(said).replace(str(self.folder), "FOLDER")
+        text = str(message).replace(str(self.folder), "FOLDER")
         for name, value in changing.items():
             text = text.replace(str(value), name.upper())
         assert text == self.snapshot

@@ -44,40 +44,40 @@ def run_tests(session: nox.Session, *options: str, **more) -> None:
 
 
 def in_checkout(session: nox.Session) -> None:
-    """What the session runs from here on imports this checkout, and finds files by their names."""
+    """Make the session's commands import this checkout, and find files by their names."""
     session.chdir(ROOT)
     session.env["PYTHONPATH"] = str(ROOT)
 
 
 def install(session: nox.Session, transformers: str, deepspeed: str, *more: str) -> None:
-    """This package with these versions, and a folder for what this DeepSpeed compiles."""
+    """Install the package with these versions, and set a folder for DeepSpeed's extensions."""
     in_checkout(session)
     session.install("torch==2.13.0")
     session.install("-e", ".[dev]", f"transformers=={transformers}", *more)
     session.install("--no-deps", f"deepspeed=={deepspeed}")
-    # What one version compiled, another one loads and crashes.
+    # A version crashes if it loads what another has compiled.
     folder = Path(session.virtualenv.location, f"torch_extensions-{deepspeed}")
     session.env["TORCH_EXTENSIONS_DIR"] = str(folder)
 
 
 def install_on_top(session: nox.Session, *packages: str) -> None:
-    """Only these, on top of README's environment, of which all else is used as it is."""
+    """Install only these packages, on top of README's environment."""
     in_checkout(session)
-    found = [*VENV.glob("lib/python3*/site-packages")]
-    assert found, f"there is no {VENV}: README's second command makes it"
+    folders = [*VENV.glob("lib/python3*/site-packages")]
+    assert folders, f"there is no {VENV}: README's second command makes it"
     [own] = Path(session.virtualenv.location).glob("lib/python3*/site-packages")
-    (own / "zz_newest.pth").write_text(f"import site; site.addsitedir('{found[0]}')")
+    (own / "zz_newest.pth").write_text(f"import site; site.addsitedir('{folders[0]}')")
     session.install(*packages)
 
 
 def requirements(*extras: str) -> list[str]:
-    """Those of the package, and of some of its extras."""
+    """Return the requirements of the package, and of some of its extras."""
     optional = PROJECT["project"]["optional-dependencies"]
     of_extras = [one for name in extras for one in optional[name]]
     return [*PROJECT["project"]["dependencies"], *of_extras]
 
 
-# What .ci/run runs.
+# Sessions of .ci/run.
 
 
 @nox.session
@@ -97,7 +97,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def first_command(session: nox.Session) -> None:
-    """README's, as who has no checkout gets it: with the wheel in its place, and few steps."""
+    """Run README's first command with the wheel instead of a checkout, and with few steps."""
     elsewhere = Path(session.create_tmp())
     session.chdir(elsewhere)
     session.run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", str(ROOT))
@@ -106,17 +106,17 @@ def first_command(session: nox.Session) -> None:
     few = "glm4v-patched demo --steps 20 --processes 2 --device cpu"
     command = blocks(README, "bash")[0]
     places = {'-e ".[train]"': f'"{wheel}[train]"', ".venv": str(VENV), "glm4v-patched demo": few}
-    for here, there in places.items():
-        assert here in command, f"README's first command has no {here}"
-        command = command.replace(here, there)
+    for pattern, replacement in places.items():
+        assert pattern in command, f"README's first command has no {pattern}"
+        command = command.replace(pattern, replacement)
     if VENV.exists():  # of who runs this again
         session.run(f"{VENV}/bin/pip", "uninstall", "-q", "-y", PROJECT["project"]["name"])
     session.run("bash", "-euo", "pipefail", "-c", command)
     session.run(f"{VENV}/bin/glm4v-patched", "--version")
-    made = elsewhere / "demo_output"
-    assert all((made / name).is_file() for name in ("loss.png", "answers.png"))
-    assert (made / "trained" / "recipe.json").is_file()
-    metrics = json.loads((made / "metrics.json").read_text())
+    output = elsewhere / "demo_output"
+    assert all((output / name).is_file() for name in ("loss.png", "answers.png"))
+    assert (output / "trained" / "recipe.json").is_file()
+    metrics = json.loads((output / "metrics.json").read_text())
     assert (metrics["world_size"], metrics["zero_stage"]) == (2, 3), metrics
     assert metrics["accuracy_before"] <= 0.2, metrics
     assert metrics["loss_last"] < 0.5 * metrics["loss_first"], metrics
@@ -131,7 +131,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @nox.session(venv_backend="none")
 def test_command(session: nox.Session) -> None:
-    """README's, as it is written there."""
+    """Run README's second command as it is written there."""
     command = blocks(README, "bash")[1]
     assert command.strip().endswith("/pytest"), command
     session.chdir(ROOT)
@@ -169,18 +169,18 @@ WITH_ERROR = "0.19.2"
 
 
 def floors() -> list[str]:
-    """The oldest of those packages that pyproject.toml allows."""
+    """Return the oldest versions that pyproject.toml allows of these packages."""
     claimed = "\n".join(requirements("train"))
-    found = re.findall(rf"^({'|'.join(OLDER)})>=([0-9.]+)", claimed, re.M)
-    return ["==".join(one) for one in found]
+    minimums = re.findall(rf"^({'|'.join(OLDER)})>=([0-9.]+)", claimed, re.M)
+    return ["==".join(one) for one in minimums]
 
 
 @nox.session
 def oldest(session: nox.Session) -> None:
-    """The oldest supported versions of what is older there."""
+    """Test with the oldest supported versions."""
     install_on_top(session, ".[dev]", f"transformers=={TRANSFORMERS[0]}", *floors())
-    found = f"t.__version__ == '{TRANSFORMERS[0]}' and torch.__file__.startswith('{VENV}')"
-    session.run("python", "-c", f"import torch, transformers as t; assert {found}")
+    condition = f"t.__version__ == '{TRANSFORMERS[0]}' and torch.__file__.startswith('{VENV}')"
+    session.run("python", "-c", f"import torch, transformers as t; assert {condition}")
     chosen = session.posargs or [f"tests/{folder}" for folder in ON_THE_OLDEST]
     [default] = re.findall("-m '(.*)' ", PROJECT["tool"]["pytest"]["ini_options"]["addopts"])
     # Two processes of pytest: README's test command, beside it in CI, has three.
@@ -189,7 +189,7 @@ def oldest(session: nox.Session) -> None:
     run_tests(session, "-m", "not gpu and not two_gpu", "tests/distributed/test_matrix.py")
 
 
-# What other sessions hold for the most part, or what is no test of the package.
+# Folders that other sessions cover, or that do not test the package.
 IN_TURN = ("framework", "notebook", "container", "slow(experiments)")
 
 
@@ -241,9 +241,9 @@ def notebook(session: nox.Session) -> None:
     install_on_top(session, "nbconvert==7.17.2", "ipykernel==7.4.0")
     out = Path(session.create_tmp())
     shutil.copy("docs/quickstart.ipynb", out)  # cells run where their notebook is
-    told = ("--to", "notebook", "--output", "ran", "--ExecutePreprocessor.timeout=600")
+    options = ("--to", "notebook", "--output", "ran", "--ExecutePreprocessor.timeout=600")
     session.chdir(out)
-    session.run("python", "-m", "nbconvert", "--execute", *told, "quickstart.ipynb")
+    session.run("python", "-m", "nbconvert", "--execute", *options, "quickstart.ipynb")
 
 
 @nox.session
@@ -252,7 +252,7 @@ def container(session: nox.Session) -> None:
     session.run(f"{ROOT}/docs/docker/install.sh", str(ROOT), external=True)
 
 
-# What the workflows of .github run, too.
+# Sessions that the workflows of .github run, too.
 
 
 @nox.session
@@ -299,7 +299,7 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", "-q", "-d", str(Path(out).absolute()))
 
 
-# What is run by hand.
+# Sessions that are run by hand.
 
 
 @nox.session
@@ -319,7 +319,7 @@ def matrix(session: nox.Session) -> None:
 def versions(session: nox.Session, torchvision: bool) -> None:
     """Model, ``apply()``, parity and a recipe on every release of transformers; fills a table."""
     session.chdir(ROOT)
-    # Those of PyPI belong to builds of torch for GPUs alone.
+    # PyPI's builds need a torch for GPUs.
     pair = ["torch===2.14.1", "torchvision==0.29.1"] if torchvision else ["torch==2.13.0"]
     for transformers in session.posargs or EVERY_TRANSFORMERS:
         session.install(*pair)

@@ -20,7 +20,7 @@ def read_rows(file: Path) -> list[dict]:
 
 
 def put_rows(file: Path, rows: list[dict], key: Callable[[dict], object], order=None) -> None:
-    """In the places of those of the same key; sorted by ``order``, if it is given."""
+    """Replace the rows of the same key; sort by ``order``, if it is given."""
     every = [*{key(row): row for row in [*read_rows(file), *rows]}.values()]
     if order is not None:
         every.sort(key=order)

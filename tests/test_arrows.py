@@ -12,7 +12,7 @@ ROOMS = ["remote", "patch", "engine", "models", "data", "integrations", "inferen
 ROOMS += ["demo", "bench", "compare", "doctor", "cli", "run"]
 # The rooms that go elsewhere, and what they may import.
 ALONE = {"remote": {"remote"}, "patch": {"remote"}, "integrations": {"remote", "patch"}}
-# What is imported where it is used, for it takes a package or much time: no circle breaks there.
+# Modules that are imported late, because they need a package or much time, not to break a cycle.
 ROOT = {"atomic", "option_fields", "paths", "terminal_text", "installed_versions"}
 ROOT |= {"__main__", "__init__"}
 
@@ -26,7 +26,7 @@ MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py") if "recipes" 
 
 def imported_by(module: str) -> set[str]:
     """Modules of the package that a file imports, wherever in it."""
-    path, found = MODULES[module], set()
+    path, imported = MODULES[module], set()
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.ImportFrom):
@@ -41,18 +41,18 @@ def imported_by(module: str) -> set[str]:
         base = ".".join([*parts, *filter(None, below)])
         for name in (alias.name for alias in node.names):
             inner = f"{base}.{name}".lstrip(".")
-            found.add(inner if inner in MODULES else base)
-    return found - {module, ""}
+            imported.add(inner if inner in MODULES else base)
+    return imported - {module, ""}
 
 
 def test_rooms_import_in_one_direction():
     wrong = []
     for module in MODULES:
-        room = module.partition(".")[0]
-        for other in imported_by(module) if room not in ROOT else ():
+        package = module.partition(".")[0]
+        for other in imported_by(module) if package not in ROOT else ():
             to = other.partition(".")[0]
-            allowed = ALONE.get(room) or {*ROOMS[: ROOMS.index(room)]}
-            if to not in {room} | ROOT | allowed:
+            allowed = ALONE.get(package) or {*ROOMS[: ROOMS.index(package)]}
+            if to not in {package} | ROOT | allowed:
                 wrong.append(f"{module} imports {other}")
     assert not wrong
 

@@ -11,7 +11,7 @@ from glm4v_patched.atomic import require_file, require_inside, write_atomically
 from glm4v_patched.data.image_files import ImageFiles
 from glm4v_patched.data.source import DataSource
 from glm4v_patched.data.stored_rows import SCHEMA, store_rows, write_stored
-from glm4v_patched.finetune.run_folder import RECORD, start_record, locked
+from glm4v_patched.finetune.run_folder import RECORD, locked, start_record
 from glm4v_patched.inference.answers_file import open_answers
 from glm4v_patched.models.base import TRAINING_REPORT
 from tests.helpers.full_disk import files_of_at_most
@@ -42,16 +42,16 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_beside_it(kind, tmp_path)
 
 def test_what_has_the_name_of_a_file_and_is_none_is_not_written_to(tmp_path):
     path, other = tmp_path / "a", tmp_path / "b"
-    made = {
+    makers = {
         "is a link to b": lambda: path.symlink_to("b"),
         "is a folder": path.mkdir,
         "is a pipe": lambda: os.mkfifo(path),
     }
-    for told, make in made.items():
+    for message, make in makers.items():
         make()
-        with pytest.raises(ValueError, match=f"{path} {told}.* neither followed nor replaced"):
+        with pytest.raises(ValueError, match=f"{path} {message}.* neither followed nor replaced"):
             require_file(path)
-        path.rename(tmp_path / told)
+        path.rename(tmp_path / message)
     require_file(path)  # nothing is there
     path.touch()
     require_file(path, alone=True)
@@ -62,12 +62,12 @@ def test_what_has_the_name_of_a_file_and_is_none_is_not_written_to(tmp_path):
 
 
 def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
-    left = [f"{name}.{'0a' * 16}.partial" for name in ("data.json", RECORD, TRAINING_REPORT)]
-    for name in (*left, "mine.partial", "data.json.partial"):
+    partial_files = [f"{name}.{'0a' * 16}.partial" for name in ("data.json", RECORD, TRAINING_REPORT)]
+    for name in (*partial_files, "mine.partial", "data.json.partial"):
         (tmp_path / name).touch()
     start_record(tmp_path, [])
-    kept = {"mine.partial", "data.json.partial", RECORD}
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    remaining = {"mine.partial", "data.json.partial", RECORD}
+    assert {path.name for path in tmp_path.iterdir()} == remaining
     assert json.loads((tmp_path / RECORD).read_text()) == {"written": None}
 
 
@@ -89,7 +89,7 @@ def test_a_folder_s_files_are_not_those_of_one_whose_name_begins_alike(tmp_path)
 def test_a_file_system_without_locks_is_told_as_that(code, tmp_path, monkeypatch):
     """It was told as a folder that cannot be written to."""
 
-    def flock(*given):
+    def flock(*arguments):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)

@@ -49,9 +49,9 @@ def test_a_missing_deepspeed_is_told_with_its_cure(monkeypatch):
 def test_what_is_not_known_is_answered_with_the_nearest_that_is(typed, named, capsys, words):
     with pytest.raises(SystemExit, match="2"):
         main(typed.split())
-    usage, _, told = capsys.readouterr().err.partition("error: ")
-    assert usage.startswith("usage: glm4v-patched") and named in told
-    words(told)
+    usage, _, error = capsys.readouterr().err.partition("error: ")
+    assert usage.startswith("usage: glm4v-patched") and named in error
+    words(error)
 
 
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +67,7 @@ def test_versions_are_told_without_loading_torch(monkeypatch, capsys):
     assert lines[0] == f"glm4v-patched {glm4v_patched.__version__}"
     for name in ("torch", "transformers", "deepspeed"):
         assert f"{name} {version(name)}" in lines
-    monkeypatch.setattr(cli, "NAMED_WITH_VERSION", ("torch", "not-there-at-all"))
+    monkeypatch.setattr(cli, "VERSIONED_PACKAGES", ("torch", "not-there-at-all"))
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert "not-there-at-all is not installed" in capsys.readouterr().out
@@ -86,8 +86,8 @@ def test_odd_names_end_in_lines_that_a_terminal_shows(command, name, capsys):
     """Too long for a file system, or with what a terminal would obey: no traceback, no control."""
     command, *rest = command.split()
     assert main([command, name, *rest]) == 1
-    told = "".join(capsys.readouterr())
-    assert told and printable(told, allow="\n") == told
+    output = "".join(capsys.readouterr())
+    assert output and printable(output, allow="\n") == output
 
 
 def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys):
@@ -98,18 +98,18 @@ def test_the_demo_checks_before_it_writes_anything(tmp_path, monkeypatch, capsys
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Recipe:
+def base_recipe(tmp_path_factory) -> Recipe:
     return drawn_recipe(tmp_path_factory.mktemp("command_line"), {})
 
 
 @pytest.fixture
-def recipe(tmp_path, monkeypatch, drawn) -> dict:
+def recipe(tmp_path, monkeypatch, base_recipe) -> dict:
     """A recipe in ``recipe.json``, and no processes that it could be run on."""
     steps = {"max_steps": 10, "save_steps": 2}
     values = {
-        "model": drawn.model,
+        "model": base_recipe.model,
         "out": str(tmp_path / "out"),
-        "data": {"train": drawn.data.train},
+        "data": {"train": base_recipe.data.train},
         "trainer": {"per_device_train_batch_size": 1, "learning_rate": 1e-3, **steps},
     }
     (tmp_path / "recipe.json").write_text(json.dumps(values))
@@ -126,13 +126,16 @@ def train(recipe, tmp_path) -> list[str]:
 
 @pytest.fixture
 def checkpoint(tmp_path, recipe) -> Path:
-    """Of the recipe on two processes, after its fourth step."""
+    """Return a checkpoint of the recipe on two processes, after its fourth step."""
     checkpoint = tmp_path / "out" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
     (checkpoint / "latest").write_text("x")
     mine = Recipe.read(tmp_path / "recipe.json")
     rows = digest_rows(check_data(resolve_recipe(mine)), with_evaluated=False)
-    write_checkpoint_manifest(checkpoint, ResumeFingerprint(resolve_recipe(mine).settings(2), identify(resolve_base(mine)), rows))
+    write_checkpoint_manifest(
+        checkpoint,
+        ResumeFingerprint(resolve_recipe(mine).settings(2), identify(resolve_base(mine)), rows),
+    )
     return checkpoint
 
 
@@ -146,15 +149,15 @@ def checkpoint(tmp_path, recipe) -> Path:
     ],
 )
 def test_what_is_typed_reaches_the_training(typed, reached, train, monkeypatch):
-    asked = {}
+    options = {}
 
-    def note(recipe, placement, **told) -> None:
-        asked.update(told, steps=recipe.trainer.max_steps, processes=placement.processes)
+    def note(recipe, placement, **keywords) -> None:
+        options.update(keywords, steps=recipe.trainer.max_steps, processes=placement.processes)
 
     monkeypatch.setattr(launch, "launch", note)
     monkeypatch.setattr(ending, "describe_end", lambda *_: "")
     assert main([*train, *typed.split()]) == 0
-    assert asked == asked | {"steps": 10, "processes": 2, "dry_run": False} | reached
+    assert options == options | {"steps": 10, "processes": 2, "dry_run": False} | reached
 
 
 def test_training_continues_from_the_checkpoint_it_names(
@@ -174,12 +177,14 @@ def test_a_training_that_failed_says_how_to_continue(
     tmp_path, recipe, train, checkpoint, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATH", os.defpath)
-    monkeypatch.setattr(launch, "_run_processes", lambda command, _: "process 0 ended with status 1")
+    monkeypatch.setattr(
+        launch, "_run_processes", lambda command, _: "process 0 ended with status 1"
+    )
     assert main([*train, "--resume"]) == 1
     message = capsys.readouterr().err
     assert "failed: process 0 ended with status 1" in message
-    told, _, command = message.rstrip("\n").rpartition(":\n  ")
-    assert told.endswith(f"to continue from {checkpoint}")
+    text, _, command = message.rstrip("\n").rpartition(":\n  ")
+    assert text.endswith(f"to resume from {checkpoint}")
 
     # As printed, in the same shell; it ends before any process starts.
     monkeypatch.undo()
@@ -196,4 +201,4 @@ def test_ctrl_c_ends_with_the_status_of_a_signal(train, monkeypatch, capsys):
 
     monkeypatch.setattr(launch, "_run_processes", interrupt)
     assert main(train) == 128 + signal.SIGINT
-    assert "training was stopped by SIGINT\nto continue" in capsys.readouterr().err
+    assert "training was stopped by SIGINT\nto resume" in capsys.readouterr().err

@@ -34,7 +34,7 @@ from tests.helpers.processes import (
 )
 from tests.helpers.tiny import tiny_model
 
-# What begins so is not run by this file, but by what stands behind it.
+# Commands that begin with a key are run elsewhere: the value says where.
 ELSEWHERE = {
     "python3 -m venv .venv": "nox: first_command and test_command",
     "pip install ": "nox, or tests that are skipped without the package",
@@ -81,22 +81,22 @@ TEXTS = list(dict.fromkeys(c.removeprefix(".venv/bin/") for page in PAGES for c 
 
 
 def runs(*beginnings: str) -> pytest.MarkDecorator:
-    """Give a test all commands that begin so, as ``given``."""
+    """Give a test all commands that begin so, as ``texts``."""
     RUN.extend(beginnings)
     return pytest.mark.parametrize(
-        "given", [[t for t in TEXTS if t.startswith(beginnings)]], ids=["pages"]
+        "texts", [[t for t in TEXTS if t.startswith(beginnings)]], ids=["pages"]
     )
 
 
 def test_every_command_is_run_or_says_what_runs_it():
     known = (*RUN, *ELSEWHERE)
     assert [text for text in TEXTS if not text.startswith(known)] == []
-    assert [each for each in known if not any(text.startswith(each) for text in TEXTS)] == []
+    assert [start for start in known if not any(text.startswith(start) for text in TEXTS)] == []
 
 
 @runs("import torch\nfrom tests.helpers.tiny import")
-def test_a_test_of_ones_own_is_green(given):
-    for code in given:
+def test_a_test_of_ones_own_is_green(texts):
+    for code in texts:
         names: dict = {}
         exec(code, names)
         [test] = [value for name, value in names.items() if name.startswith("test_")]
@@ -104,8 +104,8 @@ def test_a_test_of_ones_own_is_green(given):
 
 
 @runs("from peft import LoraConfig")
-def test_what_adapts_the_language_model_alone(given):
-    for code in given:
+def test_what_adapts_the_language_model_alone(texts):
+    for code in texts:
         names: dict = {"model": tiny_model()}
         exec(code, names)
         by_pattern = names["get_peft_model"](tiny_model(), names["by_pattern"])
@@ -121,7 +121,8 @@ def of_program(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "parser"), [("glm4v-patched", _build_parser), ("python -m hub_upload", upload_parser)]
+    ("program", "parser"),
+    [("glm4v-patched", _build_parser), ("python -m hub_upload", upload_parser)],
 )
 def test_options_are_there(program, parser):
     for arguments in of_program(program):
@@ -138,8 +139,8 @@ def test_tests_and_sessions_that_pages_name_are_there():
             assert any(wanted in file.read_text() for file in files if file.is_file()), wanted
     for arguments in of_program("nox"):
         _, file, option, name, *_ = shlex.split(arguments)
-        told = f'tags=["{name}"]' if option == "-t" else f"\ndef {name}(session: nox.Session"
-        assert told in (ROOT / file).read_text(), arguments
+        definition = f'tags=["{name}"]' if option == "-t" else f"\ndef {name}(session: nox.Session"
+        assert definition in (ROOT / file).read_text(), arguments
 
 
 class Reader:
@@ -158,14 +159,14 @@ class Reader:
         (folder / ".venv").symlink_to(sys.prefix)
 
     def shell(self, command: str, **environment: str) -> str:
-        """What the command printed; it fails the test if it fails or takes longer."""
+        """Return the output of a command; the test fails if it fails or takes longer."""
         bash = ["bash", "-euo", "pipefail", "-c", command]
         ended = run_with_limit(bash, 300, self.environment | environment, self.folder)
         assert ended.status == 0, f"{command}\n{ended.status}\n{ended.output[-6000:]}"
         return ended.output
 
     def here(self, command: str, typed: str = "") -> str:
-        """What a command of ours printed in this process, which tests may have prepared."""
+        """Return the output of our command, run in this process, which tests may prepare."""
         arguments, out = shlex.split(command.partition(" > ")[0])[1:], io.StringIO()
         with contextlib.chdir(self.folder), on_the_cpu(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO(typed))
@@ -174,7 +175,7 @@ class Reader:
         return out.getvalue()
 
     def python(self, *programs: str, without_package: bool = False) -> str:
-        """What the programs print, each with names of its own, in one process."""
+        """Return the output of programs that run one after the other, each in its own namespace."""
         head = "import sys\nsys.modules['glm4v_patched'] = None\n" if without_package else ""
         (self.folder / "block.py").write_text(
             f"{head}for program in {programs!r}:\n    exec(program, {{'__name__': '__main__'}})\n"
@@ -223,32 +224,32 @@ def trained(reader) -> Path:
 
 @pytest.mark.slow
 @runs("glm4v-patched train recipe.yaml", "glm4v-patched train trained/recipe.json")
-def test_training_is_stopped_and_goes_on(given, reader, trained):
+def test_training_is_stopped_and_goes_on(texts, reader, trained):
     history = json.loads((trained / "training.json").read_text())["history"]
     assert history[-1]["step"] == 40 and (trained / "adapter_model.safetensors").is_file()
-    reader.here(f"{given[1]} out=other --dry-run --device cpu --processes 1")
+    reader.here(f"{texts[1]} out=other --dry-run --device cpu --processes 1")
 
 
 @runs("glm4v-patched train --help")
-def test_fields_are_in_the_help(given, capsys):
+def test_fields_are_in_the_help(texts, capsys):
     with pytest.raises(SystemExit):
-        main(shlex.split(given[0])[1:])
+        main(shlex.split(texts[0])[1:])
     assert "trainer.learning_rate" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @runs("glm4v-patched doctor")
-def test_doctor_finds_nothing_that_will_fail(given, reader):
-    for command in given:
+def test_doctor_finds_nothing_that_will_fail(texts, reader):
+    for command in texts:
         fresh = "out=untouched " * ("recipe.yaml" in command)  # another test has trained there
-        told = {"--rows": "<|assistant|>[[", "--json": '"fails": false'}
-        expected = next((told[name] for name in told if name in command), " 0 will fail")
+        by_option = {"--rows": "<|assistant|>[[", "--json": '"fails": false'}
+        expected = next((by_option[name] for name in by_option if name in command), " 0 will fail")
         assert expected in reader.here(f"{command} {fresh}--device cpu")
 
 
 @runs("glm4v-patched recipe")
-def test_a_recipe_is_printed_to_be_edited(given, reader):
-    (command,) = given
+def test_a_recipe_is_printed_to_be_edited(texts, reader):
+    (command,) = texts
     path = reader.folder / command.rpartition("> ")[2]
     path.write_text(reader.here(command))
     assert Recipe.read(path).trained == "lora_lm"
@@ -268,8 +269,8 @@ def demo_output(reader) -> Path:
     "from transformers import AutoModelForCausalLM",
     "import json\n\nimport torch\n",
 )
-def test_what_the_demo_saved_answers_and_classifies(given, reader, demo_output):
-    programs = [text for text in given if "from_pretrained" in text]
+def test_what_the_demo_saved_answers_and_classifies(texts, reader, demo_output):
+    programs = [text for text in texts if "from_pretrained" in text]
     assert len(programs) == 3
     few = [program.replace("max_steps=400", "max_steps=2") for program in programs]
     reader.python(*few, without_package=True)
@@ -292,18 +293,20 @@ with open("rank" + os.environ.get("RANK", "0"), "w") as file:
     "export GLM4V_PATCHED=1",
     "import glm4v_patched\n",
 )
-def test_scripts_are_patched(given, reader):
+def test_scripts_are_patched(texts, reader):
     (reader.folder / "train.py").write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        here = f"deepspeed --num_gpus 2 --master_port {free.getsockname()[1]} "
+        launcher = f"deepspeed --num_gpus 2 --master_port {free.getsockname()[1]} "
     # Pages have some with and without arguments of the script.
-    for command in (c for c in given if not any(other.startswith(f"{c} ") for other in given)):
+    for command in (c for c in texts if not any(other.startswith(f"{c} ") for other in texts)):
         if command.startswith("import"):
             reader.python(f"{command}\n{SCRIPT}")
         else:
             # The variable PYTHONPATH that it sets has no place for the tests' own.
-            command = command.replace("deepspeed ", here).replace("PYTHONPATH=$", "PYTHONPATH=.:$")
+            command = command.replace("deepspeed ", launcher).replace(
+                "PYTHONPATH=$", "PYTHONPATH=.:$"
+            )
             reader.shell(command if "train.py" in command else f"{command}; python train.py")
         ranks = 2 if "torchrun" in command or "deepspeed" in command else 1
         for rank in range(ranks):
@@ -332,8 +335,8 @@ assert (got - want).abs().max() < 0.1 * (want - before).abs().max(), (got, want,
 
 @pytest.mark.slow
 @runs("from peft import PeftConfig, PeftModel", "glm4v-patched merge ")
-def test_adapters_load_and_are_merged(given, reader, trained):
-    load, merge = sorted(given, key=lambda code: " merge " in code)
+def test_adapters_load_and_are_merged(texts, reader, trained):
+    load, merge = sorted(texts, key=lambda code: " merge " in code)
     reader.here(merge)
     adapters = load.replace("my_adapter", "trained")
     reader.python(adapters + MERGED_IS_THE_SAME, without_package=True)
@@ -341,9 +344,9 @@ def test_adapters_load_and_are_merged(given, reader, trained):
 
 @pytest.mark.slow
 @runs("glm4v-patched serve ", "import base64")
-def test_a_model_is_served(given, reader):
-    [code] = [text for text in given if text.startswith("import")]
-    [command] = [text for text in given if text.endswith(" trained")]
+def test_a_model_is_served(texts, reader):
+    [code] = [text for text in texts if text.startswith("import")]
+    [command] = [text for text in texts if text.endswith(" trained")]
     command = command.replace("trained", "tiny --served-model-name trained")
     shell = ["bash", "-c", f"exec {command} --port 0 --device cpu --max-new-tokens 3"]
     started = shell, r"is served at (\S+)", reader.folder / "serve.log"
@@ -360,15 +363,15 @@ def test_a_model_is_served(given, reader):
     "glm4v-patched chat trained",
     "def starts_right",
 )
-def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):
-    code, *given = sorted(given, key=lambda text: text.startswith("glm4v-patched"))
+def test_what_was_trained_answers_and_is_evaluated(texts, reader, trained):
+    code, *texts = sorted(texts, key=lambda text: text.startswith("glm4v-patched"))
     # fp8 takes a GPU: tests/models, -m gpu.
-    commands = dict.fromkeys(command.replace(" --weights fp8", "") for command in given)
+    commands = dict.fromkeys(command.replace(" --weights fp8", "") for command in texts)
     (reader.folder / "scores.py").write_text(code)
     # As docs/fp8.md has what it trains.
     (reader.folder / "shapes").mkdir()
     (reader.folder / "reading" / "data").mkdir(parents=True)
-    for name, made in (
+    for name, paths in (
         ("shapes/trained", "trained"),
         ("shapes/held_out.jsonl", "held_out.jsonl"),
         ("shapes/cat.png", "cat.png"),
@@ -376,12 +379,12 @@ def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):
         ("reading/data/held_out_latin.jsonl", "held_out.jsonl"),
         ("reading/data/cat.png", "cat.png"),
     ):
-        (reader.folder / name).symlink_to(reader.folder / made)
+        (reader.folder / name).symlink_to(reader.folder / paths)
     for command in commands:
         typed = "What is it?\n/image cat.png\nAnd this?\n" if " chat " in command else ""
-        told = reader.here(f"{command} --device cpu --max-new-tokens 3", typed=typed)
+        output = reader.here(f"{command} --device cpu --max-new-tokens 3", typed=typed)
         if "scores.py" in command:
-            assert "starts_right" in told
+            assert "starts_right" in output
     lines = (reader.folder / "answers.jsonl").read_text().splitlines()
     [example] = [block for block in blocks(ROOT / "docs" / "answering.md", "json")]
     assert [json.loads(line).keys() for line in lines] == [json.loads(example).keys()] * 3
@@ -389,11 +392,11 @@ def test_what_was_trained_answers_and_is_evaluated(given, reader, trained):
 
 
 @runs('import json\nfrom pathlib import Path\n\npath = Path("merged/config.json")')
-def test_another_name_is_written_to_config_json(given, tmp_path, monkeypatch):
+def test_another_name_is_written_to_config_json(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "merged").mkdir()
     config = tmp_path / "merged" / "config.json"
     config.write_text(json.dumps({"architectures": ["GLM4VForCausalLM"], "num_layers": 40}))
-    for code in given:
+    for code in texts:
         exec(code, {})
     assert json.loads(config.read_text()) == {"architectures": ["ChatGLMModel"], "num_layers": 40}

@@ -79,7 +79,7 @@ def test_an_experiment_runs_at_tiny_size(command, prints, writes, tmp_path, requ
 
 
 RESULTS = sorted(BENCHMARKS.glob("*.json"))
-# Of each row or report: which versions, on what, or how it is made again.
+# Each row or report has versions, a device, or the command that makes it.
 SAYS_WHERE_FROM = {"versions", "transformers", "torch", "gpu"}
 # Their command and versions stand in docs/fp8.md and docs/numerics.md.
 IN_A_PAGE = {"attention_h200.json"}
@@ -89,21 +89,21 @@ IN_A_PAGE = {"attention_h200.json"}
 def test_a_file_of_results_has_the_format_of_all(file):
     """An array with a row a line, or one report, which say where they are from."""
     text = file.read_text(encoding="utf-8")
-    found = json.loads(text)
+    content = json.loads(text)
     assert text.endswith("\n") and not re.search(r"/(?:root|home|work)/|NaN|Infinity", text)
-    if isinstance(found, list):
+    if isinstance(content, list):
         first, *lines, last = text.splitlines()
         assert (first, last) == ("[", "]")
-        assert [json.loads(line.removesuffix(",")) for line in lines] == found != []
-    rows = found if isinstance(found, list) else [found]
+        assert [json.loads(line.removesuffix(",")) for line in lines] == content != []
+    rows = content if isinstance(content, list) else [content]
     if file.name not in IN_A_PAGE:
-        made = [row for row in rows if "error" not in row]
-        assert [row for row in made if not row.keys() & SAYS_WHERE_FROM] == []
+        successful = [row for row in rows if "error" not in row]
+        assert [row for row in successful if not row.keys() & SAYS_WHERE_FROM] == []
 
 
 def test_every_file_of_results_and_script_is_in_the_pages_table():
     named = re.findall(r"`([\w.*]+\.\w+)`", README.read_text().partition("## Rows of bench")[0])
     files = [path.name for path in [*RESULTS, *SCRIPTS, *BENCHMARKS.glob("*.png")]]
     assert [name for name in files if not any(fnmatch(name, pattern) for pattern in named)] == []
-    there = [path.name for path in BENCHMARKS.iterdir()]
-    assert [pattern for pattern in named if not any(fnmatch(n, pattern) for n in there)] == []
+    names = [path.name for path in BENCHMARKS.iterdir()]
+    assert [pattern for pattern in named if not any(fnmatch(n, pattern) for n in names)] == []

@@ -15,15 +15,17 @@ SECTION |= {"compile": False, "offload": True, "memory_limit": 7.5, "zero_hpz_pa
 
 def parse(arguments: list[str]) -> EngineSection:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    for each in fields(EngineSection):
-        add_option(parser, each)
+    for field in fields(EngineSection):
+        add_option(parser, field)
     return EngineSection(**vars(parser.parse_args(arguments)))
 
 
 def test_options_ask_for_what_a_recipe_does():
-    asked = TypeAdapter(EngineSection).validate_python(SECTION)
-    assert to_cli_arguments(asked)[:2] == ["--zero-stage", "0"] and {"--compile", "false"} <= {*to_cli_arguments(asked)}
-    assert parse(to_cli_arguments(asked)) == asked == EngineSection(**SECTION)
+    section = TypeAdapter(EngineSection).validate_python(SECTION)
+    assert to_cli_arguments(section)[:2] == ["--zero-stage", "0"] and {"--compile", "false"} <= {
+        *to_cli_arguments(section)
+    }
+    assert parse(to_cli_arguments(section)) == section == EngineSection(**SECTION)
     assert parse([]) == EngineSection()
 
 
@@ -46,7 +48,7 @@ def test_what_neither_takes(name, value):
         TypeAdapter(EngineSection).validate_python({name: value})
     with pytest.raises((argparse.ArgumentError, SystemExit)):
         parse([f"--{name.replace('_', '-')}", str(value)])
-    assert name in {each.name for each in fields(EngineOptions)}
+    assert name in {field.name for field in fields(EngineOptions)}
 
 
 @pytest.mark.parametrize("value", [True, 8.0, "8", 0, 4097])

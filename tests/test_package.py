@@ -1,4 +1,4 @@
-"""What of a clone is published: in the sdist, the wheel and the image, and by which workflow."""
+"""Files of a clone that are published in the sdist, the wheel and the image, and the workflow."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = ROOT / ".github" / "workflows"
-# What people have in a clone that they work in.
+# Private files of people who work in a clone.
 PRIVATE = [
     ".env",
     "id_rsa",
@@ -61,10 +61,10 @@ def used(tmp_path_factory) -> Path:
     return folder
 
 
-def tracked(*of: str) -> set[str]:
-    command = ["git", "-C", ROOT, "ls-files", "-z", "--", *of]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
-    return {name for name in found if name and (ROOT / name).is_file()}
+def tracked(*patterns: str) -> set[str]:
+    command = ["git", "-C", ROOT, "ls-files", "-z", "--", *patterns]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    return {name for name in names if name and (ROOT / name).is_file()}
 
 
 def test_sdist_and_wheel_have_what_git_has_of_the_package_and_nothing_else(used, tmp_path):
@@ -80,7 +80,7 @@ def test_sdist_and_wheel_have_what_git_has_of_the_package_and_nothing_else(used,
     assert inside == tracked("glm4v_patched") | ALWAYS | {".gitignore", "PKG-INFO"}
 
 
-# What Docker makes of a pattern: https://docs.docker.com/build/concepts/context/#syntax
+# Docker's patterns: https://docs.docker.com/build/concepts/context/#syntax
 MEANING = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
@@ -119,15 +119,15 @@ def release() -> dict[str, dict]:
 
 def step(job: str, words: str) -> str:
     """The command of a step that is named so."""
-    [found] = [s["run"] for s in release()[job]["steps"] if s.get("name") == words]
-    return found
+    [script] = [s["run"] for s in release()[job]["steps"] if s.get("name") == words]
+    return script
 
 
 def shell(command: str, folder: Path, **environment: str) -> int:
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    given = {"PATH": path, "HOME": str(folder), "PYTHONPATH": ":".join(sys.path)} | environment
+    variables = {"PATH": path, "HOME": str(folder), "PYTHONPATH": ":".join(sys.path)} | environment
     how = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", command]
-    return subprocess.run(how, cwd=folder, env=given, capture_output=True).returncode
+    return subprocess.run(how, cwd=folder, env=variables, capture_output=True).returncode
 
 
 def test_jobs_that_publish_install_only_what_is_pinned_by_hash():
@@ -148,8 +148,8 @@ def test_jobs_that_publish_install_only_what_is_pinned_by_hash():
 def test_only_a_tag_of_main_is_released(tmp_path):
     how = "git -c user.name=a -c user.email=b -c init.defaultBranch=main"
     commit = f"{how} commit -q --allow-empty -m"
-    made = f"{how} init -q . && {commit} one && {commit} two && git update-ref "
-    assert shell(made + "refs/remotes/origin/main HEAD", tmp_path) == 0
+    setup = f"{how} init -q . && {commit} one && {commit} two && git update-ref "
+    assert shell(setup + "refs/remotes/origin/main HEAD", tmp_path) == 0
     condition = step("build", "The tag is on main")
     for at in ("HEAD", "HEAD~1"):
         assert shell(f"git checkout -q {at}\n{condition}", tmp_path) == 0
@@ -159,13 +159,13 @@ def test_only_a_tag_of_main_is_released(tmp_path):
 
 
 def test_what_is_published_is_what_was_built(tmp_path):
-    dist, said = tmp_path / "dist", tmp_path / "said"
+    dist, output = tmp_path / "dist", tmp_path / "said"
     dist.mkdir()
     for name in ("a.whl", "a.tar.gz"):
         (dist / name).write_text(name)
-    [made] = [s["run"] for s in release()["build"]["steps"] if s.get("id") == "build"]
-    assert shell(made.splitlines()[1], tmp_path, GITHUB_OUTPUT=str(said)) == 0
-    digest = said.read_text().strip().removeprefix("sha256=")
+    [script] = [s["run"] for s in release()["build"]["steps"] if s.get("id") == "build"]
+    assert shell(script.splitlines()[1], tmp_path, GITHUB_OUTPUT=str(output)) == 0
+    digest = output.read_text().strip().removeprefix("sha256=")
     condition = step("publish", "What was downloaded is what was built")
     assert shell(condition, tmp_path, SHA256=digest) == 0
     (dist / "more.whl").write_text("more")

@@ -22,7 +22,7 @@ def variables(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "expanded"),
+    ("path", "expanded"),
     [
         ("~", HOME),
         ("~/runs", f"{HOME}/runs"),
@@ -35,12 +35,12 @@ def variables(monkeypatch, tmp_path):
         ("rows/**/*.jsonl", "rows/**/*.jsonl"),
     ],
 )
-def test_only_a_home_at_the_beginning_is_expanded_and_only_once(given, expanded):
-    assert expand_path(given) == expand_path(expanded) == expanded
+def test_only_a_home_at_the_beginning_is_expanded_and_only_once(path, expanded):
+    assert expand_path(path) == expand_path(expanded) == expanded
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("path", "named"),
     [
         ("$DATA/rows", "expected the path itself: /data/rows"),
         ("${DATA}/rows", "expected the path itself: /data/rows"),
@@ -54,21 +54,23 @@ def test_only_a_home_at_the_beginning_is_expanded_and_only_once(given, expanded)
         ("", "empty"),
     ],
 )
-def test_what_only_a_shell_expands_is_refused_with_the_path(given, named):
+def test_what_only_a_shell_expands_is_refused_with_the_path(path, named):
     with pytest.raises(PathError) as error:
-        expand_path(given)
+        expand_path(path)
     assert named in str(error.value)
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--out", type=expand_path)
     with pytest.raises(argparse.ArgumentError, match="argument --out: ") as of_parser:
-        parser.parse_args([f"--out={given}"])
+        parser.parse_args([f"--out={path}"])
     assert named in str(of_parser.value)
 
 
 def test_a_name_that_contains_a_dollar_is_taken_where_it_exists(tmp_path):
     for name in ("a$b", "${OUT}", "$DATA", "$OUT"):
         (tmp_path / name).mkdir()
-    assert expand_path("a$b") == "a$b" and expand_path(f"{tmp_path}/a$b/new") == f"{tmp_path}/a$b/new"
+    assert (
+        expand_path("a$b") == "a$b" and expand_path(f"{tmp_path}/a$b/new") == f"{tmp_path}/a$b/new"
+    )
     assert expand_path("$OUT/x") == "$OUT/x"  # it can mean nothing else
     for name in ("${OUT}/x", "$DATA/x", "a$b/$c"):
         with pytest.raises(PathError):

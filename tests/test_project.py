@@ -1,4 +1,4 @@
-"""What pyproject.toml claims is what CI installs."""
+"""CI installs the versions that pyproject.toml claims."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is saved from a model of others names nothing of theirs, in whatever way it is saved."""
+"""Folders saved from a stranger's model contain no names that point to the stranger's code."""
 
 import json
 import shutil
@@ -61,13 +61,13 @@ def plant(folder: Path) -> None:
         path = folder / name
         if adapters != (name == "adapter_config.json"):
             continue
-        there = json.loads(path.read_text()) if path.is_file() else {}
-        if "vision_config" in there:
-            there["vision_config"][f"{WORD}_key"] = WORD
-        path.write_text(json.dumps(there | values))
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        if "vision_config" in content:
+            content["vision_config"][f"{WORD}_key"] = WORD
+        path.write_text(json.dumps(content | values))
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as held:
-            tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        with safe_open(file, framework="pt") as file_tensors:
+            tensors = {name: file_tensors.get_tensor(name) for name in file_tensors.keys()}  # noqa: SIM118
         save_file(tensors, file, metadata={"format": "pt", WORD: WORD})
     (folder / "README.md").write_text(f"---\nlibrary_name: {WORD}\ntags: [{WORD}]\n---\n{WORD}")
     for name in (f"{WORD}.py", "training_args.bin", f"custom_generate/{WORD}.py"):
@@ -82,17 +82,17 @@ def names_of_others(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
+def planted(tmp_path_factory):
     """A recipe on a model of others."""
     changes = {"trained": "projector", "engine.zero_stage": 0, "trainer.dataloader_num_workers": 0}
-    drawn = drawn_recipe(tmp_path_factory.mktemp("planted"), changes | {"trainer.max_steps": 1})
-    plant(Path(drawn.model))
-    return drawn
+    planted = drawn_recipe(tmp_path_factory.mktemp("planted"), changes | {"trainer.max_steps": 1})
+    plant(Path(planted.model))
+    return planted
 
 
 @pytest.fixture
-def model(drawn, tmp_path) -> Path:
-    return Path(shutil.copytree(drawn.model, tmp_path / "model"))
+def model(planted, tmp_path) -> Path:
+    return Path(shutil.copytree(planted.model, tmp_path / "model"))
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def by_merge(model: Path, adapters: Path, out: Path) -> None:
 
 
 def by_take_over(model: Path, adapters: Path, out: Path) -> None:
-    """What ``export`` copies beside what it saves."""
+    """Copy the files that ``export`` copies beside the weights."""
     out.mkdir()
     copy_license_and_generation(model, out)
     ChatGLMConfig.from_pretrained(model).save_pretrained(out)
@@ -117,8 +117,8 @@ def by_build(model: Path, adapters: Path, out: Path) -> None:
     from hub_upload.build import build_model_repository, read_source
 
     for file in model.glob("*.safetensors"):  # which a build links to, as they are
-        with safe_open(file, framework="pt") as held:
-            tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        with safe_open(file, framework="pt") as file_tensors:
+            tensors = {name: file_tensors.get_tensor(name) for name in file_tensors.keys()}  # noqa: SIM118
         save_file(tensors, file, metadata={"format": "pt"})
     build_model_repository(read_source(str(model), "zai-org/glm-4v-9b", "shapes"), out, "our-org/built")
 
@@ -148,8 +148,8 @@ def by_peft(model: Path, adapters: Path, out: Path) -> None:
 
 
 def by_train(model: Path, adapters: Path, out: Path) -> None:
-    drawn = drawn_recipe(out.parent / "drawn", {"engine.zero_stage": 0})
-    train_here(drawn.override(TRAINED | {"model": str(model), "out": str(out)}))
+    train_recipe = drawn_recipe(out.parent / "drawn", {"engine.zero_stage": 0})
+    train_here(train_recipe.override(TRAINED | {"model": str(model), "out": str(out)}))
 
 
 TRAINED = {"trained": "projector", "trainer.dataloader_num_workers": 0, "trainer.max_steps": 1}
@@ -167,14 +167,22 @@ def test_what_belongs_to_a_model_is_saved_and_a_note_is_not(tmp_path, warned):
     """Labels, ids, options of generation and of quantized weights stay."""
     quantized = {"quant_method": "quanto", "weights": "int8"}  # whose class needs no package
     labels = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
-    given = {"pad_token_id": 7, "eos_token_id": [1, 2], "rope_ratio": 2, "skip_logits": True}
-    given |= labels | {"quantization_config": quantized | {WORD: WORD}, "problem_type": None}
-    config = tiny_config(**given)
+    generation_options = {
+        "pad_token_id": 7,
+        "eos_token_id": [1, 2],
+        "rope_ratio": 2,
+        "skip_logits": True,
+    }
+    generation_options |= labels | {
+        "quantization_config": quantized | {WORD: WORD},
+        "problem_type": None,
+    }
+    config = tiny_config(**generation_options)
     config.my_note = 1
     config.save_pretrained(tmp_path)
     assert [line for line in warned.messages if "my_note" in line and "quantization_config" in line]
     again = ChatGLMConfig.from_pretrained(tmp_path)
-    assert {name: getattr(again, name) for name in given} == given | {
+    assert {name: getattr(again, name) for name in generation_options} == generation_options | {
         "quantization_config": quantized
     }
     assert not hasattr(again, "my_note") and config.my_note == 1

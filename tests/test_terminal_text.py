@@ -10,7 +10,14 @@ import pytest
 
 import glm4v_patched
 from glm4v_patched import terminal_text
-from glm4v_patched.terminal_text import show_progress, format_bytes, own_command, pip_install, printable
+from glm4v_patched.terminal_text import (
+    format_bytes,
+    own_command,
+    pip_install,
+    pluralize,
+    printable,
+    show_progress,
+)
 from tests.helpers.processes import in_plain_shell
 
 VERSION = f"glm4v-patched {glm4v_patched.__version__}"
@@ -59,13 +66,13 @@ def test_a_program_is_printed_by_its_path_where_the_path_does_not_find_it(
 
 def test_sizes_have_the_unit_that_suits_them():
     sizes = (27.8e9, 10**9, 512.7e6, 24_600, 999, 0)
-    shown = ["27.8 GB", "1.0 GB", "512.7 MB", "24.6 kB", "999 bytes", "0 bytes"]
-    assert [format_bytes(size) for size in sizes] == shown
+    expected = ["27.8 GB", "1.0 GB", "512.7 MB", "24.6 kB", "999 bytes", "0 bytes"]
+    assert [format_bytes(size) for size in sizes] == expected
 
 
 def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
-    monkeypatch.setattr(terminal_text, "SECONDS_TO_FIRST_WORD", 0.1)
-    monkeypatch.setattr(terminal_text, "SECONDS_BETWEEN_WORDS", 0.02)
+    monkeypatch.setattr(terminal_text, "FIRST_LINE_SECONDS", 0.1)
+    monkeypatch.setattr(terminal_text, "NEXT_LINE_SECONDS", 0.02)
     with show_progress("reading"):
         pass
     with show_progress("reading", enabled=False):
@@ -74,6 +81,15 @@ def test_what_takes_long_is_said_and_said_again(monkeypatch, capsys):
     with show_progress("reading"):
         time.sleep(0.5)
     assert capsys.readouterr().err.startswith("reading ...\nreading: 0 s\nreading: 0 s\n")
+    with show_progress("merging"), show_progress("loading"):  # the inner one alone
+        time.sleep(0.3)
+    assert "merging" not in capsys.readouterr().err
+
+
+def test_a_number_has_its_noun_in_singular_or_plural():
+    numbers = [pluralize(number, "row") for number in (0, 1, 2, 1000)]
+    assert numbers == ["0 rows", "1 row", "2 rows", "1,000 rows"]
+    assert pluralize(2, "process", "processes") == "2 processes"
 
 
 def test_nothing_that_is_printed_moves_a_terminal():

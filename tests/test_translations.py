@@ -32,30 +32,30 @@ def figures(section: str) -> Counter:
 
 
 def rows_of_tables(section: str) -> list[tuple[int, Counter, Counter]]:
-    """Of each row: how many cells, and the code and the figures in it."""
+    """Return for each row the number of cells, the code and the figures."""
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [(CODE.sub("", row).count("|"), code_in_text(row), figures(row)) for row in lines]
 
 
 def links(section: str, page: Path) -> Counter:
-    """What is on the Web as it is, and a file with its place in the repository."""
+    """Return links to the Web as they are, and links to files as paths in the repository."""
     targets = [link["target"] for link in LINK.finditer(CODE.sub("", section))]
     return Counter(to if ":" in to else (page.parent / to).resolve() for to in targets if to)
 
 
 def links_in_chinese(section: str, page: Path) -> Counter:
-    """Those of an English section, each to the Chinese page where there is one."""
-    found = links(section, page)
-    return Counter({COUNTERPART.get(to, to): times for to, times in found.items()})
+    """Return the links of an English section, each to the Chinese page if there is one."""
+    targets = links(section, page)
+    return Counter({COUNTERPART.get(to, to): times for to, times in targets.items()})
 
 
 @pytest.mark.parametrize("page", PAIRS, ids=lambda page: page.name)
 def test_a_translated_page_says_the_same(page):
     english, chinese = page, PAIRS[page]
-    blocks = [FENCE.findall(each.read_text(encoding="utf-8")) for each in (english, chinese)]
+    blocks = [FENCE.findall(file.read_text(encoding="utf-8")) for file in (english, chinese)]
     assert blocks[1] == blocks[0]
     of_english, of_chinese = sections(english), sections(chinese)
-    levels = [[section.split()[0] for section in each] for each in (of_english, of_chinese)]
+    levels = [[section.split()[0] for section in of_page] for of_page in (of_english, of_chinese)]
     assert levels[1] == levels[0]
     for ours, theirs in zip(of_english, of_chinese, strict=True):
         name = theirs.splitlines()[0]

@@ -21,10 +21,10 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.newest
-@pytest.mark.parametrize(("module", "name", "told"), CASES, ids=lambda text: text[:20])
-def test_a_reproduction_shows_what_its_page_says(module, name, told):
+@pytest.mark.parametrize(("module", "name", "expected"), CASES, ids=lambda text: text[:20])
+def test_a_reproduction_shows_what_its_page_says(module, name, expected):
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"needs {module}: pip install {module}")
     command = [sys.executable, str(ROOT / "docs" / "upstream" / f"{name}.py")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    assert told in done.stdout
+    assert expected in done.stdout

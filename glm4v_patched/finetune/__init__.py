@@ -1,1 +1,1 @@
-"""The recipe: what to train and how, its launch, its checkpoints."""
+"""Training by a recipe: checks, the plan, the processes, the Trainer, and checkpoints."""

@@ -1,4 +1,4 @@
-"""The card beside adapters that were trained: what they are of, what was done, how to load them."""
+"""The model card beside trained adapters: their base, how they were trained, how to load them."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -10,11 +10,11 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..atomic import write_atomically
 from ..models.base import ModelSource
-from .ending import saved
+from .ending import saved_step_and_scores
 
 CARD_FILE = "README.md"
-PACKAGES = ("peft", "transformers", "torch")
-TEXT = """
+VERSIONED = ("peft", "transformers", "torch")
+TEMPLATE = """
 # LoRA adapters for glm-4v
 
 Adapters (`{trained}`) for {base}, trained with glm4v-patched on {rows:,} rows, for {steps:,} steps.
@@ -41,44 +41,47 @@ glm4v-patched merge ADAPTERS --out merged
 ```yaml
 {recipe}```
 
-With {packages}. What the license of the base model says of models made from it holds here, too.
+With {packages}. The terms of the base model's license for derived models apply to them.
 """
 
 
-# Where the base is a folder of somebody's: it is named when the adapters are built for the Hub.
+# If the base is a local folder, hub_upload puts the base's name into the card later.
 NOT_ON_HUB, BASE_PLACEHOLDER = "a model that is not on the Hub", '"BASE"'
 BASE_LOCATION = "`BASE` is a folder of the model; `training.json` has the digests of its files."
 ADAPTERS_LOCATION = "`ADAPTERS` is this folder, or its id on the Hub."
 
 
 def write_card(
-    folder: Path, base: ModelSource, shown: Mapping[str, Any], report: Mapping[str, Any], rows: int
+    folder: Path, base: ModelSource, recipe: Mapping[str, Any], report: Mapping[str, Any], rows: int
 ) -> None:
-    """Write it in place of the empty one that peft leaves.
+    """Write the card of adapters in place of the empty one that peft leaves.
 
     Args:
-        shown: Of :class:`job.Job`.
-        base: Under the adapters. One that is a folder is not named: it is nothing to others.
-        report: ``training.json``.
-        rows: That were learned in an epoch.
+        base: Model of the adapters. A local folder is not named, for it means nothing to others.
+        recipe: Values of the recipe that may be published (:attr:`job.Job.public_values`).
+        report: Contents of ``training.json``.
+        rows: Rows of an epoch.
     """
-    _, scores = saved(report)
+    _, scores = saved_step_and_scores(report)
     data = ModelCardData(
         library_name="peft",
         pipeline_tag="image-text-to-text",
         tags=["lora", "glm-4v", "glm4v-patched"],
     )
-    told = ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in scores.items())
-    text = TEXT.format(
-        trained=shown["trained"],
+    results = ", ".join(
+        f"{name.removeprefix('eval_')} {value:.4g}" for name, value in scores.items()
+    )
+    evaluated = f"On rows that were not trained on: {results}."
+    text = TEMPLATE.format(
+        trained=recipe["trained"],
         base=NOT_ON_HUB,
         rows=rows,
         steps=report["steps"]["done"],
-        scores=f"On rows that were not trained on: {told}." if told else "They were not evaluated.",
+        scores=evaluated if results else "They were not evaluated.",
         where=f"{ADAPTERS_LOCATION} {BASE_LOCATION}",
         model=BASE_PLACEHOLDER,
-        recipe=yaml.safe_dump(dict(shown), sort_keys=False),
-        packages=", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        recipe=yaml.safe_dump(dict(recipe), sort_keys=False),
+        packages=", ".join(f"{name} {version(name)}" for name in VERSIONED),
     )
     card = f"---\n{data.to_yaml()}\n---\n{text}"
     if not Path(base.model).is_dir():
@@ -87,12 +90,15 @@ def write_card(
 
 
 def name_base(text: str, model: str, revision: str) -> str:
-    """A card with its base, which it does not name yet: an id of the Hub, and a commit."""
+    """Return a card with the name of its base put in: an id of the Hub, and a commit."""
     card = ModelCard(text)
     data: Any = card.data
     data.base_model = model
-    named = f"[{model}](https://huggingface.co/{model}) at `{revision}`"
-    new = {NOT_ON_HUB: named, BASE_PLACEHOLDER: f'"{model}", revision="{revision}"', f" {BASE_LOCATION}": ""}
-    for old, shown in new.items():
-        card.text = card.text.replace(old, shown)
+    replacements = {
+        NOT_ON_HUB: f"[{model}](https://huggingface.co/{model}) at `{revision}`",
+        BASE_PLACEHOLDER: f'"{model}", revision="{revision}"',
+        f" {BASE_LOCATION}": "",
+    }
+    for old, new in replacements.items():
+        card.text = card.text.replace(old, new)
     return f"---\n{data.to_yaml()}\n---\n{card.text}"

@@ -1,4 +1,4 @@
-"""Options of the command line that say how a run begins; needs no torch."""
+"""Command-line options that choose the recipe and start or resume a run. Imports no torch."""
 
 import argparse
 
@@ -8,26 +8,28 @@ DEVICES = ("cuda", "cpu")
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    which = "a YAML or JSON file, or the name of one that ships"
-    parser.add_argument("recipe", type=to_path, metavar="RECIPE", help=which)
-    instead = "instead of what the file says, as engine.compile=true; YAML"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="field=value", help=instead)
+    """Add the recipe and its overrides."""
+    recipe_help = "a YAML or JSON file, or the name of a recipe that ships"
+    parser.add_argument("recipe", type=to_path, metavar="RECIPE", help=recipe_help)
+    field_help = "override a field of the file, as engine.compile=true; the value is YAML"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="field=value", help=field_help)
 
 
 def add_start(parser: argparse.ArgumentParser) -> None:
-    device = "cpu: train without GPUs (slow: for trials of small models)"
-    parser.add_argument("--device", choices=DEVICES, default="cuda", help=device)
+    """Add the options that say on which device a run starts, and from which state."""
+    device_help = "cpu: train without GPUs (slow: for trials of small models)"
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help=device_help)
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last complete checkpoint, if there is one",
+        help="resume from the last complete checkpoint, if there is one",
     )
     start.add_argument(
         "--resume-from",
         type=to_path,
         metavar="CHECKPOINT",
-        help="continue from this checkpoint",
+        help="resume from this checkpoint",
     )
     start.add_argument(
         "--overwrite",
@@ -37,5 +39,5 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-changed-data",
         action="store_true",
-        help="continue although rows or images have changed",
+        help="resume although rows or images have changed",
     )

@@ -1,4 +1,4 @@
-"""Assembles a :class:`RecipeTrainer`: of what a recipe asks, or of samples made in memory."""
+"""Assemble a :class:`RecipeTrainer`, for a recipe or for samples made in memory."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,26 +26,28 @@ from .training_arguments import LoopOptions
 
 
 def init_training(options: EngineOptions, arguments: Mapping[str, Any]) -> TrainingArguments:
-    """Make this process one of the run's; its ``TrainingArguments``.
+    """Join the process group, and return the ``TrainingArguments``.
 
-    They come before the model: they make ``from_pretrained`` load straight into ZeRO-3's shards.
+    Call this before the model is built: the arguments make ``from_pretrained`` load straight into
+    ZeRO-3's shards.
 
     Raises:
-        SystemExit: the GPU of this process cannot be used, where others would take the CPU.
+        SystemExit: torch sees no GPU. transformers would silently use the CPU.
     """
     if not arguments.get("use_cpu") and not torch.cuda.is_available():
         sys.exit("torch sees no GPU, although the driver has one: is it too old for this torch?")
     if torch.cuda.is_available():
         join_process_group(options)
-    made = TrainingArguments(**arguments)
-    join_process_group(options)  # on a CPU after transformers has: else DeepSpeed does, and compiles
-    set_seed(made.seed)  # adapters are random
+    training_args = TrainingArguments(**arguments)
+    # On a CPU transformers joins first: if DeepSpeed does, it compiles an extension.
+    join_process_group(options)
+    set_seed(training_args.seed)  # for the initialization of adapters
     quiet_transformers()
-    return made
+    return training_args
 
 
 def make_feature_cache(reuse: bool | str, model: nn.Module) -> TowerFeatures | None:
-    """What keeps the tower's features, if they are to be kept: ``data.reuse_features``."""
+    """Return the cache of the vision tower's features, or None without ``data.reuse_features``."""
     return None if reuse is False else TowerFeatures(model, None if reuse is True else reuse)
 
 
@@ -58,15 +60,16 @@ def build_trainer(
     reuse_features: bool | str = False,
     **data: Any,
 ) -> RecipeTrainer:
-    """The trainer of a model, which is built here, with nothing of transformers' on the screen.
+    """Build the model, and return its trainer, without transformers' progress bars.
 
     Args:
         build: Returns the prepared model (:func:`engine.prepare.prepare_model`).
-        arguments: Of :func:`begin`.
-        callbacks: Beside those of ``loop``; asked before divergence is looked for.
-        reuse_features: Whether images go through a frozen tower once; or the folder that keeps
-            what came out.
-        data: ``train_dataset``, ``data_collator`` and what else :class:`RecipeTrainer` takes.
+        arguments: From :func:`init_training`.
+        callbacks: Further callbacks. They run before the one that detects divergence.
+        reuse_features: Whether to cache the features of a frozen vision tower in memory; or the
+            folder for them.
+        data: ``train_dataset``, ``data_collator`` and further arguments of
+            :class:`RecipeTrainer`.
     """
     if arguments.process_index:
         disable_progress_bar()
@@ -84,6 +87,6 @@ def build_trainer(
         callbacks=callbacks,
         **data,
     )
-    for theirs in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(theirs)
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
     return trainer

@@ -1,4 +1,4 @@
-"""Rows of a stream that cannot be used, which are only found as they are learned."""
+"""Rows of a stream that cannot be used, which are only found while training."""
 
 from typing import Any
 
@@ -9,71 +9,79 @@ from transformers import TrainerCallback
 
 from .divergence import CHECK_INTERVAL, NoResult, max_over_processes
 
-MOST_TOLD = 20
+MAX_PRINTED = 20
 
 
 class BadRow(NoResult):
-    """A run has ended, with a checkpoint, at a row that cannot be used; on all processes."""
+    """A run ended with a checkpoint at a row that cannot be used; all processes raise it."""
 
 
 class BadRowTracker(TrainerCallback):
-    """Tells of rows that were left out, and ends the run where it cannot go on.
+    """Prints the rows that are skipped, and ends the run if it cannot go on.
 
-    It ends at most :data:`divergence.READ_EVERY` steps later, for no process waits for the others
-    in each step; a run that has made all of its steps is whole.
+    The run ends at most :data:`divergence.CHECK_INTERVAL` steps after the row, because processes do
+    not wait for each other in every step. A run that has made all of its steps is complete.
 
     Args:
-        ends: Whether a run ends after one such row; after a set that cannot be read on, all do.
+        ends: Whether a row that cannot be used ends the run. A data set that cannot be read any
+            further always ends it.
+
+    Attributes:
+        problems: All problems of this process. A set, since a data set may be read several times.
+        fatal: Those problems after which the run cannot go on.
+        num_skipped: How many rows all processes skipped; known after :meth:`conclude`.
     """
 
     def __init__(self, ends: bool):
         self.ends, self.has_ended = ends, False
-        # Each once: a set may be passed through several times.
-        self.found: dict[str, None] = {}
-        self.ending: dict[str, None] = {}
-        """Those of :attr:`found` after which the run cannot go on."""
-        self.number = 0
-        """How many rows were left out, of all processes; known once the run has ended."""
+        self.problems: dict[str, None] = {}
+        self.fatal: dict[str, None] = {}
+        self.num_skipped = 0
 
-    def see(self, faults: list[str], unreadable: list[str]) -> None:
-        """Take note of what is wrong with rows of a batch, and of sets that cannot be read on."""
+    def record(self, problems: list[str], unreadable: list[str]) -> None:
+        """Record problems with rows of a batch, and with data sets that cannot be read further."""
         if not self.ends:
-            new = [fault for fault in faults if fault not in self.found]
-            self._tell(new[: max(MOST_TOLD - len(self.found), 0)])
-        self.found |= dict.fromkeys([*faults, *unreadable])
-        self.ending |= dict.fromkeys([*unreadable, *(faults if self.ends else ())])
+            new = [problem for problem in problems if problem not in self.problems]
+            self._print(new[: max(MAX_PRINTED - len(self.problems), 0)])
+        self.problems |= dict.fromkeys([*problems, *unreadable])
+        self.fatal |= dict.fromkeys([*unreadable, *(problems if self.ends else ())])
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
             return control
-        has_to_end = len(self.ending)
+        num_fatal = len(self.fatal)
         if dist.is_initialized():
             if state.global_step % CHECK_INTERVAL and not control.should_log:
                 return control
-            [has_to_end] = max_over_processes(torch.tensor([has_to_end], device=args.device))
-        if has_to_end:
+            [num_fatal] = max_over_processes(torch.tensor([num_fatal], device=args.device))
+        if num_fatal:
             self.has_ended = control.should_save = control.should_training_stop = True
             control.should_log = True  # as before each checkpoint
         return control
 
     def conclude(self, step: int) -> None:
-        """Raises :class:`BadRow` if the run has ended with one; all processes must ask."""
-        of_all: list[Any] = [(len(self.found), [*self.ending])]
+        """Count the skipped rows of all processes, which must all call this.
+
+        Raises:
+            BadRow: A row has ended the run.
+        """
+        by_process: list[Any] = [(len(self.problems), [*self.fatal])]
         if dist.is_initialized():
-            of_all = [None] * dist.get_world_size()
-            dist.all_gather_object(of_all, (len(self.found), [*self.ending]))
-        self.number = sum(number for number, _ in of_all)
-        if not self.has_ended:  # those of the last steps, of which nothing has been told
-            self._tell([*self.ending][:MOST_TOLD])
+            by_process = [None] * dist.get_world_size()
+            dist.all_gather_object(by_process, (len(self.problems), [*self.fatal]))
+        self.num_skipped = sum(number for number, _ in by_process)
+        if not self.has_ended:  # the last steps may have had some that were not printed yet
+            self._print([*self.fatal][:MAX_PRINTED])
             return
-        faults = [fault for _, ending in of_all for fault in ending]
-        more = f"\n  and {len(faults) - MOST_TOLD} more" if len(faults) > MOST_TOLD else ""
-        cure = ", or leave them out (data.on_bad: skip)," if self.ends else ""
+        problems = [problem for _, fatal in by_process for problem in fatal]
+        num_more = len(problems) - MAX_PRINTED
+        more = f"\n  and {num_more} more" if num_more > 0 else ""
+        cure = ", or skip them (data.on_bad: skip)," if self.ends else ""
         raise BadRow(
-            "rows cannot be used:\n  " + "\n  ".join(faults[:MOST_TOLD]) + more + "\ncheckpoint-"
-            f"{step} has what was learned until then: correct them{cure} and continue"
+            "rows cannot be used:\n  " + "\n  ".join(problems[:MAX_PRINTED]) + more + "\n"
+            f"checkpoint-{step} has the training until then: correct them{cure} and resume"
         )
 
-    def _tell(self, faults: list[str]) -> None:
-        for fault in faults:
-            tqdm.write(f"left out: {fault}")
+    def _print(self, problems: list[str]) -> None:
+        for problem in problems:
+            tqdm.write(f"skipped: {problem}")

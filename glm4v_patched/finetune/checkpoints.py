@@ -1,15 +1,14 @@
-"""Which checkpoints are complete, and which one a run may continue from.
+"""Detect which checkpoints are complete, and whether a run may resume from one.
 
-The Trainer and DeepSpeed write a checkpoint as some ten files from every process, straight into its
-final folder: a run that is killed meanwhile leaves a folder that looks complete. Here a checkpoint
-counts only with a manifest, ``complete.json``, which is made last: after every process has written
-and everything is on the disk. It lists the files with their sizes and digests, and what a run that
-continues from here must have in common with this one.
+The Trainer and DeepSpeed write about ten files of a checkpoint from every process, straight into
+its final folder: a run that is killed meanwhile leaves a folder that looks complete. A checkpoint
+therefore counts only with a manifest, ``complete.json``, which is written last, after every process
+has written its files and all is on the disk. The manifest lists the files with their sizes and
+digests, and the fingerprint that a resumed run must match.
 
-Noticed: a checkpoint that was not finished, files that are missing or were changed afterwards, a
-missing or damaged manifest. Not noticed: in files above 64 MiB, a change outside of the blocks that
-are compared (checkpoints of the real model have 200 GB); and a change by someone who also writes a
-new manifest.
+This detects unfinished checkpoints, missing or changed files, and a missing or damaged manifest. It
+does not detect a change in a file above 64 MiB outside of the sampled blocks (checkpoints of the
+real model have 200 GB), nor a change by someone who also writes a new manifest.
 """
 
 import hashlib
@@ -28,7 +27,7 @@ from ..patch.config_json import read_json_object
 from ..terminal_text import listed, shorten
 
 CHECKPOINT_MANIFEST = "complete.json"
-NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 MAX_LISTED_PROBLEMS = 8
 
 logger = logging.getLogger(__name__)
@@ -36,12 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RowDigests:
-    """The rows that are learned, in their order.
+    """Digests of the rows of a run.
 
     Args:
-        digest: Of all rows, with the bytes of their images.
-        evaluated: Digest of the rows for evaluation, where they decide what is saved or when the
-            run ends.
+        number: How many rows are trained on.
+        digest: Digest of these rows in their order, with the bytes of their images.
+        evaluated: Digest of the rows for evaluation, if they decide what is saved or when the run
+            ends; else None.
     """
 
     number: int
@@ -51,7 +51,13 @@ class RowDigests:
 
 @dataclass(frozen=True)
 class ResumeFingerprint:
-    """What a run and its continuation must have in common."""
+    """Settings and digests that must be the same when a run is resumed.
+
+    Args:
+        settings: Values of the recipe by dotted names, and the number of processes.
+        base: Digests of the base model's files by name.
+        rows: Digests of the rows.
+    """
 
     settings: dict[str, Any]
     base: dict[str, str]
@@ -59,12 +65,12 @@ class ResumeFingerprint:
 
 
 def write_checkpoint_manifest(checkpoint: Path, fingerprint: ResumeFingerprint) -> None:
-    """Declare everything in a checkpoint folder to be complete, once it is on the disk."""
+    """Mark a checkpoint as complete, once all of its files are on the disk."""
     files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != CHECKPOINT_MANIFEST]
-    # Else a power cut could leave the manifest and not the files.
+    # Otherwise a power cut could leave the manifest without the files.
     for path in [*files, *{path.parent for path in files}]:
-        _flush(path)
+        _fsync(path)
     manifest: dict[str, Any] = asdict(fingerprint)
     manifest["files"] = {
         path.relative_to(checkpoint).as_posix(): {
@@ -73,27 +79,33 @@ def write_checkpoint_manifest(checkpoint: Path, fingerprint: ResumeFingerprint) 
         }
         for path in files
     }
-    manifest["sha256"] = _digest_of(manifest)
+    manifest["sha256"] = _manifest_digest(manifest)
     write_atomically(checkpoint / CHECKPOINT_MANIFEST, json.dumps(manifest, indent=2))
-    _flush(checkpoint)
+    _fsync(checkpoint)
 
 
 def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Raises ``FileNotFoundError``, or ``ValueError`` for anything else that is no manifest."""
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is damaged.
+    """
     path = checkpoint / CHECKPOINT_MANIFEST
     if not path.exists():
         raise FileNotFoundError(path)
     manifest = read_json_object(path)
-    if manifest.pop("sha256", None) != _digest_of(manifest):
+    if manifest.pop("sha256", None) != _manifest_digest(manifest):
         raise ValueError("its contents have changed: another sha256 is expected of them")
     return manifest
 
 
-def _digest_of(manifest: dict[str, Any]) -> str:
+def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
+    """Call fsync on a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -102,6 +114,10 @@ def _flush(path: Path) -> None:
 
 
 def delete_all_but_newest(folder: Path, number: int, best: str | None = None) -> None:
+    """Delete the complete checkpoints except the newest ``number`` and the best one.
+
+    Incomplete checkpoints, and links to checkpoints, stay.
+    """
     complete = [
         checkpoint
         for checkpoint in list_checkpoints(folder)
@@ -113,84 +129,90 @@ def delete_all_but_newest(folder: Path, number: int, best: str | None = None) ->
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders, complete or not, in the order of their steps."""
+    """Return the checkpoint folders, complete or not, in the order of their steps."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=checkpoint_step)
+    named = (path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=checkpoint_step)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def find_checkpoint_problems(checkpoint: Path, contents: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one line a file; nothing if it is complete.
+    """Return what is wrong with a checkpoint, a line for each file; [] if it is complete.
 
     Args:
-        contents: Whether to read the files, too; else their sizes are looked at alone.
+        contents: Whether to compare the digests of the files; else only their sizes.
     """
     try:
         manifest = read_checkpoint_manifest(checkpoint)
-        files = [(name, of["bytes"], of["sha256"]) for name, of in manifest["files"].items()]
+        files = [(name, f["bytes"], f["sha256"]) for name, f in manifest["files"].items()]
         if not files:
             return [f"{CHECKPOINT_MANIFEST} is damaged: it lists no file"]
         if odd := [n for n, *_ in files if "\0" in n or n.startswith("/") or ".." in Path(n).parts]:
-            return [f"{CHECKPOINT_MANIFEST} is damaged: {shorten(odd[0])} is no file of the checkpoint"]
+            return [
+                f"{CHECKPOINT_MANIFEST} is damaged: {shorten(odd[0])} is no file of the checkpoint"
+            ]
     except FileNotFoundError:
         return [f"{CHECKPOINT_MANIFEST} is missing: the checkpoint was not written to its end"]
     except (LookupError, TypeError, AttributeError) as error:
         return [f"{CHECKPOINT_MANIFEST} is damaged: it does not list files as expected ({error!r})"]
     except ValueError as error:
         return [f"{CHECKPOINT_MANIFEST} is damaged: {error}"]
-    faults = []
-    for name, size, sha256 in files:
+    problems = []
+    for name, expected_size, sha256 in files:
         path = checkpoint / name
         try:
-            found = path.stat().st_size
-            if found != size:
-                faults.append(f"{name}: expected {size} bytes, found {found}")
+            size = path.stat().st_size
+            if size != expected_size:
+                problems.append(f"{name}: expected {expected_size} bytes, found {size}")
             elif contents and digest_file(path) != sha256:
-                faults.append(f"{name} has changed since it was written: its sha256 is another")
+                problems.append(f"{name} has changed since it was written: its sha256 differs")
         except OSError as error:
-            faults.append(f"{name}: expected {size} bytes, and {error.strerror}")
-    return faults
+            problems.append(f"{name}: expected {expected_size} bytes, and {error.strerror}")
+    return problems
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step; warns of incomplete ones that are newer."""
+    """Return the complete checkpoint of the highest step, and warn of newer incomplete ones."""
     for checkpoint in reversed(list_checkpoints(folder)):
-        faults = find_checkpoint_problems(checkpoint)
-        if not faults:
+        problems = find_checkpoint_problems(checkpoint)
+        if not problems:
             return checkpoint
-        logger.warning("%s is incomplete and not used:\n  - %s", checkpoint, _in_lines(faults))
+        logger.warning("%s is incomplete and not used:\n  - %s", checkpoint, _as_list(problems))
     return None
 
 
 def require_checkpoint(folder: Path, checkpoint: Path) -> None:
-    """Raise ``ValueError`` for a checkpoint that is incomplete, not in ``folder``, or followed by
-    complete ones, which would be overwritten."""
+    """Raise ``ValueError`` for a checkpoint that a run in ``folder`` cannot resume from.
+
+    That is one that is incomplete, lies elsewhere, or is followed by complete checkpoints, which
+    would be overwritten.
+    """
     present = list_checkpoints(folder)
     if checkpoint.resolve() not in [path.resolve() for path in present]:
-        found = listed([path.name for path in present], MAX_LISTED_PROBLEMS) or "none"
-        raise ValueError(f"{checkpoint} is not a checkpoint in {folder}; there: {found}")
-    if faults := find_checkpoint_problems(checkpoint):
+        names = listed([path.name for path in present], MAX_LISTED_PROBLEMS) or "none"
+        raise ValueError(f"{checkpoint} is not a checkpoint in {folder}; there: {names}")
+    if problems := find_checkpoint_problems(checkpoint):
         raise ValueError(
-            f"{checkpoint} is incomplete:\n  - {_in_lines(faults)}\n"
-            "continue from the last complete checkpoint instead: --resume"
+            f"{checkpoint} is incomplete:\n  - {_as_list(problems)}\n"
+            "resume from the last complete checkpoint instead: --resume"
         )
     later = [path for path in present if checkpoint_step(path) > checkpoint_step(checkpoint)]
     if complete := [path.name for path in later if not find_checkpoint_problems(path)]:
         raise ValueError(
-            f"continuing from {checkpoint.name} would overwrite {listed(complete)}; move them out "
-            f"of {folder}, or continue from the last one (--resume)"
+            f"resuming from {checkpoint.name} would overwrite {listed(complete)}; move them out "
+            f"of {folder}, or resume from the last one (--resume)"
         )
 
 
 def set_incomplete_aside(folder: Path, after_step: int) -> None:
-    """Rename the incomplete checkpoints of later steps, for new ones will need their names.
+    """Rename the incomplete checkpoints of later steps, because new ones will need their names.
 
-    Nothing is deleted; a warning gives the new names.
+    Nothing is deleted; a warning has the new names.
     """
     for checkpoint in list_checkpoints(folder):
         if checkpoint_step(checkpoint) <= after_step or not find_checkpoint_problems(checkpoint):
@@ -205,49 +227,52 @@ def set_incomplete_aside(folder: Path, after_step: int) -> None:
 
 
 def require_same_run(checkpoint: Path, settings: dict, base: dict[str, str]) -> None:
-    """Raise ``ValueError`` naming what differs from the run that wrote a complete checkpoint.
+    """Raise ``ValueError`` if settings or model differ from those of a complete checkpoint.
 
     Args:
-        settings, base: Of :class:`Origin`.
+        settings, base: As in :class:`ResumeFingerprint`.
     """
-    written = read_checkpoint_manifest(checkpoint)
-    differences = _differences(written["settings"], settings)
-    differences += [f"of the model, {told}" for told in _differences(written["base"], base)]
+    manifest = read_checkpoint_manifest(checkpoint)
+    differences = _differences(manifest["settings"], settings)
+    differences += [f"of the model, {line}" for line in _differences(manifest["base"], base)]
     if differences:
         raise ValueError(
-            f"{checkpoint} is of a run with other settings:\n  - {_in_lines(differences)}\n"
-            "continue with what it has, or start a new run in another folder (out)"
+            f"{checkpoint} is of a run with other settings:\n  - {_as_list(differences)}\n"
+            "resume with the same settings, or start a new run in another folder (out)"
         )
 
 
 def data_changes(checkpoint: Path, rows: RowDigests, accept: bool) -> list[str]:
-    """What is different in ``rows``, a line each, since a complete checkpoint was written.
+    """Return a line for each change of the rows since a complete checkpoint was written.
 
     Raises:
-        ValueError: something is, and it is not to be accepted.
+        ValueError: There are changes, and ``accept`` is False.
     """
-    there, changes = read_checkpoint_manifest(checkpoint).get("rows", {}), []
-    if there.get("digest") != rows.digest:
-        told = f"rows: {there.get('number', '?')} there, {rows.number} now; "
-        changes.append(told + "others, or in another order")
-    if there.get("evaluated") and rows.evaluated and there["evaluated"] != rows.evaluated:
-        changes.append("rows for evaluation: others; the best so far is of those there")
+    before, changes = read_checkpoint_manifest(checkpoint).get("rows", {}), []
+    if before.get("digest") != rows.digest:
+        number = before.get("number", "?")
+        changes.append(
+            f"rows: {number} there, {rows.number} now; their contents or their order differ"
+        )
+    if before.get("evaluated") and rows.evaluated and before["evaluated"] != rows.evaluated:
+        changes.append("rows for evaluation differ; the best score so far is of those there")
     if changes and not accept:
         raise ValueError(
-            f"{checkpoint} is of a run on other data:\n  - {_in_lines(changes)}\n"
-            "continue with the data it has, or with this (--accept-changed-data), or start a new "
+            f"{checkpoint} is of a run on other data:\n  - {_as_list(changes)}\n"
+            "resume with the same data, or with this data (--accept-changed-data), or start a new "
             "run in another folder (out)"
         )
     return changes
 
 
-def _differences(there: dict, now: dict) -> list[str]:
+def _differences(saved: dict, now: dict) -> list[str]:
+    """Return a line for each key whose values differ."""
     return [
-        f"{name}: {there.get(name, 'absent')} there, {now.get(name, 'absent')} now"
-        for name in sorted(there.keys() | now.keys())
-        if name not in there or name not in now or there[name] != now[name]
+        f"{name}: {saved.get(name, 'absent')} there, {now.get(name, 'absent')} now"
+        for name in sorted(saved.keys() | now.keys())
+        if name not in saved or name not in now or saved[name] != now[name]
     ]
 
 
-def _in_lines(faults: list[str]) -> str:
-    return listed(faults, MAX_LISTED_PROBLEMS, between="\n  - ")
+def _as_list(lines: list[str]) -> str:
+    return listed(lines, MAX_LISTED_PROBLEMS, separator="\n  - ")

@@ -1,4 +1,4 @@
-"""How much disk a run needs: what it saves at the end, and its checkpoints."""
+"""Disk space that a run needs: the saved model, and its checkpoints."""
 
 import math
 import shutil
@@ -9,18 +9,27 @@ from ..engine.folders import nearest_existing
 from ..engine.memory_plan import count_lora, count_parameters, count_trained
 from ..engine.options import EngineOptions, is_lora
 from ..remote.configuration_chatglm import ChatGLMConfig
-from ..terminal_text import format_bytes
+from ..terminal_text import format_bytes, pluralize
 from .recipe.trainer import TrainerFields
 
-FP32, MOMENTS, MOMENTS_OF_8_BITS = 4, 8, 2
+# Bytes for each weight: fp32 masters, and both moments of AdamW in fp32 and in 8 bits.
+FP32_BYTES, MOMENT_BYTES, MOMENT_8BIT_BYTES = 4, 8, 2
 
 
 class DiskSpace(NamedTuple):
-    """Bytes: of what is saved at the end, of a checkpoint, of all together, and what is free."""
+    """Bytes on the disk that a run needs.
+
+    Args:
+        model: Bytes of what is saved at the end.
+        checkpoint: Bytes of one checkpoint.
+        max_checkpoints: How many checkpoints are on the disk at once, at most.
+        total: Bytes that the run still adds, at most.
+        free: Free bytes on the disk.
+    """
 
     model: int
     checkpoint: int
-    number: int
+    max_checkpoints: int
     total: int
     free: int
 
@@ -28,28 +37,28 @@ class DiskSpace(NamedTuple):
 def needed_space(
     out: str, config: ChatGLMConfig, options: EngineOptions, checkpoints: int
 ) -> DiskSpace:
-    """What a run takes of the disk.
+    """Return the disk space that a run needs.
 
     Args:
-        config: Of the model that it starts from.
-        checkpoints: Of :func:`checkpoints_at_once`.
+        config: Config of the base model.
+        checkpoints: From :func:`checkpoints_at_once`.
     """
     model, checkpoint = saved_bytes(config, options)
-    there = len([*Path(out).glob("checkpoint-*")])  # of a run to be continued
-    total = model + max(checkpoints - there, 0) * checkpoint
+    existing = len([*Path(out).glob("checkpoint-*")])  # if the run is resumed
+    total = model + max(checkpoints - existing, 0) * checkpoint
     return DiskSpace(model, checkpoint, checkpoints, total, shutil.disk_usage(nearest_existing(out)).free)
 
 
 def require_disk_space(out: str, space: DiskSpace) -> None:
-    """Raise ``ValueError`` if the disk of a run's folder is too small."""
+    """Raise ``ValueError`` if the disk of a run's folder has too little space."""
     if space.total <= space.free:
         return
     saved = f"the model ({format_bytes(space.model)})"
-    if space.number:
-        saved += f" and up to {space.number} checkpoints at once ({format_bytes(space.checkpoint)} "
-        saved += "each)"
+    if space.max_checkpoints:
+        checkpoints = pluralize(space.max_checkpoints, "checkpoint")
+        saved += f" and up to {checkpoints} at once ({format_bytes(space.checkpoint)} each)"
     cure = "expected a folder on a larger disk"
-    if space.number > 1:
+    if space.max_checkpoints > 1:
         cure += ", or fewer checkpoints (trainer.save_total_limit, trainer.save_steps)"
     raise ValueError(
         f"out is {out}: {format_bytes(space.free)} are free there, and {saved} take "
@@ -60,17 +69,19 @@ def require_disk_space(out: str, space: DiskSpace) -> None:
 def checkpoints_at_once(
     trainer: TrainerFields, may_end_with_one: bool, steps: int | None = None
 ) -> int:
-    """The most that lie on the disk: an old one goes when a new one is complete.
+    """Return how many checkpoints are on the disk at once, at most.
+
+    An old checkpoint is deleted after a new one is complete.
 
     Args:
-        may_end_with_one: Whether the run may end at a row that cannot be used
+        may_end_with_one: Whether the run may end with a checkpoint at a row that cannot be used
             (:attr:`Data.ends_at_bad_row`).
-        steps: Of the run, where max_steps does not say it. Until it is known, one checkpoint is
-            counted where nothing limits them.
+        steps: Steps of the run, if ``max_steps`` does not set them. Before they are known, one
+            checkpoint is counted if nothing limits their number.
     """
     limit, strategy = trainer.save_total_limit, trainer.effective_save_strategy
-    # The best one is kept beside the newest.
-    most = math.inf if limit is None else limit + 1 + trainer.load_best_model_at_end
+    # The best checkpoint stays beside the newest ones.
+    upper_bound = math.inf if limit is None else limit + 1 + trainer.load_best_model_at_end
     if strategy == "no":
         return int(may_end_with_one)
     steps = trainer.max_steps or steps
@@ -79,25 +90,25 @@ def checkpoints_at_once(
     )
     if strategy == "steps" and steps is not None:
         assert trainer.save_steps is not None
-        saved = (steps - 1) // trainer.save_steps  # none at the last step
+        written = (steps - 1) // trainer.save_steps  # none at the last step
     elif strategy == "epoch" and trainer.max_steps is None:
-        saved = max(math.ceil(trainer.num_train_epochs) - 1, 0)
+        written = max(math.ceil(trainer.num_train_epochs) - 1, 0)
     else:
-        saved = 1 if most == math.inf else int(most)
-    return max(int(min(saved + at_start, most)), int(may_end_with_one))
+        written = 1 if upper_bound == math.inf else int(upper_bound)
+    return max(int(min(written + at_start, upper_bound)), int(may_end_with_one))
 
 
 def saved_bytes(config: ChatGLMConfig, options: EngineOptions) -> tuple[int, int]:
-    """Bytes of what is saved at the end, and of a checkpoint."""
+    """Return the bytes of what is saved at the end, and of one checkpoint."""
     total, trained = sum(count_parameters(config)), count_trained(config, options)
     adapters = count_lora(config, options)
-    frozen = 0 if is_lora(options.trained) else total - trained  # adapters are saved without it
-    width = 2 if options.precision == "bf16" else FP32
-    moments = MOMENTS_OF_8_BITS if options.optimizer == "adamw_8bit" else MOMENTS
-    model = (adapters or total) * width
-    if options.zero_stage == 0:  # trained in fp32, which is rounded at the end
-        return model, frozen * width + trained * (FP32 + moments)
-    # DeepSpeed keeps fp32 masters, and beside what the Trainer saves a copy of its own: of all
-    # weights, or where they are sharded of those that are frozen.
+    frozen = 0 if is_lora(options.trained) else total - trained  # LoRA saves the adapters alone
+    element_size = 2 if options.precision == "bf16" else FP32_BYTES
+    moments = MOMENT_8BIT_BYTES if options.optimizer == "adamw_8bit" else MOMENT_BYTES
+    model = (adapters or total) * element_size
+    if options.zero_stage == 0:  # weights are trained in fp32, and rounded only at the end
+        return model, frozen * element_size + trained * (FP32_BYTES + moments)
+    # Beside the model that the Trainer saves, DeepSpeed saves fp32 masters and its own copy of the
+    # weights: of all weights, or under ZeRO-3 of the frozen ones.
     copied = frozen if options.zero_stage == 3 else trained + frozen
-    return model, model + copied * width + trained * (FP32 + moments)
+    return model, model + copied * element_size + trained * (FP32_BYTES + moments)

@@ -1,8 +1,8 @@
-"""Notices that a training has diverged: a loss, gradients or weights that are NaN or infinite.
+"""Detect a diverged training: loss, gradients or weights that are NaN or infinite.
 
-Nothing here waits for a GPU in each step. Whether a step was finite is kept on the device and read
-where the Trainer reads the loss anyway, and every :data:`READ_EVERY` steps; what was read is the
-same on all processes, so that they end together, whoever saw it.
+No step waits for the GPU. Whether a step was finite is accumulated on the device, and read when the
+Trainer reads the loss anyway, and every :data:`CHECK_INTERVAL` steps. The result is reduced over
+all processes, so that they end together.
 """
 
 import logging
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..engine.deepspeed.internals import is_sharded, unpadded_shard
-from ..terminal_text import listed
+from ..terminal_text import listed, pluralize
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL = 10
-NAMED = 5
+CHECK_INTERVAL = 10  # steps
+MAX_NAMES = 5
 
 
 class NoResult(RuntimeError):
-    """The training has ended without a model; all processes raise it at the same place."""
+    """The training ended without a model; all processes raise it at the same point."""
 
 
 class Diverged(NoResult):
@@ -32,58 +32,65 @@ class Diverged(NoResult):
 
 
 class DivergenceMonitor(TrainerCallback):
-    """Ends a run after so many steps in a row whose loss or gradient norm is NaN or infinite.
+    """Ends a run after several steps in a row whose loss or gradient norm is NaN or infinite.
 
-    It ends after at most :data:`READ_EVERY` - 1 more steps, and ``verdict`` says why; else that is
-    None. After a step that was not finite no checkpoint is saved. A model that holds NaN or
-    infinity before the first step is refused with :class:`Diverged`.
+    The run ends at most :data:`CHECK_INTERVAL` - 1 steps later. No checkpoint is saved after a step
+    that was not finite. A model with NaN or infinity before the first step raises
+    :class:`Diverged`.
 
     Args:
-        limit: How many steps in a row; of a shorter run, all.
+        limit: How many steps in a row; in a shorter run, all of its steps.
+
+    Attributes:
+        verdict: Why the run was ended, or None.
+        is_bad: Whether the last step was not finite; known after steps that are logged, saved or
+            evaluated.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
         self.verdict: str | None = None
         self.is_bad = False
-        """Whether the last step was not finite, where it was logged, saved or evaluated."""
         self._rates: dict[int, float] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._step_is_bad = torch.zeros((), dtype=torch.bool, device=args.device)
-        # Bad steps: in a row up to now, the most in a row, the last of the first `limit` in a row.
+        # Of steps that were not finite: the current streak, the longest streak, and the step at
+        # which a streak first reached the limit.
         self._counts = torch.zeros(3, dtype=torch.int64, device=args.device)
-        self._left_out = torch.zeros((), dtype=torch.float64, device=args.device)
-        # Of the whole run: one that is continued ends where it would have ended.
+        self._nonfinite_sum = torch.zeros((), dtype=torch.float64, device=args.device)
+        # max_steps includes the steps before a checkpoint, so a resumed run has the same limit.
         self.limit = min(self.limit, state.max_steps)
-        told = "the model holds NaN or infinity before the first step"
-        require_finite_weights(model.named_parameters(), told)
+        message = "the model holds NaN or infinity before the first step"
+        require_finite_weights(model.named_parameters(), message)
 
-    def see(self, loss: Tensor, norm: Tensor | float | None) -> Tensor:
-        """Take note of a batch; returns the loss, or 0 for one that is not finite.
+    def record(self, loss: Tensor, norm: Tensor | float | None) -> Tensor:
+        """Record the loss of a batch, and return it, or 0 if it is not finite.
 
-        Added to others, such a loss would hide all that follow. What was left out here,
-        :meth:`pop_nonfinite_loss` gives back.
+        In the Trainer's sum of losses, one that is not finite would hide all that follow;
+        :meth:`pop_nonfinite_loss` returns what was replaced by 0.
 
         Args:
-            loss: Without dimensions.
-            norm: Of all gradients, where it is known; negative is how DeepSpeed says "not finite".
+            loss: Scalar.
+            norm: Norm of all gradients, if it is known; DeepSpeed's is negative if not finite.
         """
         finite = torch.isfinite(loss)
         self._step_is_bad |= ~finite
         if norm is not None:
             norm = torch.as_tensor(norm, device=loss.device)
             self._step_is_bad |= ~torch.isfinite(norm) | (norm < 0)
-        kept = torch.where(finite, loss, 0)
-        self._left_out += torch.where(finite, 0, loss)
-        return kept
+        self._nonfinite_sum += torch.where(finite, 0, loss)
+        return torch.where(finite, loss, 0)
 
     def pop_nonfinite_loss(self) -> float:
-        """0, or the NaN or infinity among all processes' losses since the last call."""
-        total = self._left_out.clone()
+        """Return the sum of all processes' losses since the last call that were not finite, or 0.
+
+        All processes must call this.
+        """
+        total = self._nonfinite_sum.clone()
         if dist.is_initialized():
             dist.all_reduce(total)
-        self._left_out.zero_()
+        self._nonfinite_sum.zero_()
         return total.item()
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
@@ -95,33 +102,33 @@ class DivergenceMonitor(TrainerCallback):
         counts[1] = torch.maximum(counts[0], counts[1])
         counts[2] += step * ((counts[0] == self.limit) & (counts[2] == 0))
         self._step_is_bad.zero_()
-        # The same on all processes: they wait for each other here.
+        # All processes decide alike whether to go on to the collective below.
         is_last = step >= state.max_steps
-        asked = control.should_log or control.should_save or control.should_evaluate
-        if step % CHECK_INTERVAL and not (asked or is_last):
+        reads = control.should_log or control.should_save or control.should_evaluate
+        if step % CHECK_INTERVAL and not (reads or is_last):
             return control
-        now, most, ended = max_over_processes(counts)
-        self.is_bad = now > 0
-        if now and control.should_save:
+        streak, longest, end = max_over_processes(counts)
+        self.is_bad = streak > 0
+        if self.is_bad and control.should_save:
             logger.warning("no checkpoint is saved after step %d, which was not finite", step)
             control.should_save = False
-        if most >= self.limit:
-            first = max(ended - self.limit + 1, 1)
+        if longest >= self.limit:
+            first = max(end - self.limit + 1, 1)
             rate = self._rates.get(first)
             self.verdict = (
                 "the loss or the gradient norm was NaN or infinite in "
                 f"{'step' if self.limit == 1 else f'{self.limit} steps in a row, {first} to'} "
-                f"{ended}{'' if rate is None else f' (learning rate {rate:g} at step {first})'}"
+                f"{end}{'' if rate is None else f' (learning rate {rate:g} at step {first})'}"
             )
             if first == 1:
-                self.verdict += "; there was no step before: see whether model and data are right"
+                self.verdict += "; it was so from the first step on: check the model and the data"
             control.should_training_stop = control.should_log = True
             control.should_save = False
         return control
 
 
 def max_over_processes(counts: Tensor) -> list[int]:
-    """The highest of each count among all processes, which all must ask."""
+    """Return the maximum of each element over all processes, which must all call this."""
     if dist.is_initialized():
         counts = counts.clone()
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
@@ -129,31 +136,36 @@ def max_over_processes(counts: Tensor) -> list[int]:
 
 
 def json_number(number: float) -> float | str:
-    """A number that JSON has; for others "nan", "inf" or "-inf", which ``float`` reads."""
+    """Return a finite number as it is, and others as "nan", "inf" or "-inf", which JSON lacks."""
     return number if math.isfinite(number) else str(number)
 
 
-def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], told: str) -> None:
-    """Raise :class:`Diverged`, on all processes, which all must ask, if one holds NaN or infinity
-    among its weights; ``told`` begins the message.
+def require_finite_weights(named: Iterable[tuple[str, nn.Parameter]], message: str) -> None:
+    """Raise :class:`Diverged` on all processes if the weights of any have NaN or infinity.
 
-    Each process reads what it holds, once: milliseconds on a GPU, on a CPU a tenth of the time of
-    writing it.
+    All processes must call this. Each reads its own shards once: that takes milliseconds on a GPU,
+    and on a CPU a tenth of the time to save them.
+
+    Args:
+        named: Names and parameters.
+        message: Begins the message of the error.
     """
-    names, parts = [], []
+    names, tensors = [], []
     for name, parameter in named:
         if parameter.is_floating_point():
             names.append(name.removeprefix("base_model.model."))
-            # What this process holds; under ZeRO-3 without the padding of the last shard.
-            parts.append(unpadded_shard(parameter) if is_sharded(parameter) else parameter.data)
-    if not parts:
+            # Under ZeRO-3 the shard of this process, without the padding of the last one.
+            tensors.append(unpadded_shard(parameter) if is_sharded(parameter) else parameter.data)
+    if not tensors:
         return
     with torch.no_grad():
-        # A sum reads memory as fast as it comes, ten times as fast as isfinite on a CPU. Only a sum
-        # that is not finite needs a second look: finite numbers may add up to infinity.
-        suspects = (~torch.stack([part.sum().float() for part in parts]).isfinite()).int()
+        # A sum runs at memory bandwidth, on a CPU ten times as fast as isfinite. Only tensors whose
+        # sum is not finite are read again: finite numbers may add up to infinity.
+        suspects = (~torch.stack([tensor.sum().float() for tensor in tensors]).isfinite()).int()
         for index in suspects.nonzero().flatten().tolist():
-            suspects[index] = (~parts[index].isfinite()).any()
-    found = [name for name, bad in zip(names, max_over_processes(suspects), strict=True) if bad]
-    if found:
-        raise Diverged(f"{told}, in {len(found)} tensors: {listed(found, NAMED)}")
+            suspects[index] = (~tensors[index].isfinite()).any()
+    flags = max_over_processes(suspects)
+    nonfinite = [name for name, is_bad in zip(names, flags, strict=True) if is_bad]
+    if nonfinite:
+        tensors_in_words = pluralize(len(nonfinite), "tensor")
+        raise Diverged(f"{message}, in {tensors_in_words}: {listed(nonfinite, MAX_NAMES)}")

@@ -1,4 +1,4 @@
-"""The loss of rows that are not learned, and answers to some of them, while training goes on."""
+"""Evaluation while training: generated answers to some rows, and batches for each process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +19,11 @@ from ..models.loading import LoadedModel
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode during the block, without compiling its layers anew."""
     was_training = model.training
     model.eval()
     try:
-        # Compiled layers would be compiled anew without gradients.
+        # Without gradients, compiled layers would be recompiled.
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -30,7 +31,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class EvalGenerations:
-    """Some of the rows for evaluation, spread evenly, which are answered at each evaluation."""
+    """Generates answers to an evenly spread sample of the rows for evaluation."""
 
     def __init__(
         self,
@@ -44,15 +45,17 @@ class EvalGenerations:
     ):
         """
         Args:
-            checked: The rows for evaluation. Those that leave no room for an answer are passed
-                over.
-            sheet: Where images with their answers are drawn.
+            checked: The rows for evaluation. Rows whose answer would exceed the position table are
+                skipped.
+            sheet: File for the contact sheet of images with their answers.
             number: How many rows are answered, at most.
-            positions: Entries of the model's position table.
+            max_new_tokens: Maximum number of tokens of an answer.
+            batch_size: Rows that are answered at once.
+            positions: Size of the model's position table.
         """
-        with_room = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
-        step = max(len(with_room) / max(number, 1), 1)
-        chosen = [int(with_room[int(n * step)]) for n in range(min(number, len(with_room)))]
+        fitting = (checked.column("position_ids") + max_new_tokens <= positions).nonzero()[0]
+        step = max(len(fitting) / max(number, 1), 1)
+        chosen = [int(fitting[int(n * step)]) for n in range(min(number, len(fitting)))]
         conversations = checked.conversations()
         self.questions = [make_question(row, conversations[row]) for row in chosen]
         self.rows = [checked.row_labels[row] for row in chosen]
@@ -60,46 +63,46 @@ class EvalGenerations:
         self.generation = Generation(max_new_tokens=max_new_tokens)
 
     def answer(self, model: Any, draws: bool) -> float:
-        """The share of answers that are the reference; NaN without a row.
+        """Return the share of answers that match the reference exactly; NaN without a row.
 
-        All processes answer all rows, because weights may be sharded between them.
+        All processes answer all rows, because the weights may be sharded over them.
 
         Args:
-            model: With ``generate``: not DeepSpeed's engine around it.
-            draws: Whether this process draws the sheet.
+            model: A model with ``generate``, without DeepSpeed's engine around it.
+            draws: Whether this process draws the contact sheet.
         """
         if not self.questions:
             return float("nan")
-        usual = model.generation_config
+        own_config = model.generation_config
         try:
             with in_eval_mode(model):
                 loaded = LoadedModel(model, self.processor)
                 answerer = Answerer(loaded, self.generation, check_finite=False)
                 answers = [
                     answer.text
-                    for some in split_into_batches(self.questions, self.batch_size)
-                    for answer in answerer.answer([question.prompt for question in some])
+                    for batch in split_into_batches(self.questions, self.batch_size)
+                    for answer in answerer.answer([question.prompt for question in batch])
                 ]
         finally:
-            model.generation_config = usual
+            model.generation_config = own_config
         if draws:
             draw_sheet(self.questions, answers, self.sheet, self.rows)
         pairs = zip(answers, self.questions, strict=True)
-        right = [exact_match(answer, question.reference or "") for answer, question in pairs]
-        return sum(right) / len(right)
+        matches = [exact_match(answer, question.reference or "") for answer, question in pairs]
+        return sum(matches) / len(matches)
 
 
 def shard_batches(rows: int, batch_size: int) -> tuple[list[list[int]], list[int]]:
-    """This process's batches of row numbers, and 1 for each that counts.
+    """Return this process's batches of row indices, and a weight for each: 1, or 0 for a filler.
 
-    All have as many batches, because they gather weights together: where one has none left, it
-    computes its first, or the very first, again.
+    All processes get the same number of batches, because they gather weights together. A process
+    with fewer batches computes the first batch again, with the weight 0.
     """
     rank, processes = 0, 1
     if dist.is_initialized():
         rank, processes = dist.get_rank(), dist.get_world_size()
-    numbers = list(range(rows))
-    batches = [numbers[start : start + batch_size] for start in range(0, rows, batch_size)]
-    mine = batches[rank::processes]
-    missing = -(-len(batches) // processes) - len(mine)
-    return mine + batches[:1] * missing, [1] * len(mine) + [0] * missing
+    indices = list(range(rows))
+    batches = [indices[start : start + batch_size] for start in range(0, rows, batch_size)]
+    own = batches[rank::processes]
+    num_fillers = -(-len(batches) // processes) - len(own)
+    return own + batches[:1] * num_fillers, [1] * len(own) + [0] * num_fillers

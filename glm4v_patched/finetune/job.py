@@ -1,5 +1,7 @@
-"""What a recipe asks for, resolved once: whoever decides, checks or trains takes this, or a value
-of it, and no recipe. Needs no torch."""
+"""The class :class:`Job`: a recipe resolved once. Imports no torch.
+
+Code that plans, checks or trains takes a job, or one of its values, and no recipe.
+"""
 
 import json
 import re
@@ -15,26 +17,26 @@ from .recipe.model import resolve_base
 from .recipe.sections import Recipe, may_change
 from .recipe.trainer import TrainerFields
 
-# Of a recipe's values: whatever may be the name of a file is left out.
-PLAIN = re.compile(r"[\w.+-]*")
+# Texts that cannot be a path in a folder. Others are not published.
+PUBLIC_TEXT = re.compile(r"[\w.+-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training that is asked for.
+    """A training to be planned.
 
     Args:
         out: The run's folder.
-        base: Of :func:`resolve_base`.
-        inputs: The files that the run reads; of a model's folder, which may be links to elsewhere,
-            each.
-        options: Of the engine, "auto" where that is left open.
-        data, trainer: These sections of the recipe.
-        from_scratch: Beginnings of the names of weights that the model lacks on purpose.
-        max_nonfinite_steps: The run ends after so many in a row.
-        decisive: Values that decide the course of training, by dotted names.
-        shown: Values that may be told on a card of adapters: none is the name of a file.
-        values: All of the recipe, as its file in ``out`` has them.
+        base: The base model, from :func:`resolve_base`.
+        inputs: Files that the run reads. Those of a model's folder are listed one by one, because
+            they may be links.
+        options: Options of the engine, "auto" where the recipe leaves them open.
+        data, trainer: Sections of the recipe.
+        from_scratch: Prefixes of the names of weights that the model lacks on purpose.
+        max_nonfinite_steps: End the run after so many such steps in a row.
+        decisive: Values that determine the result of training, by dotted names.
+        public_values: Values for the card of adapters, without names of files.
+        values: All values of the recipe, as written to ``out``.
     """
 
     out: Path
@@ -46,25 +48,24 @@ class Job:
     from_scratch: tuple[str, ...]
     max_nonfinite_steps: int
     decisive: dict[str, Any]
-    shown: dict[str, Any]
+    public_values: dict[str, Any]
     values: dict[str, Any]
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained, and saved alone."""
+        """Return whether adapters are trained, which are saved without their base model."""
         return is_lora(self.options.trained)
 
     def with_base(self, base: ModelSource) -> "Job":
-        """This training of the same model, which is pinned."""
+        """Return this job with a pinned base model."""
         return replace(self, base=base)
 
     def settings(self, processes: int) -> dict[str, Any]:
-        """What decides the course of training, and is the same for a run and its continuation; as
-        a manifest has it."""
+        """Return the values that must be the same when a run is resumed, as JSON has them."""
         return json.loads(json.dumps(self.decisive | {"processes": processes}))
 
     def write(self, path: Path) -> None:
-        """Write the recipe as JSON, which is YAML, too; of a model on the Hub with the commit."""
+        """Write the recipe as JSON, with the commit of a model on the Hub."""
         values = self.values
         if not Path(self.base.model).is_dir():
             values = values | {"revision": self.base.revision}
@@ -72,10 +73,10 @@ class Job:
 
 
 def resolve_recipe(recipe: Recipe) -> Job:
-    """Turn a recipe, which is right by itself, into what is asked for.
+    """Turn a valid recipe into a job.
 
     Raises:
-        ValueError: it cannot go on with the adapters that it starts from.
+        ValueError: The recipe does not fit the adapters that it starts from.
     """
     base = resolve_base(recipe)
     models = [Path(name) for name in {recipe.model, base.model} if Path(name).is_dir()]
@@ -89,32 +90,34 @@ def resolve_recipe(recipe: Recipe) -> Job:
         from_scratch=tuple(recipe.from_scratch),
         max_nonfinite_steps=recipe.max_nonfinite_steps,
         decisive=_decisive(recipe),
-        shown=_plain_values(recipe),
+        public_values=_public_values(recipe),
         values=recipe.model_dump(),
     )
 
 
 def _decisive(recipe: Recipe) -> dict[str, Any]:
-    free = may_change()
-    decisive = {k: v for k, v in recipe.flat().items() if k not in free}
+    """Return the values that determine the result of training, by dotted names."""
+    changeable = may_change()
+    decisive = {name: value for name, value in recipe.flat().items() if name not in changeable}
     if recipe.trainer.max_steps is not None:
-        del decisive["trainer.num_train_epochs"]  # which it overrides
-    if recipe.data.is_streamed:  # else those of the rows that are compared
+        del decisive["trainer.num_train_epochs"]  # max_steps overrides it
+    if recipe.data.is_streamed:  # otherwise the digests of the rows are compared
         decisive["data.train"] = {"weights": [source.weight for source in recipe.data.sources()]}
     return decisive
 
 
-def _plain_values(recipe: Recipe) -> dict[str, Any]:
-    given = recipe.model_dump(mode="json", exclude_defaults=True)
+def _public_values(recipe: Recipe) -> dict[str, Any]:
+    """Return the values other than defaults that say how the model was trained."""
+    values = recipe.model_dump(mode="json", exclude_defaults=True)
     names = ("trained", "lora", "engine", "trainer")
-    return _without_paths({name: given[name] for name in names if name in given}) or {}
+    return _without_paths({name: values[name] for name in names if name in values}) or {}
 
 
 def _without_paths(value: Any) -> Any:
-    """The value without texts that may name files; None where nothing is left."""
+    """Return a value without texts that may be paths; None if nothing remains."""
     if isinstance(value, dict):
-        inner = {name: _without_paths(one) for name, one in value.items()}
-        return {name: one for name, one in inner.items() if one is not None} or None
+        cleaned = {name: _without_paths(inner) for name, inner in value.items()}
+        return {name: inner for name, inner in cleaned.items() if inner is not None} or None
     if isinstance(value, list):
-        return [one for one in map(_without_paths, value) if one is not None] or None
-    return value if not isinstance(value, str) or PLAIN.fullmatch(value) else None
+        return [item for item in map(_without_paths, value) if item is not None] or None
+    return value if not isinstance(value, str) or PUBLIC_TEXT.fullmatch(value) else None

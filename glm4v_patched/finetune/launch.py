@@ -1,4 +1,4 @@
-"""Start a recipe on several processes of this machine and wait for it."""
+"""Prepare a run, start its processes on this machine, and wait for them."""
 
 import os
 import signal
@@ -19,17 +19,17 @@ from ..engine.environment import (
 from ..models.base import pin_revision, read_report, require_recorded_base
 from ..models.check_weights import require_complete_model
 from ..models.placement import Placement
-from ..terminal_text import show_progress, own_command, printable
+from ..terminal_text import own_command, pluralize, printable, show_progress
 from .checkpoints import last_complete_checkpoint, set_incomplete_aside
 from .job import Job
 from .run_folder import (
     CHECKED_DATA,
     RECIPE,
-    start_record,
     close_record,
     locked,
     require_lockable,
     require_usable,
+    start_record,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TrainingStopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM ended the training; the message says how to continue it."""
+    """Ctrl-C or a signal ended the training; the message says how to resume it."""
 
     def __init__(self, message: str, number: signal.Signals):
         super().__init__(message)
@@ -53,29 +53,28 @@ def launch(
     accept_changed_data: bool = False,
     dry_run: bool = False,
 ) -> None:
-    """Train with NCCL on GPUs, or with gloo on the CPU; with ``engine.zero_stage`` 0 a single
-    process trains without either, and without DeepSpeed.
+    """Train a job in processes of this machine.
 
-    No training process outlives this call, nor this process, however it ends. Meanwhile no other
-    run can write to ``job.out``.
+    They use DeepSpeed, with NCCL on GPUs and gloo on the CPU; with ``engine.zero_stage`` 0 it is a
+    single process without any of these. No training process outlives this call, nor this process,
+    however that ends. During the run no other run can write to ``job.out``.
 
     Args:
-        job: Of :func:`job.resolve_recipe`.
-        placement: Of :func:`preflight.validate_recipe`.
-        resume: True, to continue from the last complete checkpoint in ``job.out``, or from the
-            beginning if there is none; or the checkpoint there to continue from. Incomplete
-            checkpoints in the way are renamed.
-        overwrite: Whether to remove what earlier runs wrote to ``job.out``, once the data has
-            been checked; :mod:`run_folder` has more.
-        accept_changed_data: Whether the checkpoint's rows may have been others.
-        dry_run: Check all that is checked before the first step, say what would be done
-            (:mod:`summary`), and do none of it.
+        job: From :func:`job.resolve_recipe`.
+        placement: From :func:`preflight.validate_recipe`.
+        resume: True to resume from the last complete checkpoint in ``job.out``, or to start from
+            the beginning if there is none; or the checkpoint to resume from. Incomplete checkpoints
+            of later steps are renamed.
+        overwrite: Whether to remove the files of earlier runs in ``job.out``, once the data has
+            been checked; see :mod:`run_folder`.
+        accept_changed_data: Whether the rows may differ from those of the checkpoint.
+        dry_run: Run all checks and print the summary (:mod:`summary`), but do not train.
 
     Raises:
-        RuntimeError: the training failed or diverged.
-        ValueError: the data cannot be used, the disk or the memory does not suffice,
-            ``job.out`` holds what may not be replaced or another run writes to it, the
-            checkpoint is incomplete, or of a run with other settings, another model or other data.
+        RuntimeError: The training failed or diverged.
+        ValueError: The data cannot be used; the disk or the memory is too small; ``job.out`` has
+            files that may not be replaced, or another run writes to it; the checkpoint is
+            incomplete, or of a run with other settings, another model or other data.
         TrainingStopped: Ctrl-C, SIGTERM or SIGHUP.
     """
     start = resume, overwrite, accept_changed_data
@@ -95,10 +94,14 @@ def prepared(
     accept_changed_data: bool = False,
     writes: bool = True,
 ) -> Iterator["Plan"]:
-    """All that comes before the first training process, once for all of them: check all that can be
-    checked, decide, say what is about to be done, and write it. ``job.out`` stays locked until
-    they have ended; without ``writes`` it is neither made nor locked. Takes and raises what
-    :func:`launch` does."""
+    """Check the job, plan it, print the summary, and write the plan to ``job.out``.
+
+    This runs once, before the training processes. ``job.out`` stays locked until the block ends.
+    Arguments and errors are those of :func:`launch`.
+
+    Args:
+        writes: False for a dry run, which neither creates nor locks ``job.out``.
+    """
     folder, start = job.out, (resume, overwrite, accept_changed_data)
     if not writes:
         require_lockable(folder)
@@ -118,23 +121,26 @@ def prepared(
 def _decide(
     job: Job, placement: Placement, resume: bool | Path, overwrite: bool, accept: bool
 ) -> tuple["Plan", "CheckedData", list[str]]:
-    """Check all that can be checked, the cheapest first, and say what is about to be done; the
-    plan, its rows, and what is to be removed from the run's folder."""
+    """Run all checks, the cheapest first, and print the summary.
+
+    Returns:
+        The plan, the checked data, and the names to remove from the run's folder.
+    """
     length, starts = job.trainer.length, (bool(resume), overwrite)
     remove = require_usable(job.out, job.inputs, length, job.has_adapters, *starts)
     if job.data.on_bad == "fail":
         require_first_rows(job.data.all_sources())
-    with show_progress("looking at the model"):  # transformers is imported
+    with show_progress("checking the model"):  # imports transformers
         job = require_model(job)
-    # Late: what comes before is answered at once.
+    # Imported late, so that the problems above are reported at once.
     with show_progress("loading torch and transformers"):
         from ..models.loading import load_model_config
         from .disk import checkpoints_at_once, needed_space, require_disk_space
-        from .plan import check_data, make_plan, find_start_checkpoint
+        from .plan import check_data, find_start_checkpoint, make_plan
         from .summary import describe_plan
     out, checkpoints = str(job.out), checkpoints_at_once(job.trainer, job.data.ends_at_bad_row)
     require_disk_space(out, needed_space(out, load_model_config(job.base), job.options, checkpoints))
-    # What is to be removed is nothing to continue from.
+    # If files are to be removed, there is nothing to resume.
     checkpoint = None if remove else find_start_checkpoint(job, placement.processes, resume)
     with show_progress("reading rows and images"):
         checked = check_data(job)
@@ -142,29 +148,34 @@ def _decide(
     print(printable(describe_plan(plan, checked), allow="\n\t"), flush=True)
     plan.require_memory_and_disk()
     if checkpoint is not None:
-        print(f"training continues from {checkpoint}, after step {plan.steps_done}", flush=True)
+        print(f"training resumes from {checkpoint}, after step {plan.steps_done}", flush=True)
     elif resume:
-        told = f"no complete checkpoint in {job.out}: training starts from the beginning"
-        print(told, flush=True)
+        print(
+            f"no complete checkpoint in {job.out}: training starts from the beginning", flush=True
+        )
     return plan, checked, remove
 
 
 @contextmanager
 def _recorded(folder: Path, remove: list[str], adapters: bool) -> Iterator[None]:
-    """Remove what is in the way, and list what the run has written, however it ends."""
+    """Remove files of earlier runs, and record those of this run, however it ends."""
     start_record(folder, remove)
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # of a full disk, the first error is the one to be told
+        with suppress(OSError):  # if the disk is full, the first error is the one to report
             close_record(folder, adapters)
         raise
     close_record(folder, adapters)
 
 
 def require_model(job: Job) -> Job:
-    """Return the job with its model pinned. Raises ``ValueError`` if it is not there, not whole, or
-    another than its adapters were trained on."""
+    """Return the job with a pinned base model.
+
+    Raises:
+        ValueError: The model is missing or incomplete, or not the one that its adapters were
+            trained on.
+    """
     base = pin_revision(job.base)
     require_recorded_base(base)
     require_complete_model(base.model, base.revision, job.from_scratch, job.options.trained)
@@ -176,51 +187,53 @@ def require_model(job: Job) -> Job:
 
 
 def _run_training(plan: "Plan") -> None:
-    settings = plan.path.with_name(RECIPE)
+    """Start the training processes, and raise if one fails or the training is stopped."""
+    recipe = plan.path.with_name(RECIPE)
     processes, on_cpu = plan.placement.processes, plan.placement.on_cpu
     environments = [single_process_environment(on_cpu)]
     if plan.options.zero_stage:
         common = training_environment(processes, on_cpu)
-        environments = [common | each for each in rank_environments(processes)]
+        environments = [common | variables for variables in rank_environments(processes)]
     command = python_module_command("glm4v_patched.finetune.process", str(plan.path))
     try:
-        ended = _run_processes(command, environments)
+        failure = _run_processes(command, environments)
     except KeyboardInterrupt as stop:
         number = stop.number if isinstance(stop, TrainingStopped) else signal.SIGINT
-        told = f"training was stopped by {number.name}{_how_to_resume(plan)}"
-        raise TrainingStopped(told, number) from None
-    if not ended:
+        message = f"training was stopped by {number.name}{_how_to_resume(plan)}"
+        raise TrainingStopped(message, number) from None
+    if not failure:
         return
-    told = f" (settings: {settings})"
-    if error := read_report(settings.parent).get("error"):
-        raise RuntimeError(error + told + _how_to_resume(plan) * plan.is_streamed)
-    told = f"training on {processes} processes failed: {ended}{told}"
-    raise RuntimeError(told + _how_to_resume(plan))
+    settings = f" (settings: {recipe})"
+    if error := read_report(recipe.parent).get("error"):
+        raise RuntimeError(error + settings + _how_to_resume(plan) * plan.is_streamed)
+    where = pluralize(processes, "process", "processes")
+    raise RuntimeError(f"training on {where} failed: {failure}{settings}{_how_to_resume(plan)}")
 
 
 def _how_to_resume(plan: "Plan") -> str:
+    """Return the command that resumes a run, for the end of a message."""
     checkpoint = last_complete_checkpoint(plan.path.parent)
     if checkpoint is None and plan.arguments["save_strategy"] == "no":
-        return "\nno weights are kept: trainer.save_steps asks for checkpoints"
-    place = checkpoint or "the beginning, for no checkpoint is complete"
+        return "\nno weights were saved: set trainer.save_steps to save checkpoints"
+    start = checkpoint or "the beginning, because no checkpoint is complete"
     options = ["--processes", str(plan.placement.processes)]
     options += [*(["--device", "cpu"] if plan.placement.on_cpu else []), "--resume"]
     command = own_command("train", str(plan.path.with_name(RECIPE)), *options)
-    return f"\nto continue from {place}:\n  {command}"
+    return f"\nto resume from {start}:\n  {command}"
 
 
 def _run_processes(command: list[str], environments: list[dict[str, str]]) -> str:
-    """Run a command in so many processes, which all end with this one.
+    """Run a command once in each environment; all processes end with this one.
 
     Returns:
-        How the first one failed, if one did; the others are ended then.
+        How the first failed process failed, after which the others are killed; else "".
     """
     with _signals_as_exceptions():
-        # Only this process holds the other end of their standard input. Each leads a group: Ctrl-C
-        # reaches it through us alone, and it ends with all that it has started.
+        # A process ends when its stdin closes, whose other end only this process has. Each leads a
+        # process group: Ctrl-C does not reach it directly, and its children are killed with it.
         ranks = [
-            subprocess.Popen(command, env=each, stdin=subprocess.PIPE, start_new_session=True)
-            for each in environments
+            subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
+            for variables in environments
         ]
         try:
             while True:
@@ -230,7 +243,7 @@ def _run_processes(command: list[str], environments: list[dict[str, str]]) -> st
                 time.sleep(0.05)
         finally:
             for rank in ranks:
-                with suppress(ProcessLookupError):  # nothing of the group is left
+                with suppress(ProcessLookupError):  # the whole group has ended
                     os.killpg(rank.pid, signal.SIGKILL)
             for rank in ranks:
                 rank.communicate()
@@ -240,11 +253,12 @@ def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]
     failed = [(status, number) for number, status in enumerate(statuses) if status]
     if not failed:
         return ""
-    status, number = min(failed)  # of a signal below 0: the others end in consequence
+    # Signals are negative. A process that fails with a status may do so because of them.
+    status, number = min(failed)
     process = f"process {number} (PID {ranks[number].pid})"
     if status == -signal.SIGKILL:
         return (
-            f"{process} was killed (SIGKILL), as the system does where memory is short: free some, "
+            f"{process} was killed (SIGKILL), as the system does when memory runs out: free some, "
             "or lower trainer.per_device_train_batch_size or trainer.dataloader_num_workers"
         )
     if status < 0:
@@ -254,7 +268,7 @@ def _describe_statuses(statuses: list[int | None], ranks: list[subprocess.Popen]
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """SIGHUP, too, unless it is to be ignored (nohup)."""
+    """Raise ``TrainingStopped`` on SIGTERM, and on SIGHUP unless that is ignored (nohup)."""
 
     def stop(number: int, frame) -> None:
         raise TrainingStopped("", signal.Signals(number))

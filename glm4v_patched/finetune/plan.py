@@ -1,8 +1,8 @@
-"""What a run will do, decided once.
+"""The class :class:`Plan`: all decisions of a run, made once.
 
-The launcher makes a :class:`Plan`, says it (:mod:`summary`) and writes it; every process of the
-training reads it and decides nothing. What is printed, also by ``--dry-run`` and ``doctor``, is
-what runs.
+The launcher makes the plan, prints its summary (:mod:`summary`) and writes it. Every training
+process reads it, and makes no decision of its own: what ``train``, ``--dry-run`` and ``doctor``
+print is what runs.
 """
 
 import hashlib
@@ -33,15 +33,16 @@ from ..engine.options import EngineOptions
 from ..models.base import ModelSource, identify, read_report
 from ..models.loading import load_model_config, load_processor
 from ..models.placement import Placement
+from ..terminal_text import pluralize
 from .checkpoints import (
     ResumeFingerprint,
     RowDigests,
+    checkpoint_step,
     data_changes,
     last_complete_checkpoint,
     read_checkpoint_manifest,
     require_checkpoint,
     require_same_run,
-    checkpoint_step,
 )
 from .disk import DiskSpace, checkpoints_at_once, needed_space, require_disk_space
 from .job import Job
@@ -51,38 +52,37 @@ from .schedule import require_schedule
 from .steps import require_batches, require_evaluations
 from .training_arguments import LoopOptions, loop_options, training_arguments
 
-# How much longer a row of a stream may be than the longest that was looked at before.
-LONGER = 1.25
+# Rows of a stream may be longer than the longest of the checked ones, by this factor.
+STREAM_LENGTH_MARGIN = 1.25
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do.
+    """All decisions of a run.
 
     Args:
-        arguments: Of transformers' ``TrainingArguments``, all that are not its defaults.
-        loop: What those have no field for.
-        base: The model and the adapters on it, pinned.
-        files: Digests of them (:func:`identify`).
-        data: Digest of what the check found of the rows.
-        placement: On what the processes run.
-        options: Of the engine, decided.
-        stream_buffer: Of a stream, from how many rows the next is drawn; None of other data.
-        reuse_features: What ``data.reuse_features`` says.
-        answers: Rows for evaluation that are answered, and tokens of an answer.
-        settings: What a continuation must have the same (:meth:`Job.settings`).
-        length: How long the run was asked to be.
-        shown: Of :class:`Job`.
-        batch: The largest of one process.
-        rows: That are learned in an epoch; packed ones, if they are packed; of a stream those that
-            were looked at.
-        steps: All that are trained, those before the checkpoint among them.
-        steps_an_epoch: In which all rows are learned once.
-        free: Bytes free on each GPU when this was decided, the least of them; 0 on a CPU.
-        needed: Bytes of each GPU that a step takes at most, as estimated.
-        space: Of the disk.
-        checkpoint: What is continued from, in ``out``.
-        changes: Of the rows since the checkpoint was written, which were accepted; a line each.
+        arguments: Fields of transformers' ``TrainingArguments`` that differ from its defaults.
+        loop: Options of the training loop that ``TrainingArguments`` has no field for.
+        base: The pinned base model, and the adapters on it.
+        files: Digests of the files of ``base`` (:func:`identify`).
+        data: Digest of the checked data (:func:`digest_data`).
+        placement: The processes and their devices.
+        options: Options of the engine, without "auto".
+        stream_buffer: Size of the shuffle buffer of a stream; None for other data.
+        reuse_features: ``data.reuse_features`` of the recipe.
+        answers: How many rows for evaluation are answered, and the maximum tokens of an answer.
+        settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
+        length: Length of the run by the recipe (:attr:`TrainerFields.length`).
+        public_values: As in :class:`Job`.
+        batch: Size of the largest batch of one process.
+        rows: Rows of an epoch, after packing; of a stream the checked rows.
+        steps: Optimizer steps of the run, including those before the checkpoint.
+        steps_an_epoch: Optimizer steps of one pass over the rows.
+        free: Free bytes on each GPU when the plan was made, the minimum; 0 on a CPU.
+        needed: Estimated peak bytes of a step on each GPU.
+        space: Disk space that the run needs.
+        checkpoint: Checkpoint in ``out`` to resume from.
+        changes: Accepted changes of the rows since the checkpoint, a line each.
     """
 
     arguments: dict[str, Any]
@@ -97,7 +97,7 @@ class Plan:
     answers: tuple[int, int]
     settings: dict[str, Any]
     length: dict[str, float]
-    shown: dict[str, Any]
+    public_values: dict[str, Any]
     batch: Batch
     rows: int
     steps: int
@@ -122,78 +122,86 @@ class Plan:
 
     @property
     def effective_batch(self) -> int:
-        """Rows of an update of the weights, of all processes."""
-        each = self.arguments["per_device_train_batch_size"]
-        return each * self.arguments["gradient_accumulation_steps"] * self.placement.processes
+        """Return the rows of an optimizer step, over all processes."""
+        batch_size = self.arguments["per_device_train_batch_size"]
+        accumulation = self.arguments["gradient_accumulation_steps"]
+        return batch_size * accumulation * self.placement.processes
 
     @property
     def steps_done(self) -> int:
-        """Those before the checkpoint."""
+        """Return the steps up to the checkpoint that is resumed from."""
         return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint)
 
     @property
     def is_tight(self) -> bool:
-        """Whether a step may not fit onto a GPU, as estimated."""
+        """Return whether a step may exceed a GPU's memory, by the estimate."""
         return 0 < self.free < self.needed + NON_TORCH_BYTES
 
     def write(self) -> None:
+        """Write the plan to the run's folder as JSON."""
         write_atomically(self.path, TypeAdapter(Plan).dump_json(self, indent=2) + b"\n")
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
+        """Read a plan."""
         return TypeAdapter(cls).validate_json(path.read_bytes())
 
     def checked_data(self) -> CheckedData:
-        """What the check found. Raises ``ValueError`` if it is of another check."""
+        """Read the result of the data check.
+
+        Raises:
+            ValueError: It is not the one that the plan was made with.
+        """
         path = self.out / CHECKED_DATA
         checked = CheckedData.read(path)
-        if (found := digest_data(checked)) != self.data:
+        if (digest := digest_data(checked)) != self.data:
             raise ValueError(
-                f"{path} has rows with digest {found}, and the run was planned with {self.data}: "
+                f"{path} has rows with digest {digest}, and the run was planned with {self.data}: "
                 "start the training again, so that they are checked"
             )
         return checked
 
     def fingerprint(self, checked: CheckedData) -> ResumeFingerprint:
-        decides = self.arguments["load_best_model_at_end"] or self.loop.patience is not None
-        decides = decides or self.arguments["save_strategy"] == "best"
-        return ResumeFingerprint(self.settings, self.files, digest_rows(checked, decides))
+        """Return what a run that resumes this one must have in common with it."""
+        eval_decides = self.arguments["load_best_model_at_end"] or self.loop.patience is not None
+        eval_decides = eval_decides or self.arguments["save_strategy"] == "best"
+        return ResumeFingerprint(self.settings, self.files, digest_rows(checked, eval_decides))
 
     def require_memory_and_disk(self) -> None:
-        """Raise ``ValueError`` where the training surely does not fit into this machine's memory,
-        or onto its disk."""
+        """Raise ``ValueError`` if the training surely exceeds this machine's memory or disk."""
         config, share = load_model_config(self.base), self.placement.share
-        fault = memory_check.find_memory_problem(config, self.options, self.batch, self.free, share)
-        if fault:
-            raise ValueError(fault)
+        problem = memory_check.find_memory_problem(config, self.options, self.batch, self.free, share)
+        if problem:
+            raise ValueError(problem)
         require_disk_space(str(self.out), self.space)
 
     def require_same_conditions(self) -> None:
-        """See that this process, which has joined the others, finds what was planned with.
+        """Check in a training process that conditions are those that the plan was made for.
 
         Raises:
-            ValueError: another number of processes, or another model under this path.
-            RuntimeError: less free memory on a GPU.
+            ValueError: The number of processes or the model differs.
+            RuntimeError: A GPU has less free memory.
         """
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if processes != self.placement.processes:
+            planned = pluralize(self.placement.processes, "process", "processes")
             raise ValueError(
-                f"the run was planned for {self.placement.processes} processes, and {processes} "
-                "take part: start the training again"
+                f"the run was planned for {planned}, and {processes} take part: start the training "
+                "again"
             )
         if (files := identify(self.base)) != self.files:
             names = sorted(n for n in files | self.files if files.get(n) != self.files.get(n))
-            told = [f"{n}: {self.files.get(n)} planned, {files.get(n)} here" for n in names]
-            raise ValueError(f"{self.base.model} is another model here:\n  " + "\n  ".join(told))
+            lines = [f"{n}: {self.files.get(n)} planned, {files.get(n)} here" for n in names]
+            raise ValueError(f"{self.base.model} is another model here:\n  " + "\n  ".join(lines))
         if not self.free:
             return
-        # What is outside of torch is there by now: the driver's context, and NCCL's buffers.
+        # The memory outside of torch is allocated by now: the CUDA context, and NCCL's buffers.
         free = min_free_gpu_memory(self.options.memory_limit)
         if free < self.free - NON_TORCH_BYTES:
             raise RuntimeError(
                 f"the run was planned with {self.free / GIB:.1f} GiB free on each GPU, and a GPU "
-                f"has {free / GIB:.1f} GiB now: something else uses it. Start the training again, "
-                "to plan with what is free, or see to it that the GPUs are free"
+                f"has {free / GIB:.1f} GiB now: another process uses it. Free the GPUs, or start "
+                "the training again, to plan with what is free"
             )
 
 
@@ -204,16 +212,16 @@ def make_plan(
     checkpoint: Path | None = None,
     accept_changed_data: bool = False,
 ) -> Plan:
-    """Decide all that is open, for such rows and this machine.
+    """Decide all that the job leaves open, for the checked rows and this machine.
 
     Args:
-        job: Whose model is pinned.
-        checkpoint: Of :func:`find_start_checkpoint`.
-        accept_changed_data: Whether the checkpoint's rows may have been others.
+        job: With a pinned base model.
+        checkpoint: From :func:`find_start_checkpoint`.
+        accept_changed_data: Whether the rows may differ from those of the checkpoint.
 
     Raises:
-        ValueError: they were, and may not; or the run would have no batch, no evaluation that it
-            needs, or no learning rate that can train.
+        ValueError: The rows differ and may not; or the run would have no batch, no evaluation that
+            it needs, or no learning rate that can train.
     """
     config, trainer = load_model_config(job.base), job.trainer
     rows = checked.batch_sequences()
@@ -222,8 +230,8 @@ def make_plan(
     steps_an_epoch = trainer.steps_in_epoch(len(rows.lengths), placement.processes)
     steps = trainer.total_steps(steps_an_epoch)
     require_evaluations(trainer, checked, steps, steps_an_epoch)
-    here = placement.local_processes or placement.processes
-    free = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(here)))
+    local_world_size = placement.local_processes or placement.processes
+    free = 0.0 if placement.on_cpu else float(min(free_bytes_per_gpu(local_world_size)))
     free = apply_memory_limit(free, job.options.memory_limit)
     options = decide_options(config, job.options, batch, free, steps)
     images = int(batch.images_per_sequence) * batch.num_sequences
@@ -235,7 +243,9 @@ def make_plan(
         on_cpu=placement.on_cpu,
         evaluates=checked.eval is not None,
         continues=checkpoint is not None,
-        loading=loader_options(trainer.undeclared_fields, here, images, config.vision.image_size),
+        loading=loader_options(
+            trainer.undeclared_fields, local_world_size, images, config.vision.image_size
+        ),
     )
     require_schedule(arguments)
     checkpoints = checkpoints_at_once(trainer, job.data.ends_at_bad_row, steps)
@@ -252,7 +262,7 @@ def make_plan(
         answers=(job.data.eval_answers, job.data.eval_max_new_tokens),
         settings=job.settings(placement.processes),
         length=trainer.length,
-        shown=job.shown,
+        public_values=job.public_values,
         batch=batch,
         rows=len(rows.lengths),
         steps=steps,
@@ -269,22 +279,21 @@ def make_plan(
 
 
 def digest_data(checked: CheckedData) -> str:
-    """sha256 of the rows that are learned and evaluated, their sets and how they are packed."""
-    learned = [repr(checked.sources), repr(checked.eval_option), repr(checked.pack_to)]
-    learned += checked.row_digests
-    evaluated = [] if checked.eval is None else ["evaluated", *checked.eval.row_digests]
-    return _sha256_of_lines([*learned, *evaluated])
+    """Return the sha256 of the rows for training and evaluation, their sources, and packing."""
+    train_lines = [repr(checked.sources), repr(checked.eval_option), repr(checked.pack_to)]
+    train_lines += checked.row_digests
+    eval_lines = [] if checked.eval is None else ["evaluated", *checked.eval.row_digests]
+    return _sha256_of_lines([*train_lines, *eval_lines])
 
 
 def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path | None:
-    """The checkpoint in ``out`` to continue from, or None to start from the beginning.
+    """Return the checkpoint in ``out`` to resume from, or None to start from the beginning.
 
     Args:
-        resume: True, for the last complete checkpoint, if there is one; or a checkpoint in ``out``.
+        resume: True for the last complete checkpoint, if there is one; or a checkpoint in ``out``.
 
     Raises:
-        ValueError: that cannot be continued from, or is of a run with other settings or another
-            model.
+        ValueError: The checkpoint is incomplete, or of a run with other settings or another model.
     """
     folder = job.out
     if not resume:
@@ -297,52 +306,52 @@ def find_start_checkpoint(job: Job, processes: int, resume: bool | Path) -> Path
     if checkpoint is None:
         if read_report(folder).get("finished"):
             raise ValueError(
-                f"the training in {folder} is finished and left no checkpoint, so that it cannot "
-                "be made longer; to train further, give a new run that folder as model"
+                f"the training in {folder} is finished and left no checkpoint, so it cannot be "
+                "made longer; to train further, give a new run that folder as model"
             )
         return None
     settings = job.settings(processes)
-    there = read_checkpoint_manifest(checkpoint)["settings"]
+    saved = read_checkpoint_manifest(checkpoint)["settings"]
     length = {f"trainer.{name}": value for name, value in job.trainer.length.items()}
-    if is_longer({name: there[name] for name in length if name in there}, length):
-        settings |= {name: there[name] for name in length}
+    if is_longer({name: saved[name] for name in length if name in saved}, length):
+        settings |= {name: saved[name] for name in length}
     require_same_run(checkpoint, settings, identify(job.base))
     return checkpoint
 
 
 def check_data(job: Job) -> CheckedData:
-    """Check the rows that are asked for, for the model; :func:`check_sources` has more.
+    """Check the job's rows for its model; see :func:`check_sources`.
 
-    What is returned belongs into ``CHECKED_DATA`` in ``out``, where every process reads it.
+    The caller writes the result to ``CHECKED_DATA`` in ``out``, where every process reads it.
 
     Raises:
-        ValueError: rows cannot be used, or their images would have another size than the model's.
+        ValueError: Rows cannot be used, or the processor has another image size than the model.
     """
     processor, config = load_processor(job.base), load_model_config(job.base)
-    places, wanted = processor.num_image_tokens, config.vision.num_image_tokens
-    if places != wanted:
+    num_tokens, expected = processor.num_image_tokens, config.vision.num_image_tokens
+    if num_tokens != expected:
         raise ValueError(
-            f"{job.base.model}: its images take {places:,} positions, and the model's "
-            f"{wanted:,}: image_size was lost when the tokenizer was saved; expected "
+            f"{job.base.model}: its processor makes {num_tokens:,} tokens of an image, and the "
+            f"model takes {expected:,}: image_size was lost when the tokenizer was saved; expected "
             f'"image_size": {config.vision.image_size} in tokenizer_config.json'
         )
     return check_sources(
         job.data.sources(),
         processor,
         config.seq_length,
-        evaluate=job.data.evaluated(),
+        evaluate=job.data.eval_sources(),
         pack_to=job.data.pack_to,
         on_bad=job.data.on_bad,
-        num_precheck=job.data.first,
+        first=job.data.num_checked,
     )
 
 
 def largest_batch(job: Job, rows: BatchSequences, processes: int) -> Batch:
-    """The largest batch of one of so many processes."""
+    """Return the size of the largest batch of one process."""
     longest = int(rows.lengths.max())
     return Batch(
         num_sequences=job.trainer.per_device_train_batch_size,
-        sequence_length=int(longest * LONGER) if job.data.is_streamed else longest,
+        sequence_length=int(longest * STREAM_LENGTH_MARGIN) if job.data.is_streamed else longest,
         images_per_sequence=int(rows.images.max()),
         processes=processes,
         accumulates=job.trainer.gradient_accumulation_steps > 1,
@@ -350,7 +359,7 @@ def largest_batch(job: Job, rows: BatchSequences, processes: int) -> Batch:
 
 
 def digest_rows(checked: CheckedData, with_evaluated: bool) -> RowDigests:
-    """What a run that continues has to have the same.
+    """Return digests of the rows, which must be the same when a run is resumed.
 
     Args:
         with_evaluated: Whether rows for evaluation decide what is saved, or when the run ends.

@@ -1,4 +1,4 @@
-"""The loss curve that a training leaves behind."""
+"""Plot the loss curve of a training."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from ..atomic import open_atomically
 def plot_loss(
     history: list[dict], path: Path, saved: Sequence[int] = (), best: int | None = None
 ) -> None:
-    """Draw the loss over the steps; NaN and infinity are marked where they were.
+    """Plot the loss over the steps, and mark the steps at which it was NaN or infinite.
 
     Args:
-        history: ``step`` and ``loss``, or ``eval_loss``, each a number or what ``float`` reads as
-            one; entries with neither are left out.
-        saved: The steps of checkpoints.
-        best: The step whose evaluation was the best.
+        history: Entries with ``step``, and with ``loss`` or ``eval_loss``: numbers, or texts that
+            ``float`` reads. Entries with neither are skipped.
+        saved: Steps of the checkpoints.
+        best: Step of the best evaluation.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -26,7 +26,7 @@ def plot_loss(
     for name, label, sign in (("loss", "training", ""), ("eval_loss", "evaluation", "o")):
         losses = {entry["step"]: float(entry[name]) for entry in history if name in entry}
         finite = [loss if math.isfinite(loss) else math.nan for loss in losses.values()]
-        if losses:  # a gap where one is not finite
+        if losses:  # NaN leaves a gap
             axes.plot([*losses], finite, marker=sign, label=label)
         for step in (step for step, loss in losses.items() if not math.isfinite(loss)):
             axes.axvline(step, color="red", linestyle=":", gid="not finite")

@@ -1,6 +1,6 @@
-"""What can be checked before anything expensive starts; needs no torch.
+"""Checks of a recipe on this machine, before anything expensive starts. Imports no torch.
 
-The command line checks once, not each training process.
+The command runs them once, and the training processes do not.
 """
 
 import os
@@ -26,7 +26,7 @@ from ..models.base import ModelSource, folders_of
 from ..models.find import find_model_problem
 from ..models.placement import Device, PlacementError, Placement, place_processes
 from ..paths import is_within, require_apart
-from .recipe.file import RecipeProblem, collect_problems, read_document, shown
+from .recipe.file import RecipeProblem, collect_problems, read_document, short_json
 from .recipe.model import resolve_base
 from .recipe.sections import Recipe, check_values
 from .recipe.shipped import find_recipe
@@ -40,39 +40,39 @@ def validate_recipe(
     device: Device = "cuda",
     world_size: int | None = None,
 ) -> tuple[Recipe, Placement]:
-    """Read a recipe, and see whether it can be run here.
+    """Read a recipe, and check whether it can run on this machine.
 
     Args:
-        overrides: As ``engine.compile=true``; laid over the file.
+        overrides: Assignments such as ``engine.compile=true`` that are laid over the file.
         processes, device: As :func:`place_processes` takes them, for this machine.
-        world_size: Processes of all machines, where there are several.
+        world_size: Number of processes of all machines, if there are several.
 
     Raises:
-        RecipeError: with a line for everything that is wrong, as far as one fault does not hide
-            another; ``found`` has recipe and placement, as far as there are any.
+        RecipeError: Has a line for every problem, except those that another problem hides. Its
+            ``recipe_and_placement`` has what could be resolved.
     """
     document = read_document(find_recipe(path)).override(overrides)
     checked = check_values(document.values)
-    faults = [*checked.faults, *_faults_here(checked.known, device, processes)]
+    problems = [*checked.problems, *_local_problems(checked.known, device, processes)]
     placement = None
     try:
         placement = place_processes(processes, device, checked.known.get("engine.zero_stage", 3))
     except PlacementError as error:
-        faults.append(RecipeProblem(error.field, str(error)))
+        problems.append(RecipeProblem(error.field, str(error)))
     if checked.recipe is not None:
-        faults += _faults_together(checked.recipe, placement, world_size)
-    if faults:
-        told = document.error(faults)
-        told.found = checked.recipe, placement
-        raise told
+        problems += _combined_problems(checked.recipe, placement, world_size)
+    if problems:
+        recipe_error = document.error(problems)
+        recipe_error.recipe_and_placement = checked.recipe, placement
+        raise recipe_error
     assert checked.recipe is not None and placement is not None
     return checked.recipe, placement
 
 
-def _faults_here(
+def _local_problems(
     known: Mapping[str, Any], device: Device, processes: int | None
 ) -> Iterator[RecipeProblem]:
-    """What is wrong here with values that are right by themselves."""
+    """Yield valid values that cannot be used on this machine: paths, devices, packages."""
     checks = {
         "model": find_model_problem,
         "data.train": find_path_problem,
@@ -83,21 +83,21 @@ def _faults_here(
         "data.reuse_features": find_folder_problem,
         "out": find_folder_problem,
     }
-    for name, fault_of in checks.items():
+    for name, find_problem in checks.items():
         value = known.get(name)
         if not isinstance(value, str):
-            continue  # false or none; or it is invalid, which is reported elsewhere
-        text = fault_of(value) or (name == "out" and find_foreign_images(Path(value)))
+            continue  # false or null; or invalid, which check_values reports
+        text = find_problem(value) or (name == "out" and find_foreign_images(Path(value)))
         if text and name == "data.eval" and re.fullmatch(r"[\d.]+ ?%?", value):
             text += "; a share of the rows is a number without quotes or %: 0.05"
         if text:
-            yield RecipeProblem(name, f"{name} is {shown(value)}: {text}")
+            yield RecipeProblem(name, f"{name} is {short_json(value)}: {text}")
     for name in ("data.train", "data.eval"):
         sets = known.get(name)
-        with suppress(ValueError):  # which is reported elsewhere
+        with suppress(ValueError):  # check_values reports it
             for source in make_sources(sets, {}) if isinstance(sets, list) else ():
                 if text := find_source_problem(source):
-                    yield RecipeProblem(name, f"{name} has {shown(source.path)}: {text}")
+                    yield RecipeProblem(name, f"{name} has {short_json(source.path)}: {text}")
     yield from find_device_problems(known, device, processes)
     missing: list[RecipeProblem] = []
     for name in ("trained", "engine.optimizer"):
@@ -112,65 +112,69 @@ def _faults_here(
 def find_device_problems(
     known: Mapping[str, Any], device: Device, processes: int | None
 ) -> Iterator[RecipeProblem]:
-    """What of a recipe's values does not run on this device, or on the GPUs of so many processes
-    (None for all)."""
+    """Yield values of a recipe that do not run on a device.
+
+    Args:
+        known: Valid values by dotted names.
+        processes: Check as many GPUs; None for all.
+    """
     if device == "cpu":
-        of_gpus = {"engine.optimizer": ("adamw_8bit", "adamw"), "engine.fp8": (True, "false")}
-        for name, (value, cure) in of_gpus.items():
+        gpu_only = {"engine.optimizer": ("adamw_8bit", "adamw"), "engine.fp8": (True, "false")}
+        for name, (value, cure) in gpu_only.items():
             if known.get(name) == value:
-                told = f"{name} is {shown(value)}, which runs on a GPU, and --device is cpu"
-                yield RecipeProblem(name, f"{told}; expected {cure}")
+                message = f"{name} is {short_json(value)}, which runs on a GPU, and --device is cpu"
+                yield RecipeProblem(name, f"{message}; expected {cure}")
     elif known.get("engine.fp8"):
-        gpus = find_gpus().devices[:processes]  # where there is none, that is told elsewhere
-        faults = [find_fp8_problem(gpu.name, gpu.capability) for gpu in gpus]
-        for fault in [*filter(None, faults)][:1]:
-            yield RecipeProblem("engine.fp8", f"engine.fp8 is true: {fault}")
+        gpus = find_gpus().devices[:processes]  # without a GPU, place() reports it
+        problems = [find_fp8_problem(gpu.name, gpu.capability) for gpu in gpus]
+        for problem in [*filter(None, problems)][:1]:
+            yield RecipeProblem("engine.fp8", f"engine.fp8 is true: {problem}")
 
 
-def _faults_together(
+def _combined_problems(
     recipe: Recipe, placement: Placement | None, world_size: int | None
 ) -> list[RecipeProblem]:
-    """What is wrong here with fields that are right one by one."""
-    base, faults = ModelSource(recipe.model), list[RecipeProblem]()
-    with collect_problems(faults, "model"):
+    """Return problems of several fields together on this machine."""
+    base, problems = ModelSource(recipe.model), list[RecipeProblem]()
+    with collect_problems(problems, "model"):
         base = resolve_base(recipe)
-    if base.adapters is not None and (fault := find_model_problem(base.model)):
-        faults.append(
-            RecipeProblem("model", f"the model under the adapters is {shown(base.model)}: {fault}")
-        )
-    faults += _faults_of_outputs(recipe, base)
+    if base.adapters is not None and (problem := find_model_problem(base.model)):
+        text = f"the base model of the adapters is {short_json(base.model)}: {problem}"
+        problems.append(RecipeProblem("model", text))
+    problems += _output_problems(recipe, base)
     if placement is not None:
-        with collect_problems(faults, "engine"):
+        with collect_problems(problems, "engine"):
             processes = world_size or placement.processes
             require_zero_plus_plus(recipe.engine_options(), processes, placement.on_cpu)
-    return faults
+    return problems
 
 
-def _faults_of_outputs(recipe: Recipe, base: ModelSource) -> list[RecipeProblem]:
-    """Outputs inside or around a folder that the run reads."""
-    read: list[tuple[str, str | Path]] = [("the model's folder", recipe.model), *folders_of(base)]
+def _output_problems(recipe: Recipe, base: ModelSource) -> list[RecipeProblem]:
+    """Return problems of outputs that lie inside or around a folder that the run reads."""
+    inputs: list[tuple[str, str | Path]] = [("the model's folder", recipe.model)]
+    inputs += folders_of(base)
     patterns: list[tuple[str, str]] = []
     for name, sets in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         if sets is None or isinstance(sets, float):
             continue
         for source in make_sources(sets, {"image_folder": recipe.data.image_folder}):
-            read += folders_of_source(source, name)
+            inputs += folders_of_source(source, name)
         patterns += [(name, path) for path in named_paths(sets)]
-    faults: list[RecipeProblem] = []
+    problems: list[RecipeProblem] = []
     outputs, features = {"out": recipe.out}, recipe.data.reuse_features
     if isinstance(features, str):
         outputs["data.reuse_features"] = features
-        if is_within(recipe.out, features):  # a folder in out is apart from a run's own names
-            told = f"out, {recipe.out}, lies in the folder of data.reuse_features, {features}"
-            told += "; expected out in a folder of its own, beside or around it"
-            faults.append(RecipeProblem("out", told))
+        if is_within(recipe.out, features):  # the reverse is fine: a run has names of its own
+            text = f"out, {recipe.out}, lies in the folder of data.reuse_features, {features}"
+            text += "; expected out in a folder of its own, beside or around it"
+            problems.append(RecipeProblem("out", text))
     for name, out in outputs.items():
-        with collect_problems(faults, name):
-            require_apart(out, read, name)
-            for of, pattern in patterns:
+        with collect_problems(problems, name):
+            require_apart(out, inputs, name)
+            for source_name, pattern in patterns:
                 if pattern_reaches(pattern, out):
                     raise ValueError(
-                        f"{name}, {out}, lies where {of} looks for files, {pattern}; expected a "
-                        "folder that the pattern does not reach"
+                        f"{name}, {out}, lies where {source_name} looks for files, {pattern}; "
+                        "expected a folder that the pattern does not reach"
                     )
-    return faults
+    return problems

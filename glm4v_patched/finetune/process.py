@@ -1,8 +1,7 @@
-"""One process of a training: ``python -m glm4v_patched.finetune.process PLAN``, where ``PLAN`` is a
-file of :class:`plan.Plan`. :mod:`launch` starts it; on several machines, :mod:`__main__` calls it.
+"""Entry point of a training process: ``python -m glm4v_patched.finetune.process PLAN``.
 
-Nothing that takes long is imported before it is seen to that this process ends with whoever has
-started it.
+``PLAN`` is the file of a :class:`plan.Plan`. :mod:`launch` starts this module; on several machines
+:mod:`__main__` calls it. Slow imports come only after the process is bound to end with its parent.
 """
 
 import os
@@ -20,9 +19,13 @@ def main() -> NoReturn:
 
 
 def run(plan: Path) -> int:
-    """Train what was planned; the exit status. Of a training that has no result, whoever has
-    planned it tells what is in the report."""
-    with show_progress("loading torch and transformers", enabled=os.environ.get("RANK", "0") == "0"):
+    """Train by a plan, and return the exit status.
+
+    An error of a training without a result is in its report, which the launcher prints.
+    """
+    with show_progress(
+        "loading torch and transformers", enabled=os.environ.get("RANK", "0") == "0"
+    ):
         from .divergence import NoResult
         from .plan import Plan
         from .worker import train
@@ -34,9 +37,11 @@ def run(plan: Path) -> int:
 
 
 def exit_process(status: int = 0) -> NoReturn:
-    """End this process without waiting for threads of DeepSpeed and inductor, when all is saved:
-    they may be killed by Python half-way at its end, which aborts a process that has done its
-    work."""
+    """End this process without waiting for threads of DeepSpeed and inductor.
+
+    Everything must be saved. Python's own shutdown may kill such a thread half-way, which aborts
+    the process.
+    """
     from torch import distributed
 
     if distributed.is_initialized():

@@ -1,7 +1,7 @@
-"""The folder of a run: one run at a time writes to it, and none overwrites what others wrote.
+"""The folder of a run: one run at a time writes to it, and no run overwrites files of others.
 
-``run.json`` in it says that files with the names of a run were written by runs. It is written while
-no such file is there, and at the end lists what the run has left. Needs no torch.
+``run.json`` in the folder records that its files with a run's names were written by runs. It is
+created when there is no such file yet, and lists the run's files at the end. Imports no torch.
 """
 
 import fcntl
@@ -32,49 +32,61 @@ from ..terminal_text import listed
 from .recipe.trainer import is_longer
 
 LOCK, RECORD = "run.lock", "run.json"
-HOLDER = "process "  # begins what the lock's file says of who holds it
+HOLDER = "process "  # the lock file begins with this, followed by who holds the lock
 RECIPE, PLAN, CHECKED_DATA = "recipe.json", "plan.json", "data.json"
-"""The recipe as it is run, what was decided, and what the check found of the data."""
-# The trained model or adapters, and what lies beside them to load them.
+"""The resolved recipe, the plan, and the result of the data check."""
+# The trained model or adapters, and the files that are needed to load them.
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"]
-BESIDE = ["config.json", "generation_config.json", "adapter_config.json", "chat_template.jinja"]
-BESIDE += ["processor_config.json", "preprocessor_config.json", "special_tokens_map.json"]
-BESIDE += ["tokenizer*.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"]
-MODEL = WEIGHTS + BESIDE
-CODE = ["*_chatglm.py"]
-CODE += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
-CHECKPOINTS = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-# What a run that was stopped leaves beside checkpoints.
+MODEL_CONFIGS = [
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "chat_template.jinja",
+]
+MODEL_CONFIGS += ["processor_config.json", "preprocessor_config.json", "special_tokens_map.json"]
+MODEL_CONFIGS += [
+    "tokenizer*.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+]
+MODEL_FILES = WEIGHTS + MODEL_CONFIGS
+CODE_FILES = ["*_chatglm.py"]
+CODE_FILES += [file.name for file in (Path(__file__).parents[1] / "remote").glob("[a-z]*.py")]
+CHECKPOINT_FOLDER = re.compile(r"(incomplete-)?checkpoint-\d+(-\d+)?")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# Files that a stopped run leaves beside its checkpoints.
 PLOT, SHEET = "loss.png", "answers.png"
-STATE = [PLOT, SHEET, RECIPE, PLAN, CHECKED_DATA, "data.arrow", "data_eval.arrow"]
+STATE_FILES = [PLOT, SHEET, RECIPE, PLAN, CHECKED_DATA, "data.arrow", "data_eval.arrow"]
 
 
 def run_file_names(folder: Path, adapters: bool = True) -> list[str]:
-    """What is in a folder under names that a run writes, ``run.json`` aside.
+    """Return the entries of a folder with names that a run writes, except ``run.json``.
 
     Args:
-        adapters: Whether the run trains adapters; peft writes a README.md beside them.
+        adapters: Whether the run trains adapters. Their README.md then counts, too.
     """
-    patterns = [*MODEL, *CODE, *STATE, TRAINING_REPORT, *(["README.md"] if adapters else [])]
+    patterns = [*MODEL_FILES, *CODE_FILES, *STATE_FILES, TRAINING_REPORT]
+    patterns += ["README.md"] * adapters
     return sorted(
         path.name
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if CHECKPOINTS.fullmatch(path.name) or any(fnmatch(path.name, p) for p in patterns)
+        if CHECKPOINT_FOLDER.fullmatch(path.name) or any(fnmatch(path.name, p) for p in patterns)
     )
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder where there is none, and keep other runs out of it meanwhile.
+    """Create a folder if it is missing, and hold its lock during the block.
 
-    The lock is the kernel's, and gone with this process however that ends. Not filelock's, which
-    does not say who holds it, and writes to a file of somebody else's.
+    The lock is flock's, so the kernel releases it however this process ends. filelock would not
+    tell who holds a lock, and would write to a file of somebody else.
 
     Raises:
-        ValueError: another run holds it, or nothing can be written there; says who, or why.
+        ValueError: Another run holds the lock, or the folder cannot be written to.
     """
-    made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    created = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = _take_lock(folder / LOCK)
@@ -87,29 +99,32 @@ def locked(folder: Path) -> Iterator[None]:
         os.pwrite(file, f"{HOLDER}{os.getpid()} on {command}".encode(), 0)
         yield
     finally:
-        # While it is held: whoever opened it before will see that it has left the folder.
+        # Unlink before unlocking: a process that has opened the file before notices that it is
+        # gone.
         with suppress(OSError):
             os.unlink(folder / LOCK)
         os.close(file)
-        with suppress(OSError):  # not empty: that is the run
-            for each in made:
-                each.rmdir()
+        with suppress(OSError):  # the folder is not empty after a run
+            for path in created:
+                path.rmdir()
 
 
 def require_lockable(folder: Path) -> None:
-    """Raise ``ValueError`` where :func:`locked` would; changes nothing."""
-    if fault := find_folder_problem(str(folder)):
-        raise _unusable(folder, fault)
+    """Raise ``ValueError`` if :func:`locked` would, and change nothing."""
+    if problem := find_folder_problem(str(folder)):
+        raise _unusable(folder, problem)
     with suppress(FileNotFoundError):
         os.close(_take_lock(folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH))
 
 
-def _unusable(folder: Path, fault: str | None) -> ValueError:
-    told = f"{folder} cannot be used: {fault}"
-    return ValueError(f"{told}; expected out to be a folder that can be written to")
+def _unusable(folder: Path, problem: str | None) -> ValueError:
+    return ValueError(
+        f"{folder} cannot be used: {problem}; expected out to be a folder that can be written to"
+    )
 
 
 def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK_EX) -> int:
+    """Lock a file, and return its descriptor; raise ``ValueError`` if another run holds it."""
     while True:
         require_file(lock, alone=True)
         file = os.open(lock, flags | os.O_NOFOLLOW, 0o666)
@@ -126,28 +141,31 @@ def _take_lock(lock: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcnt
             os.close(file)
             if not isinstance(error, BlockingIOError):
                 raise
-            who = holder or "a process that has just taken it"
+            holder = holder or "a process that has just taken the lock"
             raise ValueError(
-                f"another run writes to {lock.parent} ({who}); wait for it, end it, or give this "
-                "one another folder (out)"
+                f"another run writes to {lock.parent} ({holder}); wait for it, end it, or give "
+                "this one another folder (out)"
             ) from None
         os.close(file)
 
 
 def _not_ours(path: Path) -> str:
-    told = "is there, and no run wrote it; move it away, or give the run another folder (out)"
-    return f"{path} {told}"
+    cure = "move it away, or give the run another folder (out)"
+    return f"{path} is there, and no run wrote it; {cure}"
 
 
 def find_foreign_images(folder: Path) -> str | None:
-    """What images a folder holds that has been no run's: its files would lie among them."""
+    """Return a problem if a folder holds images and was never a run's folder, else None."""
     if not folder.is_dir() or read_record(folder) is not None:
         return None
-    found = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in IMAGES)
-    if found := [name for name in found if name not in (PLOT, SHEET)]:
-        told = f"it holds images ({listed(found, 2)}), among which the run would write its files"
-        return f"{told}; expected a new folder"
-    return None
+    images = sorted(p.name for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+    images = [name for name in images if name not in (PLOT, SHEET)]
+    if not images:
+        return None
+    return (
+        f"it holds images ({listed(images, 2)}), among which the run would write its files; "
+        "expected a new folder"
+    )
 
 
 def require_usable(
@@ -158,20 +176,21 @@ def require_usable(
     resume: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Make sure that a run may write to its folder, which need not exist; changes nothing.
+    """Check that a run may write to its folder, which need not exist; change nothing.
 
     Args:
-        inputs: Files that the run reads (:func:`recipe.model.inputs_of`).
-        length: How long the run is to be.
-        adapters: Whether it trains adapters.
-        overwrite: Whether what earlier runs wrote there may go: only names that
-            :func:`run_file_names` knows, where ``run.json`` says that they are of runs.
+        inputs: Files that the run reads (:attr:`job.Job.inputs`).
+        length: Length of the run (:attr:`TrainerFields.length`).
+        adapters: Whether the run trains adapters.
+        overwrite: Whether files of earlier runs may be removed: those that :func:`run_file_names`
+            knows and ``run.json`` lists.
 
     Returns:
-        What is to be removed there, for :func:`begin`.
+        The names to remove, for :func:`start_record`.
 
     Raises:
-        ValueError: there is a finished training, or what has a run's names and may not go.
+        ValueError: The folder has a finished training, or files with a run's names that must not
+            be removed.
     """
     report = read_report(folder)
     recorded, finished = read_record(folder), report.get("finished")
@@ -186,55 +205,62 @@ def require_usable(
     extends = is_longer(report.get("length"), length)
     if resume and finished and not extends:
         raise ValueError(
-            f"the training in {folder} is finished ({TRAINING_REPORT}), there is nothing to continue; to "
+            f"the training in {folder} is finished ({TRAINING_REPORT}), and there is nothing to resume; to "
             "make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train on "
             "other data, give a new run that folder as model"
         )
     if recorded is not None and not finished:
-        # What a run leaves that was stopped before it had anything to lose.
-        present = [name for name in present if name not in (*STATE, TRAINING_REPORT)]
+        # A run that was stopped before its first checkpoint left nothing worth keeping.
+        present = [name for name in present if name not in (*STATE_FILES, TRAINING_REPORT)]
     foreign = sorted({*present} - (recorded or set()))
-    if resume:  # what was stopped may have been moved here, without its record
-        foreign = [n for n in foreign if not CHECKPOINTS.fullmatch(n) and n not in STATE]
+    if resume:  # the files of a stopped run may have been moved here without run.json
+        foreign = [name for name in foreign if not _is_stopped_run(name)]
     if foreign:
-        stopped = not finished and all(CHECKPOINTS.fullmatch(n) or n in STATE for n in foreign)
+        stopped = not finished and all(map(_is_stopped_run, foreign))
         raise ValueError(
-            f"{folder} holds {listed(foreign, 6)}, and no run says that it wrote them; move "
-            "that away, or give the run another folder (out)"
-            + (", or continue what was stopped there (--resume)" if stopped else "")
+            f"{folder} holds {listed(foreign, 6)}, which no run has recorded as its own; move "
+            "them away, or give the run another folder (out)"
+            + (", or resume the stopped run there (--resume)" if stopped else "")
         )
     if recorded is None and os.path.lexists(folder / RECORD):
         raise ValueError(_not_ours(folder / RECORD))
     if resume:
         return []
     if present and not overwrite:
-        there = "a finished training" if finished else f"{listed(present, 6)} of an earlier run"
-        stopped = not finished and any(CHECKPOINTS.fullmatch(name) for name in present)
+        contents = "a finished training" if finished else f"{listed(present, 6)} of an earlier run"
+        stopped = not finished and any(CHECKPOINT_FOLDER.fullmatch(name) for name in present)
         raise ValueError(
-            f"{folder} holds {there}; give the new run another folder (out), or replace that "
-            "(--overwrite)" + (", or continue what was stopped there (--resume)" if stopped else "")
+            f"{folder} holds {contents}; give the new run another folder (out), or replace them "
+            "(--overwrite)" + (", or resume the stopped run there (--resume)" if stopped else "")
         )
     return present
 
 
+def _is_stopped_run(name: str) -> bool:
+    """Return whether a name is one that a stopped run leaves behind."""
+    return CHECKPOINT_FOLDER.fullmatch(name) is not None or name in STATE_FILES
+
+
 def start_record(folder: Path, remove: list[str]) -> None:
-    """Remove what :func:`require_usable` said, and say that what comes now is a run's."""
-    remove_partial(folder, [*STATE, RECORD, TRAINING_REPORT])
-    # Written anew already, or about to be.
-    if remove := [name for name in remove if name not in STATE]:
+    """Remove what :func:`require_usable` returned, and record that new files are a run's."""
+    remove_partial(folder, [*STATE_FILES, RECORD, TRAINING_REPORT])
+    # Files of the state are rewritten, some of them already.
+    if remove := [name for name in remove if name not in STATE_FILES]:
         for name in remove:
             _remove(folder / name)
-        print(f"removed from {folder}: {listed(remove, most=100)}", flush=True)
+        print(f"removed from {folder}: {listed(remove, limit=100)}", flush=True)
     present = run_file_names(folder)
-    ours = read_record(folder) is not None
-    if ours or all(CHECKPOINTS.fullmatch(name) or name in STATE for name in present):
+    if read_record(folder) is not None or all(map(_is_stopped_run, present)):
         _write_record(folder, None)
     (folder / TRAINING_REPORT).unlink(missing_ok=True)
 
 
 def read_record(folder: Path) -> set[str] | None:
-    """The names that runs have written in a folder: all that is there now under a run's names
-    if the last run was killed (SIGKILL) before it could list them. None if no run says so."""
+    """Return the names that runs have written in a folder, or None if it has no ``run.json``.
+
+    If the last run was killed (SIGKILL) before it could list its files, these are all present
+    names that :func:`run_file_names` knows.
+    """
     if find_file_problem(folder / RECORD):
         return None
     try:
@@ -245,7 +271,7 @@ def read_record(folder: Path) -> set[str] | None:
 
 
 def close_record(folder: Path, adapters: bool) -> None:
-    """List what a run has written, when it has ended, well or not."""
+    """List the files of a run in ``run.json`` when it has ended, with or without an error."""
     if read_record(folder) is not None:
         _write_record(folder, run_file_names(folder, adapters))
 
@@ -255,7 +281,7 @@ def _write_record(folder: Path, names: list[str] | None) -> None:
 
 
 def remove_weights(folder: Path) -> None:
-    """Take the weights out of a folder whose run has come to nothing."""
+    """Remove the weights from the folder of a run that has no result."""
     for path in folder.iterdir():
         if any(fnmatch(path.name, pattern) for pattern in WEIGHTS):
             _remove(path)

@@ -1,4 +1,4 @@
-"""DeepSpeed's part of a checkpoint is loaded as data: nothing in its pickles is run."""
+"""Load DeepSpeed's checkpoints without running code from their pickles."""
 
 import pickle
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from ..patch.patch_set import PatchSet, AttributePatch
 
 @contextmanager
 def loading_safely() -> Iterator[None]:
-    """Have DeepSpeed load checkpoints with torch's ``weights_only``, which it turns off itself.
+    """Make DeepSpeed load checkpoints with torch's ``weights_only``, which it turns off itself.
 
-    Beside tensors and plain values its own three classes of numbers are let in.
+    Beside tensors and plain values, three classes of DeepSpeed are allowed.
 
     Raises:
-        RuntimeError: DeepSpeed has moved what is replaced or let in here.
+        RuntimeError: DeepSpeed has moved the function that is replaced, or one of the classes.
     """
     for name in (CHECKPOINT_ENGINE, *CHECKPOINT_CLASSES):
         import_deepspeed_name(name)
@@ -32,19 +32,19 @@ def loading_safely() -> Iterator[None]:
 
 def _load(engine, path: str, map_location=None):
     try:
-        let_in = [import_deepspeed_name(name) for name in CHECKPOINT_CLASSES]
-        with torch.serialization.safe_globals([*let_in, (_member, "builtins.getattr")]):
+        allowed = [import_deepspeed_name(name) for name in CHECKPOINT_CLASSES]
+        with torch.serialization.safe_globals([*allowed, (_enum_member, "builtins.getattr")]):
             return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
-        wanted = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
+        reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
         raise ValueError(
-            f"{path} asks to run more than a checkpoint of DeepSpeed needs, and was not loaded: "
-            f"{wanted.splitlines()[0]}"
+            f"{path} would run code that no checkpoint of DeepSpeed needs, and was not loaded: "
+            f"{reason.splitlines()[0]}"
         ) from None
 
 
-def _member(enum: object, name: str) -> Enum:
-    """In place of ``getattr``, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+def _enum_member(enum: object, name: str) -> Enum:
+    """Replace ``getattr``, with which Python 3.11.0 to 3.11.3 pickles members of enums."""
     if isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__:
         return enum[name]
     raise pickle.UnpicklingError(f"getattr of {enum!r}, {name!r}")

@@ -1,4 +1,4 @@
-"""What a run is going to do, in some lines, before its first step."""
+"""The summary of a run that is printed before its first step."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -18,149 +18,180 @@ from ..models.loading import load_model_config, load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
-from ..terminal_text import format_bytes
+from ..terminal_text import format_bytes, pluralize
 from .plan import Plan
 from .schedule import schedule_warnings
 
-LONGEST_SAMPLE = 1500  # characters
-HIGHEST_RATE = 1e-2  # far above what trains a model of any size
+MAX_SAMPLE_CHARACTERS = 1500
+MAX_LEARNING_RATE = 1e-2  # far above what trains a model of any size
+# What a policy of activation checkpointing recomputes; for "every N" see describe_policies.
+RECOMPUTED = {
+    "none": "nothing",
+    "linear": "elementwise operations",
+    "selective": "elementwise operations and wide linear layers",
+    "attention": "all but attention",
+    "full": "everything",
+}
 
 
 def describe_plan(plan: Plan, checked: CheckedData) -> str:
-    """Rows, steps, what is trained, on what, with how much memory and disk, and one sample."""
+    """Return the summary: data, steps, trained weights, devices, memory, disk, and one sample."""
     options, config = plan.options, load_model_config(plan.base)
-    processes, stage = plan.placement.processes, options.zero_stage
-    where = "CPU" if plan.placement.on_cpu else find_gpus().devices[0].name
-    told = {
+    stage = options.zero_stage
+    device = "CPU" if plan.placement.on_cpu else find_gpus().devices[0].name
+    entries = {
         "changed": _describe_changes(plan),
         "data": describe_data(checked, plan.is_streamed),
         "evaluation": _describe_evaluation(plan, checked),
         "steps": _describe_steps(plan),
         "trained": _describe_trained(plan, config),
-        "device": f"{processes} x {where}, {options.precision}, "
+        "device": f"{plan.placement.processes} x {device}, {options.precision}, "
         + (f"ZeRO-{stage}" if stage else "no ZeRO"),
-        "kept": describe_policies(plan),
+        "engine": describe_policies(plan),
         "memory": describe_memory(plan),
         "optimizer": _describe_offloaded(plan, config),
         "disk": _describe_disk(plan),
     }
-    lines = [f"{name:<12}{text}" for name, text in told.items() if text]
-    doubts = [*find_warnings(plan), *checked.find_warnings()]
-    lines += [f"{'warning':<12}{text}" for text in doubts]
-    lines.append("the first row, with what is learned of it between [[ and ]]:")
+    lines = [f"{name:<12}{text}" for name, text in entries.items() if text]
+    lines += [f"{'warning':<12}{text}" for text in find_warnings(plan)]
+    lines += [f"{'warning':<12}{text}" for text in checked.find_warnings()]
+    lines.append("the first sample, with its supervised tokens between [[ and ]]:")
     lines.append(show_sample(load_processor(plan.base), checked.conversations()[0]))
     return "\n".join(lines)
 
 
 def show_sample(processor: ChatGLMProcessor, conversation: Sequence[dict]) -> str:
-    """A conversation as the model sees it, images as their number of positions."""
+    """Return the text of a conversation as the model gets it.
+
+    Supervised tokens are between ``[[`` and ``]]``; an image is shown as its number of tokens.
+    """
     batch = ConversationCollator(processor)([list(conversation)])
     ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
-    marks = ["<|begin_of_image|>", "<|end_of_image|>"]
-    begin, end = processor.tokenizer.convert_tokens_to_ids(marks)
+    markers = ["<|begin_of_image|>", "<|end_of_image|>"]
+    begin, end = processor.tokenizer.convert_tokens_to_ids(markers)
     kinds, in_image = [], False
     for token, label in zip(ids, labels, strict=True):
         in_image = in_image and token != end
         kinds.append((in_image, label != IGNORE_INDEX))
         in_image = in_image or token == begin
-    shown = ""
-    for (is_image, is_learned), places in groupby(range(len(ids)), key=kinds.__getitem__):
-        some = [ids[at] for at in places]
-        text = processor.decode(some, spaces_between_special_tokens=False)
+    sample = ""
+    for (is_image, is_supervised), indices in groupby(range(len(ids)), key=kinds.__getitem__):
+        span = [ids[index] for index in indices]
+        text = processor.decode(span, spaces_between_special_tokens=False)
         if is_image:
-            text = f"({len(some):,} positions of an image)"
-        shown += f"[[{text}]]" if is_learned else text
-    if len(shown) > LONGEST_SAMPLE:
-        shown = f"{shown[:LONGEST_SAMPLE]} ... ({len(ids):,} positions)"
-    return "\n".join("  " + line for line in shown.split("\n"))
+            text = f"({len(span):,} image tokens)"
+        sample += f"[[{text}]]" if is_supervised else text
+    if len(sample) > MAX_SAMPLE_CHARACTERS:
+        sample = f"{sample[:MAX_SAMPLE_CHARACTERS]} ... ({len(ids):,} tokens)"
+    return "\n".join("  " + line for line in sample.split("\n"))
 
 
 def _describe_changes(plan: Plan) -> str:
-    """Of the rows since the checkpoint was written, and what becomes of their order."""
+    """Describe the accepted changes of the rows since the checkpoint."""
     if not plan.changes:
         return ""
-    told = [f"the data has changed since {plan.checkpoint} was written:"]
-    told += [f"- {change}" for change in plan.changes]
-    told.append(
-        "the order of rows is drawn from the seed and their number: where that is another, some "
-        "rows of the epoch that was stopped may come a second time and others not at all"
+    lines = [f"the data has changed since {plan.checkpoint} was written:"]
+    lines += [f"- {change}" for change in plan.changes]
+    lines.append(
+        "the order of the rows depends on the seed and on their number: if the number differs, "
+        "some rows of the interrupted epoch may come twice and others not at all"
     )
-    return "\n  ".join(told)
+    return "\n  ".join(lines)
 
 
 def describe_data(checked: CheckedData, is_streamed: bool) -> str:
+    """Describe the size of the checked training data."""
     counts = checked.counts
-    told = "a stream, of which were looked at " if is_streamed else ""
-    told += f"{counts.samples:,} rows, {counts.images:,} images; {counts.tokens:,} positions, "
-    told += f"of which {counts.supervised:,} are learned"
-    return told + (f"; {checked.skipped:,} rows left out" if checked.skipped else "")
+    samples, images = pluralize(counts.samples, "sample"), pluralize(counts.images, "image")
+    tokens = f"{pluralize(counts.tokens, 'token')}, {counts.supervised:,} of them supervised"
+    text = f"{samples}, {images}; {tokens}"
+    if is_streamed:
+        text = f"a stream, of which were checked: {text}"
+    return text + (f"; {pluralize(checked.skipped, 'row')} skipped" if checked.skipped else "")
 
 
 def _describe_evaluation(plan: Plan, checked: CheckedData) -> str:
     if checked.eval is None:
         return "none: data.eval is not set"
-    told = f"every {plan.arguments['eval_steps']} steps and at the end"
+    schedule = f"every {pluralize(plan.arguments['eval_steps'], 'step')} and at the end"
     if plan.arguments["eval_strategy"] == "no":
-        told = "never"
-    return f"{told}, on {checked.eval.counts.samples:,} rows"
+        schedule = "never"
+    return f"{schedule}, on {pluralize(checked.eval.counts.samples, 'sample')}"
 
 
 def _describe_steps(plan: Plan) -> str:
-    told = f"{plan.steps:,}"
+    text = f"{plan.steps:,}"
     if not plan.is_streamed:
         epochs = plan.steps / plan.steps_an_epoch
-        told += f", {plan.steps_an_epoch:,} an epoch: {epochs:.2f} epochs"
+        text += f", {plan.steps_an_epoch:,} an epoch: {epochs:.2f} epochs"
     return (
-        f"{told}; effective batch {plan.effective_batch} (per_device_train_batch_size "
+        f"{text}; effective batch {plan.effective_batch} (per_device_train_batch_size "
         f"{plan.arguments['per_device_train_batch_size']} x gradient_accumulation_steps "
-        f"{plan.arguments['gradient_accumulation_steps']} x {plan.placement.processes} processes)"
+        f"{plan.arguments['gradient_accumulation_steps']} x "
+        f"{pluralize(plan.placement.processes, 'process', 'processes')})"
     )
 
 
 def _describe_trained(plan: Plan, config: ChatGLMConfig) -> str:
     number, total = count_trained(config, plan.options), sum(count_parameters(config))
     rates = plan.loop.rates or {"": plan.arguments["learning_rate"]}
-    told = ", ".join(f"{part} {rate:g}".strip() for part, rate in rates.items())
-    return f"{plan.options.trained}: {number:,} of {total:,} weights; learning rate {told}"
+    in_words = ", ".join(f"{part} {rate:g}".strip() for part, rate in rates.items())
+    return f"{plan.options.trained}: {number:,} of {total:,} weights; learning rate {in_words}"
 
 
 def describe_policies(plan: Plan) -> str:
+    """Describe activation checkpointing by what is recomputed, offload and compilation."""
     options = plan.options
+    parts = {"vision tower": options.tower, "language model": options.language}
+    recomputed = [
+        f"{RECOMPUTED.get(policy, 'each Nth layer')} ({policy}) of the {part}"
+        for part, policy in parts.items()
+    ]
     return (
-        f"tower {options.tower}, language {options.language}, offload {options.offload}, compile "
-        f"{options.compile} (for rows of up to {plan.batch.sequence_length:,} positions)"
+        f"recomputes {' and '.join(recomputed)}; offload {str(options.offload).lower()}, compile "
+        f"{str(options.compile).lower()}, for sequences of up to "
+        f"{pluralize(plan.batch.sequence_length, 'token')}"
     )
 
 
 def describe_memory(plan: Plan) -> str:
+    """Describe the estimated peak memory of a GPU; empty on a CPU, for which there is none."""
     if not plan.free:
-        return ""  # of a machine's own it is not estimated
-    room = (plan.free - NON_TORCH_BYTES) / GIB
-    told = f"{plan.needed / GIB:.1f} GiB on each GPU, of {room:.1f} GiB that are free"
-    return told + ": it may not suffice" * plan.is_tight
+        return ""
+    available = (plan.free - NON_TORCH_BYTES) / GIB
+    text = f"{plan.needed / GIB:.1f} GiB on each GPU, of {available:.1f} GiB that are free"
+    return text + ": it may not suffice" * plan.is_tight
 
 
 def _describe_offloaded(plan: Plan, config: ChatGLMConfig) -> str:
     if not (needed := offloaded_bytes(config, plan.options) * plan.placement.share):
         return ""
-    return f"{format_bytes(needed)} of the machine's memory, of which {format_bytes(free_ram())} are free"
+    return (
+        f"{format_bytes(needed)} of the machine's memory, of which {format_bytes(free_ram())} are "
+        "free"
+    )
 
 
 def _describe_disk(plan: Plan) -> str:
     space = plan.space
-    told = f"{format_bytes(space.total)}: the model {format_bytes(space.model)}"
-    if space.number:
-        told += f", {space.number} checkpoints at once of {format_bytes(space.checkpoint)}"
-    return f"{told}; {format_bytes(space.free)} are free"
+    text = f"{format_bytes(space.total)}: the model {format_bytes(space.model)}"
+    if space.max_checkpoints == 1:
+        text += f", one checkpoint of {format_bytes(space.checkpoint)}"
+    elif space.max_checkpoints:
+        text += f", {space.max_checkpoints} checkpoints at once of "
+        text += f"{format_bytes(space.checkpoint)} each"
+    if plan.arguments["save_strategy"] == "no":
+        text += ", no checkpoints (trainer.save_steps)"
+    return f"{text}; {format_bytes(space.free)} are free"
 
 
 def find_warnings(plan: Plan) -> Iterator[str]:
-    """What is told of values that are most likely mistakes."""
+    """Yield a line for each value that is most likely a mistake."""
     rate = plan.arguments["learning_rate"]
-    if rate > HIGHEST_RATE:
+    if rate > MAX_LEARNING_RATE:
         yield (
-            f"trainer.learning_rate is {rate:g}: AdamW moves a weight by up to that "
-            "in a step, and most are below 0.1; usual are 1e-4 for LoRA and 1e-5 for the weights "
+            f"trainer.learning_rate is {rate:g}: AdamW moves a weight by up to that in a step, and "
+            "most weights are below 0.1; usual are 1e-4 for LoRA and 1e-5 for the weights "
             "themselves"
         )
     yield from schedule_warnings(plan.arguments)

@@ -1,4 +1,4 @@
-"""transformers' Trainer for this model: what is saved, which losses count, evaluation."""
+"""transformers' Trainer adapted to this model: saving, evaluation, divergence, learning rates."""
 
 import logging
 import math
@@ -26,29 +26,37 @@ from ..engine.options import part_of_parameter
 from ..remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ..remote.loss import IGNORE_INDEX
 from ..remote.modeling_chatglm import GLM4VForCausalLM
-from .checkpoints import ResumeFingerprint, delete_all_but_newest, find_checkpoint_problems, write_checkpoint_manifest
+from .bad_rows import BadRowTracker
+from .checkpoints import (
+    ResumeFingerprint,
+    delete_all_but_newest,
+    find_checkpoint_problems,
+    write_checkpoint_manifest,
+)
 from .divergence import Diverged, DivergenceMonitor, max_over_processes, require_finite_weights
 from .evaluation import EvalGenerations, in_eval_mode, shard_batches
-from .bad_rows import BadRowTracker
 from .training_arguments import LoopOptions
 
 logger = logging.getLogger(__name__)
 
-# Private names of the Trainer.
-PRIVATE = ("_determine_best_metric", "_load_best_model", "_save_checkpoint")
+# Private methods of the Trainer that are overridden or called.
+PRIVATE_METHODS = ("_determine_best_metric", "_load_best_model", "_save_checkpoint")
 
 
 class RecipeTrainer(Trainer):
-    """Saves the model with the config it came with, in checkpoints too: they can be loaded.
+    """Trainer of a glm-4v or of LoRA adapters on one.
 
-    Adapters get the code beside them, with which a process without this package loads their base.
+    Models and checkpoints are saved with their original config, so that they can be loaded.
+    Adapters are saved with the model's code beside them, by which a process without this package
+    loads their base.
 
     Args:
-        model: A glm-4v, or peft's around one.
-        loop: What is asked that ``TrainingArguments`` has no field for.
-        features: With it, images that they know do not go through the tower.
-        eval_collator: Of the rows of ``eval_dataset``, where it is not that of training.
-        sample: Rows that are answered at each evaluation.
+        model: A glm-4v, or peft's model around one.
+        loop: Options that ``TrainingArguments`` has no field for.
+        features: Cache of the vision tower's features; cached images skip the tower.
+        eval_collator: Collator for ``eval_dataset``, if it differs from ``data_collator``.
+        eval_generations: Generates answers at each evaluation.
+        options: Arguments of transformers' Trainer.
     """
 
     def __init__(
@@ -57,44 +65,45 @@ class RecipeTrainer(Trainer):
         loop: LoopOptions,
         features: TowerFeatures | None = None,
         eval_collator: Callable | None = None,
-        sample: EvalGenerations | None = None,
+        eval_generations: EvalGenerations | None = None,
         **options,
     ):
-        for name in PRIVATE:
+        for name in PRIVATE_METHODS:
             assert hasattr(Trainer, name), (
                 f"transformers {transformers.__version__} has no Trainer.{name}; install a tested "
                 f"release: {TESTED_TRANSFORMERS}"
             )
-        self.rates, self.sample, self.worker_start = loop.rates, sample, loop.worker_start
+        self.rates, self.worker_start = loop.rates, loop.worker_start
+        self.eval_generations = eval_generations
         self.eval_collator = eval_collator or options["data_collator"]
-        self.watch = DivergenceMonitor(loop.max_nonfinite_steps)
-        self.faults = BadRowTracker(ends=loop.fail_on_bad_rows)
+        self.divergence = DivergenceMonitor(loop.max_nonfinite_steps)
+        self.bad_rows = BadRowTracker(ends=loop.fail_on_bad_rows)
         self.features = features
         if features is not None:
             options["data_collator"] = features.collator(options["data_collator"])
             self.eval_collator = features.collator(self.eval_collator)
         self.has_adapters = hasattr(model, "get_base_model")
-        given: Any = model
-        self.inner: GLM4VForCausalLM = given.get_base_model() if self.has_adapters else given
+        untyped: Any = model
+        self.inner: GLM4VForCausalLM = untyped.get_base_model() if self.has_adapters else untyped
         if self.has_adapters:
-            # To see whether embeddings have grown, peft would ask the Hub for its newest config.
-            given.save_pretrained = partial(given.save_pretrained, save_embedding_layers=False)
-        # The Trainer puts the tokenizer's one end token in place of the model's three.
+            # peft would ask the Hub for the base's config, to see whether embeddings were resized.
+            untyped.save_pretrained = partial(untyped.save_pretrained, save_embedding_layers=False)
+        # The Trainer replaces the model's three end tokens by the tokenizer's one.
         self.stop_ids = self.inner.config.eos_token_id
         self._last_step: tuple[nn.Module, dict] | None = None
         self._defaults: dict[str, Any] = {}
         super().__init__(model=model, **options)
-        self.add_callback(self.watch)
+        self.add_callback(self.divergence)
         if isinstance(self.train_dataset, StreamDataset):
-            self.add_callback(self.faults)
+            self.add_callback(self.bad_rows)
         self.inner.config.skip_logits = True
 
     def create_optimizer(self, *model) -> torch.optim.Optimizer:
-        """The Trainer's, with a learning rate for each part and without groups in which nothing is
-        trained.
+        """Create the Trainer's optimizer with a learning rate for each part of the model.
 
-        Of LoRA all weights decay and those that do not are none. DeepSpeed drops such a group, the
-        scheduler keeps a rate for it, and the first step ends in "zip() argument 2 is longer".
+        Empty parameter groups are dropped: all weights of LoRA have weight decay, which leaves the
+        other group empty. DeepSpeed would drop that group, but not the scheduler, and the first
+        step would fail with "zip() argument 2 is longer".
         """
         optimizer = super().create_optimizer(*model)
         self._defaults = optimizer.defaults
@@ -115,31 +124,36 @@ class RecipeTrainer(Trainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
-        """The Trainer's. Some schedules read ``optimizer.defaults``, which DeepSpeed's lack."""
+        """Create the Trainer's scheduler.
+
+        Some schedules read ``optimizer.defaults``, which DeepSpeed's optimizers lack.
+        """
         assert self.optimizer is not None
         self.optimizer.defaults = self._defaults
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_train_dataloader(self):
         if isinstance(self.train_dataset, StreamDataset):
-            # accelerate would share its rows out a second time, or send all from one process.
+            # A stream is sharded already; accelerate would shard its rows again, or read them all
+            # in one process.
             args, rows = self.args, self.train_dataset
-            workers, ahead = args.dataloader_num_workers, args.dataloader_prefetch_factor
-            pinned = args.dataloader_pin_memory and torch.cuda.is_available()
-            how = {"batch_size": rows.batch_size, "pin_memory": pinned}
-            return self._loader(rows, self.data_collator, workers, ahead, **how)
+            workers, prefetch = args.dataloader_num_workers, args.dataloader_prefetch_factor
+            pin_memory = args.dataloader_pin_memory and torch.cuda.is_available()
+            options = {"batch_size": rows.batch_size, "pin_memory": pin_memory}
+            return self._loader(rows, self.data_collator, workers, prefetch, **options)
         loader: Any = super().get_train_dataloader()
         if self.worker_start and loader.num_workers:
-            # accelerate's loader hands on what its inner one reads.
+            # accelerate's loader wraps the one that starts the workers.
             loader.base_dataloader.multiprocessing_context = self.worker_start
         return loader
 
-    def _loader(self, rows, collator, workers: int, ahead: int | None, **how) -> DataLoader:
+    def _loader(self, rows, collator, workers: int, prefetch: int | None, **options) -> DataLoader:
         if workers:
-            how |= {"prefetch_factor": ahead, "multiprocessing_context": self.worker_start}
-        # Without a generator it draws a seed from everybody's.
-        how |= {"collate_fn": collator, "num_workers": workers, "generator": torch.Generator()}
-        return DataLoader(rows, **how)
+            options |= {"prefetch_factor": prefetch, "multiprocessing_context": self.worker_start}
+        # Without its own generator, the loader would advance torch's global one.
+        generator = torch.Generator()
+        options |= {"collate_fn": collator, "num_workers": workers, "generator": generator}
+        return DataLoader(rows, **options)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.features is None:
@@ -150,58 +164,67 @@ class RecipeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model, inputs, *rest):
-        self.faults.see(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE, []))
+        self.bad_rows.record(inputs.pop(ROW_PROBLEMS, []), inputs.pop(UNREADABLE, []))
         self._last_step = model, dict(inputs)
         loss = super().training_step(model, inputs, *rest)
-        # Until all batches of a step are there, DeepSpeed has the norm of the step before.
-        knows = self.is_deepspeed_enabled and self.accelerator.sync_gradients
-        norm = model.get_global_grad_norm() if knows else None
-        return self.watch.see(loss, norm)
+        # DeepSpeed has the norm of this step only after the last of its accumulated batches.
+        has_norm = self.is_deepspeed_enabled and self.accelerator.sync_gradients
+        norm = model.get_global_grad_norm() if has_norm else None
+        return self.divergence.record(loss, norm)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """The mean loss of all learned tokens of the rows for evaluation, without their logits;
-        and of some of them, the share of answers that are the row's own."""
+        """Return the mean loss of all supervised tokens, and the exact match of generated answers.
+
+        The loss is computed without logits.
+        """
         started = time.monotonic()
         loss, tokens = self._mean_loss(self.eval_dataset if eval_dataset is None else eval_dataset)
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": tokens}
-        if self.sample is not None:
-            matches = 0.0  # of a model whose loss is NaN there is no answer
+        if self.eval_generations is not None:
+            exact_match = 0.0  # a model with a loss of NaN generates no answers
             if math.isfinite(loss):
                 with self.compute_loss_context_manager():
-                    matches = self.sample.answer(self.model, self.is_world_process_zero())
-            # A token may fall otherwise on another GPU, and all have to save and to end together.
-            same = torch.tensor(matches, dtype=torch.float64, device=self.args.device)
+                    draws = self.is_world_process_zero()
+                    exact_match = self.eval_generations.answer(self.model, draws)
+            # Another GPU may generate another token, but all processes must decide alike.
+            shared = torch.tensor(exact_match, dtype=torch.float64, device=self.args.device)
             if torch.distributed.is_initialized():
-                torch.distributed.broadcast(same, 0)
-            metrics[f"{metric_key_prefix}_exact_match"] = same.item()
+                torch.distributed.broadcast(shared, 0)
+            metrics[f"{metric_key_prefix}_exact_match"] = shared.item()
         metrics[f"{metric_key_prefix}_runtime"] = round(time.monotonic() - started, 3)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         if self.state.global_step == 0:
-            self._keep_start(metrics)
+            self._save_start(metrics)
         return metrics
 
-    def _keep_start(self, metrics: dict[str, float]) -> None:
-        """The weights before the first step may stay the best."""
-        keeps_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
-        self.control.should_save = keeps_best
-        if self._determine_best_metric(metrics, None) and keeps_best:
+    def _save_start(self, metrics: dict[str, float]) -> None:
+        """Save a checkpoint before the first step, because these weights may stay the best."""
+        saves_best = self.args.load_best_model_at_end or self.args.save_strategy == "best"
+        self.control.should_save = saves_best
+        if self._determine_best_metric(metrics, None) and saves_best:
             self._save_checkpoint(self.model_wrapped, None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     @torch.no_grad()
     def _mean_loss(self, rows: Any) -> tuple[float, int]:
-        """The mean loss of all supervised tokens of ``rows``, and their number; the same on all
-        processes, of which each computes its share. No random number is drawn."""
-        each, workers = self.args.per_device_eval_batch_size, self.args.dataloader_num_workers
+        """Return the mean loss of all supervised tokens of ``rows``, and how many they are.
+
+        The rows are sharded over the processes; the result is the same on all of them. torch's
+        random state does not change.
+        """
+        batch_size, workers = self.args.per_device_eval_batch_size, self.args.dataloader_num_workers
         if workers and isinstance(rows, ConversationDataset):
-            # Those of training still hold batches in shared memory.
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            workers = workers_that_fit(workers, here, rows.max_images * each)
-        share, weights = shard_batches(len(rows), each)
-        loader = self._loader(rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=share)
+            # The workers of training still use shared memory for their batches.
+            local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            max_images = rows.max_images * batch_size
+            workers = workers_that_fit(workers, local_world_size, max_images)
+        batches, weights = shard_batches(len(rows), batch_size)
+        loader = self._loader(
+            rows, self.eval_collator, workers, BATCHES_AHEAD, batch_sampler=batches
+        )
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         with in_eval_mode(self.model_wrapped):
             for batch, weight in zip(loader, weights, strict=True):
@@ -215,56 +238,63 @@ class RecipeTrainer(Trainer):
         return total / max(number, 1), int(number)
 
     def _sum_of_losses(self, inputs: dict) -> torch.Tensor:
+        """Return the sum of the losses of all supervised tokens of a batch."""
         inputs = cast(dict, self._prepare_inputs(inputs))
         if self.features is not None:
             inputs = self.features.replace_images(inputs)
-        # In eval mode the model would return logits and a cache unless it is told.
-        asked = {"num_items_in_batch": 1, "skip_logits": True, "use_cache": False}
+        # In eval mode the model returns logits and a cache by default.
+        options = {"num_items_in_batch": 1, "skip_logits": True, "use_cache": False}
         with self.compute_loss_context_manager():
-            outputs = self.model_wrapped(**inputs, **asked)
+            outputs = self.model_wrapped(**inputs, **options)
         if self.features is not None:
             self.features.keep(outputs)
         return outputs.loss
 
     def _determine_best_metric(self, metrics, trial) -> bool:
-        """Whether to save a checkpoint where the best are saved. What is best has one, or is what
-        the run ends with."""
+        """Update the best metric, and return whether ``save_strategy: best`` saves a checkpoint.
+
+        Only a step whose weights are saved can be the best: in a checkpoint, or at the end.
+        """
         state, stops = self.state, self.control.should_training_stop
-        is_over = state.global_step >= state.max_steps or (stops and not self.faults.has_ended)
+        is_over = state.global_step >= state.max_steps or (stops and not self.bad_rows.has_ended)
         if is_over:
             self.control.should_save = False
         saves_best = self.args.save_strategy == "best"
-        is_kept = is_over or (not self.watch.is_bad if saves_best else self.control.should_save)
-        if self.args.load_best_model_at_end and not is_kept:
+        is_finite = not self.divergence.is_bad
+        is_saved = is_over or (is_finite if saves_best else self.control.should_save)
+        if self.args.load_best_model_at_end and not is_saved:
             return False
-        if not math.isfinite(metrics["eval_loss"]):  # whatever its metric says, it is no model
-            return self.faults.has_ended and not is_over
+        if not math.isfinite(metrics["eval_loss"]):  # never the best, whatever its metric
+            return self.bad_rows.has_ended and not is_over
         is_best = super()._determine_best_metric(metrics, trial)
-        if is_best and is_kept:
-            # transformers 4.57 does not note those of "best", nor any release step 0.
+        if is_best and is_saved:
+            # transformers 4.57 does not record the step for "best", and no release records step 0.
             step, folder = state.global_step, cast(str, self.args.output_dir)
             state.best_global_step = step
             if not is_over:
                 state.best_model_checkpoint = str(Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
-        return (is_best and not self.watch.is_bad or self.faults.has_ended) and not is_over
+        return (is_best and is_finite or self.bad_rows.has_ended) and not is_over
 
     def _load_best_model(self) -> None:
-        # Of the last step there is no checkpoint, and the best weights are those that are here.
+        # The last step has no checkpoint. If it is the best, its weights are loaded already.
         if self.state.best_global_step != self.state.global_step:
             super()._load_best_model()
 
     def log(self, logs: dict[str, float], *rest) -> None:
         if "loss" in logs:
-            logs["loss"] += self.watch.pop_nonfinite_loss()
+            logs["loss"] += self.divergence.pop_nonfinite_loss()
         super().log(logs, *rest)
 
     def _require_finite_loss(self) -> None:
-        """Compute the loss of the last batch again: no step has seen the last update's weights."""
+        """Raise ``Diverged`` if the last batch has no finite loss with the final weights.
+
+        No training step has computed a loss with the weights of the last optimizer step.
+        """
         if self._last_step is None:
             return
         model, inputs = self._last_step
-        # In training mode, as processes without an image then keep the others' order. Compiled
-        # layers would be compiled anew without gradients.
+        # In training mode processes without an image run the same collectives as the others.
+        # Without gradients, compiled layers would be recompiled.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with (
             torch.no_grad(),
@@ -280,7 +310,11 @@ class RecipeTrainer(Trainer):
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Raises :class:`Diverged`, on all processes, if a weight or the loss is not finite."""
+        """Save the model or the adapters.
+
+        Raises:
+            Diverged: A weight or the loss is not finite; on all processes.
+        """
         assert self.model is not None
         trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
         require_finite_weights(trained, "weights have become NaN or infinite")
@@ -301,44 +335,46 @@ class RecipeTrainer(Trainer):
 
 
 class CheckpointSchedule(TrainerCallback):
-    """Marks each checkpoint of the Trainer complete and keeps the newest ones, holds a continued
-    run to what is asked now, and evaluates after the last step.
+    """Marks checkpoints as complete, deletes old ones, and evaluates after the last step.
 
-    All processes must see one file system. The Trainer's own ``save_total_limit`` must stay unset:
-    it deletes the old checkpoint before the new one is complete.
+    A resumed run follows its own intervals instead of those in the checkpoint. All processes must
+    see one file system. The Trainer's own ``save_total_limit`` must stay unset: it deletes the old
+    checkpoint before the new one is complete.
 
     Args:
-        origin: What a run that continues from here must have in common with this one.
-        keep: How many complete checkpoints to keep, or None for all; others are never deleted, nor
-            are those that are links, nor the one with the best evaluation.
+        fingerprint: What a run that resumes from these checkpoints must have in common with this
+            one.
+        keep: How many complete checkpoints to keep, or None for all. Incomplete ones, links, and
+            the one with the best evaluation are never deleted.
     """
 
     def __init__(self, fingerprint: ResumeFingerprint, keep: int | None = None):
         self.fingerprint, self.keep = fingerprint, keep
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # The Trainer goes by what the checkpoint's run was asked for: how often it saved and
-        # logged, and where its folder was.
+        # The state of a checkpoint has the intervals and the folder of the run that wrote it.
         state.compute_steps(args, state.max_steps)
         if state.best_global_step is not None and args.load_best_model_at_end:
             best = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             state.best_model_checkpoint = str(best)
             if find_checkpoint_problems(best, contents=False):
-                told = "%s, with the best evaluation, is not complete: the best of those to come is"
-                logger.warning(told + " taken", best)
+                logger.warning(
+                    "%s, with the best evaluation, is incomplete: only later evaluations count",
+                    best,
+                )
                 state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        """A step is logged, then evaluated, then saved: a checkpoint has what came before it."""
+        """Log before each evaluation and checkpoint, so that a checkpoint has the whole history."""
         is_last = state.global_step >= state.max_steps
         if is_last:
-            # Before the best weights are loaded; older transformers do not do it by themselves.
+            # Evaluate before the best weights are loaded, which older transformers do not.
             control.should_evaluate |= args.eval_strategy == "steps"
-            # The trained model is about to be saved itself, and from a checkpoint of the last step
-            # the Trainer would resume into one step more.
+            # The model itself will be saved, and from a checkpoint of the last step the Trainer
+            # would resume with one step more.
             control.should_save = False
         if control.should_evaluate or control.should_save or is_last:
-            # A mean loss that spans a checkpoint would be lost in part, or that of the end.
+            # A mean loss that spans a checkpoint, or the end, would be lost in part.
             control.should_log = args.logging_strategy != "no"
         return control
 

@@ -1,5 +1,7 @@
-"""What transformers' Trainer is given, decided: fields of ``TrainingArguments``, and what it has no
-field for. Needs no torch."""
+"""Fields of ``TrainingArguments`` for a job, and options of the training loop beside them.
+
+Imports no torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,24 +12,24 @@ from ..engine.deepspeed.config import deepspeed_config
 from ..engine.options import EngineOptions
 from .job import Job
 
-# The Trainer's names.
+# Names of the Trainer for the engine's optimizers.
 TRAINER_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit"}
-# Fields of ``trainer`` that it is not given: they are of :class:`LoopOptions`, or in the steps.
+# Fields of the section ``trainer`` that go to LoopOptions, or into the number of steps.
 NOT_TRAINING_ARGUMENTS = {"early_stopping_patience", "early_stopping_threshold", "save_total_limit"}
 NOT_TRAINING_ARGUMENTS |= {"num_train_epochs"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """What the training loop does that ``TrainingArguments`` has no field for.
+    """Options of the training loop that ``TrainingArguments`` has no field for.
 
     Args:
-        rates: Learning rates of parts of the model, where they have their own.
-        max_nonfinite_steps: The run ends after so many in a row.
+        rates: Learning rate of each part of the model, or None for one rate.
+        max_nonfinite_steps: End the run after so many such steps in a row.
         fail_on_bad_rows: Whether a row of a stream that cannot be used ends the run.
-        keep_checkpoints: Complete ones, beside the best; None for all.
-        patience, threshold: Of transformers' EarlyStoppingCallback; without the first, none.
-        worker_start: How processes that read images start (:func:`data.workers.worker_start`).
+        keep_checkpoints: How many complete checkpoints to keep beside the best; None for all.
+        patience, threshold: Of transformers' EarlyStoppingCallback; None for no early stopping.
+        worker_start: Start method of dataloader workers (:func:`data.workers.worker_start`).
     """
 
     rates: dict[str, float] | None = None
@@ -40,15 +42,16 @@ class LoopOptions:
 
 
 def loop_options(job: Job, options: EngineOptions) -> LoopOptions:
-    asked, rates = job.trainer, job.trainer.learning_rate
+    """Return the loop's options for a job and the decided options of the engine."""
+    trainer_config, rates = job.trainer, job.trainer.learning_rate
     return LoopOptions(
         rates={str(k): v for k, v in rates.items()} if isinstance(rates, dict) else None,
         max_nonfinite_steps=job.max_nonfinite_steps,
         fail_on_bad_rows=job.data.on_bad == "fail",
-        keep_checkpoints=asked.save_total_limit,
-        patience=asked.early_stopping_patience,
-        threshold=asked.early_stopping_threshold,
-        worker_start=worker_start(options.offload, asked.undeclared_fields),
+        keep_checkpoints=trainer_config.save_total_limit,
+        patience=trainer_config.early_stopping_patience,
+        threshold=trainer_config.early_stopping_threshold,
+        worker_start=worker_start(options.offload, trainer_config.undeclared_fields),
     )
 
 
@@ -63,44 +66,52 @@ def training_arguments(
     continues: bool,
     loading: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The recipe's fields of ``TrainingArguments``, as JSON values, with all that it leaves open.
+    """Return the fields of ``TrainingArguments`` for a job, as JSON values.
 
     Args:
-        options: Decided.
+        options: Decided options of the engine.
+        steps: Steps of the run.
+        steps_an_epoch: Steps of one pass over the rows.
         evaluates: Whether there is data to evaluate on.
-        continues: Whether the run begins at a checkpoint.
-        loading: Of :func:`loader_options`.
+        continues: Whether the run resumes from a checkpoint.
+        loading: Fields for the dataloader, from :func:`loader_options`.
     """
-    asked = job.trainer
-    eval_every = asked.eval_every(steps_an_epoch)
-    given = asked.model_dump(exclude_none=True, exclude=NOT_TRAINING_ARGUMENTS)
+    trainer_config = job.trainer
+    eval_every = trainer_config.eval_every(steps_an_epoch)
+    from_recipe = trainer_config.model_dump(exclude_none=True, exclude=NOT_TRAINING_ARGUMENTS)
     decided: dict[str, Any] = {
         "output_dir": str(job.out),
-        # Of epochs, too: schedule, log and estimates agree on them before the first step.
+        # Epochs are given as steps, too, so that schedule, log and estimates agree.
         "max_steps": steps,
-        "per_device_eval_batch_size": asked.eval_batch_size,
-        "learning_rate": asked.highest_rate,
-        "warmup_steps": asked.warmup(steps),
-        # By steps, also where it is asked for at the end of an epoch: there the Trainer evaluates
-        # after it has saved, and a run that continues from that checkpoint would not.
-        "save_strategy": "steps" if asked.effective_save_strategy == "epoch" else asked.effective_save_strategy,
-        "save_steps": asked.save_every(steps_an_epoch),
+        "per_device_eval_batch_size": trainer_config.eval_batch_size,
+        "learning_rate": trainer_config.highest_rate,
+        "warmup_steps": trainer_config.warmup(steps),
+        # "epoch" is given as steps. At the end of an epoch the Trainer evaluates after it has
+        # saved, so a run that resumes from that checkpoint would lack the evaluation.
+        "save_strategy": "steps"
+        if trainer_config.effective_save_strategy == "epoch"
+        else trainer_config.effective_save_strategy,
+        "save_steps": trainer_config.save_every(steps_an_epoch),
         "eval_strategy": "steps" if evaluates and eval_every else "no",
         "eval_steps": eval_every,
-        "eval_delay": asked.eval_delay(steps_an_epoch),
-        # A checkpoint has the evaluation of the start.
-        "eval_on_start": bool(asked.undeclared_fields.get("eval_on_start")) and not continues,
-        "metric_for_best_model": asked.metric_for_best_model if evaluates else None,
-        "restore_callback_states_from_checkpoint": asked.early_stopping_patience is not None,
-        "logging_strategy": "no" if asked.undeclared_fields.get("logging_strategy") == "no" else "steps",
-        "logging_steps": asked.log_every(steps, steps_an_epoch),
-        "ignore_data_skip": job.data.is_streamed,  # which begins where it is to go on
+        "eval_delay": trainer_config.eval_delay(steps_an_epoch),
+        # A resumed run has the evaluation of the start in its checkpoint.
+        "eval_on_start": bool(trainer_config.undeclared_fields.get("eval_on_start"))
+        and not continues,
+        "metric_for_best_model": trainer_config.metric_for_best_model if evaluates else None,
+        "restore_callback_states_from_checkpoint": trainer_config.early_stopping_patience
+        is not None,
+        "logging_strategy": "no"
+        if trainer_config.undeclared_fields.get("logging_strategy") == "no"
+        else "steps",
+        "logging_steps": trainer_config.log_every(steps, steps_an_epoch),
+        "ignore_data_skip": job.data.is_streamed,  # a stream skips rows by itself
     }
-    return {**given, **engine_arguments(options, on_cpu), **decided, **loading}
+    return {**from_recipe, **engine_arguments(options, on_cpu), **decided, **loading}
 
 
 def engine_arguments(options: EngineOptions, on_cpu: bool) -> dict[str, Any]:
-    """Fields for options that are decided, whatever is learned; the bench has no others of ours."""
+    """Return the fields that depend on the decided options of the engine; bench uses only these."""
     return {
         "optim": TRAINER_OPTIMIZERS[options.optimizer],
         "bf16": options.precision == "bf16",
@@ -108,6 +119,6 @@ def engine_arguments(options: EngineOptions, on_cpu: bool) -> dict[str, Any]:
         "deepspeed": deepspeed_config(options),
         "remove_unused_columns": False,
         "prediction_loss_only": True,
-        # It logs the mean of earlier losses for NaN, and waits for the GPU in every step to know.
+        # The filter logs the mean of earlier losses in place of NaN, and syncs the GPU every step.
         "logging_nan_inf_filter": False,
     }

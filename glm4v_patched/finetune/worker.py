@@ -1,4 +1,4 @@
-"""Fine-tune a glm-4v folder on a file of conversations: what every training process runs."""
+"""The training itself, as every training process runs it by the plan."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from ..models.base import TRAINING_REPORT, ModelSource, identify
 from ..models.loading import load_model_config, load_processor
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .adapter_card import write_card
-from .assembly import init_training, build_trainer
+from .assembly import build_trainer, init_training
 from .checkpoints import last_complete_checkpoint
 from .divergence import Diverged, NoResult, json_number
 from .evaluation import EvalGenerations
@@ -37,21 +37,21 @@ from .trainer import CheckpointSchedule, RecipeTrainer
 
 
 def train(plan: Plan) -> None:
-    """Train what was planned; save the model, or the adapters, to ``out``.
+    """Train by a plan, and save the model or the adapters to ``out``.
 
-    Also writes ``training.json`` there, last: whether the training came to its end, the history of
-    loss and gradient norm, speed and memory, how many processes took part, and what is known of the
-    model below. In fp32 on a CPU, the losses and weights of a run that was continued are those of
-    one that was never stopped, to the bit.
+    Writes ``training.json`` there last: whether the training has finished, the history of loss and
+    gradient norm, speed and memory, the number of processes, and digests of the base model. In fp32
+    on a CPU, the losses and weights of a resumed run equal those of an uninterrupted run bit for
+    bit.
 
     Raises:
-        ValueError, RuntimeError: what was planned with is not true here
+        ValueError, RuntimeError: The conditions of the plan do not hold here
             (:meth:`Plan.require_same_conditions`), or the data has changed since.
-        Diverged: loss, gradients or weights have become NaN or infinite; no model is left in
-            ``out``. On all processes, as is the next.
-        BadRow: a row of a stream cannot be used; a checkpoint is in ``out``.
-        NoResult: no step was made, or fewer than planned without a reason; no model is left.
-        SystemExit: the GPU of this process cannot be used (:func:`assembly.init_training`).
+        Diverged: Loss, gradients or weights have become NaN or infinite; ``out`` has no model.
+        BadRow: A row of a stream cannot be used; ``out`` has a checkpoint.
+        NoResult: No step was made, or fewer than planned without a reason; ``out`` has no model.
+            All processes raise this and its subclasses above.
+        SystemExit: The GPU of this process cannot be used (:func:`assembly.init_training`).
     """
     error: NoResult | None = None
     trainer, progress = _make_trainer(plan)
@@ -59,33 +59,33 @@ def train(plan: Plan) -> None:
         with loading_safely() if plan.options.zero_stage else nullcontext():
             checkpoint = None if plan.checkpoint is None else str(plan.checkpoint)
             trainer.train(resume_from_checkpoint=checkpoint)
-        if trainer.watch.verdict is not None:
-            raise Diverged(trainer.watch.verdict)
+        if trainer.divergence.verdict is not None:
+            raise Diverged(trainer.divergence.verdict)
         if plan.is_streamed:
-            trainer.faults.conclude(trainer.state.global_step)
+            trainer.bad_rows.conclude(trainer.state.global_step)
         _require_result(plan, trainer.state)
         if plan.options.zero_stage == 0:
             _round_trained(trainer.inner, PRECISION_DTYPES[plan.options.precision])
         trainer.save_model()
     except Diverged as diverged:
-        error = Diverged(f"training diverged: {diverged}{_how_to_go_on(plan)}")
-    except NoResult as nothing:
-        error = nothing
+        error = Diverged(f"training diverged: {diverged}{_how_to_retry(plan)}")
+    except NoResult as no_result:
+        error = no_result
     if trainer.is_world_process_zero():
         if error is not None:
             remove_weights(plan.out)
-        report = _report(plan, trainer, progress.found(), error)
+        report = _report(plan, trainer, progress.measurements(), error)
         if error is None and is_lora(plan.options.trained):
-            write_card(plan.out, plan.base, plan.shown, report, plan.rows)
+            write_card(plan.out, plan.base, plan.public_values, report, plan.rows)
         write_atomically(plan.out / TRAINING_REPORT, json.dumps(report, indent=2, allow_nan=False))
     if error is not None:
-        # No process may leave, and have torch end the others, before the report is there.
+        # A process that ends makes torch end the others, so wait until the report is written.
         trainer.args.distributed_state.wait_for_everyone()
         raise error
 
 
 def _make_trainer(plan: Plan) -> tuple[RecipeTrainer, Progress]:
-    """The planned model, rows and callbacks, in processes that have joined."""
+    """Join the processes, and build the trainer with the model, rows and callbacks of the plan."""
     checked, processor = plan.checked_data(), load_processor(plan.base)
     require_fp8(plan.options, load_model_config(plan.base))
     arguments = init_training(plan.options, plan.arguments)
@@ -98,7 +98,7 @@ def _make_trainer(plan: Plan) -> tuple[RecipeTrainer, Progress]:
         reuse_features=plan.reuse_features,
         processing_class=processor,
         **_training_rows(plan, checked, processor, arguments),
-        **_evaluated_rows(plan, checked, processor),
+        **_eval_rows(plan, checked, processor),
     )
     progress = Progress(
         plan.effective_batch * checked.batch_sequences().samples_per_sequence,
@@ -113,7 +113,7 @@ def _make_trainer(plan: Plan) -> tuple[RecipeTrainer, Progress]:
 def _training_rows(
     plan: Plan, checked: CheckedData, processor: Any, arguments: TrainingArguments
 ) -> dict[str, Any]:
-    """What is learned: conversations, packed or not, or a stream."""
+    """Return the training data set and its collator: conversations, packed or not, or a stream."""
     if plan.stream_buffer is not None:
         stream = StreamDataset(
             checked.sources,
@@ -125,10 +125,10 @@ def _training_rows(
         )
         collator = ConversationCollator(processor, _stamps(checked))
         positions = load_model_config(plan.base).seq_length
-        longest = plan.batch.sequence_length
+        max_length = plan.batch.sequence_length
         return {
             "train_dataset": stream,
-            "data_collator": StreamingCollator(collator, longest, positions),
+            "data_collator": StreamingCollator(collator, max_length, positions),
         }
     rows, shares = checked.conversations(), checked.batch_sequences().packs
     if shares is not None:
@@ -140,60 +140,65 @@ def _training_rows(
     }
 
 
-def _evaluated_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, Any]:
+def _eval_rows(plan: Plan, checked: CheckedData, processor: Any) -> dict[str, Any]:
+    """Return the evaluation data set, its collator, and the generations, if there are any."""
     if checked.eval is None:
         return {}
     number, max_new_tokens = plan.answers
-    each, sheet = plan.arguments["per_device_eval_batch_size"], plan.out / SHEET
+    batch_size, sheet = plan.arguments["per_device_eval_batch_size"], plan.out / SHEET
     positions = load_model_config(plan.base).seq_length
-    sample = EvalGenerations(checked.eval, processor, sheet, number, max_new_tokens, each, positions)
+    eval_generations = EvalGenerations(
+        checked.eval, processor, sheet, number, max_new_tokens, batch_size, positions
+    )
     return {
         "eval_dataset": checked.eval.conversations(),
         "eval_collator": ConversationCollator(processor, _stamps(checked)),
-        "sample": sample if number else None,
+        "eval_generations": eval_generations if number else None,
     }
 
 
 def _stamps(checked: CheckedData) -> dict[str, FileStamp]:
-    """Of all images, by their paths."""
+    """Return the stamps of all images by path."""
     return checked.stamps | ({} if checked.eval is None else checked.eval.stamps)
 
 
 def _require_result(plan: Plan, state: TrainerState) -> None:
-    """Raise :class:`NoResult`, on all processes, if a training has ended that has not learned."""
+    """Raise :class:`NoResult` on all processes if a training has ended without an effect."""
     done, may_end_early = state.global_step, plan.loop.patience is not None
     if done == 0 or (done < plan.steps and not may_end_early):
         raise NoResult(
-            f"training ended after step {done:,} of {plan.steps:,}, and nothing asked it to: no "
-            f"model is saved; {plan.rows:,} rows in batches of {plan.effective_batch:,} were "
-            "planned with"
+            f"training ended after step {done:,} of {plan.steps:,} without a reason, and no model "
+            f"is saved; the plan was for {plan.rows:,} rows in batches of {plan.effective_batch:,}"
         )
     logged = [entry for entry in state.log_history if "loss" in entry]
     if logged and not any(entry["loss"] or entry.get("grad_norm") for entry in logged):
         raise NoResult(
-            f"the loss and the gradients of all {done:,} steps were 0: no row could be learned "
-            "from, and no model is saved; expected rows that can be used (data.train), or "
+            f"the loss and the gradients of all {done:,} steps were 0: no row has supervised "
+            "tokens, and no model is saved; expected rows that can be used (data.train), or "
             "data.on_bad: fail, which says what is wrong with them"
         )
 
 
-def _how_to_go_on(plan: Plan) -> str:
+def _how_to_retry(plan: Plan) -> str:
+    """Return what to do after a divergence, for the end of a message."""
     checkpoint = last_complete_checkpoint(plan.path.parent)
     lower = f"a lower trainer.learning_rate than {plan.arguments['learning_rate']:g}"
     if checkpoint is None:
         return f"\nno checkpoint is complete: start again with {lower}, or check model and data"
     return (
-        f"\nthe last complete checkpoint is {checkpoint}: to go on from its weights, start a run "
-        f"with that folder as model, another out, and {lower}"
+        f"\nthe last complete checkpoint is {checkpoint}: to train on from its weights, start a "
+        f"run with that folder as model, another out, and {lower}"
     )
 
 
 def _report(
     plan: Plan, trainer: RecipeTrainer, measured: dict[str, float | None], error: Exception | None
 ) -> dict[str, Any]:
-    def entries(kind: str, *names: str) -> list[dict[str, Any]]:
-        found = [entry for entry in trainer.state.log_history if kind in entry]
-        return [{n: json_number(e[n]) for n in ("step", kind, *names) if n in e} for e in found]
+    """Return the contents of ``training.json``."""
+
+    def entries(key: str, *names: str) -> list[dict[str, Any]]:
+        with_key = [entry for entry in trainer.state.log_history if key in entry]
+        return [{n: json_number(e[n]) for n in ("step", key, *names) if n in e} for e in with_key]
 
     if "peak_allocated_gib" in measured:
         measured = measured | {"predicted_gib": plan.needed / GIB}
@@ -208,28 +213,31 @@ def _report(
         "base": identify(replace(plan.base, adapters=None)),
         "length": plan.length,
     }
-    if found := entries("eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime"):
-        report["evaluations"] = found
+    if evaluations := entries("eval_loss", "eval_tokens", "eval_exact_match", "eval_runtime"):
+        report["evaluations"] = evaluations
     if trainer.args.load_best_model_at_end:
         report["best_step"] = trainer.state.best_global_step
     if plan.is_streamed:
-        report["left_out"] = trainer.faults.number
+        report["left_out"] = trainer.bad_rows.num_skipped
     return report
 
 
 def build_model(options: EngineOptions, base: ModelSource) -> nn.Module:
-    """The model, loaded and prepared (:func:`prepare_model`)."""
+    """Load the model, and prepare it for training (:func:`prepare_model`)."""
     load = partial(GLM4VForCausalLM.from_pretrained, base.model, revision=base.revision or "main")
     model = prepare_model(options, load, base.adapters)
     adapters: Any = getattr(model, "peft_config", None)
     if base.revision is not None and adapters is not None:
         adapters["default"].revision = base.revision
-    if adapters is not None and os.path.isdir(base.model):  # else they load from here alone
+    if adapters is not None and os.path.isdir(
+        base.model
+    ):  # otherwise the adapters could be loaded from this folder only
         adapters["default"].base_model_name_or_path = os.path.abspath(base.model)
     return model
 
 
 def _round_trained(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the trained fp32 weights to the dtype in which the model is saved."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

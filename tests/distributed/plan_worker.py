@@ -31,7 +31,7 @@ options.add_argument("--with-dropout", type=Path, nargs="*", default=[])
 options.add_argument("--diverging", type=Path, nargs="*", default=[])
 options.add_argument("--die-writing")
 BROKEN = "transformer.encoder.layers.1.mlp.dense_h_to_4h.weight"
-build_model, see = worker.build_model, DivergenceMonitor.see
+build_model, see = worker.build_model, DivergenceMonitor.record
 save_model, save = worker.RecipeTrainer.save_model, torch.save
 require_finite_loss = worker.RecipeTrainer._require_finite_loss
 evaluate = worker.RecipeTrainer.evaluate
@@ -87,7 +87,11 @@ def evaluate_and_end(self, *args, **kwargs):
 
 
 BREAKS = {
+<<<<<<< HEAD
     "reported": mock.patch.object(DivergenceMonitor, "see", see_nan),
+=======
+    "told": mock.patch.object(DivergenceMonitor, "record", see_nan),
+>>>>>>> m-w-finetune
     "saved": mock.patch.object(worker.RecipeTrainer, "save_model", break_and_save),
     "last": mock.patch.object(worker.RecipeTrainer, "_require_finite_loss", break_last_loss),
     "evaluated": mock.patch.object(worker.RecipeTrainer, "evaluate", evaluate_and_end),

@@ -115,15 +115,15 @@ def test_a_killed_rank_and_sigterm_end_the_run_say_how_to_continue_and_leave_no_
     checkpoint = last_complete_checkpoint(run.folder)
     monkeypatch.setenv("PATH", cpu_environment()["PATH"])  # where the run was started
     resume = own_command("train", str(run.folder / "recipe.json"), *OPTIONS, "--resume")
-    assert run.output.endswith(f"to continue from {checkpoint}:\n  {resume}\n")
+    assert run.output.endswith(f"to resume from {checkpoint}:\n  {resume}\n")
 
     run = start("--resume")
     run.wait_for(lambda: run.has_checkpoint(after_step=checkpoint_step(checkpoint)))
-    assert f"training continues from {checkpoint}, after step" in run.output
+    assert f"training resumes from {checkpoint}, after step" in run.output
     assert len(run.alive()) == 3  # the command line, two ranks
     run.process.terminate()
     run.require_ended(128 + signal.SIGTERM)
-    assert f"training was stopped by SIGTERM\nto continue from {run.folder}" in run.output
+    assert f"training was stopped by SIGTERM\nto resume from {run.folder}" in run.output
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_interrupted_command_line_says_how_to_continue_and_leaves_no_process(
     run.wait_for(run.ranks)
     os.kill(run.process.pid, number)
     run.require_ended(128 + number)
-    assert f"training was stopped by {number.name}\nto continue from the beginning" in run.output
+    assert f"training was stopped by {number.name}\nto resume from the beginning" in run.output
     assert "--resume" in run.output and "Traceback" not in run.output
 
 

@@ -52,6 +52,6 @@ def test_both_machines_train_one_model_and_resume_it_to_the_same_bits(tmp_path):
     (out / "run.json").write_text('{"written": ["checkpoint-2", "recipe.json", "data.json"]}')
     again = (str(trained / "recipe.json"), f"out={out}", "--resume", "--device", "cpu")
     printed = on_two_machines(*again)
-    assert "training continues from" in printed and "after step 2" in printed
+    assert "training resumes from" in printed and "after step 2" in printed
     assert_close(*(load_file(folder / "model.safetensors") for folder in (out, trained)))
     assert json.loads((out / "training.json").read_text())["history"] == report["history"]

@@ -206,7 +206,7 @@ def checks(path: Path, *overrides: str) -> dict[str, Finding]:
 def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
     found = checks(asked)
     assert {each.verdict for each in found.values()} == {"ok"}
-    assert "20 rows, 20 images" in found["data"].found
+    assert "20 samples, 20 images" in found["data"].found
     assert found.keys() >= {"recipe", "folder (out)", "model", "data", "memory and disk"}
     assert "as published (fp8 is off): " in found["implementations: training"].found
     assert "2 x language model MLP" in found["implementations: inference"].found
@@ -268,7 +268,7 @@ def lose_image_size(folder: Path) -> None:
     [
         (cut_weights, "recipe", r"model.safetensors has [\d,]+ of its [\d,]+ bytes"),
         (lose_tokenizer, "data", "tokenizer"),
-        (lose_image_size, "data", "its images take 16 positions, and the model's 4"),
+        (lose_image_size, "data", "its processor makes 16 tokens of an image, and the model takes 4"),
     ],
 )
 def test_a_damaged_model_is_told(asked, damage, check, told):
@@ -300,7 +300,7 @@ def test_rows_that_are_left_out_or_have_no_image_are_a_warning(asked, tmp_path):
     assert checks(asked, *sets)["data"].verdict == "fails"
     every = checks(asked, *sets, "data.on_bad=skip")
     found, doubt = every["data"], every["data, warning"]
-    assert found.verdict == "warning" and "1 rows left out" in found.found
+    assert found.verdict == "warning" and "1 row skipped" in found.found
     assert doubt.verdict == "warning" and "1 of 2 samples have no image" in doubt.found
 
 

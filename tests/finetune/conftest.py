@@ -1,4 +1,4 @@
-"""What several files of this folder set up."""
+"""Fixtures of the training tests."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ def has_gpus(monkeypatch):
     def have(number: int, reason: str = "", capabilities=()) -> None:
         kinds = capabilities or ((9, 0),) * number
         gpus = tuple(Gpu("NVIDIA H200", 150_000_000_000, capability) for capability in kinds)
-        found = Gpus(gpus, reason)
+        gpus_found = Gpus(gpus, reason)
         for module in (preflight, placement):
-            monkeypatch.setattr(module, "find_gpus", lambda: found)
+            monkeypatch.setattr(module, "find_gpus", lambda: gpus_found)
 
     return have
 
@@ -35,7 +35,7 @@ def model_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def asked(tmp_path, model_folder) -> Path:
+def recipe_file(tmp_path, model_folder) -> Path:
     """A recipe that can be run."""
     (tmp_path / "train.jsonl").write_text("{}\n")
     values = LEAST | {
@@ -48,7 +48,7 @@ def asked(tmp_path, model_folder) -> Path:
 
 
 @pytest.fixture(scope="session")
-def drawn(tmp_path_factory) -> Recipe:
+def base_recipe(tmp_path_factory) -> Recipe:
     """A tiny model and 20 rows, to be only read: ten steps of LoRA, one process without ZeRO, which
     starts no others to read rows: that takes longer than the steps."""
     changes = {"trained": "lora_lm", "engine.zero_stage": 0, "trainer.dataloader_num_workers": 0}
@@ -56,6 +56,6 @@ def drawn(tmp_path_factory) -> Recipe:
 
 
 @pytest.fixture
-def mine(drawn, tmp_path) -> Recipe:
+def mine(base_recipe, tmp_path) -> Recipe:
     """The same, with a folder of its own for what is trained."""
-    return drawn.override({"out": str(tmp_path / "out")})
+    return base_recipe.override({"out": str(tmp_path / "out")})

@@ -4,7 +4,7 @@ import torch
 
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
-from glm4v_patched.finetune.assembly import init_training, build_trainer
+from glm4v_patched.finetune.assembly import build_trainer, init_training
 from glm4v_patched.finetune.training_arguments import LoopOptions
 from tests.helpers.tiny import text, tiny_model
 
@@ -15,15 +15,20 @@ def test_samples_in_memory_are_trained_without_a_recipe(tmp_path):
     options = EngineOptions(
         trained="lm", zero_stage=0, precision="fp32", stage3_max_live_parameters=0, **DECIDED
     )
-    asked = {
+    arguments_given = {
         "use_cpu": True,
         "max_steps": 3,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
     }
-    asked |= {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    arguments_given |= {
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
     arguments = init_training(
-        options, {"output_dir": str(tmp_path), "remove_unused_columns": False} | asked
+        options, {"output_dir": str(tmp_path), "remove_unused_columns": False} | arguments_given
     )
     ids = torch.tensor(text(8))
     trainer = build_trainer(

@@ -48,7 +48,9 @@ def add_checkpoint(folder: Path, step: int, complete: bool = True) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("name", ["latest", "global_step/rank_1_optim_states.pt", CHECKPOINT_MANIFEST])
+@pytest.mark.parametrize(
+    "name", ["latest", "global_step/rank_1_optim_states.pt", CHECKPOINT_MANIFEST]
+)
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_taken(
     tmp_path, name, damage, caplog
@@ -128,12 +130,12 @@ def test_incomplete_checkpoints_in_the_way_are_renamed_and_lose_nothing(tmp_path
 def test_another_run_s_checkpoint_is_refused_with_what_differs(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
     require_same_run(checkpoint, SETTINGS, BASE)
-    for now, base, told in (
+    for now, base, message in (
         (SETTINGS | {"processes": 4}, BASE, "- processes: 2 there, 4 now"),
         (SETTINGS, {"model.safetensors": "b"}, "of the model, config.json: a there, absent"),
         (SETTINGS | {"trainer.new": 8}, BASE, "trainer.new: absent there, 8 now"),
     ):
-        with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{told}.*another folder"):
+        with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{message}.*another folder"):
             require_same_run(checkpoint, now, base)
 
 
@@ -215,7 +217,12 @@ def test_other_rows_are_refused_unless_they_are_accepted(tmp_path):
     checkpoint = add_checkpoint(tmp_path, 4)
     assert data_changes(checkpoint, RowDigests(3, "a"), accept=False) == []
     for number in (3, 5):
-        now, told = RowDigests(number, "b"), f"rows: 3 there, {number} now; others, or in another order"
-        assert data_changes(checkpoint, now, accept=True) == [told]
-        with pytest.raises(ValueError, match=f"(?s)checkpoint-4 is of .*{told}.*--accept-changed"):
+        now, message = (
+            RowDigests(number, "b"),
+            f"rows: 3 there, {number} now; their contents or their order differ",
+        )
+        assert data_changes(checkpoint, now, accept=True) == [message]
+        with pytest.raises(
+            ValueError, match=f"(?s)checkpoint-4 is of .*{message}.*--accept-changed"
+        ):
             data_changes(checkpoint, now, accept=False)

@@ -19,30 +19,30 @@ from tests.helpers.tiny import tiny_model
 GB = 10**9
 
 
-def space_of(asked: Recipe) -> disk.DiskSpace:
-    checkpoints = checkpoints_at_once(asked.trainer, asked.data.ends_at_bad_row)
-    return needed_space(asked.out, ChatGLMConfig(), asked.engine_options(), checkpoints)
+def space_of(run_recipe: Recipe) -> disk.DiskSpace:
+    checkpoints = checkpoints_at_once(run_recipe.trainer, run_recipe.data.ends_at_bad_row)
+    return needed_space(run_recipe.out, ChatGLMConfig(), run_recipe.engine_options(), checkpoints)
 
 
-def require_disk_space(asked: Recipe, free: int, monkeypatch) -> None:
+def require_disk_space(run_recipe: Recipe, free: int, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    disk.require_disk_space(asked.out, space_of(asked))
+    disk.require_disk_space(run_recipe.out, space_of(run_recipe))
 
 
 def test_a_disk_that_is_too_small_is_refused_with_both_numbers(tmp_path, monkeypatch, words):
-    asked = recipe({"out": str(tmp_path / "out")})
+    run_recipe = recipe({"out": str(tmp_path / "out")})
     with words.refused(ValueError, "20.0 GB", "27.8 GB"):
-        require_disk_space(asked, 20 * GB, monkeypatch)
-    require_disk_space(asked.override({"trained": "lora_all"}), 20 * GB, monkeypatch)
+        require_disk_space(run_recipe, 20 * GB, monkeypatch)
+    require_disk_space(run_recipe.override({"trained": "lora_all"}), 20 * GB, monkeypatch)
     monkeypatch.setattr(disk, "saved_bytes", lambda *_: (28 * GB, 195 * GB))
-    require_disk_space(asked, 28 * GB, monkeypatch)
+    require_disk_space(run_recipe, 28 * GB, monkeypatch)
     with pytest.raises(ValueError, match="28.0 GB are free there"):
-        require_disk_space(asked, 28 * GB - 1, monkeypatch)
-    saving = asked.override({"trainer.max_steps": 1000, "trainer.save_steps": 100})
+        require_disk_space(run_recipe, 28 * GB - 1, monkeypatch)
+    saving = run_recipe.override({"trainer.max_steps": 1000, "trainer.save_steps": 100})
     with words.refused(ValueError, "9 checkpoints", "195.0 GB", "1783.0 GB"):
         require_disk_space(saving, 1000 * GB, monkeypatch)
     require_disk_space(saving.override({"trainer.save_total_limit": 2}), 1000 * GB, monkeypatch)
-    # Those of a run that is continued are on the disk.
+    # A resumed run has its checkpoints on the disk.
     for step in (100, 200, 300, 400, 500):
         Path(saving.out, f"checkpoint-{step}").mkdir(parents=True)
     require_disk_space(saving, 1000 * GB, monkeypatch)
@@ -52,7 +52,7 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 10}
 
 
 @pytest.mark.parametrize(
-    ("asked", "counted", "most"),
+    ("trainer_fields", "counted", "max_checkpoints"),
     [
         ({"max_steps": 10}, None, 0),
         ({"max_steps": 10, "save_steps": 3}, None, 3),
@@ -68,16 +68,23 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 10}
         ({"num_train_epochs": 4.5, "save_steps": 10}, 41, 4),
     ],
 )
-def test_an_old_checkpoint_goes_when_a_new_one_is_complete(asked, counted, most):
+def test_an_old_checkpoint_goes_when_a_new_one_is_complete(
+    trainer_fields, counted, max_checkpoints
+):
     """``counted``: the steps, once all rows have been seen."""
-    changes = {f"trainer.{name}": value for name, value in ({"max_steps": None} | asked).items()}
-    assert checkpoints_at_once(recipe(changes | {"data.eval": 0.1}).trainer, False, counted) == most
+    changes = {
+        f"trainer.{name}": value for name, value in ({"max_steps": None} | trainer_fields).items()
+    }
+    assert (
+        checkpoints_at_once(recipe(changes | {"data.eval": 0.1}).trainer, False, counted)
+        == max_checkpoints
+    )
 
 
 def test_a_stream_that_ends_at_a_bad_row_has_room_for_its_checkpoint(tmp_path):
-    asked = recipe({"data.stream": True, "out": str(tmp_path)})
-    assert space_of(asked).number == 1
-    assert space_of(asked.override({"data.on_bad": "skip"})).number == 0
+    run_recipe = recipe({"data.stream": True, "out": str(tmp_path)})
+    assert space_of(run_recipe).max_checkpoints == 1
+    assert space_of(run_recipe.override({"data.on_bad": "skip"})).max_checkpoints == 0
 
 
 CHECKPOINT_OF_LM = {
@@ -95,8 +102,8 @@ def test_a_checkpoint_has_the_size_of_what_each_stage_writes(stage):
     weights = list(select_weights(tiny_model(), "lm").parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     frozen = sum(weight.numel() for weight in weights) - trained
-    _, found = saved_bytes(tiny_model().config, options)
-    assert found == CHECKPOINT_OF_LM[stage](trained, frozen)
+    _, checkpoint_bytes = saved_bytes(tiny_model().config, options)
+    assert checkpoint_bytes == CHECKPOINT_OF_LM[stage](trained, frozen)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +119,14 @@ def test_a_checkpoint_has_the_size_of_what_each_stage_writes(stage):
     ],
 )
 def test_the_saved_model_has_the_size_of_its_weights(trained, precision, more):
-    asked = {"trained": trained, "lora.rank": 4, "engine.precision": precision}
-    options = recipe(asked | more).engine_options()
+    changes = {"trained": trained, "lora.rank": 4, "engine.precision": precision}
+    options = recipe(changes | more).engine_options()
     model = select_weights(tiny_model(), "lora_lm" if trained == "qlora" else trained, options.lora)
     weights, adapters = model.named_parameters(), is_lora(trained)
     saved = sum(weight.numel() for name, weight in weights if not adapters or "lora_" in name)
-    found, checkpoint = saved_bytes(model.config, options)
-    assert found == saved * (2 if precision == "bf16" else 4)
+    model_bytes, checkpoint = saved_bytes(model.config, options)
+    assert model_bytes == saved * (2 if precision == "bf16" else 4)
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     assert count_trained(model.config, options) == learned
     if adapters and options.zero_stage:
-        assert checkpoint == found + 12 * learned
+        assert checkpoint == model_bytes + 12 * learned

@@ -38,7 +38,7 @@ class Run:
     def step(self, *losses: float, norm=None, saves=False, evaluates=False) -> TrainerControl:
         control = TrainerControl(should_log=self.logs, should_save=saves, should_evaluate=evaluates)
         self.watch.on_step_begin(self.args, self.state, control, OPTIMIZER)
-        self.kept = [self.watch.see(torch.tensor(loss), norm) for loss in losses]
+        self.recorded = [self.watch.record(torch.tensor(loss), norm) for loss in losses]
         self.state.global_step += 1
         self.watch.on_step_end(self.args, self.state, control)
         return control
@@ -60,7 +60,7 @@ def test_a_gradient_norm_that_is_not_finite_counts_as_does_one_bad_batch_of_seve
         assert not run.watch.verdict
         run.step(1.0, NAN, 1.0)
         assert "in 2 steps in a row, 1 to 2" in run.watch.verdict
-        assert "whether model and data are right" in run.watch.verdict
+        assert "check the model and the data" in run.watch.verdict
 
 
 def test_between_logs_bad_steps_are_read_every_so_many_steps_without_a_look_at_the_device(
@@ -102,7 +102,7 @@ def test_a_bad_loss_is_left_out_of_the_sum_given_back_to_the_log_and_not_saved(c
     assert run.step(2.0, saves=True).should_save
     assert not run.step(2.0, NAN, saves=True).should_save
     assert "no checkpoint is saved after step 2" in caplog.text
-    assert run.kept == [2.0, 0.0]
+    assert run.recorded == [2.0, 0.0]
     assert math.isnan(run.watch.pop_nonfinite_loss()) and run.watch.pop_nonfinite_loss() == 0.0
     run.step(-INF)
     assert run.watch.pop_nonfinite_loss() == -INF
@@ -116,7 +116,7 @@ def test_one_bad_number_anywhere_is_found_and_large_sums_are_none(dtype, bad):
     named = [(name, nn.Parameter(w, requires_grad=False)) for name, w in weights.items()]
     require_finite_weights(named, "bad")
     weights["c"][777, 1] = bad
-    with pytest.raises(Diverged, match="^bad, in 1 tensors: c$"):
+    with pytest.raises(Diverged, match="^bad, in 1 tensor: c$"):
         require_finite_weights(named, "bad")
 
 
@@ -129,9 +129,9 @@ def test_shards_of_zero_3_are_read_without_their_padding(monkeypatch):
             require_finite_weights([("w", parameter)], "bad")
 
 
-def train_to_nothing(recipe, told: str) -> dict:
+def train_to_nothing(recipe, message: str) -> dict:
     """The report of a run that ends so and leaves no model."""
-    with pytest.raises(Diverged, match=told):
+    with pytest.raises(Diverged, match=message):
         train_here(recipe)
     report = json.loads(Path(recipe.out, "training.json").read_text(), parse_constant=pytest.fail)
     assert not report["finished"] and "training diverged" in report["error"]
@@ -141,8 +141,8 @@ def train_to_nothing(recipe, told: str) -> dict:
 
 def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_leaves_none(mine):
     changes = {"trainer.learning_rate": 1e20, "trainer.max_steps": 6}
-    told = r"3 steps in a row, 3 to 5 \(learning rate .* at step 3"
-    report = train_to_nothing(mine.override(changes), told)
+    message = r"3 steps in a row, 3 to 5 \(learning rate .* at step 3"
+    report = train_to_nothing(mine.override(changes), message)
     assert [entry["loss"] for entry in report["history"][2:]] == ["nan"] * 3
 
 
@@ -166,5 +166,5 @@ def test_weights_that_break_in_the_last_step_are_not_left_as_a_model(
 
     monkeypatch.setattr(DivergenceMonitor, "on_step_end", change)
     changes = {"trainer.max_steps": 1, "engine.precision": precision}
-    told = r"become NaN or infinite, in 1 tensors: transformer.*lora_A"
-    train_to_nothing(mine.override(changes), told)
+    message = r"become NaN or infinite, in 1 tensor: transformer.*lora_A"
+    train_to_nothing(mine.override(changes), message)

@@ -13,7 +13,11 @@ from torch.testing import assert_close
 
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.finetune import evaluation
-from glm4v_patched.finetune.checkpoints import ResumeFingerprint, data_changes, write_checkpoint_manifest
+from glm4v_patched.finetune.checkpoints import (
+    ResumeFingerprint,
+    data_changes,
+    write_checkpoint_manifest,
+)
 from glm4v_patched.finetune.ending import describe_end
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import check_data, digest_rows
@@ -31,7 +35,7 @@ TOKENS = 4  # of an answer, on which an evaluation spends most of its time
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory) -> Recipe:
+def base_recipe(tmp_path_factory) -> Recipe:
     """Three epochs, a quarter of the rows held out."""
     changes = {
         "trainer.max_steps": None,
@@ -48,8 +52,8 @@ def drawn(tmp_path_factory) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def report(drawn) -> dict:
-    return train_here(drawn)
+def report(base_recipe) -> dict:
+    return train_here(base_recipe)
 
 
 @pytest.fixture
@@ -66,49 +70,59 @@ def adapters(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder, "adapter_model.safetensors"))
 
 
-def test_every_epoch_is_evaluated_on_all_rows_and_tokens(drawn, report):
+def test_every_epoch_is_evaluated_on_all_rows_and_tokens(base_recipe, report):
     steps = [entry["step"] for entry in report["evaluations"]]
     assert len(steps) == 3 and steps[-1] == report["history"][-1]["step"]
-    rows = list(check_data(resolve_recipe(drawn)).eval.conversations())
-    batch = ConversationCollator(ChatGLMProcessor.from_pretrained(drawn.model))(rows)
+    rows = list(check_data(resolve_recipe(base_recipe)).eval.conversations())
+    batch = ConversationCollator(ChatGLMProcessor.from_pretrained(base_recipe.model))(rows)
     tokens = (batch["labels"][:, 1:] != -100).sum().item()
     assert {entry["eval_tokens"] for entry in report["evaluations"]} == {tokens}
-    base = GLM4VForCausalLM.from_pretrained(drawn.model, dtype=torch.float32)
+    base = GLM4VForCausalLM.from_pretrained(base_recipe.model, dtype=torch.float32)
     with torch.no_grad():
-        loss = PeftModel.from_pretrained(base, drawn.out).eval()(**batch).loss.item()
+        loss = PeftModel.from_pretrained(base, base_recipe.out).eval()(**batch).loss.item()
     assert report["evaluations"][-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.fixture
-def sample(drawn):
+def sample(base_recipe):
     """The rows that are answered, of a model with so many positions."""
-    processor = ChatGLMProcessor.from_pretrained(drawn.model)
-    sheet = Path(drawn.out, "answers.png")
+    processor = ChatGLMProcessor.from_pretrained(base_recipe.model)
+    sheet = Path(base_recipe.out, "answers.png")
     return partial(
-        evaluation.EvalGenerations, check_data(resolve_recipe(drawn)).eval, processor, sheet, 8, TOKENS, 2
+        evaluation.EvalGenerations,
+        check_data(resolve_recipe(base_recipe)).eval,
+        processor,
+        sheet,
+        8,
+        TOKENS,
+        2,
     )
 
 
-def test_rows_whose_answer_just_fits_are_asked_and_those_without_room_passed_over(drawn, sample):
-    lengths = sorted(map(int, check_data(resolve_recipe(drawn)).eval.column("position_ids")))
-    for room in (lengths[-1], lengths[0], 0):
-        fitting = sum(length <= room for length in lengths)
-        assert len(sample(room + TOKENS).questions) == min(fitting, 8)
+def test_rows_whose_answer_just_fits_are_asked_and_those_without_room_passed_over(
+    base_recipe, sample
+):
+    lengths = sorted(map(int, check_data(resolve_recipe(base_recipe)).eval.column("position_ids")))
+    for free_positions in (lengths[-1], lengths[0], 0):
+        fitting = sum(length <= free_positions for length in lengths)
+        assert len(sample(free_positions + TOKENS).questions) == min(fitting, 8)
 
 
 def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings_stay(
-    drawn, report, sample, monkeypatch
+    base_recipe, report, sample, monkeypatch
 ):
-    asked, answers = sample(1024), []
-    monkeypatch.setattr(evaluation, "draw_sheet", lambda _, found, *__: answers.extend(found))
-    assert Path(drawn.out, "answers.png").is_file()
-    model = load_with_processor(resolve_base(drawn.override({"model": drawn.out})), "cpu")
+    generations, answers = sample(1024), []
+    monkeypatch.setattr(
+        evaluation, "draw_sheet", lambda _, drawn_answers, *__: answers.extend(drawn_answers)
+    )
+    assert Path(base_recipe.out, "answers.png").is_file()
+    model = load_with_processor(resolve_base(base_recipe.override({"model": base_recipe.out})), "cpu")
     usual = model.model.generation_config
-    matches = asked.answer(model.model, draws=True)
+    matches = generations.answer(model.model, draws=True)
     assert model.model.generation_config is usual
     alone = Answerer(model, Generation(max_new_tokens=TOKENS))
     # In batches of as many: of a model that hardly learned, rounding may decide a token.
-    prompts = [question.prompt for question in asked.questions]
+    prompts = [question.prompt for question in generations.questions]
     batches = [prompts[:4], prompts[4:]]
     assert answers == [answer.text for some in batches for answer in alone.answer(some)]
     assert matches == report["evaluations"][-1]["eval_exact_match"]
@@ -126,8 +140,8 @@ def test_evaluation_changes_nothing_of_the_training(mine, report):
 def stopped_early(mine, monkeypatch) -> Recipe:
     """Its second evaluation is the best, and the fourth the last of patience 2."""
     # Given, for whether a small model gets worse again depends on the machine's rounding.
-    given = iter([3.0, 2.0, 2.5, 2.25, 2.1, 1.0])
-    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
+    losses = iter([3.0, 2.0, 2.5, 2.25, 2.1, 1.0])
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(losses), 1))
     return mine.override(
         {
             "trainer.num_train_epochs": 5.0,
@@ -140,15 +154,15 @@ def stopped_early(mine, monkeypatch) -> Recipe:
 
 
 def test_the_best_weights_are_saved_patience_ends_the_run_and_both_are_said(stopped_early):
-    found = train_here(stopped_early)
-    losses = {entry["step"]: entry["eval_loss"] for entry in found["evaluations"]}
+    result = train_here(stopped_early)
+    losses = {entry["step"]: entry["eval_loss"] for entry in result["evaluations"]}
     assert [*losses.values()] == [3.0, 2.0, 2.5, 2.25]
     first, best, third, last = losses
-    assert found["best_step"] == best
+    assert result["best_step"] == best
     out = Path(stopped_early.out)
-    kept = {path.name for path in out.glob("checkpoint-*")}
+    names = {path.name for path in out.glob("checkpoint-*")}
     # None of the last step: a run that continues from it would make one step more.
-    assert kept == {f"checkpoint-{best}", f"checkpoint-{third}"}
+    assert names == {f"checkpoint-{best}", f"checkpoint-{third}"}
     assert_equal(adapters(out), adapters(out / f"checkpoint-{best}"))
     ended, saved, measured, files, following = describe_end(
         resolve_recipe(stopped_early), True
@@ -164,33 +178,33 @@ def test_a_loss_that_is_nan_is_never_the_best_and_no_answer_is_right_then(
     stopped_early, monkeypatch
 ):
     nan = float("nan")
-    given = iter([nan, 3.0, nan, 2.0, nan, nan, 1.0])
-    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
+    eval_losses = iter([nan, 3.0, nan, 2.0, nan, nan, 1.0])
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(eval_losses), 1))
     monkeypatch.setattr(evaluation.EvalGenerations, "answer", lambda *_, **__: 1.0)
-    found = train_here(stopped_early.override({"trainer.num_train_epochs": 7.0}))
-    losses = [entry["eval_loss"] for entry in found["evaluations"]]
+    result = train_here(stopped_early.override({"trainer.num_train_epochs": 7.0}))
+    losses = [entry["eval_loss"] for entry in result["evaluations"]]
     assert [*map(str, losses)] == ["nan", "3.0", "nan", "2.0", "nan", "nan"]
-    matches = [entry["eval_exact_match"] for entry in found["evaluations"]]
+    matches = [entry["eval_exact_match"] for entry in result["evaluations"]]
     assert matches == [0, 1, 0, 1, 0, 0]
-    assert found["best_step"] == found["evaluations"][3]["step"]
+    assert result["best_step"] == result["evaluations"][3]["step"]
     assert "2 evaluations without a better" in describe_end(resolve_recipe(stopped_early), True)
 
 
 def test_a_loss_that_is_nan_is_not_the_best_by_another_metric(stopped_early, monkeypatch):
-    given = iter([float("nan"), 3.0, 2.0])
-    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
+    losses = iter([float("nan"), 3.0, 2.0])
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(losses), 1))
     monkeypatch.setattr(evaluation.EvalGenerations, "answer", lambda *_, **__: 0.0)
     by_match = {"trainer.metric_for_best_model": "eval_exact_match"}
-    found = train_here(stopped_early.override(by_match | {"trainer.num_train_epochs": 3.0}))
-    assert [entry["eval_exact_match"] for entry in found["evaluations"]] == [0, 0, 0]
-    assert found["best_step"] == found["evaluations"][1]["step"]
+    result = train_here(stopped_early.override(by_match | {"trainer.num_train_epochs": 3.0}))
+    assert [entry["eval_exact_match"] for entry in result["evaluations"]] == [0, 0, 0]
+    assert result["best_step"] == result["evaluations"][1]["step"]
 
 
 def test_patience_goes_on_where_it_was_when_a_run_was_stopped(stopped_early):
     """One evaluation without a better one before the stop, and one after it."""
-    asked = stopped_early.override({"trainer.save_total_limit": None})
-    steps = [entry["step"] for entry in train_here(asked)["evaluations"]]
-    again = train_here(asked, Path(asked.out, f"checkpoint-{steps[2]}"))
+    run_recipe = stopped_early.override({"trainer.save_total_limit": None})
+    steps = [entry["step"] for entry in train_here(run_recipe)["evaluations"]]
+    again = train_here(run_recipe, Path(run_recipe.out, f"checkpoint-{steps[2]}"))
     assert [entry["eval_loss"] for entry in again["evaluations"]] == [3.0, 2.0, 2.5, 2.1]
 
 
@@ -199,12 +213,12 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
     mine, monkeypatch, strategy
 ):
     """From which a step too many would be trained."""
-    given = iter([2.0, 1.0])
-    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(given), 1))
-    asked = {"trainer.num_train_epochs": 2.0, "trainer.save_strategy": strategy}
-    found = train_here(mine.override(asked | {"trainer.load_best_model_at_end": True}))
-    first, last = [entry["step"] for entry in found["evaluations"]]
-    assert found["best_step"] == last == found["history"][-1]["step"]
+    losses = iter([2.0, 1.0])
+    monkeypatch.setattr(RecipeTrainer, "_mean_loss", lambda *_: (next(losses), 1))
+    changes = {"trainer.num_train_epochs": 2.0, "trainer.save_strategy": strategy}
+    result = train_here(mine.override(changes | {"trainer.load_best_model_at_end": True}))
+    first, last = [entry["step"] for entry in result["evaluations"]]
+    assert result["best_step"] == last == result["history"][-1]["step"]
     [checkpoint] = Path(mine.out).glob("checkpoint-*")
     assert checkpoint.name == f"checkpoint-{first}"
     with pytest.raises(AssertionError):
@@ -213,13 +227,18 @@ def test_where_the_last_step_is_best_its_weights_stay_and_no_checkpoint_of_it(
     assert (state["best_global_step"], state["best_model_checkpoint"]) == (first, str(checkpoint))
 
 
-def test_rows_that_decide_what_is_best_belong_to_a_run(drawn, tmp_path):
-    checked = check_data(resolve_recipe(drawn))
+def test_rows_that_decide_what_is_best_belong_to_a_run(base_recipe, tmp_path):
+    checked = check_data(resolve_recipe(base_recipe))
     others = replace(
-        checked, eval=check_data(resolve_recipe(drawn.override({"data.eval": drawn.data.train}))).eval
+        checked,
+        eval=check_data(
+            resolve_recipe(base_recipe.override({"data.eval": base_recipe.data.train}))
+        ).eval,
     )
     for decides in (False, True):
-        write_checkpoint_manifest(tmp_path, ResumeFingerprint({}, {}, digest_rows(checked, decides)))
+        write_checkpoint_manifest(
+            tmp_path, ResumeFingerprint({}, {}, digest_rows(checked, decides))
+        )
         now = digest_rows(others, decides)
         assert len(data_changes(tmp_path, now, accept=True)) == decides
 

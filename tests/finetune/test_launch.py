@@ -1,4 +1,4 @@
-"""What is looked at before training processes start, and what is left when they have ended."""
+"""Checks before the training processes start, and the state after they have ended."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ from glm4v_patched.finetune.run_folder import RECORD
 from glm4v_patched.models.base import ModelSource
 from glm4v_patched.models.placement import Placement
 
-HERE = Placement(1, on_cpu=True)
+ON_CPU = Placement(1, on_cpu=True)
 ONE_FAILED = "process 0 ended with status 1"
 
 
@@ -58,29 +58,31 @@ def contents(folder: str | Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
 def test_a_run_never_removes_what_its_model_s_links_lead_to(mine, processes, tmp_path, options):
     model, out = Path(shutil.copytree(mine.model, tmp_path / "model")), Path(mine.out)
-    launch(resolve_recipe(mine), HERE)
+    launch(resolve_recipe(mine), ON_CPU)
     (out / "training.json").unlink()
     linked = model / "model.safetensors"
     shutil.move(linked, out / "adapter_model.safetensors")
     linked.symlink_to(out / "adapter_model.safetensors")
     content = linked.read_bytes()
     with pytest.raises(ValueError, match=f"reads {linked}, and would replace .*adapter_model"):
-        launch(resolve_recipe(mine.override({"model": str(model)})), HERE, **options)
+        launch(resolve_recipe(mine.override({"model": str(model)})), ON_CPU, **options)
     assert linked.read_bytes() == content and len(processes) == 1
 
 
 def test_a_finished_run_is_replaced_only_on_request_and_after_its_data_was_checked(mine, processes):
-    launch(resolve_recipe(mine), HERE)
+    launch(resolve_recipe(mine), ON_CPU)
     Path(mine.out, "notes.txt").write_text("mine")
     before = contents(mine.out)
     with pytest.raises(ValueError, match=r"holds a finished training; .*\(--overwrite\)$"):
-        launch(resolve_recipe(mine), HERE)
+        launch(resolve_recipe(mine), ON_CPU)
     with pytest.raises(ValueError, match="plan.json"):
         launch(
-            resolve_recipe(mine.override({"data.train": f"{mine.out}/plan.json"})), HERE, overwrite=True
+            resolve_recipe(mine.override({"data.train": f"{mine.out}/plan.json"})),
+            ON_CPU,
+            overwrite=True,
         )
     assert contents(mine.out) == before and len(processes) == 1
-    launch(resolve_recipe(mine), HERE, overwrite=True)
+    launch(resolve_recipe(mine), ON_CPU, overwrite=True)
     after = contents(mine.out)
     assert after["adapter_model.safetensors"] == b"weights of run 2"
     assert after["notes.txt"] == b"mine"
@@ -93,28 +95,28 @@ def test_a_diverged_training_is_told_by_what_its_processes_said(mine, runs):
         return ONE_FAILED
 
     runs(run)
-    told = r"^training diverged: in step 7 \(settings: .*json\)"
-    with pytest.raises(RuntimeError, match=f"{told}$"):
-        launch(resolve_recipe(mine), HERE)
+    message = r"^training diverged: in step 7 \(settings: .*json\)"
+    with pytest.raises(RuntimeError, match=f"{message}$"):
+        launch(resolve_recipe(mine), ON_CPU)
     # A stream may also end at a row, with a checkpoint.
-    with pytest.raises(RuntimeError, match=rf"(?s){told}\nto continue from .* --resume$"):
+    with pytest.raises(RuntimeError, match=rf"(?s){message}\nto resume from .* --resume$"):
         launch(
             resolve_recipe(mine.override({"data.stream": True, "trainer.save_steps": 1})),
-            HERE,
+            ON_CPU,
             overwrite=True,
         )
     # A report of before is no report of a run that dies without one.
     runs(lambda command: ONE_FAILED)
     with pytest.raises(RuntimeError, match=f"failed: {ONE_FAILED}"):
-        launch(resolve_recipe(mine), HERE, overwrite=True)
+        launch(resolve_recipe(mine), ON_CPU, overwrite=True)
 
 
 def test_a_full_disk_hides_neither_the_cause_nor_how_to_continue(mine, runs, monkeypatch):
     runs(lambda command: ONE_FAILED)
     full = OSError(errno.ENOSPC, "No space left on device", "run.json")
     monkeypatch.setattr(launching, "close_record", Mock(side_effect=full))
-    with pytest.raises(RuntimeError, match=rf"(?s){ONE_FAILED}.*to continue .*--resume$"):
-        launch(resolve_recipe(mine.override({"trainer.save_steps": 1})), HERE)
+    with pytest.raises(RuntimeError, match=rf"(?s){ONE_FAILED}.*to resume .*--resume$"):
+        launch(resolve_recipe(mine.override({"trainer.save_steps": 1})), ON_CPU)
 
 
 def test_it_is_told_which_process_ended_first_and_whether_it_was_killed_for_memory(words):
@@ -122,9 +124,9 @@ def test_it_is_told_which_process_ended_first_and_whether_it_was_killed_for_memo
     ranks = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
     assert launching._describe_statuses([0, 0], ranks) == ""
     for statuses in ([1, -signal.SIGKILL], [1, -signal.SIGSEGV], [None, 3]):
-        told = launching._describe_statuses(statuses, ranks)
-        assert told.startswith("process 1 (PID 8) ")
-        words(told)
+        message = launching._describe_statuses(statuses, ranks)
+        assert message.startswith("process 1 (PID 8) ")
+        words(message)
 
 
 @pytest.mark.parametrize("end", [Mock(side_effect=KeyboardInterrupt), lambda: ONE_FAILED])
@@ -137,34 +139,36 @@ def test_what_comes_after_a_run_that_did_not_end_well_is_not_the_run_s(mine, run
 
     runs(run)
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        launch(resolve_recipe(mine), HERE)
+        launch(resolve_recipe(mine), ON_CPU)
     assert "adapter_config.json" in json.loads((out / RECORD).read_text())["written"]
     foreign.write_bytes(b"mine")
     # No data of a later run is looked at either, and no record of it made.
-    asked = mine.override({"data.train": mine.data.train + ".none"})
+    run_recipe = mine.override({"data.train": mine.data.train + ".none"})
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(ValueError, match="holds mine.safetensors, .*no run"):
-            launch(resolve_recipe(asked), HERE, **options)
+            launch(resolve_recipe(run_recipe), ON_CPU, **options)
     assert foreign.read_bytes() == b"mine"
     foreign.unlink()
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
-        launch(resolve_recipe(mine), HERE, overwrite=True)
+        launch(resolve_recipe(mine), ON_CPU, overwrite=True)
 
 
-@pytest.mark.parametrize(("visible", "taken"), [("", "0"), ("3,1", "3")])
+@pytest.mark.parametrize(("visible", "gpu"), [("", "0"), ("3,1", "3")])
 def test_one_process_without_zero_has_the_first_gpu_that_is_visible(
-    mine, monkeypatch, visible, taken
+    mine, monkeypatch, visible, gpu
 ):
     """The Trainer would take all of them."""
-    given = []
-    monkeypatch.setattr(launching, "_run_processes", lambda command, each: given.extend(each) or "")
+    environments = []
+    monkeypatch.setattr(
+        launching, "_run_processes", lambda command, variables: environments.extend(variables) or ""
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     path = Path(mine.out, "plan.json")
-    asked = mine.engine_options()
-    launching._train(SimpleNamespace(options=asked, placement=Placement(1), path=path))
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in given] == [taken]
+    options = mine.engine_options()
+    launching._run_training(SimpleNamespace(options=options, placement=Placement(1), path=path))
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == [gpu]
 
 
 @pytest.mark.parametrize("parent_dies", [False, True])
@@ -181,7 +185,7 @@ def test_a_stopped_process_does_not_outlive_the_launcher(monkeypatch, parent_die
     command = f"sleep 1000 & kill -STOP $!; echo $! > {file}; {end}"
     before = signal.getsignal(signal.SIGTERM)
     with nullcontext() if parent_dies else pytest.raises(KeyboardInterrupt):
-        launching._run(["/bin/sh", "-c", command], [dict(os.environ)])
+        launching._run_processes(["/bin/sh", "-c", command], [dict(os.environ)])
     assert signal.getsignal(signal.SIGTERM) == before
     monkeypatch.undo()
     child = psutil.Process(int(file.read_text()))

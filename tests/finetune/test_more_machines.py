@@ -32,7 +32,7 @@ def world(tmp_path, monkeypatch):
     """Three processes, of which the first prepares a folder, or fails; what each ended with, and
     what was trained."""
     store, trained, out = HashStore(), [], tmp_path / "out"
-    asked = recipe({"out": str(out)})
+    run_recipe = recipe({"out": str(out)})
 
     def run(rank: int):
         try:
@@ -50,20 +50,20 @@ def world(tmp_path, monkeypatch):
             if fault is not None:
                 raise fault
             out.mkdir()
-            write_recipe(asked, out / "recipe.json")
+            write_recipe(run_recipe, out / "recipe.json")
             (out / "plan.json").write_text("{}")
             # Not by run, which is called by three threads here: one would read what another writes.
             (out / "training.json").write_text('{"error": "training diverged: in step 7"}')
-            yield SimpleNamespace(path=out / "plan.json", recipe=asked)
+            yield SimpleNamespace(path=out / "plan.json", recipe=run_recipe)
 
         monkeypatch.setattr(machines, "prepared", prepared)
         with ThreadPoolExecutor(3) as threads:
             return [*threads.map(run, range(3))], trained
 
-    monkeypatch.setattr(machines, "validate_recipe", lambda *_: (asked, None))
+    monkeypatch.setattr(machines, "validate_recipe", lambda *_: (run_recipe, None))
     monkeypatch.setattr(machines, "run", lambda plan: trained.append(plan) or 0)
     monkeypatch.setattr(machines, "describe_end", lambda recipe, on_cpu: f"saved {recipe.out}")
-    monkeypatch.setattr(machines, "leave", sys.exit)
+    monkeypatch.setattr(machines, "exit_process", sys.exit)
     return start
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_came_to_nothing_is_told_by_the_first_process_alone(world, mo
 def test_none_begins_where_the_first_finds_a_fault(world, capsys):
     ended, trained = world(ValueError("the data cannot be used"))
     assert str(ended[0]) == "the data cannot be used" and ended[1:] == [1, 1]
-    assert trained == [] and capsys.readouterr().err.count("process 0 says why") == 2
+    assert trained == [] and capsys.readouterr().err.count("see the error of process 0") == 2
 
 
 def test_a_disk_that_not_all_see_is_refused_by_all(world, monkeypatch):
@@ -100,12 +100,12 @@ def test_without_a_launcher_it_is_told_how_to_start_and_faults_by_the_first_proc
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert main(["recipe.yaml"]) == 1
-    told = capsys.readouterr().err
-    assert "RANK, WORLD_SIZE" in told and "glm4v-patched train RECIPE" in told
+    error = capsys.readouterr().err
+    assert "RANK, WORLD_SIZE" in error and "glm4v-patched train RECIPE" in error
     (tmp_path / "r.json").write_text(json.dumps({"trained": "all"}))
-    asked = Namespace(**OPTIONS | {"recipe": tmp_path / "r.json"})
+    run_options = Namespace(**OPTIONS | {"recipe": tmp_path / "r.json"})
     with pytest.raises(ValueError, match='trained is "all"'):
-        machines._lead(asked, Placement(2, True, 1), HashStore())
+        machines._lead(run_options, Placement(2, True, 1), HashStore())
 
 
 def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):
@@ -117,8 +117,12 @@ def test_each_launcher_s_variables_and_arguments_are_understood(monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "2")  # DeepSpeed's
     assert machines._rank_and_placement(True) == (3, Placement(4, True, 2))
     # DeepSpeed's launcher adds this to every process's arguments.
-    options = machines._parse(["r.yaml", "--local_rank=1", "engine.compile=true"])
+    options = machines._parse_arguments(["r.yaml", "--local_rank=1", "engine.compile=true"])
     assert options.overrides == ["engine.compile=true"]
-    for given in (["--overwrite", "--resume"], ["--overwriting"], ["--resume", "--resume-from=c"]):
+    for arguments in (
+        ["--overwrite", "--resume"],
+        ["--overwriting"],
+        ["--resume", "--resume-from=c"],
+    ):
         with pytest.raises(SystemExit):
-            machines._parse(["r.yaml", *given])
+            machines._parse_arguments(["r.yaml", *arguments])

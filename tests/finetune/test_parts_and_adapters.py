@@ -31,10 +31,12 @@ def short(mine) -> Recipe:
     return mine.override(changes | {"trainer.lr_scheduler_type": "constant"})
 
 
-def steps_of_parts(asked: Recipe) -> dict[str, float]:
+def steps_of_parts(run_recipe: Recipe) -> dict[str, float]:
     """How far weights moved in a training, the farthest of each part of the model."""
-    train_here(asked)
-    before, after = (load_file(Path(f, "model.safetensors")) for f in (asked.model, asked.out))
+    train_here(run_recipe)
+    before, after = (
+        load_file(Path(f, "model.safetensors")) for f in (run_recipe.model, run_recipe.out)
+    )
     moved = dict.fromkeys(MODEL_PARTS, 0.0)
     # transformers 5.0 writes what is computed, where others write what was read.
     for name in after.keys() - {f"transformer.{COMPUTED}"}:
@@ -78,7 +80,11 @@ def test_adapters_are_what_the_recipe_says_and_go_on_as_they_are(short):
     assert on == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"}
     assert not any(part_of_parameter(name) == "projector" for name in names)
     again = short.override({"model": short.out, "trained": "lora_all", "lora.rank": 4})
-    assert resolve_base(again).adapters == resolve_base(again.override(lora)).adapters == Path(short.out)
+    assert (
+        resolve_base(again).adapters
+        == resolve_base(again.override(lora)).adapters
+        == Path(short.out)
+    )
 
 
 def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path):
@@ -91,18 +97,20 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
     first, last = report["evaluations"]
     assert f"loss {last['eval_loss']:.4g}, exact_match {last['eval_exact_match']:.4g}" in card.text
     assert re.search(r"on 1\d rows, for 2 steps", card.content)
-    for told in ("lora_lm", "rank: 2", "learning_rate: 0.001", "PeftModel.from_pretrained"):
-        assert told in card.content, card.content
+    for text in ("lora_lm", "rank: 2", "learning_rate: 0.001", "PeftModel.from_pretrained"):
+        assert text in card.content, card.content
     for nothing in ("More Information Needed", str(Path(trained.model).parent), str(tmp_path)):
         assert nothing not in card.content
     # Where the best weights were saved, their scores.
-    folder, shown = Path(trained.out), resolve_recipe(trained).shown
-    write_card(folder, ModelSource(trained.model), shown, report | {"best_step": first["step"]}, 16)
+    folder, public_values = Path(trained.out), resolve_recipe(trained).public_values
+    write_card(
+        folder, ModelSource(trained.model), public_values, report | {"best_step": first["step"]}, 16
+    )
     assert f"loss {first['eval_loss']:.4g}, " in ModelCard.load(Path(trained.out, CARD_FILE)).text
     assert first["eval_loss"] != last["eval_loss"]
     # A base of the Hub is named with its commit.
     unevaluated = report | {"evaluations": []}
-    write_card(folder, ModelSource("zai-org/glm-4v-9b", "0" * 40), shown, unevaluated, 16)
+    write_card(folder, ModelSource("zai-org/glm-4v-9b", "0" * 40), public_values, unevaluated, 16)
     card = ModelCard.load(Path(trained.out, CARD_FILE))
     assert card.data.base_model == "zai-org/glm-4v-9b"
     assert f'from_pretrained("zai-org/glm-4v-9b", revision="{"0" * 40}"' in card.content
@@ -110,21 +118,23 @@ def test_a_training_of_adapters_leaves_a_card_that_the_hub_reads(mine, tmp_path)
 
 
 @pytest.fixture
-def made(model_folder):
+def build_tiny(model_folder):
     """The tiny model as a recipe makes it."""
     return lambda **changes: built(recipe({"model": str(model_folder)} | changes))
 
 
-@pytest.mark.parametrize("stage, held", [(0, torch.float32), (3, torch.bfloat16)])
-def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, held, made):
+@pytest.mark.parametrize("stage, dtype", [(0, torch.float32), (3, torch.bfloat16)])
+def test_only_zero_keeps_masters_so_without_it_trained_weights_are_fp32(stage, dtype, build_tiny):
     for trained in ("lm", "lora_lm"):
-        model = made(**{"trained": trained, "engine.zero_stage": stage})
+        model = build_tiny(**{"trained": trained, "engine.zero_stage": stage})
         dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
-        assert dtypes == {(True, held), (False, torch.bfloat16)}
+        assert dtypes == {(True, dtype), (False, torch.bfloat16)}
 
 
-def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_empty(made, tmp_path):
-    model = made(**{"trained": "lora_lm", "engine.zero_stage": 0})
+def test_the_config_of_the_model_behind_adapters_is_switched_and_no_group_is_empty(
+    build_tiny, tmp_path
+):
+    model = build_tiny(**{"trained": "lora_lm", "engine.zero_stage": 0})
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = RecipeTrainer(model, LoopOptions(), args=arguments, data_collator=list)
     inner = model.get_base_model()
@@ -147,9 +157,9 @@ def test_a_model_comes_from_the_hub_at_its_revision(model_folder, tmp_path, monk
         repository.refs["v1"] = repository.head
         newer = json.loads(files["config.json"]) | {"rope_ratio": 7}
         repository.add_commit({"config.json": json.dumps(newer).encode()})
-        asked = recipe({"model": name, "engine.precision": "fp32"})
-        assert built(asked).config.rope_ratio == 7
-        model = built(asked.override({"revision": "v1", "trained": "lora_lm"}))
+        run_recipe = recipe({"model": name, "engine.precision": "fp32"})
+        assert built(run_recipe).config.rope_ratio == 7
+        model = built(run_recipe.override({"revision": "v1", "trained": "lora_lm"}))
     assert model.config.rope_ratio == 1
     adapter = model.peft_config["default"]
     assert (adapter.base_model_name_or_path, adapter.revision) == (name, "v1")

@@ -1,4 +1,4 @@
-"""What is told of a training before anything expensive starts."""
+"""Problems of a recipe on this machine are reported before anything expensive starts."""
 
 import json
 import os
@@ -18,19 +18,19 @@ from glm4v_patched.finetune.recipe.types import annotated, expected
 from tests.helpers.recipes import LEAST
 
 
-def told(asked: Path, *overrides: str, **options) -> list[str]:
+def problem_lines(recipe_file: Path, *overrides: str, **options) -> list[str]:
     """Lines of the error, without where they come from; none if there is no error."""
     try:
-        validate_recipe(asked, overrides, **({"device": "cpu"} | options))
+        validate_recipe(recipe_file, overrides, **({"device": "cpu"} | options))
     except RecipeError as error:
         return [line.split(": ", 1)[1] for line in str(error).split("\n")]
     return []
 
 
-def test_all_that_is_wrong_comes_in_one_answer(asked, has_gpus, capsys, words):
+def test_all_that_is_wrong_comes_in_one_answer(recipe_file, has_gpus, capsys, words):
     has_gpus(2)
     fields = ["engine.compile=1", "--processes", "4", "data.train=none.jsonl", "model=modle"]
-    assert main(["train", str(asked), *fields]) == 1
+    assert main(["train", str(recipe_file), *fields]) == 1
     lines = sorted(capsys.readouterr().err.splitlines())
     named = ["4 processes", "data.train", "engine.compile", "model"]
     assert all(name in line for name, line in zip(named, lines, strict=True))
@@ -59,45 +59,49 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(
-    asked, tmp_path, model_folder, name, content, message
+    recipe_file, tmp_path, model_folder, name, content, message
 ):
     folder = shutil.copytree(model_folder, tmp_path / "changed")
     (folder / name).unlink(missing_ok=True)
     if content is not None:
         (folder / name).write_text(content)
-    [line] = told(asked, f"model={folder}")
+    [line] = problem_lines(recipe_file, f"model={folder}")
     assert line.startswith(f'model is "{folder}": ') and message in line
 
 
 def test_files_and_folders_that_cannot_be_are_told_of_each_field(
-    asked, tmp_path, monkeypatch, words
+    recipe_file, tmp_path, monkeypatch, words
 ):
     (tmp_path / "empty").touch()
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "folder").mkdir()
-    given = [f"model={asked}", f"out={tmp_path}/link/out", f"data.reuse_features={tmp_path}/link"]
+    overrides = [
+        f"model={recipe_file}",
+        f"out={tmp_path}/link/out",
+        f"data.reuse_features={tmp_path}/link",
+    ]
     for name in ("none", "empty", "folder", "link"):
-        given += [f"data.train={tmp_path}/{name}", f"data.eval={tmp_path}/{name}"]
+        overrides += [f"data.train={tmp_path}/{name}", f"data.eval={tmp_path}/{name}"]
     lines = []
-    for assignment in given:
-        [line] = told(asked, assignment, "trained=lm")
+    for assignment in overrides:
+        [line] = problem_lines(recipe_file, assignment, "trained=lm")
         assert line.startswith(assignment.split("=")[0])
         lines.append(line)
     words("\n".join(lines))
     # The superuser, as whom tests may run, is let in everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
-    [line] = told(asked)
+    [line] = problem_lines(recipe_file)
     assert line.endswith(f"{tmp_path} may not be written") and not (tmp_path / "new").exists()
 
 
-def test_a_folder_of_images_is_no_place_for_a_run(asked, tmp_path):
+def test_a_folder_of_images_is_no_place_for_a_run(recipe_file, tmp_path):
     out = tmp_path / "photos"
     out.mkdir()
     (out / "loss.png").touch()  # a run's own
-    assert told(asked, f"out={out}") == []
+    assert problem_lines(recipe_file, f"out={out}") == []
     for name in ("b.JPG", "a.png", "c.webp", "notes.txt"):
         (out / name).touch()
-    [line] = told(asked, f"out={out}")
+    [line] = problem_lines(recipe_file, f"out={out}")
     assert "out is " in line and "holds images (a.png, b.JPG and 1 more), among which" in line
 
 
@@ -105,7 +109,7 @@ def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus)
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(LEAST | {"engine": {"fp8": True}}))
     old = "capability 8.9 or newer (Ada, Hopper), and NVIDIA H200 has 8"
-    for capabilities, device, processes, told in (
+    for capabilities, device, processes, message in (
         ([(8, 9), (9, 0)], "cuda", None, None),
         ([(8, 9), (8, 0)], "cuda", None, old),
         ([(8, 9), (8, 0)], "cuda", 1, None),  # the second takes no part
@@ -116,16 +120,16 @@ def test_a_device_that_cannot_is_told_before_anything_starts(tmp_path, has_gpus)
         with pytest.raises(RecipeError) as error:
             validate_recipe(file, (), processes, device)
         faults = [line for line in str(error.value).split("\n") if "fp8" in line]
-        assert len(faults) == (told is not None) and (not told or told in faults[0])
+        assert len(faults) == (message is not None) and (not message or message in faults[0])
 
 
 @pytest.mark.parametrize("place", ["{link}", "{link}/out", "{model}", "{model}/out", "{parent}"])
-def test_a_run_never_writes_to_its_model_s_folder(asked, model_folder, tmp_path, place):
+def test_a_run_never_writes_to_its_model_s_folder(recipe_file, model_folder, tmp_path, place):
     (tmp_path / "link").symlink_to(model_folder)
     out = place.format(model=model_folder, link=tmp_path / "link", parent=model_folder.parent)
-    [line] = told(asked, f"out={out}")
+    [line] = problem_lines(recipe_file, f"out={out}")
     assert "model's" in line and "folder of its own" in line
-    assert told(asked, f"out={model_folder}_out") == []
+    assert problem_lines(recipe_file, f"out={model_folder}_out") == []
 
 
 ANYTHING = (st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=6)) | (
@@ -167,20 +171,20 @@ def test_any_recipe_can_be_run_or_is_refused(tmp_path_factory, model_folder, has
     attempt()
 
 
-def test_groups_of_zero_plus_plus_are_those_of_all_machines(asked):
+def test_groups_of_zero_plus_plus_are_those_of_all_machines(recipe_file):
     groups = "engine.zero_hpz_partition_size=4"
-    assert told(asked, groups, processes=1, world_size=8) == []
-    [line] = told(asked, groups, processes=1, world_size=6)
+    assert problem_lines(recipe_file, groups, processes=1, world_size=8) == []
+    [line] = problem_lines(recipe_file, groups, processes=1, world_size=6)
     assert "zero_hpz_partition_size" in line and "6" in line
 
 
-def test_a_folder_is_told_to_be_no_recipe(asked, tmp_path):
+def test_a_folder_is_told_to_be_no_recipe(recipe_file, tmp_path):
     with pytest.raises(RecipeError, match=r"is a folder; expected .*recipe\.json"):
         validate_recipe(tmp_path, device="cpu")
 
 
 @pytest.fixture
-def laid_out(asked, tmp_path, model_folder) -> Path:
+def laid_out(recipe_file, tmp_path, model_folder) -> Path:
     """Folders that a recipe reads, each beside one whose name begins alike."""
     shutil.copytree(model_folder, tmp_path / "model")
     for name in ("train", "eval", "images"):
@@ -197,15 +201,15 @@ READ = {"model": "model", "train": "data.train", "eval": "data.eval", "images": 
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("as_list", [False, True])
 def test_what_is_written_lies_neither_in_nor_around_what_is_read(
-    asked, laid_out, monkeypatch, name, as_list
+    recipe_file, laid_out, monkeypatch, name, as_list
 ):
     folder = laid_out / name
     monkeypatch.chdir(laid_out)
-    given = [f"{READ[name]}={name}"]
+    overrides = [f"{READ[name]}={name}"]
     if as_list and name in ("train", "eval"):
-        given = [f"{READ[name]}=[{{path: {name}}}]"]
+        overrides = [f"{READ[name]}=[{{path: {name}}}]"]
     elif as_list and name == "images":
-        given = ["data.train=[{path: train.jsonl, image_folder: images}]"]
+        overrides = ["data.train=[{path: train.jsonl, image_folder: images}]"]
     (laid_out / "link").symlink_to(folder)
     field = "data.reuse_features"
     for out in (
@@ -216,25 +220,30 @@ def test_what_is_written_lies_neither_in_nor_around_what_is_read(
         "link/run",
         ".",
     ):
-        [line] = told(asked, *given, f"out={out}")
+        [line] = problem_lines(recipe_file, *overrides, f"out={out}")
         assert line.startswith("out") and f"{folder}, which is read" in line
-    [line] = told(asked, *given, f"{field}={name}/kept", "trained=lm")
+    [line] = problem_lines(recipe_file, *overrides, f"{field}={name}/kept", "trained=lm")
     assert line.startswith(field) and f"{folder}, which is read" in line
     for out in (f"{name}-private", f"{name}-private/run", f"{name}_run"):
-        assert told(asked, *given, f"out={out}", f"{field}={out}/kept", "trained=lm") == []
+        assert (
+            problem_lines(
+                recipe_file, *overrides, f"out={out}", f"{field}={out}/kept", "trained=lm"
+            )
+            == []
+        )
 
 
-def test_an_image_folder_around_the_rows_is_a_prefix_of_paths(asked, laid_out, monkeypatch):
+def test_an_image_folder_around_the_rows_is_a_prefix_of_paths(recipe_file, laid_out, monkeypatch):
     monkeypatch.chdir(laid_out)
     for folder in (".", str(laid_out.parent)):
-        assert told(asked, f"data.image_folder={folder}", "out=runs/one") == []
+        assert problem_lines(recipe_file, f"data.image_folder={folder}", "out=runs/one") == []
 
 
-def test_features_are_kept_in_out_or_apart_from_it(asked, laid_out):
-    kept = f"data.reuse_features={laid_out}/kept"
-    assert told(asked, kept, f"out={laid_out}/run", "trained=lm") == []
+def test_features_are_kept_in_out_or_apart_from_it(recipe_file, laid_out):
+    cached = f"data.reuse_features={laid_out}/kept"
+    assert problem_lines(recipe_file, cached, f"out={laid_out}/run", "trained=lm") == []
     for out in ("kept", "kept/run"):
-        [line] = told(asked, kept, f"out={laid_out}/{out}", "trained=lm")
+        [line] = problem_lines(recipe_file, cached, f"out={laid_out}/{out}", "trained=lm")
         assert line.startswith("out") and "data.reuse_features" in line
 
 
@@ -249,46 +258,50 @@ def test_features_are_kept_in_out_or_apart_from_it(asked, laid_out):
     ],
 )
 def test_a_run_does_not_write_where_a_pattern_looks_for_rows(
-    asked, laid_out, monkeypatch, pattern, refused, right
+    recipe_file, laid_out, monkeypatch, pattern, refused, right
 ):
     monkeypatch.chdir(laid_out)
     (laid_out / "link").symlink_to("train")
     for sets in (f"data.train='{pattern}'", f"data.train=[{{path: '{laid_out}/{pattern}'}}]"):
         for out in refused:
-            [line] = told(asked, sets, f"out={out}")
+            [line] = problem_lines(recipe_file, sets, f"out={out}")
             assert line.startswith("out") and "looks for files" in line
         for out in right:
-            assert told(asked, sets, f"out={out}") == []
+            assert problem_lines(recipe_file, sets, f"out={out}") == []
 
 
-def test_paths_of_a_recipe_are_expanded_wherever_they_stand(asked, laid_out, monkeypatch):
+def test_paths_of_a_recipe_are_expanded_wherever_they_stand(recipe_file, laid_out, monkeypatch):
     monkeypatch.setenv("HOME", str(laid_out))
     monkeypatch.setenv("DATA", str(laid_out))
     monkeypatch.delenv("OUT", raising=False)
     monkeypatch.chdir(laid_out / "model-private")
     names = {"model": "model", "out": "new", "data.train": "train", "data.eval": "eval"}
     names |= {"data.image_folder": "images", "data.reuse_features": "kept"}
-    given = [f"{field}=~/{name}" for field, name in names.items()]
-    found, _ = validate_recipe(asked, [*given, "trained=lm"], device="cpu")
-    assert {field: found.flat()[field] for field in names} == {
+    overrides = [f"{field}=~/{name}" for field, name in names.items()]
+    validated, _ = validate_recipe(recipe_file, [*overrides, "trained=lm"], device="cpu")
+    assert {field: validated.flat()[field] for field in names} == {
         field: f"{laid_out}/{name}" for field, name in names.items()
     }
     for field, name in names.items():
-        [line] = told(asked, f"{field}=${{DATA}}/{name}", "trained=lm")
+        [line] = problem_lines(recipe_file, f"{field}=${{DATA}}/{name}", "trained=lm")
         assert line.startswith(field) and line.endswith(
             f"expected the path itself: {laid_out}/{name}"
         )
-        [line] = told(asked, f"{field}=${{OUT}}/{name}", "trained=lm")
+        [line] = problem_lines(recipe_file, f"{field}=${{OUT}}/{name}", "trained=lm")
         assert line.startswith(field) and "OUT is not set" in line
     for sets in ("[~/train/rows.jsonl]", "['~/train/*.jsonl']", "[{path: ~/train/rows.jsonl}]"):
-        [source] = validate_recipe(asked, [f"data.train={sets}"], device="cpu")[0].data.sources()
+        [source] = validate_recipe(recipe_file, [f"data.train={sets}"], device="cpu")[
+            0
+        ].data.sources()
         assert source.path == f"{laid_out}/train/rows.jsonl"
-        [line] = told(asked, f"data.train={sets.replace('~', '$DATA')}")
+        [line] = problem_lines(recipe_file, f"data.train={sets.replace('~', '$DATA')}")
         assert (
             line.startswith("data.train: ") and f"expected the path itself: {laid_out}/tr" in line
         )
     inner = "{path: ~/train/rows.jsonl, image_folder: ~/images}"
-    [source] = validate_recipe(asked, [f"data.train=[{inner}]"], device="cpu")[0].data.sources()
+    [source] = validate_recipe(recipe_file, [f"data.train=[{inner}]"], device="cpu")[
+        0
+    ].data.sources()
     assert source.image_folder == f"{laid_out}/images"
     assert not (laid_out / "model-private" / "~").exists()
 
@@ -297,6 +310,6 @@ def test_every_field_of_files_or_folders_is_a_path():
     words = {name: expected(annotated(field)) for name, field in fields()}
     paths = set()
     for name in words:
-        faults = check_values(set_nested(LEAST, {name: "~nobody-of-this-name/a"})).faults
+        faults = check_values(set_nested(LEAST, {name: "~nobody-of-this-name/a"})).problems
         paths |= {name for fault in faults if "there is no user of that name" in fault.text}
     assert paths == {name for name, text in words.items() if "folder" in text or "file" in text}

@@ -1,4 +1,4 @@
-"""What is seen of a training while it goes on, and what is said of it at its end."""
+"""The lines, bar and plot of a running training, and the lines at its end."""
 
 import json
 import re
@@ -27,7 +27,7 @@ class Steps:
 
     def __init__(self, monkeypatch, folder: Path, is_first: bool = True):
         self.now, self.plots = 0.0, []
-        monkeypatch.setattr(progress, "plot_loss", lambda *asked: self.plots.append(self.now))
+        monkeypatch.setattr(progress, "plot_loss", lambda *arguments: self.plots.append(self.now))
         monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
         self.asked = TrainingArguments(str(folder), use_cpu=True, report_to="none")
         self.state = TrainerState(is_world_process_zero=is_first, max_steps=10, epoch=0.5)
@@ -48,14 +48,14 @@ class Steps:
 
 def test_a_training_prints_a_line_a_log_step_and_an_evaluation_and_nothing_else(mine, capfd):
     report = train_here(mine.override({"trainer.max_steps": 4, "data.eval": 0.2}))
-    told = capfd.readouterr()
-    lines = told.out.splitlines()
+    output = capfd.readouterr()
+    lines = output.out.splitlines()
     steps = [line for line in lines if re.fullmatch(LINE, line)]
     last = report["steps"]["done"]
     assert [line.split()[1] for line in steps] == [f"{n}/{last}" for n in range(1, last + 1)]
     evaluation = r"step \d+/\d+ epoch .* eval_loss [\d.]+ eval_exact_match [\d.]+, in .* s"
     assert [line for line in lines if line not in steps and not re.match(evaluation, line)] == []
-    loaded, _, trained = told.err.partition("the first step ...")
+    loaded, _, trained = output.err.partition("the first step ...")
     for word in ("has new PAD/BOS/EOS tokens", "shards", "{'"):
         assert word not in loaded + trained
     assert "%|" not in trained
@@ -72,24 +72,24 @@ def test_a_line_says_how_fast_the_steps_since_the_last_one_were(monkeypatch, tmp
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1/10 epoch 0.50 loss 1.235 lr 1.0e-4 0.133 samples/s ")
     assert " 2 samples/s " in second and second.endswith(" left 0:00:28")
-    assert steps.progress.found()["samples_per_s"] is None
+    assert steps.progress.measurements()["samples_per_s"] is None
     for event in ("on_evaluate", "on_save"):
         steps.step(3)
         steps.now += 100
         steps.call(event)
-    assert steps.progress.found()["samples_per_s"] == 8 / 3
+    assert steps.progress.measurements()["samples_per_s"] == 8 / 3
     Steps(monkeypatch, tmp_path, is_first=False).log()  # another process says nothing
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_plot_has_both_losses_the_checkpoints_the_best_step_and_bad_ones(tmp_path, monkeypatch):
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
     history = [{"step": step, "loss": 3.0 / step} for step in range(1, 2000)]
     history += [{"step": 2000, "loss": "nan"}]
     history += [{"step": step, "eval_loss": 0.1} for step in (1000, 2000)]
     plot_loss(history, tmp_path / "loss.png", saved=[500, 1000], best=1000)
-    (axes,) = drawn[0].axes
+    (axes,) = figures[0].axes
     lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
     assert lines["evaluation"] == [1000, 2000] and len(lines["training"]) >= 1999
     assert lines["checkpoint"] == [500, 1000] and lines["best evaluation: step 1000"] == [1000] * 2
@@ -111,9 +111,9 @@ def test_the_end_of_a_run_without_evaluation_has_its_last_loss(tmp_path, mine):
     (tmp_path / "training.json").write_text(json.dumps(report))
     rows = tmp_path / "held out.jsonl"
     rows.touch()
-    told = describe_end(
+    description = describe_end(
         resolve_recipe(mine.override({"out": str(tmp_path), "data.eval": str(rows)})), False
     )
-    end = r"ended +after all 1 steps; 3 rows could not be used\nsaved +.* of step 1: loss 2.5 at"
-    assert re.search(end, told)
-    assert told.endswith(f"evaluate {tmp_path} --data '{rows}' --out evaluation")
+    end = r"ended +after 1 step; 3 rows could not be used\nsaved +.* of step 1: loss 2.5 at"
+    assert re.search(end, description)
+    assert description.endswith(f"evaluate {tmp_path} --data '{rows}' --out evaluation")

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm4v_patched.finetune.recipe.file import MAX_RECIPE_BYTES, set_nested, read_document
+from glm4v_patched.finetune.recipe.file import MAX_RECIPE_BYTES, read_document, set_nested
 from glm4v_patched.finetune.recipe.sections import (
     Recipe,
     RecipeError,
@@ -42,11 +42,11 @@ def read(tmp_path: Path, content: str | bytes, name: str = "r.yaml", *overrides:
     return Recipe.read(path, overrides)
 
 
-def faults(tmp_path: Path, content: str | bytes, *rest: str) -> list[str]:
+def problem_lines(tmp_path: Path, content: str | bytes, *rest: str) -> list[str]:
     """Lines of the error, without the folder."""
-    with pytest.raises(RecipeError) as told:
+    with pytest.raises(RecipeError) as error:
         read(tmp_path, content, *rest)
-    return str(told.value).replace(f"{tmp_path}/", "").split("\n")
+    return str(error.value).replace(f"{tmp_path}/", "").split("\n")
 
 
 def test_numbers_are_what_they_look_like(tmp_path):
@@ -54,8 +54,8 @@ def test_numbers_are_what_they_look_like(tmp_path):
     for text, value in (("1e-4", 1e-4), ("2.5E3", 2500), (".5", 0.5), ("+1", 1)):
         assert read(tmp_path, RIGHT.replace("1e-4", text)).trainer.learning_rate == value
     for text in ("010", "1_000", "1:30", "0x10", "2024-01-01", ".nan", ".inf"):
-        [told] = faults(tmp_path, RIGHT.replace("max_steps: 100", f"max_steps: {text}"))
-        assert told.startswith("r.yaml:6: trainer.max_steps is ")
+        [message] = problem_lines(tmp_path, RIGHT.replace("max_steps: 100", f"max_steps: {text}"))
+        assert message.startswith("r.yaml:6: trainer.max_steps is ")
     for text in ("2024-01-01", "0012"):
         assert read(tmp_path, RIGHT + f"revision: {text}").revision == text
 
@@ -63,15 +63,15 @@ def test_numbers_are_what_they_look_like(tmp_path):
 def test_all_faults_of_a_file_come_in_one_answer_each_with_its_line(tmp_path, words, monkeypatch):
     wrong = RIGHT.replace("100", "0").replace("1e-4", "'1e-4'").replace("out: out\n", "")
     wrong += "engine:\n  zero_stage: 0\n  offload: true\n  towr: none\n  compile: 1\n"
-    told = faults(tmp_path, wrong)
+    messages = problem_lines(tmp_path, wrong)
     lines = ["", "5:", "7:", "10:", "11:", "12:"]
-    assert [line.split()[0] for line in told] == [f"r.yaml:{line}" for line in lines]
-    words("\n".join(told))
+    assert [line.split()[0] for line in messages] == [f"r.yaml:{line}" for line in lines]
+    words("\n".join(messages))
     looked_for = Mock(wraps=difflib.get_close_matches)
     monkeypatch.setattr(difflib, "get_close_matches", looked_for)
-    told = faults(tmp_path, RIGHT + "".join(f"unknown_{n}: 1\n" for n in range(50)))
+    messages = problem_lines(tmp_path, RIGHT + "".join(f"unknown_{n}: 1\n" for n in range(50)))
     assert looked_for.call_count == 20  # of 7,000 keys it took 7 s
-    assert len(told) == 21 and told[-1] == "and 30 more"
+    assert len(messages) == 21 and messages[-1] == "and 30 more"
 
 
 # The words are PyYAML's where they are not ours.
@@ -88,7 +88,7 @@ BROKEN = {
         ("a: 1\n".encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8"),
         (b"a: 1\nb: \xe4", ":2: byte 0xe4 is not UTF-8; save the file as UTF-8"),
         (b"a" * (MAX_RECIPE_BYTES + 1), ": has over 65,536 bytes"),
-        # Of faults, one on a line, whatever is in them.
+        # Each problem is one line, whatever text is in it.
         (RIGHT + "engine.tower: none\n", ":9: engine.tower is one key; expected tower under"),
         (RIGHT + '"e\\e[31m\\n": 1\n', r":9: e\x1b[31m\n is not a field"),
     ],
@@ -102,18 +102,18 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_file_that_is_no_recipe_is_told_by_line(tmp_path, name):
-    for content, told in BROKEN[name]:
-        [line] = faults(tmp_path, content, name)
-        assert line.startswith(name + told) and len(line) < 350
+    for content, message in BROKEN[name]:
+        [line] = problem_lines(tmp_path, content, name)
+        assert line.startswith(name + message) and len(line) < 350
 
 
 def test_a_key_that_is_there_twice_is_told_with_its_line(tmp_path):
     """Also where the command line says another value."""
-    told = faults(tmp_path, RIGHT + "out: there\n", "r.yaml", "out=elsewhere")
-    assert told == ["r.yaml:9: out is there twice, in lines 2 and 9"]
+    messages = problem_lines(tmp_path, RIGHT + "out: there\n", "r.yaml", "out=elsewhere")
+    assert messages == ["r.yaml:9: out is there twice, in lines 2 and 9"]
     text = '{\n\t"a": [{"b": "}, \\"c\\": "},\n {"b": 1, "b": 2}],\n\t"d": {}}'
-    told = faults(tmp_path, text, "r.json")
-    assert told == ["r.json:3: a.1.b is there twice, in lines 3 and 3"]
+    messages = problem_lines(tmp_path, text, "r.json")
+    assert messages == ["r.json:3: a.1.b is there twice, in lines 3 and 3"]
 
 
 def test_a_byte_order_mark_is_no_fault_and_a_file_may_have_the_most_bytes(tmp_path):
@@ -131,27 +131,27 @@ def test_json_is_read_as_what_it_says(tmp_path):
 
 
 def test_the_command_line_is_laid_over_the_file(tmp_path):
-    given = ["engine.compile=true", "trainer.learning_rate=2e-5", "model=a=b", "revision="]
-    found = read(tmp_path, RIGHT + "revision: v1\n", "r.yaml", *given, "lora={rank: 4}")
-    assert found.engine.compile is True and found.trainer.learning_rate == 2e-5
-    assert found.model == "a=b" and found.revision is None and found.lora.rank == 4
-    assert found.trainer.max_steps == 100
+    overrides = ["engine.compile=true", "trainer.learning_rate=2e-5", "model=a=b", "revision="]
+    result = read(tmp_path, RIGHT + "revision: v1\n", "r.yaml", *overrides, "lora={rank: 4}")
+    assert result.engine.compile is True and result.trainer.learning_rate == 2e-5
+    assert result.model == "a=b" and result.revision is None and result.lora.rank == 4
+    assert result.trainer.max_steps == 100
 
 
 def test_faults_of_the_command_line_come_with_those_of_the_file(tmp_path):
-    first, second = faults(tmp_path, RIGHT.replace("100", "0"), "r.yaml", "lora.rank=0")
+    first, second = problem_lines(tmp_path, RIGHT.replace("100", "0"), "r.yaml", "lora.rank=0")
     assert first.startswith("command line: lora.rank is 0")
     assert second.startswith("r.yaml:6: trainer.max_steps is 0")
-    [told] = faults(tmp_path, RIGHT + "engine: 5\n", "r.yaml", "engine.compile=true")
-    assert told == "command line: engine.compile cannot be: engine is 5, and no section"
-    [told] = faults(tmp_path, RIGHT, "r.yaml", "engine={compile: true, compile: true}")
-    assert told.startswith("command line: engine:1: compile is there twice")
+    [message] = problem_lines(tmp_path, RIGHT + "engine: 5\n", "r.yaml", "engine.compile=true")
+    assert message == "command line: engine.compile cannot be: engine is 5, and no section"
+    [message] = problem_lines(tmp_path, RIGHT, "r.yaml", "engine={compile: true, compile: true}")
+    assert message.startswith("command line: engine:1: compile is there twice")
 
 
 def test_every_field_has_a_line_in_the_help():
-    told = describe_fields()
-    assert all(field.description and f"{name}: " in told for name, field in fields())
-    assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in told and "``" not in told
+    help_text = describe_fields()
+    assert all(field.description and f"{name}: " in help_text for name, field in fields())
+    assert "engine.zero_stage: 0, 1, 2 or 3 (default 3)" in help_text and "``" not in help_text
 
 
 def test_a_mistake_is_told_with_its_cure_where_a_package_is_missing(tmp_path):
@@ -199,7 +199,7 @@ documents = st.recursive(
 
 @each_profile
 def test_any_file_is_a_recipe_or_an_error_that_names_it(profile, tmp_path):
-    """Of any document, and of a recipe of which bytes are cut out, put in or changed."""
+    """Try any document, and a recipe with bytes that are cut out, put in or changed."""
     written = tmp_path / "source.json"
     write_recipe(recipe({"model": "ä/\U0001f600", "trained": "lora_all"}), written)
     json_, yaml_ = written.read_bytes(), RIGHT.encode()
@@ -253,12 +253,48 @@ def test_an_override_is_what_the_file_could_have_said(profile, tmp_path):
         given_value = document.override([f"{name}={in_yaml(value)}"])
         in_file, on_line = (check_values(values) for values in (changed, given_value.values))
         assert in_file.recipe == on_line.recipe
-        assert [f.text for f in in_file.faults] == [f.text for f in on_line.faults]
-        if on_line.faults:
-            told = str(given_value.error(on_line.faults)).split("\n")
-            assert all(line.startswith(("command line: ", f"{path}:")) for line in told)
+        assert [f.text for f in in_file.problems] == [f.text for f in on_line.problems]
+        if on_line.problems:
+            messages = str(given_value.error(on_line.problems)).split("\n")
+            assert all(line.startswith(("command line: ", f"{path}:")) for line in messages)
         for copy in names_of_copies if in_file.recipe else ():
             write_recipe(in_file.recipe, tmp_path / copy)
             assert Recipe.read(tmp_path / copy) == in_file.recipe
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong", "mistake"),
+    [
+        ("model: org/name", "model org/name", "1: a colon is missing; write model: org/name"),
+        ("out: out", "out out", "2: a colon is missing; write out: out"),
+        ("data:", "data", "3: a colon is missing; write data:"),
+        ("  max_steps: 100", "  max_steps 100", "6: a colon is missing; write max_steps: 100"),
+        ("learning_rate: 1e-4", "learning_rate 1e-4", "8: a colon is missing; write learning_ra"),
+        ("out: out", "out = out", "2: there is = in place of a colon; write out: out"),
+        ("out: out", "out:out", "2: a space is missing after the colon; write out: out"),
+        ("max_steps: 100", "max_steps:100", "6: a space is missing after the colon; write max_"),
+        ("out: out", "out：out", "2: the colon is full-width; write out: out"),
+        ("data:", "data：", "3: the colon is full-width; write data:"),
+        ("1e-4", "{tower: 1e-5，language_model: 1e-4}", "8: ， is full-width; write ,"),
+        ("  max_steps", "\tmax_steps", "6: there is a tab; expected spaces"),
+        ("max_steps: 100", "max_steps:\t100", "6: there is a tab; expected spaces"),
+        ("  max_steps", "\u3000max_steps", "6: the line begins with a blank that is no plain"),
+        ("  max_steps", " max_steps", "7: the line is indented by 2, and the one before by 1"),
+        ("  per_device", "   per_device", "7: the line is indented by 3, and the one before by 2"),
+        ("model: org/name", 'model: "org/name', "1: a quote is not closed"),
+        ("1e-4", "{tower: 1e-5", "8: a { is not closed"),
+        ("org/name", "@org", "1: this text needs quotes; write model: '@org'"),
+        ("org/name", "a: b", "1: this text needs quotes; write model: 'a: b'"),
+    ],
+)
+def test_a_mistake_in_yaml_is_told_with_its_line_and_what_to_write(tmp_path, line, wrong, mistake):
+    assert line in RIGHT
+    [message] = problem_lines(tmp_path, RIGHT.replace(line, wrong))
+    assert message.startswith(f"r.yaml:{mistake}"), message
+
+
+def test_a_file_without_any_plain_colon_is_told_what_to_write(tmp_path):
+    [message] = problem_lines(tmp_path, "# mine\nmodel：org/name\nout：out\n")
+    assert message == "r.yaml:2: the colon is full-width; write model: org/name"

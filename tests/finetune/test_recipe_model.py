@@ -1,4 +1,4 @@
-"""Which model a recipe means, and which adapters it can continue."""
+"""The base model of a recipe, and the adapters that it can train further."""
 
 import json
 import shutil
@@ -40,22 +40,22 @@ def base_under(folder: Path, **changes) -> ModelSource:
 def test_a_folder_of_adapters_leads_to_their_model(tmp_path):
     base = model(tmp_path / "base")
     folder = adapters(tmp_path / "lora", base)
-    found = base_under(folder)
-    assert found == ModelSource(str(base), None, folder)
+    resolved = base_under(folder)
+    assert resolved == ModelSource(str(base), None, folder)
     names = {"adapters: adapter_config.json", "adapters: adapter_model.safetensors"}
-    assert identify(found).keys() == identify(ModelSource(str(base))).keys() | names
+    assert identify(resolved).keys() == identify(ModelSource(str(base))).keys() | names
     assert base_under(base, trained="full") == ModelSource(str(base))
     on_both = adapters(tmp_path / "both", "org/name", LANGUAGE, TOWER, revision="abc", r=4)
-    asked = {"trained": "lora_all", "lora.rank": 4, "lora.use_dora": False}
-    assert base_under(on_both, **asked) == ModelSource("org/name", "abc", on_both)
+    fields = {"trained": "lora_all", "lora.rank": 4, "lora.use_dora": False}
+    assert base_under(on_both, **fields) == ModelSource("org/name", "abc", on_both)
     # A revision beside adapters is that of their base on the Hub.
-    assert base_under(on_both, **asked, revision="v2") == ModelSource("org/name", "v2", on_both)
+    assert base_under(on_both, **fields, revision="v2") == ModelSource("org/name", "v2", on_both)
     with pytest.raises(ValueError, match="on tower and language model, and trained is 'lora_lm'"):
         base_under(on_both)
 
 
 @pytest.mark.parametrize(
-    ("made", "asked", "named"),
+    ("adapter_fields", "recipe_fields", "named"),
     [
         ({}, {"trained": "full"}, ["'full'", "merge"]),
         ({}, {"trained": "lora_all"}, ["'lora_all'"]),
@@ -67,10 +67,12 @@ def test_a_folder_of_adapters_leads_to_their_model(tmp_path):
         ({"base_model_name_or_path": None}, {}, ["base_model_name_or_path is None"]),
     ],
 )
-def test_adapters_that_a_recipe_cannot_continue_are_refused(tmp_path, made, asked, named, words):
-    folder = adapters(tmp_path / "lora", model(tmp_path / "base"), **made)
+def test_adapters_that_a_recipe_cannot_continue_are_refused(
+    tmp_path, adapter_fields, recipe_fields, named, words
+):
+    folder = adapters(tmp_path / "lora", model(tmp_path / "base"), **adapter_fields)
     with words.refused(ValueError, *named):
-        base_under(folder, **asked)
+        base_under(folder, **recipe_fields)
 
 
 def test_adapters_of_what_is_no_glm4v_are_refused(tmp_path, words):

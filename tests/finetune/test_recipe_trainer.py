@@ -23,11 +23,11 @@ def trainer(**changes):
 
 def test_each_field_of_the_installed_training_arguments_is_taken_or_refused_by_name():
     public = {f.name: f for f in dataclasses.fields(TrainingArguments) if f.name[0] != "_"}
-    taken = installed_fields()
+    accepted = installed_fields()
     own = {*TrainerFields.model_fields}
-    assert {*taken} == {name for name in public if trainer_field_refusal(name) is None} - own
-    assert {"neftune_noise_alpha", "eval_delay"} <= {*taken} and len(taken) > 20
-    for name, kind in taken.items():
+    assert {*accepted} == {name for name in public if trainer_field_refusal(name) is None} - own
+    assert {"neftune_noise_alpha", "eval_delay"} <= {*accepted} and len(accepted) > 20
+    for name, kind in accepted.items():
         default = public[name].default
         if default is not dataclasses.MISSING:
             TypeAdapter(kind | None).validate_python(getattr(default, "value", default))
@@ -58,17 +58,17 @@ def test_steps_are_counted_as_the_trainer_counts_them(batch, accumulation, drop)
 
 
 def test_warm_up_is_in_steps_or_a_share_of_them():
-    for steps, found in ((1, 0), (2, 1), (39, 1), (40, 2), (1999, 99)):
-        assert trainer().warmup(steps) == found  # the first step of a warm-up has the rate 0
-    for asked, found in ((7, 7), (0, 0), (0.5, 50), (0.29, 29)):
-        assert trainer(warmup_steps=asked).warmup(100) == found
+    for steps, expected in ((1, 0), (2, 1), (39, 1), (40, 2), (1999, 99)):
+        assert trainer().warmup(steps) == expected  # the first step of a warm-up has the rate 0
+    for warmup, expected in ((7, 7), (0, 0), (0.5, 50), (0.29, 29)):
+        assert trainer(warmup_steps=warmup).warmup(100) == expected
 
 
 def test_runs_are_longer_by_the_same_measure_alone():
     four, epochs = {"max_steps": 4}, {"num_train_epochs": 2.0}
     assert is_longer(four, {"max_steps": 5}) and not is_longer(four, four)
-    for there, now in ((four, epochs), (epochs, four), (None, four), ([], four)):
-        assert not is_longer(there, now)
+    for before, now in ((four, epochs), (epochs, four), (None, four), ([], four)):
+        assert not is_longer(before, now)
 
 
 def test_evaluation_has_batches_of_its_own_or_those_of_training():
@@ -78,12 +78,12 @@ def test_evaluation_has_batches_of_its_own_or_those_of_training():
 
 
 def test_what_is_done_at_the_end_of_an_epoch_is_done_by_steps():
-    """Of epochs of 99 steps."""
+    """An epoch has 99 steps."""
     epochs = trainer(save_strategy="epoch", logging_strategy="epoch", eval_delay=2)
     assert (epochs.save_every(99), epochs.eval_every(99), epochs.log_every(5000, 99)) == (99,) * 3
     assert epochs.eval_delay(99) == 198
-    asked = {"save_steps": 4, "eval_steps": 5, "eval_delay": 2}
-    by_steps = {f"trainer.{name}": value for name, value in asked.items()}
+    fields_by_step = {"save_steps": 4, "eval_steps": 5, "eval_delay": 2}
+    by_steps = {f"trainer.{name}": value for name, value in fields_by_step.items()}
     steps = recipe(by_steps | {"data.eval": 0.1}).trainer
     assert (steps.save_every(99), steps.eval_every(99), steps.eval_delay(99)) == (4, 5, 2)
     assert (steps.log_every(300, 99), trainer(logging_steps=7).log_every(300, 99)) == (6, 7)

@@ -1,5 +1,6 @@
-"""What a recipe may not say is refused with its field, before anything is read or started."""
+"""Contradictory and unusable values are refused with their field, before anything starts."""
 
+import json
 import re
 import shlex
 
@@ -7,8 +8,8 @@ import pytest
 
 from glm4v_patched.finetune import preflight
 from glm4v_patched.finetune.preflight import validate_recipe
-from glm4v_patched.finetune.recipe.file import RecipeError
-from glm4v_patched.finetune.recipe.other_names import HERE, NOWHERE, OTHER_VALUES
+from glm4v_patched.finetune.recipe.file import RecipeError, set_nested
+from glm4v_patched.finetune.recipe.other_names import FIELDS_HERE, OTHER_VALUES, REFUSED_FIELDS
 from glm4v_patched.finetune.recipe.sections import check_values, fields
 from tests.helpers.recipes import LEAST
 
@@ -72,45 +73,71 @@ lora.rank=1 lora.rank=2
 """
 
 
-def test_each_is_refused_with_what_was_found_and_what_is_expected(asked, words, monkeypatch):
+def test_each_is_refused_with_what_was_found_and_what_is_expected(recipe_file, words, monkeypatch):
     monkeypatch.setattr(preflight, "require_packages", lambda choice: None)
-    told = []
+    messages = []
     for line in REFUSED.strip().split("\n"):
         with pytest.raises(RecipeError) as error:
-            validate_recipe(asked, shlex.split(line), None, "cpu")
+            validate_recipe(recipe_file, shlex.split(line), None, "cpu")
         lines = sorted(str(error.value).split("\n"))
-        assert all(each.startswith(("command line: ", f"{asked}:")) for each in lines), lines
-        told += [line, *(f"  {each}" for each in lines)]
-    words("\n".join(told))
+        locations = ("command line: ", f"{recipe_file}:")
+        assert all(problem.startswith(locations) for problem in lines), lines
+        messages += [line, *(f"  {problem}" for problem in lines)]
+    words("\n".join(messages))
 
 
-def test_what_can_go_together_is_not_refused(asked):
-    given = ["trained=lora_all", "lora.use_dora=true", "engine.zero_stage=2"]
-    assert validate_recipe(asked, given, None, "cpu")[0].lora.use_dora
+def test_what_can_go_together_is_not_refused(recipe_file):
+    overrides = ["trained=lora_all", "lora.use_dora=true", "engine.zero_stage=2"]
+    assert validate_recipe(recipe_file, overrides, None, "cpu")[0].lora.use_dora
 
 
-def test_a_logger_that_is_not_installed_is_told_with_its_cure(asked):
+def test_a_logger_that_is_not_installed_is_told_with_its_cure(recipe_file):
     with pytest.raises(RecipeError, match="report_to clearml needs clearml: .*install clearml"):
-        validate_recipe(asked, ["trainer.report_to=[clearml]"], None, "cpu")
+        validate_recipe(recipe_file, ["trainer.report_to=[clearml]"], None, "cpu")
 
 
-def told(**values) -> str:
-    return "\n".join(fault.text for fault in check_values(LEAST | values).faults)
+def problems_of(changes: dict) -> str:
+    """Lines about a recipe with changes, which are by dotted names."""
+    problems = check_values(set_nested(LEAST, changes)).problems
+    return "\n".join(problem.text for problem in problems)
 
 
 def test_each_cure_is_a_key_that_a_recipe_takes_or_says_why_none_is_needed():
     known = dict(fields())
-    for name, meant in HERE.items():
-        assert told(**{name: 1}) == f"{name} is not a field of a recipe; did you mean {meant}?"
-        key = re.match(r"[a-z_.]+|--", meant).group()
-        assert key == "--" or key in known, meant  # -- of the command line
-    for name, why in NOWHERE.items():
-        assert told(**{name: 1}).endswith(f"it is not needed: {why}")
+    for name, suggestion in FIELDS_HERE.items():
+        line = f"{name} is not a field of a recipe; did you mean {suggestion}?"
+        assert problems_of({name: 1}) == line
+        key = re.match(r"[a-z_.]+|--", suggestion).group()
+        assert key == "--" or key in known, suggestion  # -- of the command line
+    for name, why in REFUSED_FIELDS.items():
+        assert problems_of({name: 1}).endswith(f"it is not needed: {why}")
         assert {*re.findall(r"\b(?:data|engine|lora|trainer)\.[a-z_]+", why)} <= {*known}
 
 
 def test_a_value_of_another_program_is_answered_with_ours():
+    types = {"trainer.learning_rate": lambda part: {part: 1.0}, "lora.targets": lambda name: [name]}
     for name, values in OTHER_VALUES.items():
-        for value, meant in values.items():
-            assert told(**{name: value}).endswith(f"; did you mean {meant}?")
-            assert all(f"{name} is" not in told(**{name: w}) for w in meant.split(" or "))
+        to_value = types.get(name, str)
+        for value, suggestion in values.items():
+            assert problems_of({name: to_value(value)}).endswith(f"; did you mean {suggestion}?")
+            for choice in suggestion.split(" or "):
+                value = choice if choice == "all-linear" else to_value(choice)
+                assert f"{name} is {json.dumps(value)}" not in problems_of({name: value})
+
+
+def test_a_value_that_is_nearly_a_choice_is_answered_with_it():
+    for name, value, nearest in (
+        ("trainer.lr_scheduler_type", "cosin", "cosine"),
+        ("trainer.report_to", "wandbb", "wandb"),
+        ("trainer.report_to", ["tensorbord", "wandbb"], "tensorboard, wandb"),
+        ("lora.targets", ["query_key_valu"], "query_key_value"),
+        ("trained", "lora_al", "lora_all"),
+        ("trained", "towr+projectr", "tower, projector"),
+        ("engine.tower", "ful", "full"),
+        ("engine.compile", "ture", "true"),
+    ):
+        assert problems_of({name: value}).endswith(f"; did you mean {nearest}?"), name
+    for name, value in (("trained", "everything"), ("data.format", 5), ("model", "")):
+        assert "did you mean" not in problems_of({name: value})
+    rates = problems_of({"trainer.learning_rate": {"tower:1e-5": None}})
+    assert rates.endswith("; a space is missing after a colon")

@@ -23,7 +23,7 @@ from glm4v_patched.finetune.schedule import learning_rates
 from glm4v_patched.finetune.trainer import CheckpointSchedule, RecipeTrainer
 from tests.helpers.recipes import arguments_of, train_here
 
-# Of the row's 20, about five are held out: four steps an epoch.
+# About five of the 20 rows are held out, so an epoch has four steps.
 EIGHT_STEPS = {
     "data.eval": 0.25,
     "data.eval_answers": 0,
@@ -36,7 +36,7 @@ BEST = {"save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True}
 
 
 @pytest.fixture
-def asked(mine) -> Callable[..., Recipe]:
+def make_recipe(mine) -> Callable[..., Recipe]:
     return lambda **fields: mine.override(
         EIGHT_STEPS | {f"trainer.{name}": value for name, value in fields.items()}
     )
@@ -47,8 +47,8 @@ def losses(monkeypatch) -> Callable[..., None]:
     """Sets the loss of the evaluations by their steps: of a small model it depends on rounding."""
 
     def set_losses(of_step: dict[int, float]) -> None:
-        given = lambda self, *_: (of_step[self.state.global_step], 1)  # noqa: E731
-        monkeypatch.setattr(RecipeTrainer, "_mean_loss", given)
+        mean_loss = lambda self, *_: (of_step[self.state.global_step], 1)  # noqa: E731
+        monkeypatch.setattr(RecipeTrainer, "_mean_loss", mean_loss)
 
     return set_losses
 
@@ -65,8 +65,8 @@ def record(monkeypatch) -> Callable[..., dict[str, Any]]:
 
     monkeypatch.setattr(worker, "_report", keep)
 
-    def run(asked: Recipe, checkpoint: Path | None = None) -> dict[str, Any]:
-        report, trainer = train_here(asked, checkpoint), trainers.pop()
+    def run(run_recipe: Recipe, checkpoint: Path | None = None) -> dict[str, Any]:
+        report, trainer = train_here(run_recipe, checkpoint), trainers.pop()
         state, callbacks = trainer.state, trainer.callback_handler.callbacks
         # The last entry is of the process, not of the run: how long it took.
         assert "train_runtime" in state.log_history[-1]
@@ -85,14 +85,14 @@ def record(monkeypatch) -> Callable[..., dict[str, Any]]:
                 for callback in callbacks
                 if hasattr(callback, "early_stopping_patience_counter")
             ],
-            "weights": load_file(Path(asked.out, "adapter_model.safetensors")),
+            "weights": load_file(Path(run_recipe.out, "adapter_model.safetensors")),
         }
 
     return run
 
 
 def killed_and_resumed(
-    asked: Recipe, record: Callable[..., dict[str, Any]], monkeypatch
+    run_recipe: Recipe, record: Callable[..., dict[str, Any]], monkeypatch
 ) -> tuple[dict[str, Any], list[int]]:
     """Resume from each checkpoint; returns what the undisturbed run recorded, and their steps."""
     copies: dict[int, Path] = {}
@@ -100,14 +100,14 @@ def killed_and_resumed(
 
     def copy(self, args, state, control, **kwargs):
         on_save(self, args, state, control, **kwargs)
-        copies[state.global_step] = Path(f"{asked.out}-{state.global_step}")
+        copies[state.global_step] = Path(f"{run_recipe.out}-{state.global_step}")
         shutil.copytree(args.output_dir, copies[state.global_step])
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointSchedule, "on_save", copy)
-        whole = record(asked)
+        whole = record(run_recipe)
     for step, out in copies.items():
-        resumed = record(asked.override({"out": str(out)}), out / f"checkpoint-{step}")
+        resumed = record(run_recipe.override({"out": str(out)}), out / f"checkpoint-{step}")
         assert resumed.keys() == whole.keys()
         for name, weight in whole["weights"].items():
             assert torch.equal(resumed["weights"][name], weight), (step, name)
@@ -121,25 +121,25 @@ def steps_of(recorded: dict[str, Any], kind: str) -> list[int]:
 
 
 def test_evaluations_at_the_end_of_epochs_and_means_across_checkpoints_are_not_lost(
-    asked, record, monkeypatch
+    make_recipe, record, monkeypatch
 ):
-    mine = asked(save_steps=2, logging_steps=3)
+    mine = make_recipe(save_steps=2, logging_steps=3)
     whole, saved = killed_and_resumed(mine, record, monkeypatch)
     assert saved == [2, 4, 6]
     assert steps_of(whole, "eval_loss") == [4, 8]
     assert steps_of(whole, "loss") == [2, 3, 4, 6, 8]
-    # What the check looks at is what the Trainer does.
+    # The check computes the rates that the Trainer uses.
     rates = dict(learning_rates(arguments_of(mine, 8)))
     logged = {e["step"]: e["learning_rate"] for e in whole["entries"] if "loss" in e}
     assert logged == {step: pytest.approx(rates[step - 1]) for step in logged}
 
 
 def test_the_best_and_what_is_left_of_patience_are_not_lost(
-    asked, record, losses, monkeypatch, caplog
+    make_recipe, record, losses, monkeypatch, caplog
 ):
     """The start is evaluated once, and the run ends where it would have ended."""
     losses({0: 2.0, 2: 1.0, 4: 3.0, 6: 2.5, 8: 0.5})
-    mine = asked(**BEST, eval_on_start=True, early_stopping_patience=2)
+    mine = make_recipe(**BEST, eval_on_start=True, early_stopping_patience=2)
     whole, saved = killed_and_resumed(mine, record, monkeypatch)
     assert saved == [0, 2, 4]  # of the step with which it ends there is none
     assert steps_of(whole, "eval_loss") == [0, 2, 4, 6]
@@ -149,33 +149,35 @@ def test_the_best_and_what_is_left_of_patience_are_not_lost(
     shutil.rmtree(Path(again.out, "checkpoint-2"))
     best = record(again, Path(again.out, "checkpoint-4"))["best"]
     assert best == (0.5, 8, "checkpoint-6")  # of the last step there is none
-    assert "checkpoint-2, with the best evaluation, is not complete" in caplog.text
+    assert "checkpoint-2, with the best evaluation, is incomplete" in caplog.text
 
 
-def test_the_start_may_stay_the_best_and_is_what_is_saved_then(asked, record, losses):
+def test_the_start_may_stay_the_best_and_is_what_is_saved_then(make_recipe, record, losses):
     losses({0: 1.0, 4: 3.0, 8: 2.0})
-    mine = asked(save_strategy="epoch", load_best_model_at_end=True, eval_on_start=True)
+    mine = make_recipe(save_strategy="epoch", load_best_model_at_end=True, eval_on_start=True)
     recorded = record(mine)
     assert recorded["best"] == (1.0, 0, "checkpoint-0") and recorded["report"]["best_step"] == 0
     start = load_file(Path(mine.out, "checkpoint-0", "adapter_model.safetensors"))
     assert all(torch.equal(start[name], weight) for name, weight in recorded["weights"].items())
-    told = "the adapters of step 0, the best by eval_loss, which is what training started from"
-    assert told in describe_end(resolve_recipe(mine), on_cpu=True)
+    message = "step 0, the best by eval_loss, which is the model that training started from"
+    assert message in describe_end(resolve_recipe(mine), on_cpu=True)
 
 
 @pytest.mark.parametrize(
     "saving", [{"save_steps": 2}, pytest.param({"save_strategy": "best"}, marks=pytest.mark.slow)]
 )
-def test_only_weights_that_are_kept_can_be_the_best(asked, record, losses, monkeypatch, saving):
-    """Of a step that was not finite there is no checkpoint."""
-    see, steps = DivergenceMonitor.see, iter(range(1, 9))
+def test_only_weights_that_are_kept_can_be_the_best(
+    make_recipe, record, losses, monkeypatch, saving
+):
+    """A step that was not finite has no checkpoint."""
+    see, steps = DivergenceMonitor.record, iter(range(1, 9))
 
     def see_nan(self, loss, norm):
         return see(self, loss * (torch.nan if next(steps) == 4 else 1), norm)
 
     losses({2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0})
-    monkeypatch.setattr(DivergenceMonitor, "see", see_nan)
-    mine = asked(eval_steps=2, load_best_model_at_end=True, **saving)
+    monkeypatch.setattr(DivergenceMonitor, "record", see_nan)
+    mine = make_recipe(eval_steps=2, load_best_model_at_end=True, **saving)
     assert record(mine)["best"] == (2.0, 2, "checkpoint-2")
     assert not Path(mine.out, "checkpoint-4").exists()
 
@@ -196,6 +198,6 @@ def test_only_weights_that_are_kept_can_be_the_best(asked, record, losses, monke
     ],
     ids=lambda fields: ",".join(fields),
 )
-def test_other_runs_are_the_same_too(asked, record, monkeypatch, fields):
-    _, saved = killed_and_resumed(asked(**fields), record, monkeypatch)
+def test_other_runs_are_the_same_too(make_recipe, record, monkeypatch, fields):
+    _, saved = killed_and_resumed(make_recipe(**fields), record, monkeypatch)
     assert saved

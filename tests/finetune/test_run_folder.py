@@ -13,12 +13,12 @@ import pytest
 from glm4v_patched.finetune.run_folder import (
     LOCK,
     RECORD,
-    start_record,
     close_record,
     locked,
     read_record,
     remove_weights,
     require_usable,
+    start_record,
 )
 
 MODEL = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
@@ -92,7 +92,7 @@ def test_a_damaged_record_says_nothing(tmp_path):
     close_record(out, adapters=True)
     for damage in ("", '{"written": 5}', "[" * 99_999):
         (out / RECORD).write_text(damage)
-        with pytest.raises(ValueError, match="and no run says"):
+        with pytest.raises(ValueError, match="which no run has recorded"):
             usable(out, overwrite=True)
 
 
@@ -129,8 +129,8 @@ def test_a_second_run_is_refused_naming_the_first_until_that_was_killed(tmp_path
         assert holder.stdout.readline() == b"held\n"
         link.symlink_to(out)
         for folder in (out, link):
-            told = rf"process {holder.pid} on .*, since .*: .*-c"
-            with pytest.raises(ValueError, match=told), locked(folder):
+            message = rf"process {holder.pid} on .*, since .*: .*-c"
+            with pytest.raises(ValueError, match=message), locked(folder):
                 pass
     finally:
         holder.kill()

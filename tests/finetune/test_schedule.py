@@ -8,22 +8,22 @@ from transformers import SchedulerType
 
 from glm4v_patched.finetune import schedule
 from glm4v_patched.finetune.schedule import (
-    schedule_warnings,
     learning_rates,
     require_schedule,
+    schedule_warnings,
 )
 from tests.helpers.recipes import arguments_of, recipe
 
 
 def fields(name: str, kwargs: dict | None = None, steps: int = 10, **more) -> dict:
-    asked = {"lr_scheduler_type": name, "learning_rate": 1e-3} | more
+    trainer_fields = {"lr_scheduler_type": name, "learning_rate": 1e-3} | more
     if kwargs is not None:
-        asked["lr_scheduler_kwargs"] = kwargs
-    changes = {f"trainer.{name}": value for name, value in asked.items()}
+        trainer_fields["lr_scheduler_kwargs"] = kwargs
+    changes = {f"trainer.{name}": value for name, value in trainer_fields.items()}
     return arguments_of(recipe(changes | {"trained": "full", "data.eval": 0.1}), steps)
 
 
-# What those need that have no default.
+# Arguments without defaults that these schedules need.
 NEEDED = {
     "cosine_with_min_lr": {"min_lr": 1e-5},
     "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
@@ -70,13 +70,13 @@ REFUSED = [
 
 
 def test_what_cannot_be_built_or_cannot_train_is_refused(words):
-    told = []
+    messages = []
     for name, kwargs, more in REFUSED:
-        asked = fields(name, kwargs, more.get("max_steps", 10), **more)
+        arguments = fields(name, kwargs, more.get("max_steps", 10), **more)
         with pytest.raises(ValueError, match="^trainer") as refused:
-            require_schedule(asked)
-        told += [f"{name} {kwargs} {more}", f"  {refused.value}"]
-    words("\n".join(told).replace(transformers.__version__, "VERSION"))
+            require_schedule(arguments)
+        messages += [f"{name} {kwargs} {more}", f"  {refused.value}"]
+    words("\n".join(messages).replace(transformers.__version__, "VERSION"))
 
 
 def test_the_edges_of_a_timescale_are_refused():
@@ -94,11 +94,11 @@ def test_a_schedule_that_an_older_transformers_lacks_is_refused_by_name(monkeypa
 
 
 def test_arguments_that_are_dropped_on_the_way_are_refused(monkeypatch):
-    """As transformers 4.57 drops the timescale of inverse_sqrt."""
+    """transformers 4.57 drops the timescale of inverse_sqrt."""
     build = schedule.get_scheduler
 
-    def drop(name, *, scheduler_specific_kwargs, **given):
-        return build(name, **given)
+    def drop(name, *, scheduler_specific_kwargs, **kwargs):
+        return build(name, **kwargs)
 
     monkeypatch.setattr(schedule, "get_scheduler", drop)
     require_schedule(fields("inverse_sqrt"))
@@ -107,10 +107,10 @@ def test_arguments_that_are_dropped_on_the_way_are_refused(monkeypatch):
 
 
 def test_of_a_long_run_the_edges_are_looked_at():
-    asked = fields("linear", steps=10**6, warmup_steps=1234)
-    found = dict(learning_rates(asked))
-    assert {0, 1, 1233, 1234, 1235, 10**6 - 1, 10**6} <= found.keys() and len(found) < 11_000
-    assert found[1234] == 1e-3 and found[617 + 616] < 1e-3 and found[10**6] == 0
+    arguments = fields("linear", steps=10**6, warmup_steps=1234)
+    rates = dict(learning_rates(arguments))
+    assert {0, 1, 1233, 1234, 1235, 10**6 - 1, 10**6} <= rates.keys() and len(rates) < 11_000
+    assert rates[1234] == 1e-3 and rates[617 + 616] < 1e-3 and rates[10**6] == 0
 
 
 def test_rates_that_never_come_near_or_are_0_for_long_are_doubtful():

@@ -37,37 +37,37 @@ DROPS = {"trainer.dataloader_drop_last": True, "trainer.per_device_train_batch_s
 def test_rows_that_make_no_whole_batch_for_each_process_are_refused(
     changes, rows, processes, is_refused
 ):
-    asked = recipe(DROPS | changes)
+    run_recipe = recipe(DROPS | changes)
     if not is_refused:
-        require_batches(resolve_recipe(asked), rows, processes)
+        require_batches(resolve_recipe(run_recipe), rows, processes)
         return
     kind = r"packed rows \(data.pack_to\)" if "data.pack_to" in changes else "rows"
-    told = f"there are {rows} {kind}: .* for each of {processes} .* takes {4 * processes}, "
-    with pytest.raises(ValueError, match=told):
-        require_batches(resolve_recipe(asked), rows, processes)
+    message = f"there are {rows} {kind}: .* for each of {processes} .* takes {4 * processes}, "
+    with pytest.raises(ValueError, match=message):
+        require_batches(resolve_recipe(run_recipe), rows, processes)
 
 
 def test_a_plan_is_refused_without_a_batch_an_evaluation_or_a_learning_rate(mine, words):
     checked, placement = check_data(resolve_recipe(mine)), Placement(1, on_cpu=True)
     evaluated = mine.override({"data.eval": 0.2})
-    told = []
-    for asked, changes in [
+    messages = []
+    for run_recipe, changes in [
         (mine, {"trainer.dataloader_drop_last": True, "trainer.per_device_train_batch_size": 21}),
         (evaluated, {"trainer.early_stopping_patience": 2, "trainer.eval_steps": 11}),
         (mine, {"trainer.lr_scheduler_type": "cosine_with_min_lr"}),
     ]:
-        asked = asked.override(changes)
-        rows = check_data(resolve_recipe(asked)) if asked.data.eval else checked
+        run_recipe = run_recipe.override(changes)
+        rows = check_data(resolve_recipe(run_recipe)) if run_recipe.data.eval else checked
         with pytest.raises(ValueError, match=r"^trainer\.") as refused:
-            make_plan(resolve_recipe(asked), placement, rows)
-        told.append(str(refused.value))
-    words("\n".join(told))
+            make_plan(resolve_recipe(run_recipe), placement, rows)
+        messages.append(str(refused.value))
+    words("\n".join(messages))
 
 
 def evaluations(steps: int, epoch: int, rows: int = 5, **changes) -> None:
-    asked = {f"trainer.{name}": value for name, value in changes.items()}
+    fields = {f"trainer.{name}": value for name, value in changes.items()}
     checked = SimpleNamespace(eval=SimpleNamespace(rows=range(rows), path="held_out.jsonl"))
-    require_evaluations(recipe(asked | {"data.eval": 0.1}).trainer, checked, steps, epoch)
+    require_evaluations(recipe(fields | {"data.eval": 0.1}).trainer, checked, steps, epoch)
 
 
 BEST_BY_STEPS = {"load_best_model_at_end": True, "save_steps": 20, "eval_steps": 20}
@@ -103,12 +103,12 @@ def test_rows_that_are_only_evaluated_at_the_end_are_and_never_is_refused():
         evaluations(10, 20, rows=0)
 
 
-def ended(asked) -> dict:
+def ended(run_recipe) -> dict:
     """The report of a run that has no result, and left none."""
     with pytest.raises(NoResult) as error:
-        train_here(asked)
-    assert not [*Path(asked.out).glob("*.safetensors")]
-    report = json.loads(Path(asked.out, "training.json").read_text())
+        train_here(run_recipe)
+    assert not [*Path(run_recipe.out).glob("*.safetensors")]
+    report = json.loads(Path(run_recipe.out, "training.json").read_text())
     assert not report["finished"] and report["error"] == str(error.value)
     return report
 
@@ -116,7 +116,7 @@ def ended(asked) -> dict:
 def test_a_training_that_ends_without_a_step_or_a_reason_is_no_result(mine, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RecipeTrainer, "train", Mock())
-        assert "ended after step 0 of 10, and nothing asked it to" in ended(mine)["error"]
+        assert "ended after step 0 of 10 without a reason" in ended(mine)["error"]
         monkeypatch.setattr(worker, "train", Mock(side_effect=NoResult("no step")))
         assert process.run(planned(mine)) == 1
     monkeypatch.undo()
@@ -127,4 +127,4 @@ def test_a_training_that_ends_without_a_step_or_a_reason_is_no_result(mine, monk
         return at_end(self, args, state, control, **kwargs)
 
     monkeypatch.setattr(Progress, "on_step_end", stop)
-    assert "ended after step 1 of 10, and nothing asked it to" in ended(mine)["error"]
+    assert "ended after step 1 of 10 without a reason" in ended(mine)["error"]

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from glm4v_patched.data.stream import StreamDataset
+from glm4v_patched.finetune.bad_rows import BadRow, BadRowTracker
 from glm4v_patched.finetune.divergence import NoResult
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.launch import launch
-from glm4v_patched.finetune.plan import check_data, make_plan, find_start_checkpoint
+from glm4v_patched.finetune.plan import check_data, find_start_checkpoint, make_plan
 from glm4v_patched.finetune.recipe.sections import Recipe
-from glm4v_patched.finetune.bad_rows import BadRow, BadRowTracker
 from glm4v_patched.models.placement import Placement
 from tests.helpers.recipes import (
     drawn_recipe,
@@ -41,105 +41,105 @@ STREAM = {
 
 
 @pytest.fixture
-def asked(tmp_path) -> Recipe:
+def stream_recipe(tmp_path) -> Recipe:
     return drawn_recipe(tmp_path, STREAM)
 
 
-def cut(asked: Recipe, row: int) -> str:
+def cut(run_recipe: Recipe, row: int) -> str:
     """Cut the image of a row; its place."""
-    data = Path(asked.data.train)
+    data = Path(run_recipe.data.train)
     [name] = re.findall(r'"image": "(.*?)"', data.read_text().splitlines()[row - 1])
     os.truncate(data.parent / name, 100)
     return f"{data}:{row}: "
 
 
 def test_a_continued_stream_ends_in_the_same_bits_with_any_number_of_readers(
-    asked, tmp_path, capfd
+    stream_recipe, tmp_path, capfd
 ):
-    whole = train_here(asked)["history"]
+    whole = train_here(stream_recipe)["history"]
     assert re.search(r"^step 1/6 loss", capfd.readouterr().out, re.M), "without an epoch"
-    weights = load_file(Path(asked.out, "adapter_model.safetensors"))
+    weights = load_file(Path(stream_recipe.out, "adapter_model.safetensors"))
     other = {"trainer.data_seed": 5, "trainer.max_steps": 1, "out": str(tmp_path / "other")}
-    assert train_here(asked.override(other))["history"][0]["loss"] != whole[0]["loss"]
-    stopped = asked.override(
+    assert train_here(stream_recipe.override(other))["history"][0]["loss"] != whole[0]["loss"]
+    stopped = stream_recipe.override(
         {"out": str(tmp_path / "stopped"), "trainer.dataloader_num_workers": 2}
     )
-    shutil.copytree(Path(asked.out, "checkpoint-4"), Path(stopped.out, "checkpoint-4"))
+    shutil.copytree(Path(stream_recipe.out, "checkpoint-4"), Path(stopped.out, "checkpoint-4"))
     checkpoint = find_start_checkpoint(resolve_recipe(stopped), 1, True)
     assert train_here(stopped, checkpoint)["history"] == whole
     for name, weight in load_file(Path(stopped.out, "adapter_model.safetensors")).items():
         assert torch.equal(weight, weights[name]), name
 
 
-def test_a_row_that_cannot_be_used_ends_the_run_with_a_checkpoint_to_continue(asked):
-    place = cut(asked, 13)
-    asked = asked.override({"trainer.save_steps": None})
+def test_a_row_that_cannot_be_used_ends_the_run_with_a_checkpoint_to_continue(stream_recipe):
+    place = cut(stream_recipe, 13)
+    stream_recipe = stream_recipe.override({"trainer.save_steps": None})
     with pytest.raises(BadRow) as stopped:
-        train_here(asked)
+        train_here(stream_recipe)
     assert place in str(stopped.value)
-    report = json.loads(Path(asked.out, "training.json").read_text())
+    report = json.loads(Path(stream_recipe.out, "training.json").read_text())
     assert not report["finished"] and place in report["error"]
-    skips = asked.override({"data.on_bad": "skip"})
+    skips = stream_recipe.override({"data.on_bad": "skip"})
     checkpoint = find_start_checkpoint(resolve_recipe(skips), 1, True)
-    assert f"{checkpoint.name} has what was learned" in report["error"]
+    assert f"{checkpoint.name} has the training until then" in report["error"]
     assert train_here(skips, checkpoint)["steps"]["done"] == 6
 
 
-def test_a_row_that_is_left_out_is_told_once_however_often_it_comes(asked, capfd):
-    place, data = cut(asked, 3), Path(asked.data.train)
+def test_a_row_that_is_left_out_is_told_once_however_often_it_comes(stream_recipe, capfd):
+    place, data = cut(stream_recipe, 3), Path(stream_recipe.data.train)
     data.write_text("\n".join(data.read_text().splitlines()[:5]))
-    report = train_here(asked.override({"data.on_bad": "skip", "data.shuffle_buffer": 1}))
+    report = train_here(stream_recipe.override({"data.on_bad": "skip", "data.shuffle_buffer": 1}))
     assert report["finished"] and report["left_out"] == 1
-    assert "".join(capfd.readouterr()).count(f"left out: {place}") == 1
+    assert "".join(capfd.readouterr()).count(f"skipped: {place}") == 1
 
 
-def test_a_stream_of_which_no_row_can_be_learned_from_has_no_result(asked, monkeypatch):
-    """But for those that are looked at before, which do not come."""
+def test_a_stream_of_which_no_row_can_be_learned_from_has_no_result(stream_recipe, monkeypatch):
+    """The first four rows, which are checked before, are usable, but the stream skips them."""
     rows = range(1, 21)
     for row in rows[4:]:
-        cut(asked, row)
+        cut(stream_recipe, row)
     read = StreamDataset.__iter__
     monkeypatch.setattr(StreamDataset, "__iter__", lambda self: islice(read(self), 4, None))
     skips = {"data.on_bad": "skip", "data.shuffle_buffer": 1, "trainer.max_steps": 2}
-    asked = asked.override(skips | {"trainer.save_steps": None})
+    stream_recipe = stream_recipe.override(skips | {"trainer.save_steps": None})
     with pytest.raises(NoResult, match="the loss and the gradients of all 2 steps were 0"):
-        train_here(asked)
-    assert not [*Path(asked.out).glob("*.safetensors")]
+        train_here(stream_recipe)
+    assert not [*Path(stream_recipe.out).glob("*.safetensors")]
 
 
-def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(asked, capsys):
-    with Path(asked.data.train).open("a") as file:
+def test_no_row_is_read_before_the_first_step_but_those_that_are_checked(stream_recipe, capsys):
+    with Path(stream_recipe.data.train).open("a") as file:
         file.write("no row\n")
-    checked = check_data(resolve_recipe(asked))
+    checked = check_data(resolve_recipe(stream_recipe))
     assert checked.counts.samples == 4 and checked.skipped == 0 and checked.files == ()
-    plan = make_plan(resolve_recipe(asked), Placement(1, on_cpu=True), checked)
+    plan = make_plan(resolve_recipe(stream_recipe), Placement(1, on_cpu=True), checked)
     assert plan.steps == 6 and plan.batch.sequence_length == max(checked.column("tokens")) * 5 // 4
-    launch(resolve_recipe(asked), Placement(1, on_cpu=True), dry_run=True)
-    told = capsys.readouterr().out
-    assert "a stream, of which were looked at 4 rows" in told and "epoch" not in told
+    launch(resolve_recipe(stream_recipe), Placement(1, on_cpu=True), dry_run=True)
+    output = capsys.readouterr().out
+    assert "a stream, of which were checked: 4 samples" in output and "epoch" not in output
 
 
 def test_of_many_rows_that_are_left_out_twenty_are_told(capsys):
-    faults = BadRowTracker(ends=False)
+    tracker = BadRowTracker(ends=False)
     for last in (15, 50):
-        faults.see([f"row {number}" for number in range(last)], [])
-    faults.conclude(step=3)
-    assert capsys.readouterr().out.count("left out: row") == 20 and faults.number == 50
+        tracker.record([f"row {number}" for number in range(last)], [])
+    tracker.conclude(step=3)
+    assert capsys.readouterr().out.count("skipped: row") == 20 and tracker.num_skipped == 50
 
 
 def test_so_many_rows_are_looked_at_as_the_recipe_says_and_some_for_their_length():
     for check, first in ((None, 1000), ("first 7", 7), ("none", 20)):
-        assert recipe({"data.stream": True, "data.check": check}).data.first == first
+        assert recipe({"data.stream": True, "data.check": check}).data.num_checked == first
 
 
 @pytest.mark.slow
-def test_a_bad_row_of_one_process_ends_both_under_zero_3(asked, tmp_path):
+def test_a_bad_row_of_one_process_ends_both_under_zero_3(stream_recipe, tmp_path):
     """Also where that process has nothing to learn in a step: the other is not left waiting."""
-    place = cut(asked, 14)
+    place = cut(stream_recipe, 14)
     changes = {"engine.zero_stage": 3, "trainer.max_steps": 12, "trainer.save_steps": 100}
     changes |= {"trainer.gradient_accumulation_steps": 1}
     runs = [
-        asked.override(
+        stream_recipe.override(
             changes
             | {"trainer.per_device_train_batch_size": rows, "out": str(tmp_path / f"out_{rows}")}
         )

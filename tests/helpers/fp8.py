@@ -30,13 +30,13 @@ def build(dtype: torch.dtype = torch.bfloat16, **_) -> GLM4VForCausalLM:
     return small_model(dtype)
 
 
-def layer(held: bool, into: int = 96, out: int = 64, bias: bool = True, **where) -> nn.Linear:
+def layer(stored: bool, into: int = 96, out: int = 64, bias: bool = True, **where) -> nn.Linear:
     """One that quantizes its bf16 weight where it is used, or holds it quantized; the same weight
     for the same sizes."""
     torch.manual_seed(0)
     linear: Any = nn.Linear(into, out, bias=bias, dtype=torch.bfloat16, **where)
-    set_implementation(linear, Fp8StoredLinear if held else Fp8DynamicLinear)
-    if held:
+    set_implementation(linear, Fp8StoredLinear if stored else Fp8DynamicLinear)
+    if stored:
         linear.requires_grad_(False).quantize_weight(stores_transposed=bias)
     return linear
 
@@ -51,20 +51,20 @@ def passes(linear: nn.Module, x: Tensor, towards: Tensor) -> list[Tensor]:
     return [out.detach(), *gradients]
 
 
-def apart(found: Tensor, exact: Tensor) -> float:
+def apart(result: Tensor, exact: Tensor) -> float:
     """Their relative distance."""
-    assert found.isfinite().all()
-    return ((found.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
+    assert result.isfinite().all()
+    return ((result.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What is left of a tensor's rows, each scaled to e4m3 in fp32 and back, in fp64."""
+    """Quantize the rows of a tensor to e4m3, each with its scale, and dequantize them to fp64."""
     largest = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30)
     numbers = (x.float() * (448 / largest)).to(torch.float8_e4m3fn)
     return numbers.double() * (largest / 448).double()
 
 
-def emulated(linear: nn.Linear, x: Tensor, towards: Tensor, held: bool) -> list[Tensor]:
+def emulated(linear: nn.Linear, x: Tensor, towards: Tensor, stored: bool) -> list[Tensor]:
     """Output and gradients of input, weight and bias, in fp64 from quantized operands.
 
     Args:
@@ -75,7 +75,7 @@ def emulated(linear: nn.Linear, x: Tensor, towards: Tensor, held: bool) -> list[
     """
     weight, wide = linear.weight.detach(), towards.double()
     out = rounded(x) @ rounded(weight).t()
-    if held:
+    if stored:
         scale = weight.float().abs().amax(-1, keepdim=True) / 448
         of_input = rounded(towards.float() * scale.t()) @ (rounded(weight) / scale.double())
     else:

@@ -45,14 +45,14 @@ class File:
         return hashlib.sha1(b"blob %d\0" % len(blob) + blob).hexdigest()
 
     def entry(self, path: str) -> dict:
-        """What the Hub tells of it."""
+        """Return the Hub's JSON for this file."""
         size = len(self.content)
-        told = {"type": "file", "path": path, "oid": self.oid, "size": size}
-        told |= {"rfilename": path, "blobId": self.oid}
+        fields = {"type": "file", "path": path, "oid": self.oid, "size": size}
+        fields |= {"rfilename": path, "blobId": self.oid}
         if self.lfs:
             lfs = {"oid": self.sha256, "sha256": self.sha256, "size": size, "pointerSize": 130}
-            told["lfs"] = lfs
-        return told
+            fields["lfs"] = lfs
+        return fields
 
 
 def is_lfs(path: str) -> bool:
@@ -100,7 +100,7 @@ class Repository:
 
 @dataclass
 class Request:
-    """What one request was, and its size; ``status`` is ``None`` where no answer was sent."""
+    """A request, and its size; ``status`` is ``None`` if no answer was sent."""
 
     method: str
     path: str
@@ -160,7 +160,7 @@ class LocalHub:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For processes whose client is to talk to this Hub."""
+        """Return the environment for processes whose client talks to this Hub."""
         return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": self.token, "HF_HUB_DISABLE_XET": "1"}
 
     def redirect_client(self, monkeypatch) -> None:
@@ -270,8 +270,8 @@ class _Handler(BaseHTTPRequestHandler):
         if limit != 0:
             self.log.status = self.status
             self.send_response(self.status)
-            told = {"Content-Type": kind, "Content-Length": str(len(data))} | self.own_headers
-            for key, value in told.items():
+            headers = {"Content-Type": kind, "Content-Length": str(len(data))} | self.own_headers
+            for key, value in headers.items():
                 self.send_header(key, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -286,11 +286,11 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token not in ("", self.hub.token) or (write and not token):
             raise Refusal(401, "Invalid credentials in Authorization header")
-        found = self.hub.repositories.get(name)
-        if found is None or (found.private and not token):
+        repository = self.hub.repositories.get(name)
+        if repository is None or (repository.private and not token):
             # The Hub does not say to others whether a repository exists.
             raise Refusal(404 if token else 401, "Repository not found", "RepoNotFound")
-        return found
+        return repository
 
     def _handle(self) -> Answer:
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
@@ -298,10 +298,10 @@ class _Handler(BaseHTTPRequestHandler):
         if parts == ["api", "validate-yaml"]:
             return {"errors": [], "warnings": []}
         if parts == ["api", "repos", "create"]:
-            asked = json.loads(self.body)
-            name = f"{asked['organization']}/{asked['name']}"
+            request = json.loads(self.body)
+            name = f"{request['organization']}/{request['name']}"
             assert name not in self.hub.repositories, f"{name} is there already"
-            self.hub.add_repository(name, private=asked.get("visibility") == "private")
+            self.hub.add_repository(name, private=request.get("visibility") == "private")
             return {"url": f"{self.hub.endpoint}/{name}", "name": name}
         parts = parts[1:] if parts[0] == "datasets" else parts
         name, rest = "/".join(parts[:2]), parts[2:]
@@ -319,27 +319,29 @@ class _Handler(BaseHTTPRequestHandler):
             case "GET", [] | ["revision", _]:
                 oid, files = self._at(repository, rest[1] if rest else "main")
                 siblings = [file.entry(path) for path, file in sorted(files.items())]
-                told = {"id": name, "sha": oid, "private": repository.private, "tags": []}
-                return told | {"siblings": siblings}
+                fields = {"id": name, "sha": oid, "private": repository.private, "tags": []}
+                return fields | {"siblings": siblings}
             case "GET", ["tree", revision, *folder]:
                 _, files = self._at(repository, revision)
                 under = "/".join(folder)
-                found = [path for path in sorted(files) if path.startswith(under)]
-                if not found:
+                paths = [path for path in sorted(files) if path.startswith(under)]
+                if not paths:
                     raise Refusal(404, f"{under} does not exist on {revision}", "EntryNotFound")
-                return [files[path].entry(path) for path in found]
+                return [files[path].entry(path) for path in paths]
             case "GET", ["resolve", revision, *path]:
                 return self._resolve(*self._at(repository, revision), "/".join(path))
             case "POST", ["paths-info", revision]:
                 _, files = self._at(repository, revision)
-                asked = [path for path in parse_qs(self.body.decode())["paths"] if path in files]
+                wanted_paths = [
+                    path for path in parse_qs(self.body.decode())["paths"] if path in files
+                ]
                 # The Hub names xet's hash in the tree too; that would send downloads to xet.
                 xet = {"xetHash": "0" * 64}
-                return [files[p].entry(p) | (xet if files[p].lfs else {}) for p in asked]
+                return [files[p].entry(p) | (xet if files[p].lfs else {}) for p in wanted_paths]
             case "POST", ["lfs-files", "duplicate"]:
-                asked = json.loads(self.body)
-                target = self._repository(asked["target"]["name"], write=True)
-                hashes = [wanted["sha256"] for wanted in asked["files"]]
+                wanted_paths = json.loads(self.body)
+                target = self._repository(wanted_paths["target"]["name"], write=True)
+                hashes = [wanted["sha256"] for wanted in wanted_paths["files"]]
                 target.objects |= {digest: repository.objects[digest] for digest in hashes}
                 return {"success": [], "failed": []}
         raise Refusal(404, f"no such route: {self.command} {self.path}")
@@ -388,15 +390,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.own_headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
         if file.lfs:
             self.own_headers |= {"X-Linked-Size": str(size), "X-Linked-Etag": f'"{file.sha256}"'}
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, end = int(asked[1]), min(int(asked[2] or size) + 1, size)
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(match[1]), min(int(match[2] or size) + 1, size)
             self.status, self.own_headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{size}"
             return file.content[start:end]
         return file.content
 
-    def _preupload(self, path: str, there: File | None) -> dict:
+    def _preupload(self, path: str, present: File | None) -> dict:
         answer = {"path": path, "uploadMode": "lfs" if is_lfs(path) else "regular"}
-        answer["oid"] = there and (there.sha256 if there.lfs else there.oid)
+        answer["oid"] = present and (present.sha256 if present.lfs else present.oid)
         return answer | {"shouldIgnore": False}
 
     def _commit(self, repository: Repository) -> str:

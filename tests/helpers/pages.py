@@ -27,7 +27,7 @@ def commands(page: Path) -> list[str]:
     text = MEASURED.sub("", page.read_text())
     python = blocks(page, "python")
     shell = [line for block in blocks(page, "bash") for line in lines_of_shell(block)]
-    inline = [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
+    inline = [" ".join(code.split()) for code in INLINE.findall(FENCE.sub("", text))]
     return [*python, *shell, *inline]
 
 

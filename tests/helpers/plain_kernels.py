@@ -28,7 +28,13 @@ def put_in_the_place_of_kernels(monkeypatch, model, has_products: bool) -> list[
 
     for name, functions in KERNELS.items():
         module: Any = ModuleType(name)
+<<<<<<< HEAD
         vars(module).update({kernel: noted(getattr(reference, kernel)) for kernel in functions})
+=======
+        vars(module).update(
+            {function: noted(getattr(reference, function)) for function in functions}
+        )
+>>>>>>> m-w-finetune
         monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.kernels.{name}", module)
     monkeypatch.setattr(inference_layers, "_can_use_kernels", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", (model.config.kv_channels,))

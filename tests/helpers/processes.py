@@ -20,7 +20,7 @@ from glm4v_patched.engine.environment import rank_environments, path_with_interp
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_SERVE = 300
-# What is left to the other ranks once one has failed, to say why.
+# Seconds for the other ranks to report, once one has failed.
 SECONDS_TO_END = 10
 WORKERS = ROOT / "tests" / "distributed"
 
@@ -40,7 +40,7 @@ def on_processes(number: int, *script: str) -> list[str]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """For processes that import this package and the tests' helpers."""
+    """Return the environment for processes that import this package and the tests' helpers."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -92,11 +92,11 @@ def serving(
         )
     try:
         end = time.monotonic() + SECONDS_TO_SERVE
-        while not (found := re.search(announced, log.read_text())):
+        while not (match := re.search(announced, log.read_text())):
             if process.poll() is not None or time.monotonic() > end:
                 pytest.fail(f"not served, status {process.poll()}\n{log.read_text()[-4000:]}")
             time.sleep(0.05)
-        yield found[1], process
+        yield match[1], process
     finally:
         process.kill()
         process.wait()
@@ -135,7 +135,7 @@ def run_ranks(*command: str, seconds: float, processes: int = 2) -> Ended:
     """Run a script, or ``-m`` and a module, as each rank of so many processes, which spares torch's
     launcher. Once one fails, the others are given :data:`SECONDS_TO_END`; the status is that of the
     first one that failed."""
-    ranks = [cpu_environment() | told for told in rank_environments(processes)]
+    ranks = [cpu_environment() | variables for variables in rank_environments(processes)]
     return run_processes([sys.executable, *command], ranks, seconds)
 
 

@@ -66,12 +66,12 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
 
 
 def amended(name: str, **values):
-    """What changes these fields of a JSON file of a build."""
+    """Return a function that changes these fields of a JSON file of a build."""
     return lambda folder: edit(folder / name, lambda config: config.update(values))
 
 
 def signed(plant: Callable[[Path], object]):
-    """What plants, and lets the manifest agree with it."""
+    """Return a function that plants a file, and makes the manifest agree with it."""
     return lambda folder: [plant(folder), sign(folder)]
 
 
@@ -109,6 +109,6 @@ def is_whole(files: dict[str, File], folder: Path) -> bool:
 
 def is_published(hub: LocalHub, folder: Path, name: str = NAME) -> bool:
     """Whether all is there, in one commit, and the tag on it."""
-    there = hub.repositories[name]
-    whole = len(there.commits) == 2 and is_whole(there.files, folder)
-    return whole and there.tags == {TAG: there.head}
+    repository = hub.repositories[name]
+    whole = len(repository.commits) == 2 and is_whole(repository.files, folder)
+    return whole and repository.tags == {TAG: repository.head}

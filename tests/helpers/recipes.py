@@ -33,7 +33,7 @@ LEAST = {
 
 
 def recipe(changes: Mapping = {}) -> Recipe:  # noqa: B006 (only read)
-    """A recipe whose files need not be there; changes are by dotted names."""
+    """Return a recipe whose files need not exist; changes have dotted names."""
     return Recipe.from_values(LEAST).override(changes)
 
 
@@ -47,7 +47,7 @@ def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (
     conversations = draw_data_set(folder / "images", 20, seed=0, side=IMAGE_SIDE)
     write_conversations(folder / "train.jsonl", conversations)
     build_from_scratch(folder / "model", conversations, seed=0)
-    drawn = {
+    values = {
         "model": str(folder / "model"),
         "out": str(folder / "out"),
         "data.train": str(folder / "train.jsonl"),
@@ -55,13 +55,13 @@ def drawn_recipe(folder: Path, changes: Mapping = {}) -> Recipe:  # noqa: B006 (
         "trainer.per_device_train_batch_size": 2,
         "trainer.learning_rate": 1e-3,
     }
-    return recipe(drawn | dict(changes))
+    return recipe(values | dict(changes))
 
 
 def planned(
     recipe: Recipe, checkpoint: Path | None = None, accept: bool = False, processes: int = 1
 ) -> Path:
-    """Check the data, plan, and write both to ``out``; the plan's file.
+    """Check the data, plan, and write both to ``out``; return the plan's file.
 
     Args:
         accept: Whether the checkpoint's rows may have been others.
@@ -81,7 +81,7 @@ def planned(
 
 
 def train_here(recipe: Recipe, checkpoint: Path | None = None, accept: bool = False) -> dict:
-    """Train in this process, once the data has been checked; what ``training.json`` says."""
+    """Check the data, train in this process, and return the contents of ``training.json``."""
     from glm4v_patched.finetune.plan import Plan
     from glm4v_patched.finetune.worker import train
 
@@ -103,22 +103,24 @@ def train_in_processes(
     return run_ranks(*worker, seconds=120 * (1 + len([*plans, *with_dropout, *diverging])))
 
 
-def arguments_of(asked: Recipe, steps: int = 10) -> dict[str, Any]:
-    """What the Trainer is given for a recipe, on a CPU, of so many steps an epoch."""
+def arguments_of(run_recipe: Recipe, steps: int = 10) -> dict[str, Any]:
+    """Return the ``TrainingArguments`` of a recipe on a CPU, with so many steps an epoch."""
     return training_arguments(
-        resolve_recipe(asked),
-        decide_options(ChatGLMConfig(), asked.engine_options(), BATCH, 0),
+        resolve_recipe(run_recipe),
+        decide_options(ChatGLMConfig(), run_recipe.engine_options(), BATCH, 0),
         steps,
         steps,
         on_cpu=True,
-        evaluates=asked.data.eval is not None,
+        evaluates=run_recipe.data.eval is not None,
         continues=False,
         loading={},
     )
 
 
-def built(asked: Recipe) -> nn.Module:
-    """The recipe's model, ready to be trained on a CPU."""
+def built(run_recipe: Recipe) -> nn.Module:
+    """Return the recipe's model, prepared for training on a CPU."""
     from glm4v_patched.finetune.worker import build_model
 
-    return build_model(decide_options(ChatGLMConfig(), asked.engine_options(), BATCH, 0), resolve_base(asked))
+    return build_model(
+        decide_options(ChatGLMConfig(), run_recipe.engine_options(), BATCH, 0), resolve_base(run_recipe)
+    )

@@ -57,19 +57,19 @@ async def call(
     async def send(message):
         sent.append(message)
 
-    given = {"host": "localhost:8000", "content_type": "application/json"} | headers
+    headers_given = {"host": "localhost:8000", "content_type": "application/json"} | headers
     scope = {
         "type": "http",
         "method": method,
         "path": path,
         "query_string": b"",
-        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()],
+        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers_given.items()],
     }
     await app(scope, receive, send)
-    said = b"".join(message.get("body", b"") for message in sent[1:])
-    if said.startswith((b"data: ", b"event: ")):
-        return sent[0]["status"], {"lines": said.decode().splitlines()}
-    return sent[0]["status"], json.loads(said or b"{}")
+    reply = b"".join(message.get("body", b"") for message in sent[1:])
+    if reply.startswith((b"data: ", b"event: ")):
+        return sent[0]["status"], {"lines": reply.decode().splitlines()}
+    return sent[0]["status"], json.loads(reply or b"{}")
 
 
 class EchoQueue:
@@ -105,5 +105,5 @@ def echo_app(queue: EchoQueue, with_page: bool = False, **limits):
 def numbered_ids(monkeypatch) -> None:
     """Give responses and their messages ids that are the same in every run."""
     numbers = itertools.count(1)
-    made = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032}"))
-    monkeypatch.setattr(replies, "uuid", made)
+    fake = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032}"))
+    monkeypatch.setattr(replies, "uuid", fake)

@@ -1,1 +1,1 @@
-"""What is asked: the file of a recipe, its sections, and what they cannot say together."""
+"""The recipe: its file, its sections, and the rules between its fields."""

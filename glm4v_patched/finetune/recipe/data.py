@@ -1,4 +1,4 @@
-"""``data:`` of a recipe: the sets of rows, and what becomes of them."""
+"""Section ``data`` of a recipe: the data sets, and how they are read."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,8 +21,8 @@ from .types import (
 EvalFraction = Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
 FormatName = Literal[("auto", *ROW_FORMATS)]  # type: ignore[valid-type]
 SETS_IN_WORDS = "a file, a folder, an id of the Hub, a list of sets"
-# How many rows are looked at before a training whose rows are read as it goes: where it is not
-# said, and where none are to be checked, which still tell how long rows are.
+# Rows of a stream that are checked before training: by default, and with ``check: none``, where
+# they are read all the same to learn how long rows are.
 DEFAULT_CHECKED_ROWS, MIN_CHECKED_ROWS = 1000, 20
 
 
@@ -34,101 +34,103 @@ CheckExtent = Annotated[
 
 
 class Data(Section):
-    """What is learned."""
+    """The section ``data``."""
 
     train: Annotated[PathText | list[Any], Expected(SETS_IN_WORDS), MAY_CHANGE]
-    """Conversations: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow, tar of WebDataset), files by a
-    pattern (rows/*.jsonl), a folder (of these, of images, of LLaMA-Factory's) or an id of the
-    Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight says how often each row
-    comes in an epoch. Of a set may also be given: format, columns, image_folder, ignore,
-    allow_urls, max_samples, and split, subset and revision of what datasets reads."""
+    """Conversations to train on: a file (JSONL, JSON, CSV, TSV, Parquet, Arrow, WebDataset's tar),
+    a pattern (rows/*.jsonl), a folder (of these, of images, of LLaMA-Factory's) or an id of the
+    Hub; or a list of these and of {path: FILE, weight: 2.0}, where weight is how often each row
+    comes in an epoch. Each set may have its own format, columns, image_folder, ignore, allow_urls
+    and max_samples; data sets that the library datasets reads also split, subset and revision."""
     eval: Annotated[
         PathText | list[Any] | EvalFraction | None,
         Expected(f"{SETS_IN_WORDS}, a share of the rows as 0.05 or null"),
         MAY_CHANGE,
     ] = None
-    """Conversations to evaluate on, named as those to train on; or the share of the rows that is
-    held out, by their digests: always the same rows, and equal rows together."""
+    """Conversations to evaluate on, given like those to train on; or a share of the training rows
+    to hold out, chosen by their digests: always the same rows, and duplicates together."""
     eval_answers: Annotated[AtLeastZero, MAY_CHANGE] = 8
-    """Of the rows for evaluation, so many are also answered at each evaluation: the share of exact
-    answers is logged, and the images with answers are drawn to answers.png in out; 0 for none."""
+    """How many rows of data.eval the model also answers at each evaluation: the share of exact
+    matches is logged, and the images with their answers are drawn to answers.png in out; 0 for
+    none."""
     eval_max_new_tokens: Annotated[AtLeastOne, MAY_CHANGE] = 64
-    """Tokens of such an answer, at most."""
+    """Maximum number of tokens of such an answer."""
     format: Annotated[FormatName, MAY_CHANGE] = "auto"
-    """Of the rows; "auto": by the keys of a file's first row."""
+    """Format of the rows; "auto": by the keys of a file's first row."""
     columns: Annotated[
         dict[str, str | list[str]] | None,
         Expected("{question: COLUMN, answer: COLUMN, image: COLUMN}"),
         MAY_CHANGE,
     ] = None
-    """Of rows of no format: which columns are question, answer, image, system, turns (a list) and
-    history, as {question: "Question: {question}", answer: answer, image: image}."""
+    """For rows of no known format: which columns are question, answer, image, system, turns (a
+    list) and history, as {question: "Question: {question}", answer: answer, image: image}."""
     max_samples: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Read so many rows of each set, the first ones; null: all."""
+    """Read only the first rows of each set, so many; null: all."""
     image_folder: Annotated[Folder | None, MAY_CHANGE] = None
-    """What paths of images are relative to; null: the folder of their file."""
+    """Folder to which image paths are relative; null: the folder of the file with the rows."""
     ignore: Annotated[list[Text], Expected("a list of names"), MAY_CHANGE] = []
-    """Keys of rows, or columns, that are left out."""
+    """Keys of rows, or columns, to leave out."""
     allow_urls: Annotated[bool, MAY_CHANGE] = False
-    """Fetch images that rows name by http:// or https://, once; they are kept in the cache."""
+    """Download images that rows name by http:// or https://, once; they stay in the cache."""
     pack_to: AtLeastOne | None = None
-    """Pack conversations into rows of at most so many positions, none longer; the batch size then
-    counts such rows."""
+    """Pack conversations into sequences of at most so many tokens; no conversation may be longer.
+    The batch size then counts packed sequences."""
     check: CheckExtent | None = None
     """Which rows of each set are read and decoded before the first step: all, none or first N; the
-    rest is then checked as it is learned. null: all, or "first 1000" of a stream."""
+    others are checked while training. null: all, or "first 1000" of a stream."""
     stream: bool | None = None
-    """Read the rows while they are learned, in place of all of them before: the first step comes at
-    once, however many there are. The run's length is then trainer.max_steps, and a set's weight is
-    how often it is drawn from, beside the others. null: if not all rows are checked."""
+    """Read the rows while training instead of all of them before: the first step comes at once,
+    however many rows there are. The run's length is then trainer.max_steps, and a set's weight is
+    how often it is sampled, relative to the others. null: stream if not all rows are checked."""
     shuffle_buffer: AtLeastOne = 1000
-    """Of a stream: the next row is drawn from so many, of all sets together, that each process has
-    read ahead."""
+    """For a stream: the next row is picked at random from a buffer of so many rows, of all sets
+    together, that each process reads ahead."""
     on_bad: Annotated[Literal["fail", "skip"], MAY_CHANGE] = "fail"
-    """What to do about rows that cannot be used: end with their list, or leave them out. Of a
-    stream: end with a checkpoint and the row's place, or leave it out."""
+    """What to do about rows that cannot be used: fail with a list of them, or skip them. A stream
+    fails with a checkpoint, and with the file and line of the row."""
     reuse_features: Annotated[bool | Folder, MAY_CHANGE] = False
-    """An image goes through the vision tower, which must be frozen, only the first time. What came
-    out is kept in the folder named; or, if true, in the memory of each process, up to 16 GiB, which
-    is of use to a single process: others draw other images in each epoch."""
+    """Run each image through the vision tower, which must be frozen, only once, and cache its
+    features: in the folder named, or, if true, in the memory of each process, up to 16 GiB. The
+    latter helps a single process only: several get other images in each epoch."""
 
     @property
     def is_streamed(self) -> bool:
-        """Whether rows are read while they are learned."""
+        """Return whether rows are read while training."""
         return bool(self.stream) or self.check not in (None, "all")
 
     @property
     def ends_at_bad_row(self) -> bool:
-        """Whether a row that cannot be used ends the run, with a checkpoint."""
+        """Return whether a row that cannot be used ends the run, with a checkpoint."""
         return self.is_streamed and self.on_bad == "fail"
 
     @property
-    def first(self) -> int | None:
-        """How many rows of each set to train on are checked before; None for all."""
+    def num_checked(self) -> int | None:
+        """Return how many rows of each training set are checked before training; None for all."""
         if not self.is_streamed:
             return None
         word = self.check or f"first {DEFAULT_CHECKED_ROWS}"
         return MIN_CHECKED_ROWS if word == "none" else int(word.split()[1])
 
     def sources(self) -> tuple[DataSource, ...]:
-        """The sets of ``train``."""
-        return make_sources(self.train, self._of_every_set())
+        """Return the sets of ``train``."""
+        return make_sources(self.train, self._common_fields())
 
-    def evaluated(self) -> float | tuple[DataSource, ...] | None:
-        """The sets of ``eval``, or the share that is held out."""
+    def eval_sources(self) -> float | tuple[DataSource, ...] | None:
+        """Return the sets of ``eval``, or the share to hold out."""
         if self.eval is None or isinstance(self.eval, float):
             return self.eval
-        return make_sources(self.eval, self._of_every_set())
+        return make_sources(self.eval, self._common_fields())
 
     def files(self) -> list[Path]:
-        """The files and folders of all sets."""
+        """Return the local files and folders of all sets."""
         return [Path(source.path) for source in self.all_sources() if source.is_local]
 
     def all_sources(self) -> list[DataSource]:
-        """The sets of ``train`` and ``eval``."""
-        evaluated = self.evaluated()
-        return [*self.sources(), *(evaluated if isinstance(evaluated, tuple) else ())]
+        """Return the sets of ``train`` and ``eval``."""
+        eval_sources = self.eval_sources()
+        return [*self.sources(), *(eval_sources if isinstance(eval_sources, tuple) else ())]
 
-    def _of_every_set(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
+        """Return the fields that apply to every set without its own."""
         names = ("format", "image_folder", "ignore", "allow_urls", "columns", "max_samples")
         return {name: getattr(self, name) for name in names}

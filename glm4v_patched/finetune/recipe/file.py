@@ -1,7 +1,7 @@
-"""A YAML or JSON file as values, with the line of each key; faults are reported by line.
+"""Read a YAML or JSON file as values with the line of each key, and report problems by line.
 
-PyYAML, and not ruamel.yaml: that reads 010 as 10 and 2024-01-01 as a date, drops tags silently and
-ends at the first key that is there twice, so that all of the rules below would still be ours.
+It uses PyYAML. ruamel.yaml would read 010 as 10 and 2024-01-01 as a date, drop tags silently, and
+end at the first duplicate key, so that the rules below would be needed all the same.
 """
 
 import json
@@ -16,6 +16,7 @@ import yaml
 
 from ...atomic import write_atomically
 from ...terminal_text import listed, printable
+from .yaml_hints import explain_syntax_error, find_mistake
 
 # A recipe is a page of text; a larger file is a mistake, such as data or weights.
 MAX_RECIPE_BYTES = 2**16
@@ -24,37 +25,54 @@ NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 
 class RecipeProblem(NamedTuple):
-    """``name`` is dotted; empty where no field is to blame, and an option where that is."""
+    """A problem with a recipe.
+
+    Args:
+        name: Dotted name of the field; empty if no field is to blame, and the option (``--device``)
+            if that is.
+        text: The message, without file and line.
+    """
 
     name: str
     text: str
 
 
 @contextmanager
-def collect_problems(faults: list[RecipeProblem], name: str, before: str = "") -> Iterator[None]:
-    """Add an error about a field to ``faults``, and go on after the block."""
+def collect_problems(problems: list[RecipeProblem], name: str, prefix: str = "") -> Iterator[None]:
+    """Append an error of the block to ``problems``, and go on after the block.
+
+    Args:
+        name: Dotted name of the field that is checked.
+        prefix: Put before the message.
+    """
     try:
         yield
     except (ValueError, RuntimeError) as error:
-        faults.append(RecipeProblem(name, f"{before}{error}"))
+        problems.append(RecipeProblem(name, f"{prefix}{error}"))
 
 
 class RecipeError(ValueError):
-    """A recipe cannot be; the message has a line for each fault, ``names`` has what is to blame."""
+    """A recipe cannot be used; the message has a line for each problem.
 
-    found: tuple[Any, Any] = None, None
+    Attributes:
+        names: Dotted names of the fields that are to blame.
+        recipe_and_placement: What was resolved in spite of the problems, else None.
+    """
+
+    recipe_and_placement: tuple[Any, Any] = None, None
 
     def __init__(self, lines: Sequence[str], names: Sequence[str] = ()):
-        super().__init__(listed(lines, MAX_PROBLEMS, between="\n"))
+        super().__init__(listed(lines, MAX_PROBLEMS, separator="\n"))
         self.names = {*names}
 
 
 @dataclass(frozen=True)
 class Document:
-    """What a file says, and then the command line.
+    """The values of a recipe's file, with those of the command line laid over them.
 
-    ``lines`` has the line of each key by its dotted name, ``overridden`` the dotted names that the
-    command line gave.
+    Args:
+        lines: Line of each key by its dotted name.
+        overridden: Dotted names that the command line set.
     """
 
     path: Path
@@ -62,101 +80,119 @@ class Document:
     lines: dict[str, int]
     overridden: frozenset[str] = frozenset()
 
-    def error(self, faults: Sequence[RecipeProblem]) -> RecipeError:
-        """The error that lists faults with file and line, in their order."""
-        ordered = sorted(faults, key=lambda fault: self.lines.get(fault.name, 0))
-        lines = [self._where(fault.name) + fault.text for fault in ordered]
-        return RecipeError(lines, [fault.name for fault in faults])
+    def error(self, problems: Sequence[RecipeProblem]) -> RecipeError:
+        """Return the error that lists problems with file and line, in the order of the lines."""
+        ordered = sorted(problems, key=lambda problem: self.lines.get(problem.name, 0))
+        lines = [self._location(problem.name) + problem.text for problem in ordered]
+        return RecipeError(lines, [problem.name for problem in problems])
 
-    def _where(self, name: str) -> str:
-        """``FILE:LINE: `` of a dotted name, or of the section around it."""
-        around = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
-        line = next((self.lines[outer] for outer in around if outer in self.lines), None)
-        given = name.startswith("--") or any(o.startswith(f"{name}.") for o in self.overridden)
-        if (line is None and given) or not self.overridden.isdisjoint(around):
+    def _location(self, name: str) -> str:
+        """Return ``FILE:LINE: `` of a dotted name or of its section, or ``command line: ``."""
+        names = [name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))]
+        line = next((self.lines[outer] for outer in names if outer in self.lines), None)
+        is_option = name.startswith("--")
+        is_option = is_option or any(o.startswith(f"{name}.") for o in self.overridden)
+        if (line is None and is_option) or not self.overridden.isdisjoint(names):
             return "command line: "
         return f"{printable(str(self.path))}:{'' if line is None else f'{line}:'} "
 
     def override(self, assignments: Sequence[str]) -> "Document":
-        """The document with ``engine.compile=true`` and the like laid over it.
+        """Return the document with assignments such as ``engine.compile=true`` laid over it.
 
         Raises:
-            RecipeError: one is no assignment, its value no YAML, or a name is there twice.
+            RecipeError: An assignment lacks its ``=``, its value is no YAML, or a name is assigned
+                twice.
         """
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for text in assignments:
             name, equals, value = text.partition("=")
-            told = f"command line: {short_name(name)}"
+            location = f"command line: {short_name(name)}"
             if not equals or not all(name.split(".")):
-                told = f"command line: {shown(text)} is no assignment; expected field=value, as in "
-                raise RecipeError([told + "engine.compile=true"])
-            if name in given:
-                raise RecipeError([f"{told} is given twice"])
-            given[name], _ = _read_yaml(value, f"{told}:")
+                raise RecipeError(
+                    [
+                        f"command line: {short_json(text)} is no assignment; expected field=value, "
+                        "as in engine.compile=true"
+                    ]
+                )
+            if name in values:
+                raise RecipeError([f"{location} is given twice"])
+            values[name], _ = _read_yaml(value, f"{location}:")
         if not isinstance(self.values, dict):
-            return self  # which is reported instead
-        values = set_nested(self.values, given)
-        return replace(self, values=values, overridden=frozenset(given))
+            return self  # check_values reports it
+        nested = set_nested(self.values, values)
+        return replace(self, values=nested, overridden=frozenset(values))
 
 
 def read_document(path: Path) -> Document:
-    """Read a file as YAML (scalars as in 1.2), which JSON is, too, but for some signs.
+    """Read a file as YAML with the scalars of YAML 1.2; JSON is read as YAML.
 
     Raises:
-        RecipeError: the file is not there, or cannot be read; with its line where one is to blame.
+        RecipeError: The file is missing or cannot be read; the message has the line.
     """
     name = printable(str(path))
     text = _read_text(path, name)
     if path.suffix.lower() == ".json":
         text = as_yaml(text)
-    return Document(path, *_read_yaml(text, f"{name}:"))
+    values, lines = _read_yaml(text, f"{name}:")
+    if isinstance(values, str):  # one text, as of lines without a single colon
+        for number, line in enumerate(text.split("\n"), 1):
+            if mistake := find_mistake(line):
+                raise RecipeError([f"{name}:{number}: {printable(mistake)}"])
+    return Document(path, values, lines)
 
 
 def as_yaml(text: str) -> str:
-    """JSON without signs that YAML refuses or takes for ends of lines: all but tabs, which are
-    never part of a text there, are in texts alone."""
-    return NOT_IN_YAML.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text.replace("\t", " "))
+    """Convert JSON to YAML: escape the characters that YAML refuses or takes for line ends.
+
+    Tabs become spaces: JSON has them between values only, never inside a string.
+    """
+    return NOT_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text.replace("\t", " "))
 
 
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
-    """Write the values of a recipe as JSON, which is YAML, too."""
+    """Write the values of a recipe as JSON that is valid YAML, too."""
     text = json.dumps(values, indent=2, ensure_ascii=False)
     write_atomically(path, as_yaml(text) + "\n")
 
 
-def set_nested(values: dict, given: Mapping[str, Any]) -> dict:
-    """A copy of nested ``values`` with others by dotted names."""
+def set_nested(values: dict, changes: Mapping[str, Any]) -> dict:
+    """Return a copy of nested ``values`` with ``changes``, whose keys are dotted names."""
     values = dict(values)
-    for name, value in given.items():
+    for name, value in changes.items():
         *sections, field = name.split(".")
-        place = values
+        target = values
         for section in sections:
-            inner = place.get(section, {})
+            inner = target.get(section, {})
             if not isinstance(inner, dict):
-                text = f"{short_name(name)} cannot be: {short_name(section)} is {shown(inner)}"
-                raise RecipeError([f"command line: {text}, and no section"])
-            place[section] = place = dict(inner)
-        place[field] = value
+                raise RecipeError(
+                    [
+                        f"command line: {short_name(name)} cannot be: {short_name(section)} is "
+                        f"{short_json(inner)}, and no section"
+                    ]
+                )
+            target[section] = target = dict(inner)
+        target[field] = value
     return values
 
 
-def shown(value: Any) -> str:
-    """A value as JSON has it, on one line and not too long."""
-    return _on_one_line(json.dumps(value, ensure_ascii=False, default=str))
+def short_json(value: Any) -> str:
+    """Return a value as JSON on one printable line of at most 200 characters."""
+    return _fit_line(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def short_name(name: str) -> str:
-    """A key, on one line and not too long."""
-    return _on_one_line(name) or '""'
+    """Return a key on one printable line of at most 200 characters."""
+    return _fit_line(name) or '""'
 
 
-def _on_one_line(text: str) -> str:
-    """Printable, and not longer than a path may well be."""
+def _fit_line(text: str) -> str:
+    """Return printable text of at most 200 characters, as long as a path may well be."""
     line = printable(text[:201])
     return line if len(line) <= 200 else line[:197] + "..."
 
 
 def _read_text(path: Path, name: str) -> str:
+    """Return the text of a file, or raise ``RecipeError`` if it is too large or no UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_RECIPE_BYTES + 1)
@@ -165,8 +201,8 @@ def _read_text(path: Path, name: str) -> str:
     if len(content) > MAX_RECIPE_BYTES:
         raise RecipeError(
             [
-                f"{name}: has over {MAX_RECIPE_BYTES:,} bytes, and a recipe is a page of text: is it "
-                "another file?"
+                f"{name}: has over {MAX_RECIPE_BYTES:,} bytes, and a recipe is a page of text: is "
+                "it another file?"
             ]
         )
     try:
@@ -178,7 +214,12 @@ def _read_text(path: Path, name: str) -> str:
         raise RecipeError([text]) from None
 
 
-def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
+def _read_yaml(text: str, location: str) -> tuple[Any, dict[str, int]]:
+    """Return values, and the line of each key by its dotted name.
+
+    Args:
+        location: Begins each message, such as ``FILE:``.
+    """
     lines: dict[str, int] = {}
     try:
         loader = _Yaml12Loader(text)
@@ -188,22 +229,23 @@ def _read_yaml(text: str, place: str) -> tuple[Any, dict[str, int]]:
         _add_lines(node, "", lines)
         return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
-        line = (error.problem_mark or error.context_mark).line + 1  # type: ignore[union-attr]
-        told = printable(", ".join(filter(None, (error.context, error.problem))))
-        raise RecipeError([f"{place}{line}: {told}"]) from None
+        line, message = explain_syntax_error(text, error)
+        raise RecipeError([f"{location}{line}: {printable(message)}"]) from None
     except RecursionError:
-        raise RecipeError([f"{place} too many levels; a recipe has sections of fields"]) from None
+        raise RecipeError(
+            [f"{location} too many levels; a recipe has sections of fields"]
+        ) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        told = f"the character {printable(chr(error.character))} cannot be in YAML"
-        raise RecipeError([f"{place}{line}: {told}"]) from None
+        message = f"the character {printable(chr(error.character))} cannot be in YAML"
+        raise RecipeError([f"{location}{line}: {message}"]) from None
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """Safe YAML without aliases and tags, whose scalars are those of YAML 1.2.
+    """Safe YAML without aliases and tags, with the scalars of YAML 1.2.
 
     In YAML 1.1 ``1e-4`` is text, ``010`` is 8, ``1:30`` is 90, ``2024-01-01`` is a date, and
-    ``no``, which strategies may be, is false.
+    ``no``, a value of strategies, is false.
     """
 
     yaml_implicit_resolvers = {
@@ -220,7 +262,7 @@ class _Yaml12Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_scalar(self, node):
-        # JSON has signs beyond the first 65,536 as pairs of escapes.
+        # JSON escapes characters beyond U+FFFF as pairs of surrogates.
         text = super().construct_scalar(node)
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
@@ -247,13 +289,14 @@ _Yaml12Loader.add_implicit_resolver(
 )
 
 
-def _marked(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
-    mark: Any = place.start_mark  # of yaml or of its C twin, which its types keep apart
+def _marked(problem: str, source: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
+    """Return an error at the start of an event or a node."""
+    mark: Any = source.start_mark  # of yaml or of its C twin, which the type stubs keep apart
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> None:
-    """Those of the keys in a node, of which none may be there twice."""
+    """Add the line of each key in a node by its dotted name; raise for a key that is repeated."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _add_lines(item, f"{outer}{index}.", lines)
@@ -263,7 +306,8 @@ def _add_lines(node: yaml.Node, outer: str, lines: dict[str, int]) -> None:
                 raise _marked("a key is not text", key)
             name, line = outer + key.value, key.start_mark.line + 1
             if name in lines:
-                told = f"{short_name(name)} is there twice, in lines {lines[name]} and {line}"
-                raise _marked(told, key)
+                first = lines[name]
+                message = f"{short_name(name)} is there twice, in lines {first} and {line}"
+                raise _marked(message, key)
             lines[name] = line
             _add_lines(value, f"{name}.", lines)

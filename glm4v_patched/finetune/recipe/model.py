@@ -1,7 +1,4 @@
-"""The model that a recipe starts from, and whether it can go on with the adapters there.
-
-Needs no torch.
-"""
+"""The base model of a recipe, and whether the recipe fits the adapters there. Imports no torch."""
 
 from itertools import chain
 from pathlib import Path
@@ -19,10 +16,10 @@ from .sections import Recipe
 
 
 def resolve_base(recipe: Recipe) -> ModelSource:
-    """Where the recipe's model lies; of a folder of adapters, where the model under them does.
+    """Return the recipe's model; for a folder of adapters, their base model with the adapters.
 
     Raises:
-        ValueError: adapters that this recipe cannot continue, or whose model is no glm-4v.
+        ValueError: The recipe does not fit the adapters, or their base model is no glm-4v.
     """
     folder = Path(recipe.model)
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -31,15 +28,15 @@ def resolve_base(recipe: Recipe) -> ModelSource:
     if not is_lora(recipe.trained):
         raise ValueError(
             f"model is {folder}, which holds LoRA adapters, and trained is {recipe.trained!r}; "
-            "to train the adapters on, expected trained to be lora_lm, lora_all or qlora; to train "
-            "other weights, merge them into their model first (glm4v-patched merge)"
+            "to train the adapters further, expected trained to be lora_lm, lora_all or qlora; to "
+            "train other weights, merge them into their model first (glm4v-patched merge)"
         )
     names = [*read_header(folder / ADAPTER_WEIGHTS)]
     on_tower = any(".vision." in name for name in names)
     if on_tower != (recipe.trained == "lora_all"):
-        has = "tower and language model" if on_tower else "the language model"
+        parts = "tower and language model" if on_tower else "the language model"
         raise ValueError(
-            f"the adapters in {folder} are on {has}, and trained is {recipe.trained!r}; expected "
+            f"the adapters in {folder} are on {parts}, and trained is {recipe.trained!r}; expected "
             + ("lora_all" if on_tower else "lora_lm or qlora")
         )
     _require_same_lora(recipe, folder, names)
@@ -47,22 +44,22 @@ def resolve_base(recipe: Recipe) -> ModelSource:
 
 
 def _require_same_lora(recipe: Recipe, folder: Path, names: list[str]) -> None:
-    """What the recipe says of adapters is what those in a folder have, as far as it says it."""
+    """Raise ``ValueError`` if a field of ``lora`` differs from the adapters, unless it is null."""
     config, lora = read_json_object(folder / ADAPTER_CONFIG), recipe.lora
-    theirs = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-    theirs |= {name: name for name in ("use_rslora", "use_dora")}
-    for field, name in theirs.items():
-        asked, there = getattr(lora, field), config.get(name)
-        if asked is not None and asked != (there or 0):
+    peft_names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    peft_names |= {name: name for name in ("use_rslora", "use_dora")}
+    for field, name in peft_names.items():
+        value, saved = getattr(lora, field), config.get(name)
+        if value is not None and value != (saved or 0):
             raise ValueError(
-                f"the adapters in {folder} have {name} {there}, and lora.{field} is {asked}; "
+                f"the adapters in {folder} have {name} {saved}, and lora.{field} is {value}; "
                 "expected the same" + ", or null" * (field != "rank")
             )
     towers = [LANGUAGE_TARGETS, *[TOWER_TARGETS] * (recipe.trained == "lora_all")]
     targets = None if lora.targets is None else {*lora.target_names} & {*chain(*towers)}
-    on = {name.rsplit(".", 3)[1] for name in names if ".lora_A." in name}
-    if targets is not None and on != targets:
+    adapted = {name.rsplit(".", 3)[1] for name in names if ".lora_A." in name}
+    if targets is not None and adapted != targets:
         raise ValueError(
-            f"the adapters in {folder} are on {', '.join(sorted(on))}, and lora.targets is "
+            f"the adapters in {folder} are on {', '.join(sorted(adapted))}, and lora.targets is "
             f"{', '.join(sorted(targets))}; expected the same, or null"
         )

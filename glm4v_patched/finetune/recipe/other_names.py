@@ -1,9 +1,12 @@
-"""What LLaMA-Factory, ms-swift, TRL, unsloth and ``TrainingArguments`` call a recipe's fields."""
+"""The names of other programs for a recipe's fields, and fields that recipes do not have.
 
-_ROWS = "trainer.per_device_train_batch_size"
+The programs are LLaMA-Factory, ms-swift, TRL, unsloth and transformers' ``TrainingArguments``.
+"""
+
+_BATCH_SIZE = "trainer.per_device_train_batch_size"
 _PACKED = "data.pack_to, which wastes less than grouping by length"
 
-# What to write, a key of a recipe or one with its value, and the names that it is for.
+# Suggestion (a key of a recipe, or a key with its value): the names of other programs for it.
 _FIELDS_HERE = {
     "out": "output_dir",
     "--overwrite": "overwrite_output_dir",
@@ -19,8 +22,8 @@ _FIELDS_HERE = {
     "activation_checkpointing activation_checkpointing_kwargs",
     "engine.compile": "torch_compile torch_compile_backend torch_compile_mode torchdynamo",
     "trainer.warmup_steps, which is a share of all steps if it is below 1": "warmup_ratio",
-    _ROWS: "per_gpu_train_batch_size micro_batch batch_size micro_batch_size",
-    f"{_ROWS}; what is kept of activations already follows the free memory": "auto_find_batch_size",
+    _BATCH_SIZE: "per_gpu_train_batch_size micro_batch batch_size micro_batch_size",
+    f"{_BATCH_SIZE}; checkpointing already follows the free memory": "auto_find_batch_size",
     "trainer.per_device_eval_batch_size": "per_gpu_eval_batch_size",
     _PACKED: "group_by_length train_sampling_strategy length_column_name",
     "model": "model_name_or_path model_name model_id model_path base_model",
@@ -51,7 +54,7 @@ _FIELDS_HERE = {
     "trainer.report_to: wandb": "use_wandb",
     "trainer.report_to: swanlab": "use_swanlab",
 }
-# Why nothing is written; also of names that begin with such a one.
+# Reason why there is no such field: the names, which are also prefixes of names.
 _REFUSED = {
     "the weights are sharded by DeepSpeed: engine.zero_stage": "fsdp",
     "processes and their group are the launcher's: --processes": "ddp local_rank "
@@ -64,16 +67,16 @@ _REFUSED = {
     "its kernels are not for this model's layers: engine.compile fuses them": "use_liger_kernel "
     "liger_kernel",
     "no answers are generated in a training step": "use_cache",
-    "it is for models that hand states on from step to step": "past_index",
-    "it is of other models": "jit_mode_eval",
-    "what is not finite is always shown: max_nonfinite_steps": "logging_nan_inf_filter",
+    "it is for models that pass a state from step to step": "past_index",
+    "it is for other models": "jit_mode_eval",
+    "NaN and infinite losses are always logged: max_nonfinite_steps": "logging_nan_inf_filter",
     "weights are always saved as safetensors": "save_safetensors",
-    "a checkpoint that holds only the model cannot be continued from; to have none, leave out "
+    "a checkpoint with the model alone cannot be resumed from; for no checkpoints, leave out "
     "trainer.save_steps": "save_only_model",
     "all processes see one file system": "save_on_each_node",
     "SIGTERM ends the training, and --resume continues it": "enable_jit_checkpoint",
-    "a continued run goes on with the rows that it has not seen": "ignore_data_skip",
-    "a continued run always restores them": "restore_callback_states_from_checkpoint",
+    "a resumed run goes on with the rows that it has not seen": "ignore_data_skip",
+    "a resumed run always restores them": "restore_callback_states_from_checkpoint",
     "the loss is computed without logits, so there are no predictions to collect": ""
     "prediction_loss_only include_inputs_for_metrics include_for_metrics batch_eval_metrics "
     "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
@@ -82,7 +85,7 @@ _REFUSED = {
     "max_length max_seq_length max_seq_len model_max_length truncation_strategy",
     "the model has its own chat template": "template chat_template",
     "there is one model here": "model_type",
-    "answers are learned from data.train, and nothing else is trained for": "stage",
+    "supervised fine-tuning on data.train is the only stage": "stage",
     "all images have the model's size": "image_max_pixels max_pixels",
     "attention is torch's, which chooses the fastest kernel": "flash_attn attn_impl "
     "attn_implementation",
@@ -93,36 +96,53 @@ _REFUSED = {
 
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
-    return {name: told for told, names in table.items() for name in names.split()}
+    return {name: text for text, names in table.items() for name in names.split()}
 
 
 FIELDS_HERE, REFUSED_FIELDS = _by_name(_FIELDS_HERE), _by_name(_REFUSED)
+_ATTENTION = dict.fromkeys(["q_proj", "k_proj", "v_proj", "qkv_proj"], "query_key_value")
 OTHER_VALUES = {
-    "trained": {"lora": "lora_lm or lora_all", "freeze": "lm", "all": "full", "llm": "lm"},
+    "trained": {
+        "lora": "lora_lm or lora_all",
+        "freeze": "lm",
+        "all": "full",
+        "llm": "lm",
+        "projector": "projector",
+    },
+    "trainer.learning_rate": {"projector": "projector"},
+    "lora.targets": {
+        **_ATTENTION,
+        "o_proj": "dense",
+        "gate_proj": "dense_h_to_4h",
+        "up_proj": "dense_h_to_4h",
+        "down_proj": "dense_4h_to_h",
+        "all": "all-linear",
+    },
 }
+"""Values of other programs, and of other models' layers: what to write here, by field."""
 
 
 def trainer_field_refusal(name: str) -> str | None:
-    """Why a field may not be in ``trainer``; None for others.
+    """Return why a field may not be in ``trainer``, or None if it may.
 
-    ``name`` need not be one of the installed release.
+    The installed release need not have a field of that name.
     """
-    if name == "ddp_timeout":  # handed on, unlike all others of its group
+    if name == "ddp_timeout":  # passed on, unlike the other fields that begin with "ddp"
         return None
     if name in FIELDS_HERE:
         return f"trainer.{name} is set by the recipe; expected {FIELDS_HERE[name]}"
-    reason = _reason_against(name)
+    reason = _refusal_reason(name)
     return reason and f"trainer.{name} cannot be set: {reason}"
 
 
-def _reason_against(name: str) -> str | None:
-    starts = (start for start in REFUSED_FIELDS if name == start or name.startswith(start + "_"))
-    return next((REFUSED_FIELDS[start] for start in starts), None)
+def _refusal_reason(name: str) -> str | None:
+    prefixes = (p for p in REFUSED_FIELDS if name == p or name.startswith(p + "_"))
+    return next((REFUSED_FIELDS[prefix] for prefix in prefixes), None)
 
 
 def field_suggestion(name: str) -> str | None:
-    """What to do about a key that is another program's; None of others."""
+    """Return what to write in place of another program's key, or None for unknown keys."""
     if name in FIELDS_HERE:
         return f"did you mean {FIELDS_HERE[name]}?"
-    reason = _reason_against(name)
+    reason = _refusal_reason(name)
     return reason and f"it is not needed: {reason}"

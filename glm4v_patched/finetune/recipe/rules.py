@@ -1,6 +1,6 @@
-"""What fields of a recipe cannot say together. Needs no torch.
+"""Conflicts between the fields of a recipe. Imports no torch.
 
-Rules are given the values that are right by themselves, by dotted names; none speaks of another.
+The rules get the valid values by dotted names. Each rule is independent of the others.
 """
 
 import importlib.util
@@ -15,39 +15,51 @@ from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
 from .trainer import METRIC_SCHEDULES
 
-# What loggers import, where it is called otherwise.
-MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
+# Modules of loggers whose names differ.
+LOGGER_MODULES = {"azure_ml": "azureml", "flyte": "flytekit"}
 
 
 def conflicts(known: Mapping[str, Any]) -> list[RecipeProblem]:
-    """What cannot go together."""
-    rules = (_of_engine, _of_model, _of_data, _of_stream, _of_trainer)
-    return [fault for rule in rules for fault in rule(known)]
+    """Return the problems of valid values that contradict each other.
+
+    Args:
+        known: Values by dotted names; fields may be missing.
+    """
+    rules = (
+        _engine_conflicts,
+        _model_conflicts,
+        _data_conflicts,
+        _stream_conflicts,
+        _strategy_conflicts,
+        _evaluation_conflicts,
+    )
+    return [problem for rule in rules for problem in rule(known)]
 
 
 def _is_null(known: Mapping[str, Any], *names: str) -> bool:
+    """Return whether all fields are known to be null."""
     return all(name in known and known[name] is None for name in names)
 
 
-def _of_engine(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    of, trained = known.get, known.get("trained", "full")
-    stage, fp8, is_qlora = of("engine.zero_stage"), of("engine.fp8"), trained == "qlora"
-    offload, has_dora = of("engine.offload") is True, is_lora(trained) and of("lora.use_dora")
+def _engine_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    get, trained = known.get, known.get("trained", "full")
+    stage, fp8, is_qlora = get("engine.zero_stage"), get("engine.fp8"), trained == "qlora"
+    offload, has_dora = get("engine.offload") is True, is_lora(trained) and get("lora.use_dora")
     if offload and stage == 0:
         yield RecipeProblem(
             "engine.offload",
             "engine.offload with engine.zero_stage 0: ZeRO offloads the optimizer; expected "
             "engine.zero_stage 1, 2 or 3, or engine.offload to be false",
         )
-    if offload and of("engine.optimizer") == "adamw_8bit":
+    if offload and get("engine.optimizer") == "adamw_8bit":
         yield RecipeProblem(
             "engine.offload",
             "engine.offload with adamw_8bit, which runs on a GPU: expected engine.optimizer to be "
             "adamw, or engine.offload to be false",
         )
-    usual = {"hpz_partition_size": 1, "quantized_weights": False, "quantized_gradients": False}
-    for name, value in usual.items():
-        if of(f"engine.zero_{name}", value) != value and stage in (0, 1, 2):
+    defaults = {"hpz_partition_size": 1, "quantized_weights": False, "quantized_gradients": False}
+    for name, value in defaults.items():
+        if get(f"engine.zero_{name}", value) != value and stage in (0, 1, 2):
             yield RecipeProblem(
                 f"engine.zero_{name}",
                 f"engine.zero_{name} with engine.zero_stage {stage}: only stage 3 shards weights; "
@@ -56,49 +68,51 @@ def _of_engine(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     if is_qlora and stage in (1, 2, 3):
         yield RecipeProblem(
             "trained",
-            f"qlora with engine.zero_stage {stage}: weights of 4 bits cannot be sharded; expected "
+            f"qlora with engine.zero_stage {stage}: weights in 4 bits cannot be sharded; expected "
             "engine.zero_stage 0, and one process",
         )
     if has_dora and stage == 3:
         yield RecipeProblem(
             "lora.use_dora",
-            "lora.use_dora with engine.zero_stage 3: DoRA takes norms of whole weights, and ZeRO-3 "
-            "shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null",
+            "lora.use_dora with engine.zero_stage 3: DoRA computes norms of full weights, and "
+            "ZeRO-3 shards them; expected engine.zero_stage 0, 1 or 2, or lora.use_dora to be null",
         )
-    another, one_of_them = "another, or engine.fp8 to be false", "one of them to be false"
-    of_fp8 = [
-        (is_qlora, f"trained qlora, of weights of 4 bits; expected {another}"),
+    another, one_false = "another, or engine.fp8 to be false", "one of them to be false"
+    fp8_conflicts = [
+        (is_qlora, f"trained qlora, with weights in 4 bits; expected {another}"),
         (
-            of("engine.zero_quantized_weights"),
-            "engine.zero_quantized_weights, which quantizes in another way what is gathered; "
-            f"expected {one_of_them}",
+            get("engine.zero_quantized_weights"),
+            "engine.zero_quantized_weights, which quantizes gathered weights in another way; "
+            f"expected {one_false}",
         ),
         (
-            of("engine.precision") == "fp32",
-            f"engine.precision fp32: products in fp8 give bf16; expected {another}",
+            get("engine.precision") == "fp32",
+            f"engine.precision fp32: matrix products in fp8 return bf16; expected {another}",
         ),
         (
             has_dora,
-            "lora.use_dora: DoRA takes norms of weights, which are then in fp8; expected "
-            f"{one_of_them}",
+            "lora.use_dora: DoRA computes norms of weights, which are then in fp8; expected "
+            f"{one_false}",
         ),
     ]
-    for is_asked, text in of_fp8:
-        if fp8 and is_asked:
+    for is_conflict, text in fp8_conflicts:
+        if fp8 and is_conflict:
             yield RecipeProblem("engine.fp8", f"engine.fp8 with {text}")
 
 
-def _of_model(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+def _model_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     trained, targets = known.get("trained"), known.get("lora.targets")
     revision, model = known.get("revision"), known.get("model")
-    # Beside adapters, a revision is of the model under them.
+    # With a folder of adapters, the revision is that of their base model.
     if (
         revision is not None
         and model is not None
         and os.path.isdir(model)
         and not os.path.isfile(os.path.join(model, "adapter_config.json"))
     ):
-        yield RecipeProblem("revision", f'revision is "{revision}" of {model}, a folder; expected null')
+        yield RecipeProblem(
+            "revision", f'revision is "{revision}" of {model}, a folder; expected null'
+        )
     if trained is None:
         return
     if known.get("data.reuse_features") and trains_vision(trained):
@@ -110,7 +124,9 @@ def _of_model(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         )
     on_language = is_lora(trained) and trained != "lora_all"
     if isinstance(targets, list | tuple) and not targets:
-        yield RecipeProblem("lora.targets", "lora.targets is []; expected at least one layer, or null")
+        yield RecipeProblem(
+            "lora.targets", "lora.targets is []; expected at least one layer, or null"
+        )
     if on_language and isinstance(targets, list | tuple) and {*targets} - {*LANGUAGE_TARGETS}:
         yield RecipeProblem(
             "lora.targets",
@@ -127,24 +143,24 @@ def _of_model(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
         )
 
 
-def _of_data(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    columns, form = known.get("data.columns"), known.get("data.format")
+def _data_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    columns, format_name = known.get("data.columns"), known.get("data.format")
     if columns is not None:
-        fault = find_columns_problem(columns)
-        if fault is None and form not in (None, "auto"):
-            fault = f"is given, and data.format {form}, which names them: give one of them"
-        if fault:
-            yield RecipeProblem("data.columns", f"data.columns {fault}")
+        problem = find_columns_problem(columns)
+        if problem is None and format_name not in (None, "auto"):
+            problem = f"is set, and data.format {format_name} names the columns, too; set one only"
+        if problem:
+            yield RecipeProblem("data.columns", f"data.columns {problem}")
     for name in ("data.train", "data.eval"):
         sets = known.get(name)
-        faults: list[RecipeProblem] = []
-        with collect_problems(faults, name, f"{name}: "):
+        problems: list[RecipeProblem] = []
+        with collect_problems(problems, name, f"{name}: "):
             if sets is not None and not isinstance(sets, float):
                 make_sources(sets, {})
-        yield from faults
-        several = sets if isinstance(sets, list) and name == "data.eval" and not faults else []
-        for number, one in enumerate(several, 1):
-            if isinstance(one, dict) and "weight" in one:
+        yield from problems
+        several = sets if isinstance(sets, list) and name == "data.eval" and not problems else []
+        for number, fields in enumerate(several, 1):
+            if isinstance(fields, dict) and "weight" in fields:
                 yield RecipeProblem(
                     name,
                     f"data.eval: set {number} of {len(several)} has a weight, and each of its rows "
@@ -152,23 +168,23 @@ def _of_data(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
                 )
 
 
-def _of_stream(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+def _stream_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     stream, check = known.get("data.stream"), known.get("data.check")
-    is_part = check not in (None, "all")
-    if (stream is False and is_part) or (stream and check == "all"):
+    checks_part = check not in (None, "all")
+    if (stream is False and checks_part) or (stream and check == "all"):
         yield RecipeProblem(
             "data.stream",
             f"data.stream is {str(stream).lower()}, and data.check {check}: rows are streamed "
-            "where not all of them are checked; leave out one of them",
+            "if not all of them are checked; leave out one of the two",
         )
-    if not (stream or is_part):
+    if not (stream or checks_part):
         return
-    evaluated, often = known.get("data.eval"), known.get("trainer.eval_strategy")
-    by_default = evaluated is not None and _is_null(
+    eval_sets, eval_strategy = known.get("data.eval"), known.get("trainer.eval_strategy")
+    by_default = eval_sets is not None and _is_null(
         known, "trainer.eval_strategy", "trainer.eval_steps"
     )
     no_end = "when an epoch ends; expected"
-    lacks = [
+    unknown = [
         (
             _is_null(known, "trainer.max_steps"),
             "how many rows it has; expected trainer.max_steps",
@@ -178,79 +194,85 @@ def _of_stream(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
             "how long its rows are; expected no data.pack_to",
         ),
         (
-            isinstance(evaluated, float),
+            isinstance(eval_sets, float),
             "which rows a share holds out; expected a file as data.eval",
         ),
         (known.get("trainer.save_strategy") == "epoch", f"{no_end} save_steps"),
-        (often == "epoch" or by_default, f"{no_end} eval_steps"),
+        (eval_strategy == "epoch" or by_default, f"{no_end} eval_steps"),
         (known.get("trainer.logging_strategy") == "epoch", f"{no_end} logging_steps"),
     ]
-    for is_asked, text in lacks:
-        if is_asked:
-            told = f"of a stream (data.stream, data.check) it is not known {text}"
-            yield RecipeProblem("data.stream", told)
+    for is_needed, text in unknown:
+        if is_needed:
+            message = f"of a stream (data.stream, data.check) it is not known {text}"
+            yield RecipeProblem("data.stream", message)
 
 
-def _of_trainer(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
-    of = known.get
-    loggers = of("trainer.report_to", [])
+def _strategy_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    """Yield problems of loggers, data loading, and the strategies to save and evaluate."""
+    loggers = known.get("trainer.report_to", [])
     for name in [loggers] if isinstance(loggers, str) else loggers:
-        module = MODULES.get(name, name)
+        module = LOGGER_MODULES.get(name, name)
         if name not in ("none", "all") and importlib.util.find_spec(module) is None:
             text = f"trainer.report_to {name} needs {name}: {pip_install(module)}"
             yield RecipeProblem("trainer.report_to", text)
-    factor = of("trainer.dataloader_prefetch_factor")
-    if factor is not None and of("trainer.dataloader_num_workers") == 0:
+    factor = known.get("trainer.dataloader_prefetch_factor")
+    if factor is not None and known.get("trainer.dataloader_num_workers") == 0:
         yield RecipeProblem(
             "trainer.dataloader_prefetch_factor",
             f"trainer.dataloader_prefetch_factor is {factor} and trainer.dataloader_num_workers is "
-            "0: no worker draws ahead; expected at least 1 worker, or no factor",
+            "0: no worker prefetches; expected at least 1 worker, or no factor",
         )
-    for kind in ("save", "eval"):
-        name = f"trainer.{kind}_strategy"
-        strategy, steps = of(name), of(f"trainer.{kind}_steps")
-        if strategy == "steps" and _is_null(known, f"trainer.{kind}_steps"):
-            yield RecipeProblem(name, f"{name} is steps; expected trainer.{kind}_steps, too")
+    for action in ("save", "eval"):
+        name = f"trainer.{action}_strategy"
+        strategy, steps = known.get(name), known.get(f"trainer.{action}_steps")
+        if strategy == "steps" and _is_null(known, f"trainer.{action}_steps"):
+            yield RecipeProblem(name, f"{name} is steps; expected trainer.{action}_steps, too")
         if strategy not in (None, "steps") and steps is not None:
-            told = f"{name} is {strategy} and trainer.{kind}_steps is {steps}"
-            yield RecipeProblem(name, f"{told}; expected one of them alone")
-    strategy, steps = of("trainer.eval_strategy"), of("trainer.eval_steps")
-    best, saved = of("trainer.load_best_model_at_end"), of("trainer.save_strategy")
-    schedule = of("trainer.lr_scheduler_type")
-    asked = {
+            message = f"{name} is {strategy} and trainer.{action}_steps is {steps}"
+            yield RecipeProblem(name, f"{message}; expected only one of the two")
+
+
+def _evaluation_conflicts(known: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+    """Yield problems of fields that need evaluations, or checkpoints beside them."""
+    get = known.get
+    strategy, steps = get("trainer.eval_strategy"), get("trainer.eval_steps")
+    loads_best, save_strategy = get("trainer.load_best_model_at_end"), get("trainer.save_strategy")
+    schedule = get("trainer.lr_scheduler_type")
+    needs_evaluation = {
         f"trainer.eval_strategy {strategy}": strategy not in (None, "no"),
         "trainer.eval_steps": steps is not None,
-        "trainer.load_best_model_at_end": best,
-        "trainer.early_stopping_patience": of("trainer.early_stopping_patience") is not None,
-        "trainer.save_strategy best": saved == "best",
+        "trainer.load_best_model_at_end": loads_best,
+        "trainer.early_stopping_patience": get("trainer.early_stopping_patience") is not None,
+        "trainer.save_strategy best": save_strategy == "best",
         f"trainer.lr_scheduler_type {schedule}": schedule in METRIC_SCHEDULES,
-        "trainer.eval_on_start": of("trainer.eval_on_start"),
+        "trainer.eval_on_start": get("trainer.eval_on_start"),
     }
-    names = [name for name, given in asked.items() if given]
+    names = [name for name, is_set in needs_evaluation.items() if is_set]
     if names and _is_null(known, "data.eval"):
         text = f"{names[0]} needs rows to evaluate on; expected data.eval, a file or a share"
         yield RecipeProblem("data.eval", text)
     elif names and strategy == "no" and names != ["trainer.eval_on_start"]:
         text = f"{names[0]} with trainer.eval_strategy no; expected steps or epoch"
         yield RecipeProblem("trainer.eval_strategy", text)
-    metric = of("trainer.metric_for_best_model") or ""
-    if metric.endswith("exact_match") and of("data.eval_answers") == 0:
+    metric = get("trainer.metric_for_best_model") or ""
+    if metric.endswith("exact_match") and get("data.eval_answers") == 0:
         yield RecipeProblem(
             "trainer.metric_for_best_model",
             "trainer.metric_for_best_model is exact_match and data.eval_answers is 0; expected "
             "some rows to be answered, or eval_loss",
         )
-    # As TrainingArguments demands it, but that is known only once torch is loaded.
-    save_steps = of("trainer.save_steps")
-    when = saved or ("no" if save_steps is None else "steps")
-    measured = strategy or ("epoch" if steps is None else "steps")
+    # TrainingArguments checks this, too, but only once torch is loaded.
+    save_steps = get("trainer.save_steps")
+    saves_at = save_strategy or ("no" if save_steps is None else "steps")
+    evaluates_at = strategy or ("epoch" if steps is None else "steps")
     compared = ("save_strategy", "save_steps", "eval_strategy", "eval_steps")
     are_known = all(f"trainer.{name}" in known for name in compared)
-    if are_known and best and when != "best" and (when, save_steps) != (measured, steps):
-        every = {"steps": f" {save_steps}"}.get(when, "")
+    differ = saves_at != "best" and (saves_at, save_steps) != (evaluates_at, steps)
+    if are_known and loads_best and differ:
         yield RecipeProblem(
             "trainer.load_best_model_at_end",
-            f"trainer.load_best_model_at_end: checkpoints are saved at {when}{every}, and "
-            f"evaluated at {measured}{'' if steps is None else f' {steps}'}; expected the same, or "
+            "trainer.load_best_model_at_end: checkpoints are saved at "
+            f"{saves_at}{f' {save_steps}' if saves_at == 'steps' else ''}, and evaluated at "
+            f"{evaluates_at}{'' if steps is None else f' {steps}'}; expected the same, or "
             "trainer.save_strategy to be best",
         )

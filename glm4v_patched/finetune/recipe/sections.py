@@ -1,18 +1,19 @@
-"""The fields of a recipe, typed and checked.
+"""The class :class:`Recipe`, and the check of a recipe's values with all problems at once.
 
 A recipe is a YAML or JSON file. Fields of ``trainer`` are those of transformers'
-``TrainingArguments``. Mistakes are reported at once, for torch is imported only where a recipe has
-such a field that is not declared here.
+``TrainingArguments``. The check takes no time, because torch is imported only for a recipe with a
+field of ``TrainingArguments`` that is not declared here.
 """
 
 import difflib
 import functools
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -29,11 +30,11 @@ from ...paths import PathError
 from .data import Data
 from .file import (
     MAX_PROBLEMS,
-    RecipeProblem,
     RecipeError,
-    set_nested,
+    RecipeProblem,
     read_document,
-    shown,
+    set_nested,
+    short_json,
     short_name,
 )
 from .other_names import OTHER_VALUES, field_suggestion, trainer_field_refusal
@@ -51,9 +52,12 @@ from .types import (
     expected,
 )
 
+# Of a word and a choice that is suggested in its place (difflib's ratio).
+MIN_SIMILARITY = 0.7
+
 
 def _join_parts(value: Any) -> Any:
-    """A list of parts as one name; of all that have a name, that one."""
+    """Normalize ``trained``: a list of parts becomes "tower+projector", or a mode such as "lm"."""
     if isinstance(value, list):
         if not value or not all(isinstance(part, str) for part in value):
             raise ValueError("no list of parts")
@@ -68,13 +72,13 @@ def _join_parts(value: Any) -> Any:
 
 
 class Recipe(Section):
-    """What to train and how."""
+    """A recipe: what to train, on which data, and how."""
 
-    # What is behind model and data.train is compared by its contents.
+    # Model and data.train may change: their contents are compared instead of their paths.
     model: Annotated[PathText, Expected("a folder or an id of the Hub"), MAY_CHANGE]
-    """What to start from."""
+    """The model to start from, or a folder of LoRA adapters to train on."""
     out: Annotated[Folder, MAY_CHANGE]
-    """For checkpoints and what is trained; of LoRA, the adapters alone."""
+    """Folder for checkpoints and for the trained model; LoRA saves the adapters alone."""
     data: Data
     trainer: TrainerFields
     trained: Annotated[
@@ -88,153 +92,170 @@ class Recipe(Section):
     lora: LoraOptions = LoraOptions()
     engine: EngineSection = EngineSection()
     revision: Annotated[Text | None, Expected("a branch, tag or commit or null"), MAY_CHANGE] = None
-    """Of a model on the Hub; where model is a folder of adapters, of the one under them."""
+    """Revision of a model on the Hub; if model is a folder of adapters, of their base model."""
     from_scratch: list[Text] = []
-    """Beginnings of the names of weights that the model's folder lacks on purpose, and that are
-    trained from random ones. Every other weight must be there."""
+    """Prefixes of the names of weights that the model's folder lacks on purpose: these weights are
+    randomly initialized. Every other weight must be there."""
     max_nonfinite_steps: Annotated[AtLeastOne, MAY_CHANGE] = 3
-    """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. One
-    may be a matter of its batch, and newer DeepSpeed leaves it out; of weights that have become
-    NaN, every later step is such a one."""
+    """End the run after so many steps in a row whose loss or gradient norm is NaN or infinite. A
+    single one may come from its batch, and newer DeepSpeed skips its update; once weights are NaN,
+    every later step is not finite."""
 
     @classmethod
-    def of(cls, values: Any) -> "Recipe":
-        """Raises :class:`RecipeError` with all faults."""
+    def from_values(cls, values: Any) -> "Recipe":
+        """Check nested values, and return the recipe.
+
+        Raises:
+            RecipeError: Lists all problems.
+        """
         checked = check_values(values)
         if checked.recipe is None:
-            raise RecipeError([fault.text for fault in checked.faults])
+            raise RecipeError([problem.text for problem in checked.problems])
         return checked.recipe
 
     def override(self, values: Mapping[str, Any]) -> "Recipe":
-        """This recipe with other values of some fields, by dotted names as ``engine.compile``.
+        """Return this recipe with other values of fields, given by dotted names.
 
         Raises:
-            RecipeError: a field is unknown or a value cannot be.
+            RecipeError: A field is unknown, or a value is invalid.
         """
-        return self.of(set_nested(self.model_dump(), values))
+        return self.from_values(set_nested(self.model_dump(), values))
 
     def engine_options(self) -> EngineOptions:
-        """What is asked of the engine, "auto" where that is left open."""
+        """Return the options of the engine, "auto" where the recipe leaves them open."""
         return EngineOptions(trained=self.trained, lora=self.lora, **vars(self.engine))
 
     def flat(self) -> dict[str, Any]:
-        """Values by dotted names."""
+        """Return the values by dotted names."""
         return {".".join(path): value for path, value in _by_path(self.model_dump())}
 
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str] = ()) -> "Recipe":
-        """The recipe of a file, with fields laid over it, as ``engine.compile=true``.
+        """Read a recipe from a file.
+
+        Args:
+            overrides: Assignments such as ``engine.compile=true`` that are laid over the file.
 
         Raises:
-            RecipeError: with a line for each fault, which begins with the file, or "command line".
+            RecipeError: Has a line for each problem, which begins with file and line, or with
+                "command line".
         """
         document = read_document(path).override(overrides)
         checked = check_values(document.values)
         if checked.recipe is None:
-            raise document.error(checked.faults)
+            raise document.error(checked.problems)
         return checked.recipe
 
 
-# Under ZeRO-3, to or from selective policies, it changes the rounding.
+# Fields of the engine that may differ when a run is resumed. Under ZeRO-3 a change to or from
+# selective activation checkpointing changes the rounding.
 ENGINE_MAY_CHANGE = {"engine.tower", "engine.language", "engine.memory_limit"}
 
 
 class Checked(NamedTuple):
-    """``known`` has the values, by dotted names, that can be relied on although others cannot."""
+    """Result of :func:`check_values`.
+
+    Args:
+        recipe: None if there are problems.
+        known: The valid values by dotted names, defaults included.
+    """
 
     recipe: Recipe | None
-    faults: list[RecipeProblem]
+    problems: list[RecipeProblem]
     known: dict[str, Any]
 
 
 def check_values(values: Any) -> Checked:
-    """All that is wrong with nested values, or the recipe that they make.
+    """Check nested values, and return the recipe or all problems.
 
-    Each field is looked at by itself, so that one that is wrong hides no other.
+    Each field is checked by itself, so that one problem does not hide another.
     """
     if not isinstance(values, Mapping):
-        kind = "is empty" if values is None else f"is {shown(values)}"
-        text = f"the recipe {kind}; expected sections and fields, as in model: FOLDER"
+        content = "is empty" if values is None else f"is {short_json(values)}"
+        text = f"the recipe {content}; expected sections and fields, as in model: FOLDER"
         return Checked(None, [RecipeProblem("", text)], {})
-    given, faults = dict(_by_path(values)), []
+    by_path = dict(_by_path(values))
+    problems: list[RecipeProblem] = []
     known = {}
     for name, field in fields():
         section, path = (name.partition(".")[0],), tuple(name.split("."))
-        if path in given or (section in given and section != path):
+        if path in by_path or (section in by_path and section != path):
             continue
         if field.is_required():
-            faults.append(RecipeProblem(name, f"{name} is missing; expected {expected(annotated(field))}"))
+            text = f"{name} is missing; expected {expected(annotated(field))}"
+            problems.append(RecipeProblem(name, text))
         else:
             known[name] = field.default
-    for path, value in given.items():
+    for path, value in by_path.items():
         name = ".".join(path)
-        if (kind := _type_of(path)) is None:
-            faults.append(RecipeProblem(name, _describe_key(path, value, len(faults))))
-        elif value is not None or path in DECLARED:  # else it is the default of this release
+        if (annotation := _type_of(path)) is None:
+            problems.append(RecipeProblem(name, _describe_key(path, value, len(problems))))
+        elif value is not None or path in DECLARED:  # else TrainingArguments has its own default
             try:
                 known[name] = _adapter(path).validate_python(value)
             except ValidationError as error:
-                faults.append(RecipeProblem(name, _describe_misfit(name, value, kind, error)))
-    faults += conflicts(known)
-    if faults:
-        return Checked(None, faults, known)
+                text = _describe_invalid(name, value, annotation, error)
+                problems.append(RecipeProblem(name, text))
+    problems += conflicts(known)
+    if problems:
+        return Checked(None, problems, known)
     return Checked(Recipe.model_validate(set_nested({}, known)), [], known)
 
 
 def _by_path(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Values of fields, and what stands in place of a section."""
+    """Yield the path and the value of each field; a section that is no mapping is one value."""
     for name, value in values.items():
         if name in SECTIONS and isinstance(value, Mapping):
-            yield from (((name, str(inner)), part) for inner, part in value.items())
+            yield from (((name, str(field)), inner) for field, inner in value.items())
         else:
             yield (str(name),), value
 
 
 @functools.cache
 def _type_of(path: tuple[str, ...]) -> Any:
-    """The type of a field with all that is said of it; None if there is no such field."""
+    """Return the type of a field with its metadata, or None if there is no such field."""
     if path in DECLARED:
         return annotated(DECLARED[path])
     if len(path) == 2 and path[0] == "trainer" and trainer_field_refusal(path[1]) is None:
-        kind = installed_fields().get(path[1])
-        return kind and kind | None
+        annotation = installed_fields().get(path[1])
+        return annotation and annotation | None
     return None
 
 
 @functools.cache
 def _adapter(path: tuple[str, ...]) -> TypeAdapter:
-    # The limits of the engine's own fields say by themselves how strict they are.
+    # Fields of the engine declare by themselves how strict they are.
     strict = path[0] not in ("engine", "lora")
     return TypeAdapter(_type_of(path), config=ConfigDict(strict=strict))
 
 
 def _fields_of(section: Any) -> dict[str, FieldInfo]:
-    """Of a section; none of what is no section."""
+    """Return the fields of a section (a pydantic model or a dataclass); {} for other types."""
     if not is_dataclass(section):
         return getattr(section, "model_fields", {})
-    found = {}
-    for each in dataclass_fields(section):
-        kind: Any = each.type
-        info = FieldInfo.from_annotated_attribute(kind, each)
-        if words := each.metadata.get("expected"):
+    infos = {}
+    for field in dataclass_fields(section):
+        annotation: Any = field.type
+        info = FieldInfo.from_annotated_attribute(annotation, field)
+        if words := field.metadata.get("expected"):
             info.metadata.append(Expected(words))
-        found[each.name] = info
-    return found
+        infos[field.name] = info
+    return infos
 
 
 SECTIONS: dict[str, dict[str, FieldInfo]] = {
-    name: inner
+    name: section_fields
     for name, field in Recipe.model_fields.items()
-    if (inner := _fields_of(field.annotation))
+    if (section_fields := _fields_of(field.annotation))
 }
-"""The fields of each section."""
+"""The fields of each section, by name."""
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:
-    """Every field that is declared, by its dotted name."""
+    """Yield every declared field with its dotted name."""
     for name, field in Recipe.model_fields.items():
         if name in SECTIONS:
-            yield from ((f"{name}.{part}", found) for part, found in SECTIONS[name].items())
+            yield from ((f"{name}.{inner}", info) for inner, info in SECTIONS[name].items())
         else:
             yield name, field
 
@@ -243,60 +264,89 @@ DECLARED = {tuple(name.split(".")): field for name, field in fields()}
 
 
 def may_change() -> frozenset[str]:
-    """Fields, by their dotted names, that the continuation of a run may have other values of."""
+    """Return the dotted names of the fields that may differ when a run is resumed."""
     declared = {name for name, field in fields() if MAY_CHANGE in field.metadata}
-    return frozenset(declared | ENGINE_MAY_CHANGE | {f"trainer.{name}" for name in UNDECLARED_MAY_CHANGE})
+    return frozenset(
+        declared | ENGINE_MAY_CHANGE | {f"trainer.{name}" for name in UNDECLARED_MAY_CHANGE}
+    )
 
 
 def describe_fields() -> str:
-    """A paragraph for each field that is declared: its name, what it may be, its default, what it
-    does."""
+    """Return a paragraph for each declared field: its values, its default, and its meaning."""
     lines = []
     for name, field in fields():
-        word = field.default if isinstance(field.default, str) else shown(field.default)
+        word = field.default if isinstance(field.default, str) else short_json(field.default)
         default = "required" if field.is_required() else f"default {word}"
         lines.append(f"{name}: {expected(annotated(field))} ({default})")
-        told = " ".join((field.description or "").split())
-        lines += textwrap.wrap(told, 96, initial_indent="    ", subsequent_indent="    ")
-    # Only the import of transformers tells which; it takes seconds.
+        text = " ".join((field.description or "").split())
+        lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
+    # To list these, transformers would have to be imported, which takes seconds.
     lines.append("trainer: any other field of transformers' TrainingArguments, too; see there")
     return "\n".join(lines)
 
 
-def _describe_misfit(name: str, value: Any, kind: Any, error: ValidationError) -> str:
+def _describe_invalid(name: str, value: Any, annotation: Any, error: ValidationError) -> str:
+    """Return the message for an invalid value, with the nearest valid ones."""
     causes = [detail.get("ctx", {}).get("error") for detail in error.errors(include_url=False)]
     if paths := [cause for cause in causes if isinstance(cause, PathError)]:
         return f"{name}: {paths[0]}"
-    meant = OTHER_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-    hint = f"; did you mean {meant}?" if meant else ""
-    return f"{name} is {shown(value)}; expected {expected(kind)}{hint}"
+    words = expected(annotation)
+    return f"{name} is {short_json(value)}; expected {words}{_suggest(name, value, annotation)}"
 
 
-def _describe_key(path: tuple[str, ...], value: Any, before: int) -> str:
-    """What is wrong with a key that is no field; ``before`` is the number of other faults."""
+def _suggest(name: str, value: Any, annotation: Any) -> str:
+    """Return "; did you mean ...?" for words that are no choice of a field, else nothing."""
+    if isinstance(value, dict) and any(":" in str(key) for key in value):
+        return "; a space is missing after a colon"
+    texts = value if isinstance(value, list | dict) else [value]
+    words = [word for text in texts if isinstance(text, str) for word in text.split("+")]
+    choices = [*_literals(annotation), *re.split(", | or |: |a list of ", expected(annotation))]
+    near: dict[str, None] = {}
+    for word in words[:MAX_PROBLEMS]:
+        if word not in choices:
+            same = OTHER_VALUES.get(name, {}).get(word)
+            close = difflib.get_close_matches(word, choices, 1, MIN_SIMILARITY)
+            near |= dict.fromkeys([same] if same else close)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def _literals(annotation: Any) -> list[str]:
+    """Return the texts of all Literals inside a type."""
+    if get_origin(annotation) is Literal:
+        return [value for value in get_args(annotation) if isinstance(value, str)]
+    return [text for inner in get_args(annotation) for text in _literals(inner)]
+
+
+def _describe_key(path: tuple[str, ...], value: Any, num_before: int) -> str:
+    """Return the message for a key that is no field.
+
+    Args:
+        num_before: How many problems come before. After too many the search for similar names,
+            which takes a millisecond, is left out.
+    """
     if path[0] in SECTIONS and len(path) == 1:
         text = f"expected a section with {', '.join(SECTIONS[path[0]])}"
-        return f"{path[0]} is {shown(value)}; {text}"
+        return f"{path[0]} is {short_json(value)}; {text}"
     if path[0] == "trainer" and (reason := trainer_field_refusal(path[-1])):
         return reason
     name = short_name(".".join(path))
-    told = f"{name} is not a field of a recipe"
-    if before >= MAX_PROBLEMS:  # a similar name is looked for among all, for a millisecond
-        return told
+    message = f"{name} is not a field of a recipe"
+    if num_before >= MAX_PROBLEMS:
+        return message
     names = [name for name, _ in fields()]
     if path[0] in names:
         section, _, field = path[0].partition(".")
         return f"{name} is one key; expected {field} under {section}"
     section = path[0] if len(path) > 1 else ""
-    around = SECTIONS.get(section, Recipe.model_fields)
-    near = {known.rpartition(".")[2]: known for known in names}
+    siblings = SECTIONS.get(section, Recipe.model_fields)
+    full_names = {known.rpartition(".")[2]: known for known in names}
     if section == "trainer":
-        near |= {known: f"trainer.{known}" for known in installed_fields()}
-    near |= {inner: f"{section}.{inner}".strip(".") for inner in around}
-    if path[-1] not in near and (instead := field_suggestion(path[-1])):
-        return f"{told}; {instead}"
-    if close := difflib.get_close_matches(path[-1], near, 1):
-        return f"{told}; did you mean {near[close[0]]}?"
+        full_names |= {known: f"trainer.{known}" for known in installed_fields()}
+    full_names |= {inner: f"{section}.{inner}".strip(".") for inner in siblings}
+    if path[-1] not in full_names and (suggestion := field_suggestion(path[-1])):
+        return f"{message}; {suggestion}"
+    if close := difflib.get_close_matches(path[-1], full_names, 1):
+        return f"{message}; did you mean {full_names[close[0]]}?"
     if section == "trainer":
-        return f"{told}, nor of the installed TrainingArguments: glm4v-patched train --help"
-    return f"{told}; expected one of {', '.join(around)}"
+        return f"{message}, nor of the installed TrainingArguments: glm4v-patched train --help"
+    return f"{message}; expected one of {', '.join(siblings)}"

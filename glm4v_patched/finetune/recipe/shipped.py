@@ -1,68 +1,76 @@
-"""The recipes that ship, by their names. Needs no torch."""
+"""The recipes that ship, by name. Imports no torch."""
 
 import difflib
 import itertools
 from pathlib import Path
 
-from .file import RecipeError, shown
+from .file import RecipeError, short_json
 
 FOLDER = Path(__file__).parents[1] / "recipes"
-YOURS = "data:\n  train: my.jsonl\nout: trained"
+REMAINING_FIELDS = "data:\n  train: my.jsonl\nout: trained"
 
 
 def shipped_names() -> list[str]:
-    """As ``lora_1x80gb``: what is trained, and the GPUs that it is for."""
+    """Return the names, such as ``lora_1x80gb``: what is trained, and on which GPUs."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def describe_shipped() -> str:
-    """A line for each: its name, and what it is for."""
+    """Return a line for each shipped recipe: its name, and its purpose."""
     lines = []
     for name in shipped_names():
         comment = itertools.takewhile(lambda line: line.startswith("# "), _recipe_lines(name))
-        told = " ".join(line[2:] for line in comment).partition(" Run it with:")[0]
-        lines.append(f"{name:<22}{told}")
+        purpose = " ".join(line[2:] for line in comment).partition(" Run it with:")[0]
+        lines.append(f"{name:<22}{purpose}")
     return "\n".join(lines)
 
 
 def shipped_text(name: str) -> str:
-    """A recipe to edit: one that ships, with the fields that are left to its reader.
+    """Return a shipped recipe for editing, with the fields that users must fill in.
 
     Raises:
-        RecipeError: none that ships has that name.
+        RecipeError: No shipped recipe has that name.
     """
-    _shipped(name)
+    _shipped_path(name)
     return "\n".join(
-        [*_recipe_lines(name), "# Yours: the rows, and the folder for what is trained.", YOURS]
+        [
+            *_recipe_lines(name),
+            "# Yours: the rows, and the folder for what is trained.",
+            REMAINING_FIELDS,
+        ]
     )
 
 
 def find_recipe(path: Path) -> Path:
-    """The file that is meant: ``path``, or of a bare name that no file has the recipe that ships.
+    """Return the file of a recipe: ``path`` itself, or the shipped recipe of that name.
+
+    A bare name (no folder, no suffix) is a shipped recipe unless there is a file of that name.
 
     Raises:
-        RecipeError: it is a folder, or none that ships has that name.
+        RecipeError: The path is a folder, or no shipped recipe has that name.
     """
     if path.is_dir() and path.name not in shipped_names():
-        text = f"{shown(str(path))} is a folder; expected a recipe, such as a run's recipe.json"
+        text = (
+            f"{short_json(str(path))} is a folder; expected a recipe, such as a run's recipe.json"
+        )
         raise RecipeError([text])
     is_file = path.exists() and not path.is_dir()
-    return path if is_file or path.suffix or path.parent != Path() else _shipped(path.name)
+    return path if is_file or path.suffix or path.parent != Path() else _shipped_path(path.name)
 
 
 def _recipe_lines(name: str) -> list[str]:
     return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
 
 
-def _shipped(name: str) -> Path:
+def _shipped_path(name: str) -> Path:
     names = shipped_names()
     if name in names:
         return FOLDER / f"{name}.yaml"
     near = difflib.get_close_matches(name, names, 1)
-    told = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else ""
     raise RecipeError(
         [
-            f"{shown(name)} is no file, and no recipe that ships{told}",
+            f"{short_json(name)} is no file, and no recipe that ships{hint}",
             f"recipes that ship: {', '.join(names)}",
         ]
     )

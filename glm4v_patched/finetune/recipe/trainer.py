@@ -1,9 +1,9 @@
-"""``trainer:`` of a recipe: the fields of transformers' ``TrainingArguments``, typed and checked.
+"""Section ``trainer`` of a recipe: fields of transformers' ``TrainingArguments``, type-checked.
 
-Those that most recipes need are declared here, with our defaults. Those that a recipe has other
-words for are refused by name. All others that the installed transformers has are taken with the
-types that its dataclass gives them; its import, and torch's, takes seconds, and is only done for a
-recipe with such a field.
+The fields that most recipes need are declared here, with our defaults. Fields that are set
+elsewhere in a recipe are refused by name (:mod:`other_names`). All other fields of the installed
+``TrainingArguments`` are accepted with the types of its dataclass. transformers and torch, which
+take seconds to import, are imported only for a recipe with such a field.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ ScheduleName = Literal[
     "greedy",
 ]
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-"""Schedules that follow the evaluations, not the steps."""
+"""Schedules that depend on the evaluation metric instead of the step."""
 Epochs = Annotated[float, Field(gt=0, le=1e6)]
 LoggerName = Literal[
     "none",
@@ -69,48 +69,48 @@ LoggerName = Literal[
 
 
 class TrainerFields(Section):
-    """Fields of transformers' ``TrainingArguments``."""
+    """The section ``trainer``."""
 
-    model_config = ConfigDict(extra="allow")  # those of the installed release: recipe._others
+    model_config = ConfigDict(extra="allow")  # further fields of the installed TrainingArguments
 
     per_device_train_batch_size: AtLeastOne
-    """Rows in a step of one process."""
+    """Rows in a batch of one process."""
     num_train_epochs: Epochs = 1.0
-    """How often each row is learned, if max_steps is null."""
+    """Passes over the rows, if max_steps is null."""
     max_steps: AtLeastOne | None = None
-    """Updates of the weights, whatever num_train_epochs says."""
+    """Optimizer steps; overrides num_train_epochs."""
     gradient_accumulation_steps: AtLeastOne = 1
-    """Batches of each process in one update: the effective batch is this times
-    per_device_train_batch_size times the processes."""
+    """Batches of each process in one optimizer step: the effective batch is this times
+    per_device_train_batch_size times the number of processes."""
     learning_rate: Annotated[
         Positive | dict[Literal["tower", "projector", "language_model"], Positive],
         Expected("a number above 0, or one for each part"),
     ]
-    """The highest of the schedule. Parts of the model may have their own, as {tower: 1e-6,
-    language_model: 1e-5}."""
+    """The highest learning rate of the schedule. Parts of the model may have their own, as
+    {tower: 1e-6, language_model: 1e-5}."""
     warmup_steps: NotNegative = 0.05
     """Steps until the learning rate is at its highest; below 1, a share of all steps."""
     lr_scheduler_type: ScheduleName = "cosine"
-    """What it does then; older releases of transformers do not have greedy."""
+    """The schedule after the warm-up; older releases of transformers do not have greedy."""
     weight_decay: NotNegative = 0.0
-    """Of AdamW; not of biases and norms."""
+    """AdamW's weight decay; biases and norms have none."""
     max_grad_norm: NotNegative = 1.0
-    """Gradients are clipped to this norm; 0 for not at all."""
+    """Clip gradients to this norm; 0: do not clip."""
     seed: Seed = 0
-    """Of the order of rows, and of adapters."""
+    """Seed of the order of rows, and of newly initialized adapters."""
     logging_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Log the loss every so many steps, and with each evaluation, checkpoint and at the end; null:
     about 50 times a run."""
     save_strategy: Annotated[Literal["no", "steps", "epoch", "best"] | None, MAY_CHANGE] = None
-    """When to save a checkpoint to continue from; null: "steps" if save_steps is given, else "no".
-    None is saved at the last step, where the model itself is."""
+    """When to save a checkpoint to resume from; null: "steps" if save_steps is set, else "no".
+    The last step has none, since the model itself is saved there."""
     save_steps: Annotated[AtLeastOne | None, MAY_CHANGE] = None
     """Save a checkpoint every so many steps."""
     save_total_limit: Annotated[AtLeastOne | None, MAY_CHANGE] = None
-    """Keep so many of the newest checkpoints, and the best one if that is to be loaded; null:
-    all."""
+    """Keep only the newest checkpoints, so many, and the best one with load_best_model_at_end;
+    null: keep all."""
     eval_strategy: StrategyName | None = None
-    """When to compute the loss of data.eval; null: "epoch" if there is such data, else "no"."""
+    """When to evaluate on data.eval; null: "epoch" if there is such data, else "no"."""
     eval_steps: AtLeastOne | None = None
     """Evaluate every so many steps."""
     per_device_eval_batch_size: Annotated[AtLeastOne | None, MAY_CHANGE] = None
@@ -118,30 +118,33 @@ class TrainerFields(Section):
     load_best_model_at_end: bool = False
     """Save, at the end, the weights of the checkpoint with the best metric_for_best_model."""
     metric_for_best_model: MetricName = "eval_loss"
-    """Of the evaluation; exact_match is of the rows that are answered (data.eval_answers)."""
+    """Metric that decides which checkpoint is best; exact_match is that of the rows that are
+    answered (data.eval_answers)."""
     early_stopping_patience: AtLeastOne | None = None
-    """End after so many evaluations without a better metric_for_best_model (of transformers'
-    EarlyStoppingCallback, as is the next); null: never."""
+    """Stop after so many evaluations without a better metric_for_best_model (transformers'
+    EarlyStoppingCallback); null: never."""
     early_stopping_threshold: NotNegative = 0.0
-    """By how much the metric has to be better to count as such."""
+    """How much better the metric has to be to count as better."""
     report_to: Annotated[
-        LoggerName | list[LoggerName], Expected(f"loggers: {', '.join(get_args(LoggerName))}"), MAY_CHANGE
+        LoggerName | list[LoggerName],
+        Expected(f"loggers: {', '.join(get_args(LoggerName))}"),
+        MAY_CHANGE,
     ] = "none"
-    """Loggers, as tensorboard or wandb."""
+    """Loggers, such as tensorboard or wandb."""
 
     @property
     def undeclared_fields(self) -> dict[str, Any]:
-        """The given fields that are declared nowhere here, for ``TrainingArguments``."""
+        """Return the fields of the recipe that are passed to ``TrainingArguments`` as they are."""
         return dict(self.model_extra or {})
 
     @property
     def effective_save_strategy(self) -> str:
-        """The strategy that is in force."""
+        """Return ``save_strategy``, or its default given ``save_steps``."""
         return self.save_strategy or ("no" if self.save_steps is None else "steps")
 
     @property
     def effective_eval_strategy(self) -> str:
-        """The strategy that is in force, where there is data to evaluate on."""
+        """Return ``eval_strategy``, or its default given ``eval_steps`` and data to evaluate on."""
         return self.eval_strategy or ("epoch" if self.eval_steps is None else "steps")
 
     @property
@@ -150,68 +153,77 @@ class TrainerFields(Section):
 
     @property
     def highest_rate(self) -> float:
+        """Return the learning rate, or the highest of those of the parts."""
         rates = self.learning_rate
         return max(rates.values()) if isinstance(rates, dict) else rates
 
     @property
     def length(self) -> dict[str, float]:
-        """How long a run is: its steps, or where they are left open its epochs."""
+        """Return ``max_steps`` by its name, or ``num_train_epochs`` if that is null."""
         if self.max_steps is not None:
             return {"max_steps": self.max_steps}
         return {"num_train_epochs": self.num_train_epochs}
 
     def steps_in_epoch(self, rows: int, processes: int) -> int:
-        """Updates of the weights in which all rows are learned once, as the Trainer counts them;
-        0 where no batch is whole, and those that are not are dropped."""
-        batches, per_process = self.per_device_train_batch_size, processes
+        """Return the optimizer steps of one pass over the rows, counted as the Trainer does.
+
+        0 if there is no full batch and ``dataloader_drop_last`` drops the others.
+        """
+        batch_size = self.per_device_train_batch_size
         if self.undeclared_fields.get("dataloader_drop_last"):
-            of_process = rows // batches // per_process
+            batches = rows // batch_size // processes
         else:
-            of_process = math.ceil(math.ceil(rows / batches) / per_process)
-        return math.ceil(of_process / self.gradient_accumulation_steps)
+            batches = math.ceil(math.ceil(rows / batch_size) / processes)
+        return math.ceil(batches / self.gradient_accumulation_steps)
 
     def total_steps(self, steps_an_epoch: int) -> int:
-        """Updates of the weights in a run."""
+        """Return the optimizer steps of the run."""
         return self.max_steps or max(math.ceil(self.num_train_epochs * steps_an_epoch), 1)
 
     def warmup(self, steps: int) -> int:
-        """Of so many steps, those of warm-up."""
-        asked = self.warmup_steps
-        # A share may be a hair below a whole number. One step with warm-up would learn nothing.
-        share = min(max(int(steps * asked + 1e-9), 1), steps - 1)
-        return int(asked) if asked >= 1 or asked == 0 else share
+        """Return the warm-up steps of a run of ``steps`` steps."""
+        warmup = self.warmup_steps
+        # The product may fall a hair below an integer. A run of one step has no warm-up: its rate
+        # would be 0.
+        share = min(max(int(steps * warmup + 1e-9), 1), steps - 1)
+        return int(warmup) if warmup >= 1 or warmup == 0 else share
 
     def log_every(self, steps: int, steps_an_epoch: int) -> int:
-        """Where the recipe leaves it open: for about 50 entries in so many steps."""
+        """Return the interval of logging in steps; by default for about 50 entries a run."""
         if self.undeclared_fields.get("logging_strategy") == "epoch":
             return steps_an_epoch
         return self.logging_steps or max(steps // 50, 1)
 
     def save_every(self, steps_an_epoch: int) -> int:
-        """Steps; 0 for never, and for "best"."""
+        """Return the interval of checkpoints in steps; 0 for never and for "best"."""
         return steps_an_epoch if self.effective_save_strategy == "epoch" else self.save_steps or 0
 
     def eval_every(self, steps_an_epoch: int) -> int:
-        """Steps, where there is data to evaluate on; 0 for never."""
+        """Return the interval of evaluations in steps, if there is data for them; 0 for never."""
         if self.effective_eval_strategy == "no":
             return 0
         return steps_an_epoch if self.effective_eval_strategy == "epoch" else self.eval_steps or 0
 
     def eval_delay(self, steps_an_epoch: int) -> float:
-        """Steps before the first evaluation; the recipe has epochs where those are evaluated."""
+        """Return the steps before the first evaluation.
+
+        The recipe's field counts epochs if the evaluation strategy does.
+        """
         delay = self.undeclared_fields.get("eval_delay") or 0
         return delay * steps_an_epoch if self.effective_eval_strategy == "epoch" else delay
 
 
-def is_longer(there: Any, now: dict[str, float]) -> bool:
-    """Whether a run that lasts ``now`` is longer than one whose length was ``there``
-    (:attr:`TrainerFields.length`); epochs and steps are not compared with each other."""
-    same_kind = isinstance(there, dict) and there.keys() == now.keys()
-    return same_kind and all(now[name] > there[name] for name in now)
+def is_longer(before: Any, now: dict[str, float]) -> bool:
+    """Return whether a run of length ``now`` is longer than one of length ``before``.
+
+    Args:
+        before, now: :attr:`TrainerFields.length`. Epochs and steps are not compared: False.
+    """
+    same_unit = isinstance(before, dict) and before.keys() == now.keys()
+    return same_unit and all(now[name] > before[name] for name in now)
 
 
-# What the continuation of a run may change, of the fields that are handed on: how it is logged, and
-# how rows are loaded.
+# Undeclared fields that may differ when a run is resumed: they concern logging and data loading.
 UNDECLARED_MAY_CHANGE = {
     "logging_strategy",
     "logging_first_step",
@@ -237,7 +249,7 @@ UNDECLARED_MAY_CHANGE = {
     "dataloader_multiprocessing_context",
 }
 
-# As torch demands them, but only once the model is loaded.
+# torch checks the same limits, but only after the model is loaded.
 STRICTER_TYPES: dict[str, Any] = {
     "adam_beta1": BelowOne,
     "adam_beta2": BelowOne,
@@ -255,8 +267,9 @@ STRICTER_TYPES: dict[str, Any] = {
 
 @functools.cache
 def installed_fields() -> dict[str, Any]:
-    """The types of the installed transformers' other fields by name, as pydantic is to check them,
-    without those that are refused.
+    """Return the types of the undeclared fields of the installed ``TrainingArguments`` by name.
+
+    Fields that recipes may not have are left out.
 
     Raises:
         RuntimeError: transformers cannot be imported.
@@ -269,20 +282,27 @@ def installed_fields() -> dict[str, Any]:
             f"{error}; glm4v-patched doctor, without a recipe, says what does not fit"
         ) from None
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    names = [n for n in names if trainer_field_refusal(n) is None and n not in TrainerFields.model_fields]
-    kinds = get_type_hints(TrainingArguments)
-    return {name: STRICTER_TYPES.get(name) or _checked(kinds[name]) for name in names}
+    names = [
+        name
+        for name in names
+        if trainer_field_refusal(name) is None and name not in TrainerFields.model_fields
+    ]
+    types = get_type_hints(TrainingArguments)
+    return {name: STRICTER_TYPES.get(name) or _stricter(types[name]) for name in names}
 
 
-def _checked(kind: Any) -> Any:
-    """Of enumerations beside text, the values alone; numbers with the range that all fields have,
-    for none is below 0. Of what is in a list or a section, transformers makes its own types."""
-    if get_origin(kind) in (Union, UnionType):
-        kinds = get_args(kind)
-        if any(isinstance(part, EnumType) for part in kinds):
-            kinds = tuple(part for part in kinds if part is not str)
-        return functools.reduce(operator.or_, map(_checked, kinds))
-    if isinstance(kind, EnumType):
-        return Literal[tuple(choice.value for choice in cast(Any, kind))]
-    plain = {int: AtLeastZero, float: NotNegative, list: list[Any], dict: dict[str, Any]}
-    return plain.get(get_origin(kind) or kind, kind)
+def _stricter(annotation: Any) -> Any:
+    """Return a type of ``TrainingArguments`` as pydantic should check it.
+
+    Enums become their values, and numbers may not be negative, for no field has a use for that.
+    The contents of lists and dicts are left to transformers.
+    """
+    if get_origin(annotation) in (Union, UnionType):
+        members = get_args(annotation)
+        if any(isinstance(member, EnumType) for member in members):
+            members = tuple(member for member in members if member is not str)
+        return functools.reduce(operator.or_, map(_stricter, members))
+    if isinstance(annotation, EnumType):
+        return Literal[tuple(choice.value for choice in cast(Any, annotation))]
+    replacements = {int: AtLeastZero, float: NotNegative, list: list[Any], dict: dict[str, Any]}
+    return replacements.get(get_origin(annotation) or annotation, annotation)

@@ -227,12 +227,12 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel):
         logits = self.transformer.output_layer(hidden_states)
         loss = None
         if labels is not None:
-            grown = []
+            expanded = []
             for ids, label in zip(input_ids, labels, strict=True):
                 begin, end = self.image_span(ids)
                 image = label.new_full((LABELS_OF_AN_IMAGE,), -100)
-                grown.append(torch.cat((label[: begin + 1], image, label[end:])))
-            labels = torch.stack(grown)
+                expanded.append(torch.cat((label[: begin + 1], image, label[end:])))
+            labels = torch.stack(expanded)
             logits = logits.to(torch.float32)
             shifted = logits[:, :-1].contiguous().view(-1, logits.shape[-1])
             loss = CrossEntropyLoss(ignore_index=-100)(shifted, labels[:, 1:].reshape(-1))
