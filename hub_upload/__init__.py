@@ -1,1 +1,1 @@
-"""Builds, verifies and publishes the repository of the Hub. Not part of the installed package."""
+"""Build, verify and publish a repository of the Hub. Not part of the installed package."""

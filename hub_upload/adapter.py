@@ -1,4 +1,4 @@
-"""Makes a folder of LoRA adapters that is published: their weights, settings and card."""
+"""Build the repository of LoRA adapters: their weights, settings and model card."""
 
 import re
 from pathlib import Path
@@ -6,46 +6,53 @@ from pathlib import Path
 from glm4v_patched.finetune.adapter_card import ADAPTERS_LOCATION, name_base
 from glm4v_patched.models.base import base_of_adapters
 
-from .build import require_ours, with_manifest, write
-from .files import Source, read_folder, sha256_of_file
-from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT, ID, UPSTREAM
-from .manifest import FineTune, Listed, Manifest, to_json_bytes
+from .build import add_manifest, require_replaceable, write_build
+from .files import SourceFiles, read_folder, sha256_of_file
+from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT_PATTERN, ID_PATTERN, UPSTREAM
+from .manifest import FineTune, ListedFile, Manifest, to_json_bytes
 
-CARD = "README.md"
-EMPTY = b"More Information Needed"  # stands in peft's card
+MODEL_CARD = "README.md"
+PEFT_CARD_MARK = b"More Information Needed"  # in the card that peft writes
 
 
-def build(
+def build_adapter_repository(
     folder: Path, out: Path, name: str, base: str | None = None, trained: str | None = None
 ) -> Manifest:
-    """Write the folder, as :func:`build.build` does; return its manifest.
+    """Write a folder of adapters as :func:`build.build_model_repository` does; return its manifest.
 
     Args:
-        base: As ``org/name@commit``: where others find the model under the adapters; not needed
-            where they were trained on that.
-        trained: What was trained and on what, for the manifest.
+        name: Id of the adapters' repository, for the card.
+        base: Where others find the base model, as ``org/name@commit``; by default where the
+            adapters' config says.
+        trained: What was trained and on which data, for the manifest.
+
+    Raises:
+        ValueError: The base model is not on the Hub, or the card is missing.
     """
-    out = require_ours(out, str(folder))
-    source = Source(str(folder), read_folder(folder))
+    out = require_replaceable(out, str(folder))
+    source = SourceFiles(str(folder), read_folder(folder))
     config = source.read_json(ADAPTER_CONFIG)
-    found = base_of_adapters(folder)
-    text = base or f"{found.model}@{found.revision}"
+    config_base = base_of_adapters(folder)
+    text = base or f"{config_base.model}@{config_base.revision}"
     model, _, commit = text.partition("@")
-    if not re.fullmatch(ID, model) or not re.fullmatch(COMMIT, commit):
+    if not re.fullmatch(ID_PATTERN, model) or not re.fullmatch(COMMIT_PATTERN, commit):
         raise ValueError(
-            f"{folder} holds adapters of {text}: nobody else finds that model; give --fine-tune-of "
-            f"{UPSTREAM}@<commit of 40 hex digits>, or whichever it is"
+            f"{folder} has adapters of {text}, which is not a model at a commit on the Hub, so "
+            f"others cannot find it; give --fine-tune-of {UPSTREAM}@<commit of 40 hex digits>, or "
+            "another id and commit"
         )
     config |= {"base_model_name_or_path": model, "revision": commit, "auto_mapping": None}
-    card = source.content(CARD) or EMPTY
-    if EMPTY in card:
-        told = f"{folder / CARD} is missing, or peft's empty one: it says nothing of the adapters"
-        raise ValueError(f"{told}; write what they are there, as `glm4v-patched train` does")
+    card = source.content(MODEL_CARD) or PEFT_CARD_MARK
+    if PEFT_CARD_MARK in card:
+        raise ValueError(
+            f"{folder / MODEL_CARD} is missing, or is peft's template without content; describe "
+            "the adapters in it, as `glm4v-patched train` does"
+        )
     text = name_base(card.decode(), model, commit).replace(ADAPTERS_LOCATION, f"`ADAPTERS` is `{name}`.")
     weights = source.files[ADAPTER_WEIGHTS]
     assert weights.path is not None
-    files = {ADAPTER_CONFIG: to_json_bytes(config), CARD: text.encode()}
-    listed = {ADAPTER_WEIGHTS: Listed(size=weights.size, sha256=sha256_of_file(weights.path))}
+    files = {ADAPTER_CONFIG: to_json_bytes(config), MODEL_CARD: text.encode()}
+    listed = {ADAPTER_WEIGHTS: ListedFile(size=weights.size, sha256=sha256_of_file(weights.path))}
     fine_tune = FineTune(base=model, trained=trained or "LoRA adapters")
-    built = with_manifest(files, listed, fine_tune)
-    return write(built, {ADAPTER_WEIGHTS: weights}, out, str(folder))
+    built = add_manifest(files, listed, fine_tune)
+    return write_build(built, {ADAPTER_WEIGHTS: weights}, out, str(folder))

@@ -1,7 +1,7 @@
-"""Makes the folder that is published: our code beside the original's weights and vocabulary.
+"""Build the folder that is published: our code beside the original's weights and vocabulary.
 
-Pure: the same source and the same code give the same bytes, whichever supported transformers runs
-this. Nothing that transformers writes with its own version's stamp is taken over.
+Deterministic: the same source and code give the same bytes with every supported transformers.
+Nothing that contains the version of the running transformers is written.
 """
 
 import json
@@ -33,44 +33,49 @@ from glm4v_patched.remote.configuration_chatglm import (
     refuse_nonfinite_generation,
 )
 
-from .checks import check_adapters, check_weights, refuse_failed, require
-from .files import Build, File, Source, read_folder, sha256_of_file
+from .checks import check_adapter_settings, check_weight_files, refuse_failed, require_that
+from .files import BuiltFiles, File, SourceFiles, read_folder, sha256_of_file
 from .hub import read_repository
 from .layout import (
     ARCHITECTURE,
     AUTO_MAPS,
-    COMMIT,
+    COMMIT_PATTERN,
     CONFIG_KEYS,
     GENERATION_KEYS,
-    ID,
+    ID_PATTERN,
     INDEX,
     MANIFEST,
     SPECIAL_IDS,
     TOKENIZER_KEYS,
     UPSTREAM,
     VISION_KEYS,
-    our_code,
+    read_our_code,
 )
-from .load_check import inputs_of
-from .loading import load
-from .manifest import FineTune, Listed, Manifest, Origin, to_json_bytes, read_manifest
+from .load_check import make_inputs
+from .loading import check_loading
+from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest, to_json_bytes
 
-ROOT = Path(__file__).resolve().parents[1]
-WEIGHTS_LICENSE, GENERATION = "MODEL_LICENSE", "generation_config.json"
-TOKENIZER, IMAGES = "tokenizer_config.json", "preprocessor_config.json"
-# The published config names this class; whoever loads and saves the model, another one.
+REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
+WEIGHTS_LICENSE, GENERATION_CONFIG = "MODEL_LICENSE", "generation_config.json"
+TOKENIZER_CONFIG, IMAGE_CONFIG = "tokenizer_config.json", "preprocessor_config.json"
+# In the published config.json; saving a loaded model writes another class.
 PUBLISHED_ARCHITECTURES = ["ChatGLMModel"]
-LEFT_BY_TRAINING = {"training.json", "trainer_state.json", "training_args.bin"}
-OF_ADAPTERS = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
+TRAINING_FILES = {"training.json", "trainer_state.json", "training_args.bin"}
+ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 
 
-def read_source(text: str, base: str | None = None, trained: str | None = None) -> Source:
-    """Find what ``--weights`` names, and what is said of them if they were trained.
+def read_source(text: str, base: str | None = None, trained: str | None = None) -> SourceFiles:
+    """Read the source that ``--weights`` names, a folder or a repository at a commit.
 
-    ``ValueError`` if it cannot be built from.
+    Args:
+        base: Model that the weights were trained from, for trained weights.
+        trained: What was trained and on which data, for trained weights.
+
+    Raises:
+        ValueError: The source cannot be built from.
     """
     if Path(text).is_dir():
-        source = Source(text, read_folder(Path(text)))
+        source = SourceFiles(text, read_folder(Path(text)))
     else:
         source = _read_repository(text)
     source.files = {name: file for name, file in source.files.items() if "/" not in name}
@@ -79,48 +84,62 @@ def read_source(text: str, base: str | None = None, trained: str | None = None) 
     return source
 
 
-def _list_weights(source: Source) -> dict[str, Listed]:
+def _list_weights(source: SourceFiles) -> dict[str, ListedFile]:
     names = source.weight_names()
     if missing := [name for name in names if name not in source.files]:
-        told = f"{len(missing)} of {len(names)} files of weights: {', '.join(missing)}"
-        raise ValueError(f"{source.name} lacks {told}")
-    found = {}
+        raise ValueError(
+            f"{source.name} is missing {len(missing)} of {len(names)} files of weights: "
+            f"{', '.join(missing)}"
+        )
+    weights = {}
     for name in names:
         file = source.files[name]
         digest = sha256_of_file(file.path) if file.path else file.sha256
-        assert digest, f"{name} has no sha256: the Hub holds weights as large files"
-        found[name] = Listed(size=file.size, sha256=digest)
-    return found
+        assert digest, f"{name} has no sha256: the Hub stores weights as LFS files"
+        weights[name] = ListedFile(size=file.size, sha256=digest)
+    return weights
 
 
-def _read_repository(text: str) -> Source:
+def _read_repository(text: str) -> SourceFiles:
     repository, _, revision = text.partition("@")
-    if not re.fullmatch(ID, repository) or text.startswith("."):
-        told = f"{text} is neither a folder nor a repository of the Hub"
-        raise ValueError(f"{told}: give a folder, or {UPSTREAM}@<commit of 40 hex digits>")
-    if not re.fullmatch(COMMIT, revision):
-        given = f"{revision} is no full commit" if revision else "no revision is given"
+    if not re.fullmatch(ID_PATTERN, repository) or text.startswith("."):
+        raise ValueError(
+            f"{text} is neither a folder nor a repository on the Hub: give a folder, or "
+            f"{UPSTREAM}@<commit of 40 hex digits>"
+        )
+    if not re.fullmatch(COMMIT_PATTERN, revision):
+        problem = f"{revision} is not a full commit" if revision else "no commit is given"
         commit = HfApi().model_info(repository, revision=revision or None).sha
-        told = f"{repository}: {given}, and what it points to may change between two builds"
-        raise ValueError(f"{told}: give {repository}@{commit}, where it is at now")
+        raise ValueError(
+            f"{repository}: {problem}, and branches and tags may change between two builds: give "
+            f"{repository}@{commit}, the current commit"
+        )
     with tempfile.TemporaryDirectory() as folder:
         _, files = read_repository(repository, revision, Path(folder, "source"))
-    return Source(text, files, Origin(repository=repository, revision=revision))
+    return SourceFiles(text, files, WeightsOrigin(repository=repository, revision=revision))
 
 
-def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> FineTune | None:
-    """What is given, or what an earlier build has of the same weights; ``ValueError`` for an
-    adapter beside them, and if they were trained and nobody says how."""
-    if adapters := ", ".join(sorted(OF_ADAPTERS & source.files.keys())):
-        told = f"{source.name} holds an adapter ({adapters}), which a build leaves out"
-        cure = "merge it first (glm4v-patched merge ADAPTER --out FOLDER), and give that folder"
-        raise ValueError(f"{told}: {cure}")
+def _fine_tune_of(source: SourceFiles, base: str | None, trained: str | None) -> FineTune | None:
+    """Return how the weights were trained, from the options or an earlier build; None if original.
+
+    Raises ``ValueError`` if there are adapters beside the weights, or signs of training that the
+    options do not describe.
+    """
+    if adapters := ", ".join(sorted(ADAPTER_FILES & source.files.keys())):
+        raise ValueError(
+            f"{source.name} has an adapter ({adapters}), which would not be published: merge it "
+            "first (glm4v-patched merge ADAPTER --out FOLDER), and give that folder"
+        )
     if base is not None or trained is not None:
-        if not base or not re.fullmatch(ID, base):
-            raise ValueError(f"--fine-tune-of {base}: give the id of the base as org/name")
+        if not base or not re.fullmatch(ID_PATTERN, base):
+            raise ValueError(
+                f"--fine-tune-of {base}: expected the id of the base model, as org/name"
+            )
         if not trained or not trained.strip() or not trained.isprintable():
-            told = "a line for the card, such as 'the language model, on 2,000 receipts'"
-            raise ValueError(f"--fine-tune-of {base} takes --trained too: {told}")
+            raise ValueError(
+                f"--fine-tune-of {base} needs --trained, too: one line for the card, such as 'the "
+                "language model, on 2,000 receipts'"
+            )
         return FineTune(base=base, trained=trained.strip())
     if source.origin and source.origin.repository == UPSTREAM:
         return None
@@ -128,62 +147,85 @@ def _fine_tune_of(source: Source, base: str | None, trained: str | None) -> Fine
         earlier = source.read_manifest()
         if earlier.weights == source.weights:
             return earlier.fine_tune
-    signs = sorted(LEFT_BY_TRAINING & source.files.keys())
-    if (named := source.read_json("config.json").get("architectures")) != PUBLISHED_ARCHITECTURES:
-        signs.append(f"config.json names {named}, not {PUBLISHED_ARCHITECTURES}")
+    signs = sorted(TRAINING_FILES & source.files.keys())
+    classes = source.read_json("config.json").get("architectures")
+    if classes != PUBLISHED_ARCHITECTURES:
+        signs.append(f"config.json names {classes}, not {PUBLISHED_ARCHITECTURES}")
     if signs:
-        told = f"{source.name} is not as {UPSTREAM} was published ({'; '.join(signs)})"
-        cure = f"give --fine-tune-of {UPSTREAM} (or what else it was trained from) and --trained"
-        raise ValueError(f"{told}: {cure} 'what was trained, and on what'")
+        raise ValueError(
+            f"{source.name} is not {UPSTREAM} as it was published ({'; '.join(signs)}): give "
+            f"--fine-tune-of {UPSTREAM} (or the model that it was trained from) and --trained "
+            "'what was trained, and on which data'"
+        )
     return None
 
 
-def build(source: Source, out: Path, name: str) -> Manifest:
-    """Write the folder; return its manifest.
+def build_model_repository(source: SourceFiles, out: Path, name: str) -> Manifest:
+    """Write the folder and return its manifest.
 
-    An earlier build is replaced at once and only at the end; ``ValueError`` if ``out`` holds what
-    is not ours to replace, or if the build would not pass verify. ``name`` is for the card.
+    An earlier build in ``out`` is replaced atomically, after all checks.
+
+    Args:
+        name: Id of the repository, for the card.
+
+    Raises:
+        ValueError: ``out`` has files that no build wrote, or the build would not pass verify.
     """
-    out = require_ours(out, source.name)
-    built = contents(source, name)
+    out = require_replaceable(out, source.name)
+    contents = build_contents(source, name)
     weights = {n: source.files[n] for n in source.weights if source.files[n].path}
-    return write(built, weights, out, source.name)
+    return write_build(contents, weights, out, source.name)
 
 
-def require_ours(out: Path, source: str) -> Path:
-    """The folder to write, its links followed; ``ValueError`` if it is the source, or holds files
-    that no build wrote."""
+def require_replaceable(out: Path, source: str) -> Path:
+    """Return ``out`` with links resolved.
+
+    Raises ``ValueError`` if it overlaps with the source or has files that no build wrote.
+    """
     out = Path(os.path.realpath(out))
     require_apart(out, [("the source itself", source)], "--out")
-    here = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
+    existing = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
     path = out / MANIFEST
-    known = read_manifest(path.read_bytes(), str(path)).names if MANIFEST in here else set()
-    if foreign := [out.name] * out.is_file() or sorted(here - known):
-        told = f"{out} holds {len(foreign)} files that no build wrote ({', '.join(foreign[:5])})"
-        raise ValueError(f"{told}; move them away, or give a new folder")
+    known = parse_manifest(path.read_bytes(), str(path)).names if MANIFEST in existing else set()
+    if foreign := [out.name] * out.is_file() or sorted(existing - known):
+        raise ValueError(
+            f"{out} has {len(foreign)} files that no build wrote ({', '.join(foreign[:5])}); move "
+            "them away, or give a new folder"
+        )
     return out
 
 
-def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: str) -> Manifest:
-    """Put a build in its place, if its weights are whole and the published code loads it."""
-    files = {name: File.of(content) for name, content in built.items()}
-    target = Build(f"the build of {source}", files | weights)
-    if target.manifest.is_of_adapters:
-        check_adapters(target)
-    check_weights(target)
-    if not target.manifest.is_of_adapters:
-        refuse_failed(target.name, load(target))
+def write_build(
+    contents: dict[str, bytes], weights: dict[str, File], out: Path, source: str
+) -> Manifest:
+    """Check a build and write it to ``out``; return its manifest.
+
+    Args:
+        contents: Files except the weights, by name.
+        weights: Files of weights to link or copy, by name.
+        source: Name of the source, for messages.
+
+    Raises:
+        ValueError: Weights are missing, or the published code does not load the build.
+    """
+    files = {name: File.of(content) for name, content in contents.items()}
+    target = BuiltFiles(f"the build of {source}", files | weights)
+    if target.manifest.is_adapter:
+        check_adapter_settings(target)
+    check_weight_files(target)
+    if not target.manifest.is_adapter:
+        refuse_failed(target.name, check_loading(target))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
-        new, old = Path(beside, "new"), Path(beside, "old")
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        new, old = Path(temporary, "new"), Path(temporary, "old")
         new.mkdir()
-        for file_name, content in built.items():
+        for file_name, content in contents.items():
             (new / file_name).write_bytes(content)
         for file_name, file in weights.items():
             original = os.path.realpath(str(file.path))
             try:
                 os.link(original, new / file_name)
-            except OSError:  # such as to another file system
+            except OSError:  # on another file system
                 shutil.copyfile(original, new / file_name)
         with ExitStack() as undo:
             if out.exists():
@@ -194,42 +236,51 @@ def write(built: dict[str, bytes], weights: dict[str, File], out: Path, source: 
     return target.manifest
 
 
-def contents(source: Source, name: str, licensed_at: str | None = None) -> dict[str, bytes]:
-    """Return every file but the weights, by its name; ``licensed_at`` names the file of the license
-    where the weights are from, if it has another name in ``source``.
+def build_contents(
+    source: SourceFiles, name: str, licensed_at: str | None = None
+) -> dict[str, bytes]:
+    """Return all files except the weights, by name.
 
-    ``ValueError``, with file and key, for settings that the published code would not take.
+    Args:
+        name: Id of the repository, for the card.
+        licensed_at: Name of the license file where the weights come from, if ``source`` has it
+            under another name.
+
+    Raises:
+        ValueError: Names file and key of a setting that the published code would refuse.
     """
-    our_license = (ROOT / "LICENSE").read_bytes()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    our_license = (REPOSITORY_ROOT / "LICENSE").read_bytes()
+    pyproject = (REPOSITORY_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    dependencies = tomllib.loads(pyproject)["project"]["dependencies"]
     files = _processor_files(source)
-    config = _config(source, files)
-    files |= our_code() | {
+    config = _make_config(source, files)
+    files |= read_our_code() | {
         "config.json": to_json_bytes(config),
-        GENERATION: _generation_config(source, config),
+        GENERATION_CONFIG: _generation_config(source, config),
         "LICENSE": our_license,
-        "requirements.txt": "".join(f"{line}\n" for line in project["dependencies"]).encode(),
+        "requirements.txt": "".join(f"{line}\n" for line in dependencies).encode(),
     }
-    # Not that of our code, which lies in a source that is our build.
+    # The license of the weights; a source that we built has our code's license, too.
     names = (WEIGHTS_LICENSE, "LICENSE", "LICENSE.md")
     license_name = next((n for n in names if source.content(n) not in (None, our_license)), None)
-    for target, given in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
-        if given and (content := source.content(given)) is not None:
+    for target, original in ((WEIGHTS_LICENSE, license_name), (INDEX, INDEX)):
+        if original and (content := source.content(original)) is not None:
             files[target] = content
-    if INDEX in files and (own := standard_index(index := source.read_json(INDEX))) != index:
-        files[INDEX] = to_json_bytes(own)
-    files["README.md"] = _card(source, name, license_name, licensed_at, project["dependencies"])
-    return with_manifest(files, source.weights, source.fine_tune, source.origin)
+    if INDEX in files and (normalized := standard_index(index := source.read_json(INDEX))) != index:
+        files[INDEX] = to_json_bytes(normalized)
+    files["README.md"] = _card(source, name, license_name, licensed_at, dependencies)
+    return add_manifest(files, source.weights, source.fine_tune, source.origin)
 
 
-def with_manifest(
+def add_manifest(
     files: dict[str, bytes],
-    weights: dict[str, Listed],
+    weights: dict[str, ListedFile],
     fine_tune: FineTune | None,
-    origin: Origin | None = None,
+    origin: WeightsOrigin | None = None,
 ) -> dict[str, bytes]:
-    made = {name: File.of(content) for name, content in files.items()}
-    listed = {n: Listed(size=f.size, sha256=str(f.sha256)) for n, f in made.items()} | weights
+    """Return the files and the manifest that lists them and the weights."""
+    hashed = {name: File.of(content) for name, content in files.items()}
+    listed = {n: ListedFile(size=f.size, sha256=str(f.sha256)) for n, f in hashed.items()} | weights
     manifest = Manifest(
         version=glm4v_patched.__version__,
         weights_from=origin,
@@ -239,89 +290,101 @@ def with_manifest(
     return {**files, MANIFEST: to_json_bytes(manifest.model_dump())}
 
 
-def _generation_config(source: Source, config: dict[str, Any]) -> bytes:
-    """The original's, without options that transformers does not know; of those that it knows, what
-    would change how answers are computed is refused."""
-    given = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
-    values = given if source.content(GENERATION) is None else source.read_json(GENERATION)
-    place = f"{source.name}: {GENERATION}"
-    refuse_fetched_code(values, place)
-    refuse_nonfinite_generation(values, place)
-    known = keep_known_settings(values, GENERATION_KEYS | vars(GenerationConfig()).keys(), place)
-    if odd := [key for key in known if key not in GENERATION_KEYS]:
+def _generation_config(source: SourceFiles, config: dict[str, Any]) -> bytes:
+    """Return generation_config.json, the source's without options unknown to transformers.
+
+    Raises ``ValueError`` for known options outside of :data:`GENERATION_KEYS`, and for invalid
+    values.
+    """
+    content = source.content(GENERATION_CONFIG)
+    default = {key: config[key] for key in ("eos_token_id", "pad_token_id")}
+    values = default if content is None else source.read_json(GENERATION_CONFIG)
+    file = f"{source.name}: {GENERATION_CONFIG}"
+    refuse_fetched_code(values, file)
+    refuse_nonfinite_generation(values, file)
+    known = keep_known_settings(values, GENERATION_KEYS | vars(GenerationConfig()).keys(), file)
+    if refused := [key for key in known if key not in GENERATION_KEYS]:
         raise ValueError(
-            f"{place} has {odd[0]} {json.dumps(known[odd[0]]):.80}; expected no such key, for it "
-            "changes how answers are computed: take it out, and give it to generate"
+            f"{file} has {refused[0]} {json.dumps(known[refused[0]]):.80}, which changes how "
+            "answers are computed: remove it, and pass it to generate instead"
         )
-    _require_ids(values, config["padded_vocab_size"], GENERATION)
-    content = source.content(GENERATION)
+    _check_eos_ids(values, config["padded_vocab_size"], GENERATION_CONFIG)
     return content if content is not None and known == values else to_json_bytes(known)
 
 
-def _require_ids(values: dict[str, Any], size: int, file: str) -> None:
+def _check_eos_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
     eos = values.get("eos_token_id")
     for number in eos if isinstance(eos, list) else [eos]:
-        inside = isinstance(number, int) and 0 <= number < size
-        require(inside, f"{file}: eos_token_id has {number}, outside of {size} ids")
+        is_valid = isinstance(number, int) and 0 <= number < vocab_size
+        message = (
+            f"{file}: eos_token_id has {number}, which is not one of the {vocab_size} token ids"
+        )
+        require_that(is_valid, message)
 
 
-def _config(source: Source, processor_files: dict[str, bytes]) -> dict[str, Any]:
-    """The original's fields as they are, and ours for the loader; ids that it lacks are added."""
+def _make_config(source: SourceFiles, processor_files: dict[str, bytes]) -> dict[str, Any]:
+    """Return config.json: the source's fields, missing token ids, and our classes for the loader.
+
+    Raises ``ValueError`` if it is not a glm-4v's, or does not fit tokenizer and image processor.
+    """
     config = source.read_json("config.json")
     if quantized := config.get("quantization_config"):
         raise ValueError(
             f"{source.name}: config.json has quantization_config {json.dumps(quantized):.80}; "
-            "expected none: publish the weights as they were before, and quantize when you load"
+            "expected none: publish the weights from before the quantization, and quantize them "
+            "when you load them"
         )
     if reason := why_not_glm4v(config):
-        raise ValueError(f"{source.name}: its config.json is not a glm-4v's: {reason}")
+        raise ValueError(f"{source.name}: config.json is not a glm-4v's: {reason}")
     tokens = json.loads(processor_files["tokenizer.json"])["added_tokens"]
     ids = {token["content"]: token["id"] for token in tokens}
     for key, token in SPECIAL_IDS.items():
         if config.get(key) is None:
             config[key] = ids[token]
-        told = f"{key} is {config[key]}, but {token} is {ids.get(token)} to the tokenizer"
-        require(config[key] == ids.get(token), f"{source.name}: config.json: {told}")
+        problem = f"{key} is {config[key]}, but the tokenizer has {ids.get(token)} for {token}"
+        require_that(config[key] == ids.get(token), f"{source.name}: config.json: {problem}")
     checked = ChatGLMConfig.from_dict(config)
     config.setdefault("eos_token_id", checked.eos_token_id)
-    place = f"{source.name}: config.json"
-    _require_ids(config, checked.padded_vocab_size, place)
-    vision = keep_known_settings(config["vision_config"], VISION_KEYS, f"{place}: vision_config")
+    file = f"{source.name}: config.json"
+    _check_eos_ids(config, checked.padded_vocab_size, file)
+    vision = keep_known_settings(config["vision_config"], VISION_KEYS, f"{file}: vision_config")
     vision.setdefault("image_size", checked.vision.image_size)
-    side = json.loads(processor_files[IMAGES])["size"]["height"]
-    told = f"vision_config has image_size {vision['image_size']}, and {IMAGES} {side}"
-    require(vision["image_size"] == side, f"{place}: {told}: they are not of the same model")
+    size = json.loads(processor_files[IMAGE_CONFIG])["size"]["height"]
+    problem = f"vision_config has image_size {vision['image_size']}, but {IMAGE_CONFIG} has {size}"
+    require_that(
+        vision["image_size"] == size, f"{file}: {problem}: the files are not of the same model"
+    )
     config |= {"vision_config": vision}
     config.pop("_name_or_path", None)
-    config = keep_known_settings(config, CONFIG_KEYS, place)
+    config = keep_known_settings(config, CONFIG_KEYS, file)
     return config | {"architectures": [ARCHITECTURE], "auto_map": AUTO_MAPS["config.json"]}
 
 
-def _processor_files(source: Source) -> dict[str, bytes]:
-    """Files of tokenizer and processor that every supported transformers reads.
+def _processor_files(source: SourceFiles) -> dict[str, bytes]:
+    """Return the files of tokenizer and processor, for every supported transformers.
 
-    The tokenizer, the template and the image processor's values are what save_pretrained writes,
-    the same in all versions. The configs around them are not, so their fields are written here:
-    the original's for the tokenizer, and for the processor only where its code is, because
-    transformers 4 finds the image processor in its own file alone and 5 looks there too.
+    Tokenizer, template and the image processor's values are what save_pretrained writes, which is
+    the same in all versions. The config files around them differ, so their fields are written here:
+    the source's for the tokenizer, and only the auto_map for the processor. transformers 4 finds
+    the image processor in a file of its own only, and 5 looks there, too.
     """
-    tokenizer = source.read_json(TOKENIZER)
-    with tempfile.TemporaryDirectory() as given, tempfile.TemporaryDirectory() as saved:
+    tokenizer = source.read_json(TOKENIZER_CONFIG)
+    with tempfile.TemporaryDirectory() as unchanged, tempfile.TemporaryDirectory() as saved:
         for name, file in source.files.items():
             if file.content is not None and not name.endswith(".py"):
-                Path(given, name).write_bytes(file.content)
-        processor = load_processor(ModelSource(given))
-        inputs_of(processor, 0, torch.float32)  # its template and its images, within limits
+                Path(unchanged, name).write_bytes(file.content)
+        processor = load_processor(ModelSource(unchanged))
+        make_inputs(processor, 0, torch.float32)  # raises if template or images are invalid
         processor.save_pretrained(saved)
-        names = ("tokenizer.json", "chat_template.jinja", IMAGES)
+        names = ("tokenizer.json", "chat_template.jinja", IMAGE_CONFIG)
         files = {name: Path(saved, name).read_bytes() for name in names}
     left_out = tokenization_chatglm.LOADING_KWARGS | {"backend", "chat_template"}
     tokenizer = {key: value for key, value in tokenizer.items() if key not in left_out}
-    tokenizer = keep_known_settings(tokenizer, TOKENIZER_KEYS, f"{source.name}: {TOKENIZER}")
+    tokenizer = keep_known_settings(tokenizer, TOKENIZER_KEYS, f"{source.name}: {TOKENIZER_CONFIG}")
     tokenizer["tokenizer_class"] = type(processor.tokenizer).__name__
     tokenizer.setdefault("image_size", processor.tokenizer.image_size)
-    configs = {"processor_config.json": {}, TOKENIZER: tokenizer}
-    configs[IMAGES] = json.loads(files[IMAGES])
+    configs = {"processor_config.json": {}, TOKENIZER_CONFIG: tokenizer}
+    configs[IMAGE_CONFIG] = json.loads(files[IMAGE_CONFIG])
     for name, values in configs.items():
         values |= {"processor_class": "ChatGLMProcessor", "auto_map": AUTO_MAPS[name]}
         files[name] = to_json_bytes(dict(sorted(values.items())))
@@ -329,12 +392,13 @@ def _processor_files(source: Source) -> dict[str, bytes]:
 
 
 def _card(
-    source: Source,
+    source: SourceFiles,
     name: str,
     license_name: str | None,
     licensed_at: str | None,
-    needs: list[str],
+    dependencies: list[str],
 ) -> bytes:
+    """Render the model card, README.md."""
     fine_tune, origin = source.fine_tune, source.origin
     from_hub = origin and origin.repository
     address = f"{UPSTREAM}/blob/main/LICENSE"
@@ -345,7 +409,7 @@ def _card(
     card = environment.from_string(template).render(
         name=name,
         version=glm4v_patched.__version__,
-        requirements=" ".join(f'"{line}"' for line in needs),
+        requirements=" ".join(f'"{line}"' for line in dependencies),
         base_model=fine_tune.base if fine_tune else from_hub or UPSTREAM,
         trained=fine_tune and fine_tune.trained,
         is_published=from_hub == UPSTREAM and not fine_tune,

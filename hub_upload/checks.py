@@ -1,6 +1,6 @@
-"""Checks of a build that run nothing of it, of bytes that were read once.
+"""Static checks of a built repository, on bytes that were read once.
 
-``build``, ``verify`` and ``publish`` all use them; what has to be run is in :mod:`loading`.
+``build``, ``verify`` and ``publish`` use them. :mod:`loading` runs the published code.
 """
 
 import json
@@ -21,106 +21,139 @@ from glm4v_patched.models.weight_files import (
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.terminal_text import listed
 
-from .files import Build, sha256_of_file
-from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT, INDEX, MANIFEST
+from .files import BuiltFiles, sha256_of_file
+from .layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, COMMIT_PATTERN, INDEX, MANIFEST
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-# Files that the Hub itself adds.
-OF_GIT = {".gitattributes", ".gitignore"}
+# Files that the Hub adds.
+GIT_FILES = {".gitattributes", ".gitignore"}
 
 
 class Check(NamedTuple):
+    """The result of a check; ``status`` is PASSED, FAILED or SKIPPED."""
+
     name: str
     status: str
     detail: str
 
 
-def require(condition: object, message: str) -> None:
+def require_that(condition: object, message: str) -> None:
+    """Raise ``ValueError`` with the message unless the condition is true."""
     if not condition:
         raise ValueError(message)
 
 
-def check_files(target: Build, read_weights: bool = False) -> str:
-    """Whether all files are those of the manifest; weights of a folder are compared by their size
-    alone, unless they are to be read."""
-    left_out = target.weights.keys() if target.copied else set()
-    wanted = {n: file for n, file in target.manifest.files.items() if n not in left_out}
-    foreign = target.files.keys() - wanted.keys() - {MANIFEST, *OF_GIT}
-    require(not foreign, f"not in the manifest: {listed(sorted(foreign))}")
-    missing = wanted.keys() - target.files.keys()
-    require(not missing, f"missing: {listed(sorted(missing))}")
-    for name, given in wanted.items():
-        file, told = target.files[name], f"{name} is not what the manifest says"
-        require(file.size == given.size, f"{told}: {file.size:,} bytes, not {given.size:,}")
+def check_files(target: BuiltFiles, read_weights: bool = False) -> str:
+    """Check that the files are exactly those of the manifest; return a summary.
+
+    Args:
+        read_weights: Compare the sha256 of a folder's weights, too, not only their size.
+
+    Raises:
+        ValueError: A file is missing, additional or different.
+    """
+    remote = target.weights.keys() if target.weights_stay_on_hub else set()
+    expected = {n: file for n, file in target.manifest.files.items() if n not in remote}
+    foreign = target.files.keys() - expected.keys() - {MANIFEST, *GIT_FILES}
+    require_that(not foreign, f"not in the manifest: {listed(sorted(foreign))}")
+    missing = expected.keys() - target.files.keys()
+    require_that(not missing, f"missing: {listed(sorted(missing))}")
+    for name, entry in expected.items():
+        file, problem = target.files[name], f"{name} differs from the manifest"
+        size_problem = f"{problem}: {file.size:,} bytes, expected {entry.size:,}"
+        require_that(file.size == entry.size, size_problem)
         digest = file.sha256
         if digest is None and file.path:
-            digest = sha256_of_file(file.path) if read_weights else given.sha256
-        require(digest == given.sha256, f"{told}: sha256 {digest}, not {given.sha256}")
-    but = "" if target.revision or read_weights else "; weights by size alone, without --weights"
-    return f"{len(wanted)} files, by size and sha256{but}"
+            digest = sha256_of_file(file.path) if read_weights else entry.sha256
+        digest_problem = f"{problem}: sha256 {digest}, expected {entry.sha256}"
+        require_that(digest == entry.sha256, digest_problem)
+    is_exact = target.revision or read_weights
+    note = "" if is_exact else "; weights by size only (--weights compares their sha256)"
+    return f"{len(expected)} files, by size and sha256{note}"
 
 
-def check_weights(target: Build) -> str:
-    """Whether their files can be read, hold what the index says, and have the names and shapes of
-    the model; of weights that are not at hand, the names in the index are compared."""
+def check_weight_files(target: BuiltFiles) -> str:
+    """Check that the weight files are readable, match the index and fit the model.
+
+    If the weights are not in the folder, only the names in the index are checked.
+
+    Raises:
+        ValueError: Weights are missing, additional or of another shape than the model's.
+    """
     names = target.weight_names()
-    told = f"the manifest lists {listed([*target.weights])}, not {listed(names)}"
-    require({*names} == {*target.weights}, told)
-    tensors = {} if target.copied else {name: _read_header(target, name) for name in names}
-    there = {name: shape for of_file in tensors.values() for name, shape in of_file.items()}
-    if target.manifest.is_of_adapters:
-        foreign = [name for name in there if ".lora_" not in name]
-        require(not foreign, f"weights that are no LoRA: {listed(foreign)}")
-        return f"LoRA, {len(there)} tensors"
-    by, wanted = "the files of weights", dict[str, TensorInfo | None](there)
+    problem = (
+        f"the manifest lists the weights {listed([*target.weights])}, expected {listed(names)}"
+    )
+    require_that({*names} == {*target.weights}, problem)
+    are_remote = target.weights_stay_on_hub
+    headers = {} if are_remote else {name: _read_header(target, name) for name in names}
+    shapes = {name: shape for header in headers.values() for name, shape in header.items()}
+    if target.manifest.is_adapter:
+        foreign = [name for name in shapes if ".lora_" not in name]
+        require_that(not foreign, f"weights that are not of LoRA: {listed(foreign)}")
+        return f"LoRA, {len(shapes)} tensors"
+    reference, expected = "the files of weights", dict[str, TensorInfo | None](shapes)
     if INDEX in target.files:
         index = check_index(target.read_json(INDEX))
-        if target.copied:
-            by, wanted = "the index", dict.fromkeys(index)
+        if are_remote:
+            reference, expected = "the index", dict.fromkeys(index)
         else:
-            require_agreement(index, tensors)
-    elif target.copied:
-        return "neither weights nor an index are at hand to compare with config.json"
+            require_agreement(index, headers)
+    elif are_remote:
+        return "not compared with config.json: neither weights nor an index are in the folder"
     config = ChatGLMConfig(**target.read_json("config.json"))
-    told = f"{require_complete_weights(target.name, config, wanted)} weights, compared with {by}"
-    left = f"; left for a server-side copy from {target.origin}" if target.copied else ""
-    return f"{len(names)} files, {told}{left}"
+    number = require_complete_weights(target.name, config, expected)
+    note = f"; the Hub will copy them from {target.origin}" if are_remote else ""
+    return f"{len(names)} files, {number} weights, compared with {reference}{note}"
 
 
-def _read_header(target: Build, name: str) -> dict[str, TensorInfo]:
-    """The shapes of the tensors of a file, here or on the Hub."""
+def _read_header(target: BuiltFiles, name: str) -> dict[str, TensorInfo]:
+    """Return the tensor shapes in a file of weights, in the folder or on the Hub."""
     if path := target.files[name].path:
         return read_header(path)
+<<<<<<< HEAD
     read = HfApi().parse_safetensors_file_metadata
     return tensors_of_hub_file(
         read(target.name, name, revision=target.revision), f"{target.name}: {name}"
     )
+=======
+    metadata = HfApi().parse_safetensors_file_metadata(target.name, name, revision=target.revision)
+    return tensors_of_hub_file(metadata, f"{target.name}: {name}")
+>>>>>>> m-w-inference
 
 
-def check_adapters(target: Build) -> str:
-    """Whether adapters come alone, without code, are LoRA on a commit of the Hub, and their
-    settings name nothing else."""
-    from peft import LoraConfig  # late: a model is built and verified without it
+def check_adapter_settings(target: BuiltFiles) -> str:
+    """Check that adapters come without code, are LoRA for a commit on the Hub, and that their
+    settings name no other module or path; return a summary.
 
-    more = sorted(target.manifest.names - {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md", MANIFEST})
-    require(not more, f"beside adapters stands {listed(more)}, which no build writes there")
+    Raises ``ValueError`` otherwise.
+    """
+    from peft import LoraConfig  # only adapters need peft
+
+    known = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md", MANIFEST}
+    additional = sorted(target.manifest.names - known)
+    require_that(not additional, f"{listed(additional)} beside the adapters, which no build writes")
     config, fine_tune = target.read_json(ADAPTER_CONFIG), target.fine_tune
     unknown = [key for key in config if key not in {field.name for field in fields(LoraConfig)}]
-    require(not unknown, f"{ADAPTER_CONFIG} has {listed(unknown)}, which peft does not know")
-    require(config.get("peft_type") == "LORA", f"peft_type is {config.get('peft_type')}, not LORA")
-    given, commit = config.pop("base_model_name_or_path", None), str(config.pop("revision", None))
+    require_that(not unknown, f"{ADAPTER_CONFIG} has {listed(unknown)}, which peft does not know")
+    peft_type = config.get("peft_type")
+    require_that(peft_type == "LORA", f"peft_type is {peft_type}, expected LORA")
+    model, commit = config.pop("base_model_name_or_path", None), str(config.pop("revision", None))
     base = fine_tune and fine_tune.base
-    require(base and given == base, f"they are of {given}, the manifest says {base}")
-    require(re.fullmatch(COMMIT, commit), f"revision is {commit}, expected a commit")
+    problem = f"{ADAPTER_CONFIG} names the base model {model}, but the manifest {base}"
+    require_that(base and model == base, problem)
+    require_that(re.fullmatch(COMMIT_PATTERN, commit), f"revision is {commit}, expected a commit")
     # peft imports the modules that these name.
     for name in ("auto_mapping", "megatron_config"):
-        require(config.get(name) is None, f"{name} is {config.get(name)}, expected null")
-    require("/" not in json.dumps(config), f"{ADAPTER_CONFIG} has a path, which is nobody else's")
-    return f"LoRA on {given}@{commit}"
+        require_that(config.get(name) is None, f"{name} is {config.get(name)}, expected null")
+    require_that(
+        "/" not in json.dumps(config), f"{ADAPTER_CONFIG} has a path, which others do not have"
+    )
+    return f"LoRA on {model}@{commit}"
 
 
 def run_checks(checks: Mapping[str, Callable[[], str]]) -> list[Check]:
-    """Run checks in their order up to the first that fails, whatever it raises."""
+    """Run checks in order, up to the first that raises; return their results."""
     done: list[Check] = []
     for name, check in checks.items():
         try:
@@ -132,6 +165,6 @@ def run_checks(checks: Mapping[str, Callable[[], str]]) -> list[Check]:
 
 
 def refuse_failed(name: str, checks: list[Check]) -> None:
-    """Raise ``ValueError`` if one of the checks has failed."""
+    """Raise ``ValueError`` with the failed checks, if there are any."""
     if failed := [f"{c.name}: {c.detail}" for c in checks if c.status == FAILED]:
         raise ValueError(f"{name} does not pass verify: {'; '.join(failed)}")

@@ -1,4 +1,4 @@
-"""What a folder holds, read once; and what is said of the weights in it."""
+"""The files of a folder or repository, read once, and the origin of their weights."""
 
 import hashlib
 import os
@@ -12,13 +12,13 @@ from glm4v_patched.models.weight_files import check_index
 from glm4v_patched.patch.config_json import parse_json_object
 from glm4v_patched.terminal_text import listed
 
-from .layout import ADAPTER_WEIGHTS, INDEX, MANIFEST, SHARD, SINGLE_FILE
-from .manifest import FineTune, Listed, Manifest, Origin, read_manifest
+from .layout import ADAPTER_WEIGHTS, INDEX, MANIFEST, SHARD_PATTERN, SINGLE_FILE
+from .manifest import FineTune, ListedFile, Manifest, WeightsOrigin, parse_manifest
 
-# A tokenizer.json takes 20 MB; what is larger is no small file of a model.
-LARGEST_TO_READ = 100_000_000
-# Only text is read: no weights, and nothing that Python or torch would unpickle.
-TEXT = {"", ".jinja", ".json", ".md", ".model", ".py", ".txt"}
+# A tokenizer.json has 20 MB. Larger files are not read, only hashed when needed.
+MAX_READ_BYTES = 100_000_000
+# Only text is read: no weights, and no pickles.
+TEXT_SUFFIXES = {"", ".jinja", ".json", ".md", ".model", ".py", ".txt"}
 
 
 @dataclass(frozen=True)
@@ -26,103 +26,127 @@ class File:
     """A file of a folder or of a repository."""
 
     size: int
-    sha256: str | None = None  # also where the Hub or a manifest says so; None if nobody has
-    content: bytes | None = None  # as it was hashed; None for weights and whatever is not read
-    path: Path | None = None  # None if it is only on the Hub
+    sha256: str | None = None  # computed, or as the Hub or a manifest says; None if unknown
+    content: bytes | None = None  # the bytes that were hashed; None for files that are not read
+    path: Path | None = None  # None for a file on the Hub only
 
     @classmethod
     def of(cls, content: bytes, path: Path | None = None) -> "File":
+        """Return a file with this content."""
         return cls(len(content), hashlib.sha256(content).hexdigest(), content, path)
 
 
-class Source:
-    """All that a folder or a repository holds, by path; ``name`` is as it was given.
+class SourceFiles:
+    """All files of a folder or repository.
 
-    ``weights`` are the files that the loader will look for; ``origin`` is that of weights on the
-    Hub, and ``fine_tune`` what somebody says of them.
+    Args:
+        name: Folder or id as the user gave it, for messages.
+        files: By path.
+        origin: Repository and commit of the weights, if they are on the Hub.
+
+    Attributes:
+        weights: Files of weights that the loader will open.
+        fine_tune: How the weights were trained; None for the original's.
     """
 
-    def __init__(self, name: str, files: dict[str, File], origin: Origin | None = None) -> None:
+    def __init__(
+        self, name: str, files: dict[str, File], origin: WeightsOrigin | None = None
+    ) -> None:
         self.name, self.files, self.origin = name, files, origin
         self.fine_tune: FineTune | None = None
-        self.weights: dict[str, Listed] = {}
+        self.weights: dict[str, ListedFile] = {}
 
     def content(self, path: str) -> bytes | None:
+        """Return a file's bytes, or None if it is missing or was not read."""
         return self.files[path].content if path in self.files else None
 
     def read(self, path: str) -> bytes:
+        """Return a file's bytes, or raise ``ValueError`` if it is missing."""
         if (content := self.content(path)) is None:
             raise ValueError(f"{self.name} has no {path}")
         return content
 
     def read_json(self, path: str) -> dict[str, Any]:
+        """Return the JSON object in a file."""
         return parse_json_object(self.read(path), f"{self.name}: {path}")
 
     def read_manifest(self) -> Manifest:
-        return read_manifest(self.read(MANIFEST), f"{self.name}: {MANIFEST}")
+        """Return the manifest of an earlier build."""
+        return parse_manifest(self.read(MANIFEST), f"{self.name}: {MANIFEST}")
 
     def weight_names(self) -> list[str]:
-        """The files of weights that the loader will look for."""
+        """Return the names of the weight files that the loader will open."""
         if INDEX not in self.files:
             return [SINGLE_FILE]
         names = {*check_index(self.read_json(INDEX)).values()}
-        if odd := sorted(name for name in names if not re.fullmatch(SHARD, name)):
-            told = f"{self.name}: {INDEX} names {listed(odd)} in its weight_map"
-            raise ValueError(f"{told}, expected *.safetensors in one folder")
+        if invalid := sorted(name for name in names if not re.fullmatch(SHARD_PATTERN, name)):
+            raise ValueError(
+                f"{self.name}: {INDEX} has {listed(invalid)} in its weight_map; expected names of "
+                "*.safetensors files in the same folder"
+            )
         return sorted(names)
 
 
-class Build(Source):
-    """What was built, with its manifest; ``ValueError`` if no build of ours wrote that."""
+class BuiltFiles(SourceFiles):
+    """The files of a build, with its manifest.
+
+    Raises ``ValueError`` if the manifest is missing or invalid.
+
+    Args:
+        revision: Commit on the Hub; None for a folder.
+    """
 
     def __init__(self, name: str, files: dict[str, File], revision: str | None = None) -> None:
         super().__init__(name, files)
-        self.revision = revision  # commit on the Hub; None for a folder
+        self.revision = revision
         self.manifest = self.read_manifest()
         self.origin, self.fine_tune = self.manifest.weights_from, self.manifest.fine_tune
         self.weights = self.manifest.weights
 
     def weight_names(self) -> list[str]:
-        return [ADAPTER_WEIGHTS] if self.manifest.is_of_adapters else super().weight_names()
+        return [ADAPTER_WEIGHTS] if self.manifest.is_adapter else super().weight_names()
 
     @property
-    def copied(self) -> bool:
-        """Whether weights are left for the Hub to copy them."""
-        here = self.revision or any(name.endswith(".safetensors") for name in self.files)
-        return self.origin is not None and not here
+    def weights_stay_on_hub(self) -> bool:
+        """Whether the folder has no weights, because publishing lets the Hub copy them."""
+        has_weights = self.revision or any(name.endswith(".safetensors") for name in self.files)
+        return self.origin is not None and not has_weights
 
 
 def sha256_of_file(path: Path) -> str:
+    """Return a file's sha256 as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_small(name: str, size: int) -> bool:
-    """Whether it is read: text that is not too large."""
-    return size <= LARGEST_TO_READ and PurePosixPath(name).suffix in TEXT
+    """Return whether a file is read: text of up to :data:`MAX_READ_BYTES`."""
+    return size <= MAX_READ_BYTES and PurePosixPath(name).suffix in TEXT_SUFFIXES
 
 
 def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
-    """Every file by its path in the folder; in folders whose names begin with a dot only if
-    ``hidden``, and never what git and the Hub's client keep.
+    """Return every file by its path in the folder.
 
-    ``ValueError`` for a device, a pipe, text with another name (a hard link), and a link that leads
-    out of it, or to a folder; but links of the Hub's cache, from a snapshot to the blobs beside it,
-    are followed.
+    Args:
+        hidden: Whether to include folders whose names begin with a dot; .git and .cache never are.
+
+    Raises:
+        ValueError: For devices, pipes, hard-linked text, links to folders and links that lead out
+            of the folder. Links in the Hub's cache, from a snapshot to its blobs, are followed.
     """
-    found = {}
-    for where, folders, names in os.walk(folder):
-        left = [name for name in folders if name.startswith(".")]
-        left = [name for name in left if not hidden or name in (".git", ".cache")]
-        folders[:] = [name for name in folders if name not in left]
-        links = [name for name in folders if Path(where, name).is_symlink()]
-        for path in (Path(where, name) for name in [*links, *names]):
+    files = {}
+    for parent, folders, names in os.walk(folder):
+        skipped = [name for name in folders if name.startswith(".")]
+        skipped = [name for name in skipped if not hidden or name in (".git", ".cache")]
+        folders[:] = [name for name in folders if name not in skipped]
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        for path in (Path(parent, name) for name in [*links, *names]):
             name = path.relative_to(folder).as_posix()
-            # Weights have another name where they came from; text is always written.
+            # Weights may be hard links to their source; text never is, as a build writes it.
             if path.is_symlink() or find_file_problem(path, alone=is_small(name, path.stat().st_size)):
                 require_inside(path, folder)
             size = path.stat().st_size
-            # What was read counts, whatever has become of the file since.
+            # Later steps use these bytes, even if the file changes meanwhile.
             small = is_small(name, size)
-            found[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
-    return found
+            files[name] = File.of(path.read_bytes(), path) if small else File(size, path=path)
+    return files

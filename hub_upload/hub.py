@@ -1,4 +1,4 @@
-"""What is read of the Hub, through its own client, whose errors pass as they come."""
+"""Read repositories of the Hub through its client, whose errors are passed on."""
 
 import glob
 import os
@@ -15,13 +15,13 @@ from glm4v_patched.terminal_text import printable
 
 from .files import File, is_small, read_folder
 
-# A server may take its time over a commit; without the client's variable, so many seconds.
-LONGEST_SILENCE = 60
-AGAIN = "run the same command again: it finds what has arrived and does the rest"
+# Committing may take a server long. Used unless HF_HUB_DOWNLOAD_TIMEOUT is set.
+REQUEST_TIMEOUT_S = 60
+RETRY_HINT = "run the same command again: it continues where this run stopped"
 
 
-def limit_silence() -> None:
-    """Let no request wait longer than ``HF_HUB_DOWNLOAD_TIMEOUT``; most of them set no limit."""
+def limit_request_time() -> None:
+    """Limit all requests to ``HF_HUB_DOWNLOAD_TIMEOUT``; most of the client's set no timeout."""
     session = huggingface_hub.get_session()
     client, hooks = type(session), {"request": [*session.event_hooks["request"], _limit]}
     huggingface_hub.set_client_factory(
@@ -30,62 +30,72 @@ def limit_silence() -> None:
 
 
 def _limit(request) -> None:
-    given = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT")
-    seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT if given else LONGEST_SILENCE
+    is_set = os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT")
+    seconds = constants.HF_HUB_DOWNLOAD_TIMEOUT if is_set else REQUEST_TIMEOUT_S
     limits = request.extensions["timeout"]
     limits |= {kind: min(value or seconds, seconds) for kind, value in limits.items()}
 
 
-def describe(error: Exception) -> str:
-    """Return an error of the client, a disk or a library as it came, and what to do about it."""
+def describe_error(error: Exception) -> str:
+    """Return the message for an unexpected error of the client, a disk or a library."""
     cause = error.__cause__
-    of = f" ({type(cause).__name__}: {cause})" if cause and str(cause) not in str(error) else ""
+    is_new = cause and str(cause) not in str(error)
+    reason = f" ({type(cause).__name__}: {cause})" if is_new else ""
     return (
-        f"{type(error).__name__}: {error}{of}; {AGAIN} (the Hub is {url_origin(constants.ENDPOINT)}; "
-        "`python -X dev -m hub_upload` shows where the error was raised)"
+        f"{type(error).__name__}: {error}{reason}; {RETRY_HINT} (the Hub is "
+        f"{url_origin(constants.ENDPOINT)}; `python -X dev -m hub_upload` shows the traceback)"
     )
 
 
 def without_secrets(message: str) -> str:
-    """One line without the token and without the query of addresses, which may carry signatures."""
+    """Return the message on one line, without the token and without URL queries (signatures)."""
     if token := get_token():
         message = message.replace(token, "<token>")
     message = re.sub(r"\?[\w.%-]+=[^\s'\"),;]*", "", message)
     return printable(" ".join(message.split()))
 
 
-def look_at(api: HfApi, name: str, at: str | None) -> tuple[ModelInfo, dict[str, RepoSibling]]:
-    """What the Hub says of a repository, and of the files of the commit that ``at`` names."""
-    info = api.model_info(name, revision=at, files_metadata=True)
+def list_repository(
+    api: HfApi, name: str, revision: str | None
+) -> tuple[ModelInfo, dict[str, RepoSibling]]:
+    """Return the Hub's information about a repository at a revision, and its files by path."""
+    info = api.model_info(name, revision=revision, files_metadata=True)
     if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
-        told = f"{url_origin(constants.ENDPOINT)} lists no commit of {name}, or no sizes of its files"
-        raise ValueError(f"{told}, as a Hub does: check HF_ENDPOINT; {AGAIN}")
+        raise ValueError(
+            f"{url_origin(constants.ENDPOINT)} returned no commit of {name}, or no file sizes, unlike "
+            f"a Hub: check HF_ENDPOINT; {RETRY_HINT}"
+        )
     return info, {file.rfilename: file for file in info.siblings}
 
 
-def is_at(there: RepoSibling | None, file: File) -> bool:
-    """Whether the Hub has this content."""
-    if there is None or there.size != file.size:
+def has_same_content(remote: RepoSibling | None, file: File) -> bool:
+    """Return whether a file on the Hub has the content of ``file``."""
+    if remote is None or remote.size != file.size:
         return False
-    if there.lfs:
-        return there.lfs.sha256 == file.sha256
-    return file.content is not None and there.blob_id == git_hash(file.content)
+    if remote.lfs:
+        return remote.lfs.sha256 == file.sha256
+    return file.content is not None and remote.blob_id == git_hash(file.content)
 
 
 def read_repository(name: str, revision: str | None, into: Path) -> tuple[str, dict[str, File]]:
-    """The commit that ``revision`` (main if ``None``) is at, and its files.
+    """Return the commit of a revision and its files, by path.
 
-    The small ones are downloaded to a new folder of ours, and compared with the hashes that the
-    Hub lists.
+    Small files are downloaded and compared with the hashes that the Hub lists.
+
+    Args:
+        revision: Commit, tag or branch; None for main.
+        into: New folder for the downloads.
     """
-    info, there = look_at(HfApi(), name, revision)
-    small = [path for path, file in there.items() if is_small(path, file.size or 0)]
+    info, remote = list_repository(HfApi(), name, revision)
+    small = [path for path, file in remote.items() if is_small(path, file.size or 0)]
     into.mkdir()
     patterns = [glob.escape(path) for path in small]
     snapshot_download(name, revision=info.sha, local_dir=into, allow_patterns=patterns)
-    here = read_folder(into)
-    if wrong := [p for p in small if p not in here or not is_at(there[p], here[p])]:
-        told = f"{name}: {wrong[0]} has another hash than its list of files tells"
-        raise ValueError(f"{told}; {AGAIN}")
-    files = {n: File(f.size or 0, f.lfs.sha256 if f.lfs else None) for n, f in there.items()}
-    return str(info.sha), files | here
+    local = read_folder(into)
+    if wrong := [p for p in small if p not in local or not has_same_content(remote[p], local[p])]:
+        raise ValueError(
+            f"{name}: the downloaded {wrong[0]} does not have the hash that the Hub lists; "
+            f"{RETRY_HINT}"
+        )
+    files = {n: File(f.size or 0, f.lfs.sha256 if f.lfs else None) for n, f in remote.items()}
+    return str(info.sha), files | local

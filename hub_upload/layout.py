@@ -1,4 +1,4 @@
-"""What a build consists of: names of files, classes and ids."""
+"""The names of files, classes, config keys and ids in a build."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -10,18 +10,18 @@ from glm4v_patched.remote.configuration_chatglm import AUTO_MAP, EVA2CLIPVisionC
 
 UPSTREAM = "zai-org/glm-4v-9b"
 ARCHITECTURE = "GLM4VForCausalLM"
-REMOTE = Path(glm4v_patched.__file__).parent / "remote"
-PROCESSOR = {"AutoProcessor": "processing_chatglm.ChatGLMProcessor"}
-IMAGES = {"AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor"}
-TOKENIZER = {"AutoTokenizer": ["tokenization_chatglm.ChatGLM4Tokenizer", None]}
-# By file, in the order in which the loader looks.
+REMOTE_FOLDER = Path(glm4v_patched.__file__).parent / "remote"
+PROCESSOR_CLASS = {"AutoProcessor": "processing_chatglm.ChatGLMProcessor"}
+IMAGE_PROCESSOR_CLASS = {"AutoImageProcessor": "image_processing_chatglm.ChatGLMImageProcessor"}
+TOKENIZER_CLASS = {"AutoTokenizer": ["tokenization_chatglm.ChatGLM4Tokenizer", None]}
+# The auto_map of each file, in the order in which the loader reads them.
 AUTO_MAPS: dict[str, dict[str, Any]] = {
-    "config.json": AUTO_MAP | IMAGES | PROCESSOR | TOKENIZER,
-    "tokenizer_config.json": PROCESSOR | TOKENIZER,
-    "preprocessor_config.json": IMAGES | PROCESSOR,
-    "processor_config.json": PROCESSOR,
+    "config.json": AUTO_MAP | IMAGE_PROCESSOR_CLASS | PROCESSOR_CLASS | TOKENIZER_CLASS,
+    "tokenizer_config.json": PROCESSOR_CLASS | TOKENIZER_CLASS,
+    "preprocessor_config.json": IMAGE_PROCESSOR_CLASS | PROCESSOR_CLASS,
+    "processor_config.json": PROCESSOR_CLASS,
 }
-# Options of generation that a build may have: numbers and ids, by which no other code runs.
+# Generation options that a build may have: numbers and ids, none of which runs other code.
 GENERATION_KEYS = {
     *str.split(
         "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id "
@@ -48,12 +48,12 @@ MANIFEST = "CODE_MANIFEST.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-ID, COMMIT = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", "[0-9a-f]{40}"
-SHARD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
+ID_PATTERN, COMMIT_PATTERN = "[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+", "[0-9a-f]{40}"
+SHARD_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors"
 
 
-def our_code() -> dict[str, bytes]:
-    """This clone's, by file."""
-    files = {path.name: path.read_bytes() for path in sorted(REMOTE.glob("*.py"))}
+def read_our_code() -> dict[str, bytes]:
+    """Return this clone's code for the Hub, by file name."""
+    files = {path.name: path.read_bytes() for path in sorted(REMOTE_FOLDER.glob("*.py"))}
     del files["__init__.py"]
     return files

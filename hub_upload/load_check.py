@@ -1,8 +1,8 @@
-"""Loads what is published, asks it and trains it, in a process that has nothing else of ours.
+"""Load a published model, ask it a question and train it one step, without our package.
 
-A process of :mod:`verify` runs this file. The package is made impossible to import first, so what
-works here works for whoever downloads the repository. Results are printed one by one: a process
-that is killed for its memory tells nothing afterwards.
+:mod:`loading` runs this file in a process in which our package cannot be imported, so what works
+here works for everyone who downloads the repository. Results are printed one by one, in case the
+process is killed when memory runs out.
 """
 
 import contextlib
@@ -13,84 +13,95 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-QUESTION = "What is in this image? 你好，世界！\n\tdef f(x):  return x"
-# Without weights, the model is one of these widths, with the same vocabulary and images.
-SHRUNK = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16}
-SHRUNK |= {"num_attention_heads": 4, "multi_query_group_num": 2, "skip_logits": True}
-SHRUNK_TOWER = {"num_hidden_layers": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128}
+TEST_QUESTION = "What is in this image? 你好，世界！\n\tdef f(x):  return x"
+# A model without weights is built with these sizes, and the same vocabulary and image size.
+TINY_SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "kv_channels": 16}
+TINY_SIZES |= {"num_attention_heads": 4, "multi_query_group_num": 2, "skip_logits": True}
+TINY_TOWER = {"num_hidden_layers": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128}
 STEPS = ["loads", "answers", "trains"]
 
 
-def check(source: str) -> Iterator[str]:
-    """What each of the steps found; raises where one fails."""
+def run_steps(source: str) -> Iterator[str]:
+    """Run :data:`STEPS`; yield a summary of each, and raise if one fails.
+
+    Args:
+        source: Folder of the published model.
+    """
     import torch
     import transformers
 
     def load(auto: str) -> Any:
-        """A class of the folder's own."""
+        """Load with one of transformers' auto classes, by the folder's own code."""
         from_pretrained = getattr(transformers, auto).from_pretrained
         loaded = from_pretrained(source, trust_remote_code=True, local_files_only=True)
         module = type(loaded).__module__
-        assert module.startswith("transformers_modules."), f"{auto} loads a class of {module}"
+        assert module.startswith("transformers_modules."), (
+            f"{auto} loaded a class of {module}, not the folder's own"
+        )
         return loaded
 
     processor, tokenizer = load("AutoProcessor"), load("AutoTokenizer")
     load("AutoImageProcessor")
-    ids = tokenizer(QUESTION, add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(ids) == QUESTION, f"{QUESTION!r} does not survive its ids {ids}"
+    ids = tokenizer(TEST_QUESTION, add_special_tokens=False)["input_ids"]
+    decoded = tokenizer.decode(ids)
+    assert decoded == TEST_QUESTION, f"{TEST_QUESTION!r} becomes {decoded!r} after ids {ids}"
     if any(Path(source).glob("*.safetensors")):
-        model, held = load("AutoModelForCausalLM"), "the weights"
+        model, weights = load("AutoModelForCausalLM"), "the weights"
     else:
         config = load("AutoConfig")
-        values = config.to_dict() | SHRUNK | {"name_or_path": source, "dtype": "float32"}
-        values["vision_config"] = config.vision_config | SHRUNK_TOWER
+        values = config.to_dict() | TINY_SIZES | {"name_or_path": source, "dtype": "float32"}
+        values["vision_config"] = config.vision_config | TINY_TOWER
         from_config = transformers.AutoModelForCausalLM.from_config
         model = from_config(type(config)(**values), trust_remote_code=True)
-        held = "2 + 2 layers of width 64 with random weights"
+        weights = "2 + 2 layers of hidden size 64 with random weights"
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    yield f"{versions}: {len(tokenizer):,} ids, {held}"
+    yield f"{versions}: {len(tokenizer):,} token ids, {weights}"
 
-    inputs, other = (inputs_of(processor, seed, model.dtype) for seed in range(2))
+    inputs, other = (make_inputs(processor, seed, model.dtype) for seed in range(2))
     model.eval()
     with torch.no_grad():
         logits = [model(**batch).logits[0, -1].float() for batch in (inputs, other)]
     change = (logits[0] - logits[1]).abs().max().item()
-    assert 0 < change < math.inf, f"another image changes logits by {change}"
-    with torch.no_grad():  # by the settings of its generation_config.json
-        drawn = model.generate(**inputs, max_new_tokens=4)
-    number = drawn.shape[1] - inputs["input_ids"].shape[1]
-    yield f"{number} tokens; another image changes logits by {change:.1e}"
+    assert 0 < change < math.inf, f"another image changes the logits by {change}"
+    with torch.no_grad():  # with its generation_config.json
+        output = model.generate(**inputs, max_new_tokens=4)
+    number = output.shape[1] - inputs["input_ids"].shape[1]
+    yield f"{number} tokens; another image changes the logits by {change:.1e}"
 
     model.train()
-    # Renamed in transformers 5.23; the old name goes at 6.0.
-    renamed = getattr(model, "activation_checkpointing_enable", None)
-    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    # Renamed in transformers 5.23; 6.0 removes the old name.
+    new_name = getattr(model, "activation_checkpointing_enable", None)
+    (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
     loss = model(**inputs, labels=inputs["input_ids"]).loss
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     without = [n for n, grad in grads.items() if grad is None or not grad.isfinite().all()]
-    assert not without, f"{len(without)} have no finite gradient, such as {without[0]}"
+    assert not without, f"{len(without)} weights have no finite gradient, such as {without[0]}"
     yield f"loss {loss.item():.3f}, {len(grads):,} gradients, with activation checkpointing"
 
 
-def inputs_of(processor: Any, seed: int, dtype: Any) -> dict[str, Any]:
-    """A question about a drawn image."""
+def make_inputs(processor: Any, seed: int, dtype: Any) -> dict[str, Any]:
+    """Return model inputs for a question about a random image.
+
+    Args:
+        dtype: Of the pixel values.
+    """
     import numpy as np
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    chat = [{"role": "user", "image": Image.fromarray(pixels), "content": QUESTION}]
+    chat = [{"role": "user", "image": Image.fromarray(pixels), "content": TEST_QUESTION}]
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     return dict(processor.apply_chat_template(chat, tokenize=True, **options).to(dtype))
 
 
 def main(source: str) -> None:
     """Print a line of JSON after each step, and nothing else."""
-    found = check(source)
+    summaries = run_steps(source)
     for step in STEPS:
         with contextlib.redirect_stdout(sys.stderr):
-            told = next(found)
-        print(json.dumps([step, "passed", told]), flush=True)
+            summary = next(summaries)
+        print(json.dumps([step, "passed", summary]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Loads what is published in processes of its own, by the code that it will be loaded by.
+"""Load a build with its published code, in separate processes.
 
-:mod:`load_check` runs there on a copy of the bytes that were checked, offline and without a token.
+:mod:`load_check` runs there on a copy of the checked bytes, offline and without a token.
 """
 
 import json
@@ -14,74 +14,78 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .checks import FAILED, Check
-from .files import Build
+from .files import BuiltFiles
 from .load_check import STEPS
 
 LOAD_CHECK = Path(__file__).with_name("load_check.py")
-SECONDS = 1800
-# Larger weights are compared by names and shapes, with an empty model.
-LARGEST_TO_LOAD = 1_000_000_000
+LOAD_TIMEOUT_S = 1800
+# Larger weights are not loaded, only compared by names and shapes.
+MAX_LOADED_BYTES = 1_000_000_000
 
 
-def load(target: Build, pythons: Sequence[str] = (sys.executable,)) -> list[Check]:
-    """Return the checks of :mod:`load_check` by each interpreter, up to the first that fails.
+def check_loading(target: BuiltFiles, pythons: Sequence[str] = (sys.executable,)) -> list[Check]:
+    """Run :mod:`load_check` with each interpreter, up to the first failure; return its checks.
 
-    Weights are linked, if they are small enough.
+    Weights above :data:`MAX_LOADED_BYTES` are left out.
     """
     checks: list[Check] = []
     with TemporaryDirectory() as home:
         source = Path(home, "snapshot")
         source.mkdir()
-        small = sum(file.size for file in target.weights.values()) <= LARGEST_TO_LOAD
+        small = sum(file.size for file in target.weights.values()) <= MAX_LOADED_BYTES
         for name, file in target.files.items():
             if file.content is not None:
                 (source / name).write_bytes(file.content)
             elif file.path and small:
                 (source / name).symlink_to(os.path.realpath(file.path))
         for number, python in enumerate(pythons):
-            print(f"loading it with {python}, by the code beside it", file=sys.stderr, flush=True)
-            lines, ended = run(python, source, Path(home, str(number)))
+            print(
+                f"loading {target.name} with {python} and the published code",
+                file=sys.stderr,
+                flush=True,
+            )
+            lines, end = run_published_code(python, source, Path(home, str(number)))
             steps = [Check(*json.loads(line)) for line in lines]
-            steps += [Check(name, FAILED, f"{python}: {ended}") for name in STEPS[len(steps) :][:1]]
+            steps += [Check(name, FAILED, f"{python}: {end}") for name in STEPS[len(steps) :][:1]]
             checks += steps
             if steps[-1].status == FAILED:
                 break
     return checks
 
 
-def run(python: str, source: Path, home: Path) -> tuple[list[str], str]:
-    """Run the published code, with empty caches: what it says, and how the process ended.
+def run_published_code(python: str, source: Path, home: Path) -> tuple[list[str], str]:
+    """Run :mod:`load_check` with empty caches; return its output lines, and how it ended.
 
-    No process of it is left: the whole group is killed when its first one ends, or is late.
+    Its whole process group is killed when the process ends or exceeds :data:`LOAD_TIMEOUT_S`.
     """
     home.mkdir()
-    given = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
-    given |= {"HF_HOME": str(home / "cache"), "HF_MODULES_CACHE": str(home / "modules")}
-    given |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-    # -I: neither this repository nor what PYTHONPATH names can be imported.
+    environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
+    environment |= {"HF_HOME": str(home / "cache"), "HF_MODULES_CACHE": str(home / "modules")}
+    environment |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    # -I: neither this repository nor PYTHONPATH can be imported.
     command = [python, "-I", str(LOAD_CHECK), str(source)]
-    # Files, for a pipe that some process keeps open would be waited for.
+    # Files, not pipes: a child process could keep a pipe open after the process has ended.
     output, errors = home / "output", home / "errors"
-    with output.open("wb") as said, errors.open("wb") as told:
+    with output.open("wb") as stdout, errors.open("wb") as stderr:
         process = subprocess.Popen(
             command,
             cwd=home,
-            env=given,
+            env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=told,
+            stdout=stdout,
+            stderr=stderr,
             start_new_session=True,
         )
         try:
-            ended = f"ended with status {process.wait(SECONDS)} here"
+            end = f"ended with status {process.wait(LOAD_TIMEOUT_S)} in this step"
         except subprocess.TimeoutExpired:
-            ended = f"was stopped here, not done after {SECONDS} s"
+            end = f"was stopped in this step, after {LOAD_TIMEOUT_S} s in all"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     last = errors.read_text(errors="replace").strip().splitlines()[-1:]
     lines = output.read_text(errors="replace").splitlines(keepends=True)
-    # A process that was killed may have written half a line.
-    whole = [line for line in lines if line.endswith("\n")]
-    return whole, f"the process {ended}: {last[0] if last else 'it said nothing'}"
+    # A killed process may have written half a line.
+    complete = [line for line in lines if line.endswith("\n")]
+    return complete, f"the process {end}: {last[0] if last else 'it printed no error'}"

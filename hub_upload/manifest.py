@@ -1,4 +1,4 @@
-"""``CODE_MANIFEST.json``: what a build lists of itself."""
+"""``CODE_MANIFEST.json``: version, origin and files of a build."""
 
 import json
 from typing import Annotated, Any
@@ -7,9 +7,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from glm4v_patched.patch.config_json import parse_json_object
 
-from .layout import ADAPTER_WEIGHTS, COMMIT, ID, MANIFEST
+from .layout import ADAPTER_WEIGHTS, COMMIT_PATTERN, ID_PATTERN, MANIFEST
 
-Id = Annotated[str, Field(pattern=f"^{ID}$")]
+Id = Annotated[str, Field(pattern=f"^{ID_PATTERN}$")]
 FileName = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 
 
@@ -19,59 +19,64 @@ def _one_line(text: str) -> str:
     return text
 
 
-class _Strict(BaseModel):
-    # The title is what pydantic's errors begin with.
+class _ManifestModel(BaseModel):
+    # pydantic's error messages begin with the title.
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, title=MANIFEST)
 
 
-class Listed(_Strict):
+class ListedFile(_ManifestModel):
+    """Size in bytes and sha256 of a file."""
+
     size: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Origin(_Strict):
-    """A repository of the Hub, at a commit."""
+class WeightsOrigin(_ManifestModel):
+    """Repository and commit on the Hub that weights come from."""
 
     repository: Id
-    revision: Annotated[str, Field(pattern=f"^{COMMIT}$")]
+    revision: Annotated[str, Field(pattern=f"^{COMMIT_PATTERN}$")]
 
     def __str__(self) -> str:
         return f"{self.repository}@{self.revision}"
 
 
-class FineTune(_Strict):
-    """What somebody says of trained weights: their base, and what of it was trained on what."""
+class FineTune(_ManifestModel):
+    """The base model of trained weights, and what was trained on which data."""
 
     base: Id
     trained: Annotated[str, AfterValidator(_one_line)]
 
 
-class Manifest(_Strict):
-    """Every file of a build but this one. Weights that were in a folder have no origin."""
+class Manifest(_ManifestModel):
+    """The files of a build except the manifest. Weights from a folder have no origin."""
 
     version: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+){2}[A-Za-z0-9_.+-]*$")]
-    weights_from: Origin | None
+    weights_from: WeightsOrigin | None
     fine_tune: FineTune | None
-    files: dict[FileName, Listed]
+    files: dict[FileName, ListedFile]
 
     @property
     def names(self) -> set[str]:
-        """All that a build with this manifest consists of."""
+        """Names of all files of the build, including the manifest."""
         return {MANIFEST, *self.files}
 
     @property
-    def is_of_adapters(self) -> bool:
+    def is_adapter(self) -> bool:
+        """Whether the build has LoRA adapters, not a complete model."""
         return self.weights.keys() == {ADAPTER_WEIGHTS}
 
     @property
-    def weights(self) -> dict[str, Listed]:
+    def weights(self) -> dict[str, ListedFile]:
+        """The files of weights, by name."""
         return {name: file for name, file in self.files.items() if name.endswith(".safetensors")}
 
 
-def read_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
-    """Raise ``ValueError`` for what no build wrote; it names the field."""
+def parse_manifest(content: bytes, name: str = MANIFEST) -> Manifest:
+    """Parse a manifest; raise ``ValueError`` with the field that no build would write."""
     return Manifest.model_validate(parse_json_object(content, name))
 
 
 def to_json_bytes(values: dict[str, Any]) -> bytes:
+    """Return indented JSON with a final newline."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,9 +1,9 @@
-"""Brings a built folder to the Hub; the only file here that writes there.
+"""Publish a built folder on the Hub; no other file writes to the Hub.
 
-Everything is decided before anything is sent: the folder is read once, passes `verify`, and is
-compared with the head of the destination by content. What differs goes into one commit on that
-head, the commit is read back and compared, and only then tagged. So a run that stops anywhere
-leaves the branch either as it was or complete, and the next one finds what has arrived.
+Everything is decided before anything is sent: the folder is read once, must pass `verify`, and is
+compared with the head of the destination by content. The differences go into one commit on that
+head; the commit is read back, compared and only then tagged. If a run is interrupted, the branch
+is either unchanged or complete, and the next run continues.
 """
 
 import argparse
@@ -22,181 +22,221 @@ from huggingface_hub.hf_api import RepoSibling
 
 from glm4v_patched.terminal_text import format_bytes, listed, printable
 
-from .checks import OF_GIT, refuse_failed, require
-from .files import Build, File, read_folder
-from .hub import AGAIN, is_at, look_at
-from .layout import ID, MANIFEST
-from .manifest import read_manifest
+from .checks import GIT_FILES, refuse_failed, require_that
+from .files import BuiltFiles, File, read_folder
+from .hub import RETRY_HINT, has_same_content, list_repository
+from .layout import ID_PATTERN, MANIFEST
+from .manifest import parse_manifest
 from .verify import check_build
 
 GIT_FILE = ".gitattributes"  # the Hub makes it with the repository
-UPLOAD = "build with --weights FOLDER, to upload them"
-NEVER_MOVED = "People pin tags, so it is not moved: raise the version and build again"
+UPLOAD_CURE = "build with --weights FOLDER, to upload the weights"
+TAG_CURE = "Users pin tags, so the tag is not moved: raise the version and build again"
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print a line at once, without control characters."""
     print(printable(line), flush=True)
 
 
-def read_build(folder: Path) -> Build:
-    """A built folder as build left it; weights are compared when they are sent."""
+def read_built_folder(folder: Path) -> BuiltFiles:
+    """Read a built folder, and raise ``ValueError`` if it does not pass verify.
+
+    The sha256 of weights is only compared when they are sent.
+    """
     files = read_folder(folder, hidden=True)
-    build = Build(str(folder), {n: file for n, file in files.items() if n not in OF_GIT})
+    build = BuiltFiles(str(folder), {n: file for n, file in files.items() if n not in GIT_FILES})
     refuse_failed(build.name, check_build(build, [sys.executable]))
-    for name, given in build.weights.items():
+    for name, entry in build.weights.items():
         path = files[name].path if name in files else None
-        build.files[name] = File(given.size, given.sha256, path=path)
+        build.files[name] = File(entry.size, entry.sha256, path=path)
     build.files = dict(sorted(build.files.items()))
     return build
 
 
 class Publication:
-    """What is to be at the destination, what is there, and what happens to each file."""
+    """The plan of a publication: the build, the destination's files, and what to do with each.
+
+    Args:
+        repo: Id of the destination.
+        allow_foreign: Whether files at the destination that no build wrote are accepted.
+    """
 
     def __init__(self, folder: Path, repo: str, allow_foreign: bool) -> None:
         self.repo, self.allow_foreign, self.api = repo, allow_foreign, HfApi()
-        require(
-            re.fullmatch(ID, repo), f"--repo {repo} is no id of a repository: give it as org/name"
+        require_that(
+            re.fullmatch(ID_PATTERN, repo),
+            f"--repo {repo} is not the id of a repository: expected org/name",
         )
-        self.build = read_build(folder)
+        self.build = read_built_folder(folder)
         self.files, self.tag = self.build.files, f"v{self.build.manifest.version}"
-        self.look()
+        self.compare()
 
-    def look(self) -> None:
-        """Compare with the head of the destination, and plan; only reads."""
-        # The Hub does not tell a missing repository from one that this token may not see.
-        require(
+    def compare(self) -> None:
+        """Compare the build with the head of the destination, and plan; writes nothing."""
+        # The Hub gives the same answer for missing repositories and for those without access.
+        require_that(
             self.api.repo_exists(self.repo),
-            f"{self.repo} is not there, or not for this token: make it with `hf repo create "
-            f"{self.repo}` (and --private), or log in with `hf auth login`",
+            f"{self.repo} does not exist, or this token has no access to it: create it with `hf "
+            f"repo create {self.repo}` (and --private), or log in with `hf auth login`",
         )
-        info, self.there = look_at(self.api, self.repo, None)
+        info, self.remote_files = list_repository(self.api, self.repo, None)
         self.head, self.tagged = str(info.sha), self.read_tag()
-        # Without a manifest of ours, a file of a name that we use is somebody's all the same.
+        # Without our manifest all files are foreign, even those with names that we use.
         ours: set[str] = set()
-        if MANIFEST in self.there:
+        if MANIFEST in self.remote_files:
             path = self.api.hf_hub_download(self.repo, MANIFEST, revision=self.head)
-            theirs = read_manifest(Path(path).read_bytes(), f"{self.repo}: {MANIFEST}")
-            ours = theirs.names | self.files.keys()
-        foreign = sorted(self.there.keys() - ours - {GIT_FILE})
+            published = parse_manifest(Path(path).read_bytes(), f"{self.repo}: {MANIFEST}")
+            ours = published.names | self.files.keys()
+        foreign = sorted(self.remote_files.keys() - ours - {GIT_FILE})
         if foreign and not self.allow_foreign:
-            told = f"{len(foreign)} files that no {MANIFEST} of ours lists ({listed(foreign, 5)})"
-            cure = "--allow-foreign publishes beside them, and over those of the same name"
-            raise ValueError(f"{self.repo} has {told}: is it the right repository? {cure}")
+            raise ValueError(
+                f"{self.repo} has {len(foreign)} files that no {MANIFEST} of ours lists "
+                f"({listed(foreign, 5)}). If it is the right repository, --allow-foreign publishes "
+                "beside them, and over those with the same names"
+            )
         self.foreign = [name for name in foreign if name not in self.files]
-        changed = self.lacking(self.there)
+        changed = self.differing(self.remote_files)
         self.copied = [name for name in changed if self.files[name].path is None]
         self.uploaded = [name for name in changed if self.files[name].path]
-        self.deleted = sorted(self.there.keys() & ours - self.files.keys())
+        self.deleted = sorted(self.remote_files.keys() & ours - self.files.keys())
         self.changes = bool(changed or self.deleted)
         self.copies = self.require_copies() if self.copied else []
 
     def read_tag(self) -> str | None:
-        there = self.api.revision_exists(self.repo, self.tag)
-        return look_at(self.api, self.repo, self.tag)[0].sha if there else None
+        """Return the commit that the tag is on, or None without the tag."""
+        exists = self.api.revision_exists(self.repo, self.tag)
+        return list_repository(self.api, self.repo, self.tag)[0].sha if exists else None
 
-    def lacking(self, there: dict[str, RepoSibling]) -> list[str]:
-        """Files that are not there as planned."""
-        return [name for name, file in self.files.items() if not is_at(there.get(name), file)]
+    def differing(self, remote: dict[str, RepoSibling]) -> list[str]:
+        """Return the names of files that are missing or different in ``remote``."""
+        return [
+            name
+            for name, file in self.files.items()
+            if not has_same_content(remote.get(name), file)
+        ]
 
     def require_copies(self) -> list[CommitOperationCopy]:
-        """Of weights that the Hub itself copies; ``ValueError`` unless they are where they come
-        from."""
+        """Return the operations by which the Hub copies weights from their origin.
+
+        Raises ``ValueError`` if the origin does not have the weights of the manifest.
+        """
         origin = self.build.origin
-        assert origin, "weights that are neither here nor anywhere do not pass verify"
+        assert origin, "verify refuses weights that are neither in the folder nor have an origin"
         repo, commit = origin.repository, origin.revision
-        _, source = look_at(self.api, repo, commit)
-        if wrong := [name for name in self.copied if not is_at(source.get(name), self.files[name])]:
-            told = f"{listed(wrong)} at {origin} is not what {MANIFEST} lists"
-            raise ValueError(f"{told}, so it is not copied; {UPLOAD}")
+        _, source = list_repository(self.api, repo, commit)
+        if wrong := [
+            name for name in self.copied if not has_same_content(source.get(name), self.files[name])
+        ]:
+            raise ValueError(
+                f"{listed(wrong)} at {origin} differs from {MANIFEST}, so it is not copied; "
+                f"{UPLOAD_CURE}"
+            )
         return [CommitOperationCopy(name, name, commit, repo, "model") for name in self.copied]
 
     def show(self) -> None:
+        """Print what happens to each file."""
+
         def size_of(*names: str) -> str:
-            files = (self.files.get(name) or self.there[name] for name in names)
+            files = (self.files.get(name) or self.remote_files[name] for name in names)
             return format_bytes(sum(file.size or 0 for file in files))
 
-        say(f"Repository {self.repo} at {self.head}, version {self.tag}")
-        rows = {"copy": self.copied, "upload": self.uploaded, "delete": self.deleted}
-        rows["keep"] = sorted(self.files.keys() - {*self.copied, *self.uploaded})
-        rows["leave"] = self.foreign
-        for verb, names in rows.items():
+        print_line(f"Repository {self.repo} at {self.head}, version {self.tag}")
+        actions = {"copy": self.copied, "upload": self.uploaded, "delete": self.deleted}
+        actions["keep"] = sorted(self.files.keys() - {*self.copied, *self.uploaded})
+        actions["leave"] = self.foreign
+        for verb, names in actions.items():
             for name in names:
-                say(f"  {verb:<7} {size_of(name):>9}  {name}")
-        totals = [f"{verb} {len(names)} ({size_of(*names)})" for verb, names in rows.items()]
-        say(f"Total      {', '.join(totals)}; leave: not ours")
+                print_line(f"  {verb:<7} {size_of(name):>9}  {name}")
+        totals = [f"{verb} {len(names)} ({size_of(*names)})" for verb, names in actions.items()]
+        print_line(f"Total      {', '.join(totals)}; leave: not ours")
         if self.copied:
-            say(f"Weights are copied from {self.build.origin}. If the Hub refuses, {UPLOAD}.")
+            print_line(
+                f"Weights are copied from {self.build.origin}. If the Hub refuses, {UPLOAD_CURE}."
+            )
 
     def require_tag(self) -> None:
-        """Raise ``ValueError`` if the tag is there, and not on what is to be published."""
+        """Raise ``ValueError`` if the tag exists on another commit than this build's."""
         if self.tagged not in (None, None if self.changes else self.head):
-            head = f"{self.head}, which this build {'differs from' if self.changes else 'is at'}"
-            told = f"{self.repo} has the tag {self.tag} at {self.tagged}, but its head is {head}"
-            raise ValueError(f"{told}. {NEVER_MOVED}")
+            relation = "this build differs from" if self.changes else "has this build"
+            raise ValueError(
+                f"{self.repo} has the tag {self.tag} on {self.tagged}, but its head is "
+                f"{self.head}, which {relation}. {TAG_CURE}"
+            )
 
     def commit(self) -> str:
-        """One commit on the head that was compared, read back and compared again."""
+        """Commit on the head that was compared, read the commit back, and return its id."""
         commit = self.api.create_commit(
             self.repo,
             [*self.copies, *self.additions(), *map(CommitOperationDelete, self.deleted)],
             commit_message=f"glm4v-patched {self.build.manifest.version}",
             parent_commit=self.head,
         )
-        say(f"Committed {commit.oid}")
-        _, there = look_at(self.api, self.repo, commit.oid)
-        if wrong := [*self.lacking(there), *(name for name in self.deleted if name in there)]:
-            told = f"commit {commit.oid} is not what was sent, so it is not tagged"
-            cure = f"{AGAIN}; a .gitignore in the repository may keep files out"
-            raise ValueError(f"{told}: {listed(wrong, 5)} differs; {cure}")
-        say(f"Verified {len(self.files)} files.")
+        print_line(f"Committed {commit.oid}")
+        _, remote = list_repository(self.api, self.repo, commit.oid)
+        if wrong := [*self.differing(remote), *(name for name in self.deleted if name in remote)]:
+            raise ValueError(
+                f"commit {commit.oid} differs from what was sent in {listed(wrong, 5)}, so it is "
+                f"not tagged; {RETRY_HINT}. A .gitignore in the repository may exclude files"
+            )
+        print_line(f"Verified {len(self.files)} files.")
         return commit.oid
 
     def additions(self) -> list[CommitOperationAdd]:
-        """Small files as they were read, weights as the manifest lists them."""
+        """Return the operations that add files, after uploading the weights.
+
+        Raises ``ValueError`` if weights differ from the manifest, or change meanwhile.
+        """
         files = {name: self.files[name] for name in self.uploaded}
         paths = {n: f.path for n, f in files.items() if f.content is None and f.path}
-        before = {name: state_of(path) for name, path in paths.items()}
+        before = {name: file_state(path) for name, path in paths.items()}
         added = [CommitOperationAdd(n, paths.get(n) or f.content or b"") for n, f in files.items()]
         for addition in added:
-            name, found = addition.path_in_repo, addition.upload_info.sha256.hex()
-            if found != files[name].sha256:
-                told = f"{name} has sha256 {found}, but {MANIFEST} lists {files[name].sha256}"
-                raise ValueError(f"{told}: nothing was sent, build again")
-        # Weights are read once more to be sent, and not every server compares what arrives.
+            name, digest = addition.path_in_repo, addition.upload_info.sha256.hex()
+            if digest != files[name].sha256:
+                raise ValueError(
+                    f"{name} has sha256 {digest}, but {MANIFEST} lists {files[name].sha256}: "
+                    "nothing was sent, build again"
+                )
+        # Uploading reads the weights again, and not every server checks their sha256.
         self.api.preupload_lfs_files(self.repo, added)
-        if changed := [name for name in paths if state_of(paths[name]) != before[name]]:
-            told = f"{listed(changed)} changed while it was sent: nothing was committed"
-            raise ValueError(f"{told}; build again, and let nothing write to the folder meanwhile")
+        if changed := [name for name in paths if file_state(paths[name]) != before[name]]:
+            raise ValueError(
+                f"{listed(changed)} changed during the upload, so nothing was committed: build "
+                "again, and make sure that nothing writes to the folder meanwhile"
+            )
         return added
 
     def create_tag(self, commit: str) -> None:
+        """Tag a commit with the build's version."""
         self.api.create_tag(self.repo, tag=self.tag, revision=commit)
         if (tagged := self.read_tag()) != commit:
-            told = f"the tag {self.tag} should be at {self.repo}@{commit}, but it is at {tagged}"
-            raise ValueError(f"{told}, made by somebody else meanwhile. {NEVER_MOVED}")
-        say(f"Tagged {self.tag}.")
+            raise ValueError(
+                f"the tag {self.tag} should be on {self.repo}@{commit}, but somebody else has "
+                f"created it on {tagged} meanwhile. {TAG_CURE}"
+            )
+        print_line(f"Tagged {self.tag}.")
 
 
-def state_of(path: Path) -> tuple[int, ...]:
-    """Another one whenever the file was written to, or another took its place."""
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def file_state(path: Path) -> tuple[int, ...]:
+    """Return values that change when the file is written to or replaced."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def publish(options: argparse.Namespace) -> None:
-    """Compare, show, and with ``--push`` do it."""
-    require(
+    """Print the plan of a publication and, with ``--push``, carry it out."""
+    require_that(
         get_token() or not options.push, "no token: log in with `hf auth login`, or set HF_TOKEN"
     )
-    it = Publication(options.folder, options.repo, options.allow_foreign)
-    it.show()
-    it.require_tag()
+    publication = Publication(options.folder, options.repo, options.allow_foreign)
+    publication.show()
+    publication.require_tag()
     if not options.push:
-        say("Dry run: nothing was sent. Add --push to do this.")
+        print_line("Dry run: nothing was sent. Add --push to publish.")
         return
-    if not it.changes:
-        say(f"{it.repo} has all of this already, at {it.head}.")
-    commit = it.commit() if it.changes else it.head
-    if it.tagged is None:
-        it.create_tag(commit)
+    if not publication.changes:
+        print_line(f"{publication.repo} has all of this already, at {publication.head}.")
+    commit = publication.commit() if publication.changes else publication.head
+    if publication.tagged is None:
+        publication.create_tag(commit)

@@ -1,8 +1,8 @@
-"""Checks a built folder, or a repository of the Hub, as a careful person would before trusting it.
+"""Check a built folder, or a repository on the Hub, before trusting it.
 
-What can be told from the files is told of bytes that are read once (:mod:`checks`). Then the
-folder is built again from its own files and compared, so that no byte but the weights' is somebody
-else's. Only if all of it is this clone's does the published code run (:mod:`loading`).
+The files are read once and checked without running them (:mod:`checks`). Then the folder is built
+again from its own files and compared, so that every byte except the weights is known to be this
+clone's. Only then does the published code run (:mod:`loading`).
 """
 
 import json
@@ -21,92 +21,111 @@ import glm4v_patched
 from glm4v_patched.patch.config_json import parse_json_object
 from glm4v_patched.terminal_text import printable
 
-from .build import contents
+from .build import build_contents
 from .checks import (
     FAILED,
-    OF_GIT,
+    GIT_FILES,
     SKIPPED,
     Check,
-    check_adapters,
+    check_adapter_settings,
     check_files,
-    check_weights,
-    require,
+    check_weight_files,
+    require_that,
     run_checks,
 )
-from .files import Build, read_folder
+from .files import BuiltFiles, read_folder
 from .hub import read_repository, without_secrets
-from .layout import ID, MANIFEST
+from .layout import ID_PATTERN, MANIFEST
 from .load_check import STEPS
-from .loading import load
+from .loading import check_loading
 
-OF_MODEL, OF_ADAPTERS = ["files", "rebuilt", "weights", *STEPS], ["files", "adapters", "weights"]
+MODEL_CHECKS, ADAPTER_CHECKS = (
+    ["files", "rebuilt", "weights", *STEPS],
+    ["files", "adapters", "weights"],
+)
 
 
-def check_rebuilt(target: Build) -> str:
-    """Build the folder from its own files, and compare every byte but the weights'.
+def check_rebuilt(target: BuiltFiles) -> str:
+    """Build the folder again from its own files, and compare every byte except the weights'.
 
-    So code, card, requirements.txt, license and settings are what this clone writes, whatever the
-    manifest says of them. The id in the card, and where the original has its license, are as found.
+    Code, card, requirements.txt, license and settings must be what this clone writes, whatever the
+    manifest says. The repository's id and the license's location are taken from the card.
+
+    Raises:
+        ValueError: Names the first difference.
     """
     version = target.manifest.version
-    require(
+    require_that(
         version == glm4v_patched.__version__,
-        f"{MANIFEST}: version is {version}, expected {glm4v_patched.__version__}, this clone's: "
-        "use the clone that built it, or build again",
+        f"{MANIFEST}: version is {version}, expected this clone's {glm4v_patched.__version__}: use "
+        "the clone that built it, or build again",
     )
     card = target.read("README.md").decode()
-    name = re.search(f'(?m)^name, revision = "({ID})"', card)
+    name = re.search(f'(?m)^name, revision = "({ID_PATTERN})"', card)
     licensed = re.search(r"(?m)^license_link: \S+/(MODEL_LICENSE|LICENSE|LICENSE\.md)$", card)
     if name is None or licensed is None:
         raise ValueError(
-            "README.md names no id of a repository, or no license; expected the card that build "
+            "README.md does not name the repository's id or the license, unlike a card that build "
             "writes: build again"
         )
-    expected = contents(target, name[1], licensed[1])
-    names = expected.keys() | target.files.keys() - target.weights.keys() - OF_GIT
-    for file in [*sorted(names - {MANIFEST}), MANIFEST]:  # which differs wherever another does
-        found, ours = target.content(file), expected.get(file)
-        if found is None or found != ours:
+    expected = build_contents(target, name[1], licensed[1])
+    names = expected.keys() | target.files.keys() - target.weights.keys() - GIT_FILES
+    for file in [*sorted(names - {MANIFEST}), MANIFEST]:  # last, as it differs whenever a file does
+        actual, ours = target.content(file), expected.get(file)
+        if actual is None or actual != ours:
             raise ValueError(
-                f"{_difference(file, found, ours)}; it is not what this clone builds of version "
-                f"{version}: build again, or use the clone that built it. None of it was run"
+                f"{_difference(file, actual, ours)}; this differs from what this clone builds as "
+                f"version {version}: build again, or use the clone that built it. None of its code "
+                "was run"
             )
     return f"{len(expected)} files, as this clone builds them"
 
 
-def _difference(name: str, found: bytes | None, expected: bytes | None) -> str:
-    """Return where two contents of a file differ first, with both sides."""
+def _difference(name: str, actual: bytes | None, expected: bytes | None) -> str:
+    """Return the first difference between two contents of a file, with both sides."""
     if expected is None:
-        return f"{name} is there; expected no such file"
-    if found is None:
-        return f"{name} is missing, or is no text; expected one"
+        return f"{name} exists; expected no such file"
+    if actual is None:
+        return f"{name} is missing, or is not text"
     if name.endswith(".json"):
-        here, ours = (parse_json_object(content, name) for content in (found, expected))
-        for key in {**ours, **here}:
-            one, other = (json.dumps(of[key]) if key in of else "absent" for of in (here, ours))
+        values, ours = (parse_json_object(content, name) for content in (actual, expected))
+        for key in {**ours, **values}:
+            one, other = (
+                json.dumps(side[key]) if key in side else "absent" for side in (values, ours)
+            )
             if one != other:
                 return f"{name}: {key} is {one:.80}, expected {other:.80}"
-    lines = zip_longest(*(text.decode(errors="replace").split("\n") for text in (found, expected)))
+    contents = (actual, expected)
+    lines = zip_longest(*(text.decode(errors="replace").split("\n") for text in contents))
     number, one, other = next((n, a, b) for n, (a, b) in enumerate(lines, 1) if a != b)
-    return f"{name}, line {number}: found {one!r:.80}, expected {other!r:.80}"
+    return f"{name}, line {number} is {one!r:.80}, expected {other!r:.80}"
 
 
 @dataclass
-class Report:
+class VerifyReport:
+    """The checks of a folder or repository; ``revision`` is the commit on the Hub."""
+
     name: str
     revision: str | None
     checks: list[Check]
 
     @property
     def failures(self) -> list[str]:
+        """Names of the failed checks."""
         return [check.name for check in self.checks if check.status == FAILED]
 
-    def to_json_bytes(self) -> str:
-        told = {"target": self.name, "revision": self.revision, "passed": not self.failures}
-        checks = {"checks": [check._asdict() for check in self.checks]}
-        return json.dumps(told | checks, indent=2, ensure_ascii=False)
+    def as_json(self) -> str:
+        """Return the report as JSON."""
+        report = {
+            "target": self.name,
+            "revision": self.revision,
+            "passed": not self.failures,
+            "checks": [check._asdict() for check in self.checks],
+        }
+        return json.dumps(report, indent=2, ensure_ascii=False)
 
     def as_table(self) -> str:
+        """Return a line for each check and a summary."""
         rows = [printable(f"{c.name:<12}  {c.status:<7}  {c.detail}") for c in self.checks]
         counts = Counter(check.status for check in self.checks)
         summary = ", ".join(f"{number} {status}" for status, number in counts.items())
@@ -114,18 +133,24 @@ class Report:
         return "\n".join([*rows, f"{self.name}{at}: {summary}"])
 
 
-def check_build(target: Build, pythons: Sequence[str], read_weights: bool = False) -> list[Check]:
-    """Run every check up to the first that fails; the published code of a model runs last."""
-    of_adapters = target.manifest.is_of_adapters
-    settings = partial(check_adapters if of_adapters else check_rebuilt, target)
-    names = OF_ADAPTERS if of_adapters else OF_MODEL
-    steps = partial(check_files, target, read_weights), settings, partial(check_weights, target)
+def check_build(
+    target: BuiltFiles, pythons: Sequence[str], read_weights: bool = False
+) -> list[Check]:
+    """Run all checks up to the first failure; a model's published code runs last."""
+    is_adapter = target.manifest.is_adapter
+    settings = partial(check_adapter_settings if is_adapter else check_rebuilt, target)
+    names = ADAPTER_CHECKS if is_adapter else MODEL_CHECKS
+    steps = (
+        partial(check_files, target, read_weights),
+        settings,
+        partial(check_weight_files, target),
+    )
     checks = run_checks(dict(zip(names, steps, strict=False)))
-    if checks[-1].status != FAILED and not of_adapters:
-        checks += load(target, pythons)
-    why = f"not run because of: {checks[-1].name}"
+    if checks[-1].status != FAILED and not is_adapter:
+        checks += check_loading(target, pythons)
+    reason = f"not run because of: {checks[-1].name}"
     done = {check.name for check in checks}
-    return checks + [Check(name, SKIPPED, why) for name in names if name not in done]
+    return checks + [Check(name, SKIPPED, reason) for name in names if name not in done]
 
 
 def verify(
@@ -133,28 +158,35 @@ def verify(
     revision: str | None = None,
     read_weights: bool = False,
     pythons: Sequence[str] = (),
-) -> Report:
-    """Run every check on a folder, or on a commit, tag or branch of an id on the Hub.
+) -> VerifyReport:
+    """Check a folder or a repository on the Hub.
 
     Args:
-        pythons: Interpreters that load it, in place of this one: each of an environment with
-            another transformers.
+        name: Folder, or org/name.
+        revision: Commit, tag or branch of a repository.
+        read_weights: Compare the sha256 of a folder's weights, too.
+        pythons: Interpreters that load it, in place of this one, to test other environments.
 
-    ``ValueError`` if it is neither, or no build of ours, or there is no such interpreter.
+    Raises:
+        ValueError: It is neither, or not a build of ours, or an interpreter is missing.
     """
     for python in pythons:
-        require(shutil.which(python), f"--python {python} is no program; expected a Python's path")
+        require_that(shutil.which(python), f"--python {python}: no such program")
     with tempfile.TemporaryDirectory() as home:
         commit = None
         if Path(name).is_dir():
-            require(revision is None, f"{name} is a folder and has no revision {revision}")
+            require_that(
+                revision is None, f"{name} is a folder, which has no --revision {revision}"
+            )
             files = read_folder(Path(name), hidden=True)
         else:
-            told = f"{name} is neither a folder nor an id on the Hub: give DIR or org/name"
-            require(re.fullmatch(ID, name), told)
+            problem = f"{name} is neither a folder nor an id on the Hub: expected DIR or org/name"
+            require_that(re.fullmatch(ID_PATTERN, name), problem)
             commit, files = read_repository(name, revision, Path(home, "download"))
-        checks = check_build(Build(name, files, commit), pythons or [sys.executable], read_weights)
-    # A server may repeat the token in what it says.
-    return Report(
+        checks = check_build(
+            BuiltFiles(name, files, commit), pythons or [sys.executable], read_weights
+        )
+    # A server's messages may contain the token.
+    return VerifyReport(
         name, commit, [Check(c.name, c.status, without_secrets(c.detail)) for c in checks]
     )

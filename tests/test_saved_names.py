@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 import glm4v_patched
 from glm4v_patched.engine.trainable import load_trainable_adapters
-from glm4v_patched.inference.merge import merge, copy_license_and_generation
+from glm4v_patched.inference.merge import copy_license_and_generation, merge
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 from glm4v_patched.remote.image_processing_chatglm import ChatGLMImageProcessor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
@@ -120,7 +120,9 @@ def by_build(model: Path, adapters: Path, out: Path) -> None:
         with safe_open(file, framework="pt") as file_tensors:
             tensors = {name: file_tensors.get_tensor(name) for name in file_tensors.keys()}  # noqa: SIM118
         save_file(tensors, file, metadata={"format": "pt"})
-    build_model_repository(read_source(str(model), "zai-org/glm-4v-9b", "shapes"), out, "our-org/built")
+    build_model_repository(
+        read_source(str(model), "zai-org/glm-4v-9b", "shapes"), out, "our-org/built"
+    )
 
 
 def by_classes(model: Path, adapters: Path, out: Path) -> None:

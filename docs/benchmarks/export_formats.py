@@ -102,7 +102,7 @@ def train(folder: Path, task: Task, device: str) -> None:
 def export_all(folder: Path, task: Task, device: str) -> dict:
     from glm4v_patched.data.rows import DataSource
     from glm4v_patched.inference.export import export
-    from glm4v_patched.inference.questions import Generation, AnswerOptions
+    from glm4v_patched.inference.questions import AnswerOptions, Generation
 
     asked = AnswerOptions(
         model=str(folder / "trained"),

@@ -1,1 +1,1 @@
-"""What is done with a trained model: answers to files, evaluation, chat, adapters merged."""
+"""Answer data files, evaluate, chat, serve, export, and merge LoRA adapters."""

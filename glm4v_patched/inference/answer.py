@@ -1,4 +1,4 @@
-"""Answers the rows of a data file: on one process or several, each on a GPU of its own."""
+"""Answer the rows of a data file, in one process or in several with one GPU each."""
 
 import os
 import pickle
@@ -14,79 +14,109 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.environment import python_module_command, training_environment
 from ..models.base import ModelSource, identify
-from .answers_file import AnswersFile, AnswerLine, open_answers
-from .questions import Question, AnswerOptions, digest_image_files, digest_questions, read_questions
+from .answers_file import AnswerLine, AnswersFile, open_answers
+from .questions import (
+    AnswerOptions,
+    Question,
+    digest_image_files,
+    digest_questions,
+    read_questions,
+)
 
 if TYPE_CHECKING:
     from .answer_worker import Answer
 
 
-def answer_file(request: AnswerOptions, out: Path, overwrite: bool = False) -> list[AnswerLine]:
-    """Answer every row of the data, and write ``out``, a line a row, as the answers come.
+def answer_file(options: AnswerOptions, out: Path, overwrite: bool = False) -> list[AnswerLine]:
+    """Answer every row of the data and write each answer to ``out`` as soon as it is generated.
 
-    Lines that are there, of the same model, data and options, are kept. With ``overwrite``, they
-    are replaced when the first answer is there.
+    If ``out`` holds answers of the same model, data and options, only the missing ones are
+    generated.
+
+    Args:
+        out: JSONL file, one line per row.
+        overwrite: Replace ``out``, once the first new answer is there.
 
     Raises:
-        ValueError: the model, the data, an image or ``out`` cannot be used, before a model is
-            loaded; RuntimeError: answering failed, and what was answered is in ``out``.
+        ValueError: The model, the data, an image or ``out`` cannot be used. Raised before a model
+            is loaded.
+        RuntimeError: Answering failed. The answers so far are in ``out``.
     """
-    base = request.find()
-    request.require_apart(base, out)
-    questions = read_questions(request.data)
-    settings = settings_of(request, base, questions, digest_image_files(questions))
-    return answer_questions(request, base, questions, settings, out, overwrite)
+    base = options.find()
+    options.require_apart(base, out)
+    questions = read_questions(options.data)
+    settings = answer_settings(options, base, questions, digest_image_files(questions))
+    return answer_questions(options, base, questions, settings, out, overwrite)
 
 
 def answer_questions(
-    request: AnswerOptions,
+    options: AnswerOptions,
     base: ModelSource,
     questions: Sequence[Question],
     settings: Mapping[str, Any],
     out: Path | None,
     overwrite: bool,
 ) -> list[AnswerLine]:
-    """:func:`answer_file` of questions that were read, and their :func:`settings_of`; without
-    ``out`` nothing is written."""
-    from ..data.check import require_images
-    from .answer_worker import require_room
+    """Answer questions that have been read already; see :func:`answer_file`.
 
-    require_images(request.data)
-    require_room(base, questions, request.generation.max_new_tokens)
+    Args:
+        settings: From :func:`answer_settings`.
+        out: None writes no file.
+    """
+    from ..data.check import require_images
+    from .answer_worker import require_context_length
+
+    require_images(options.data)
+    require_context_length(base, questions, options.generation.max_new_tokens)
     if out is None:
-        return [*_answer(request, base, questions, len(questions))]
-    with open_answers(out, questions, settings, request.data, overwrite) as file:
+        return [*_answer_with_progress(options, base, questions, len(questions))]
+    with open_answers(out, questions, settings, options.data, overwrite) as file:
         if file.lines:
-            print(f"{len(file.lines):,} of {len(questions):,} answers are there", flush=True)
+            print(
+                f"{len(file.lines):,} of {len(questions):,} answers are in {out} already",
+                flush=True,
+            )
         if missing := file.missing:
-            _answer_missing(request, base, file, missing)
+            _answer_missing(options, base, file, missing)
         return file.all_lines()
 
 
 def _answer_missing(
-    request: AnswerOptions, base: ModelSource, file: AnswersFile, missing: Sequence[Question]
+    options: AnswerOptions, base: ModelSource, file: AnswersFile, missing: Sequence[Question]
 ) -> None:
     try:
-        for line in _answer(request, base, missing, len(file.questions)):
+        for line in _answer_with_progress(options, base, missing, len(file.questions)):
             file.add(line)
     except (KeyboardInterrupt, RuntimeError):
         if file.lines:
-            kept = f"{len(file.lines):,} of {len(file.questions):,} answers are in {file.path}, and"
-            kept += f" the same command continues{', without --overwrite' * file.overwrite}"
-            print(kept, file=sys.stderr)
+            command = (
+                "the same command without --overwrite" if file.overwrite else "the same command"
+            )
+            print(
+                f"{len(file.lines):,} of {len(file.questions):,} answers are in {file.path}; "
+                f"{command} generates the others",
+                file=sys.stderr,
+            )
         raise
 
 
+<<<<<<< HEAD
 def _answer(
     request: AnswerOptions, base: ModelSource, questions: Sequence[Question], of: int
 ) -> Iterator[AnswerLine]:
     """Answer questions, and show how far it is with all ``of`` them."""
+=======
+def _answer_with_progress(
+    options: AnswerOptions, base: ModelSource, questions: Sequence[Question], total: int
+) -> Iterator[AnswerLine]:
+    """Answer questions, with a progress bar over ``total`` of them, and print the speed."""
+>>>>>>> m-w-inference
     from tqdm import tqdm
 
     start, first = time.monotonic(), 0.0
-    bar: dict[str, Any] = {"total": of, "initial": of - len(questions), "disable": None}
+    bar: dict[str, Any] = {"total": total, "initial": total - len(questions), "disable": None}
     with tqdm(**bar, unit="row", desc="answering") as progress:
-        for question, answer in answers(request, base, questions):
+        for question, answer in generate_answers(options, base, questions):
             yield AnswerLine(question, *answer)
             progress.update()
             first = first or time.monotonic() - start
@@ -94,66 +124,72 @@ def _answer(
 
 
 def describe_speed(rows: int, seconds: float, first: float) -> str:
-    """What is said at the end; :mod:`..bench.answers` reads it.
+    """Return the line that is printed at the end; :mod:`..bench.answers` parses it.
 
     Args:
-        first: Seconds until the first answers, which a batch has together.
+        first: Seconds until the answers of the first batch.
     """
     return f"{rows:,} rows answered in {seconds:.1f} s, the first after {first:.1f} s"
 
 
-def settings_of(
-    request: AnswerOptions, base: ModelSource, questions: Sequence[Question], images: Mapping[str, str]
+def answer_settings(
+    options: AnswerOptions, base: ModelSource, questions: Sequence[Question], images: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What decides the answers. Batches and processes do not, but for rounding."""
-    options = asdict(request.generation) | {"weights": request.weights}
+    """Return model, data and options that determine the answers.
+
+    Batch size and number of processes are left out: they change nothing but rounding.
+
+    Args:
+        images: sha256 of each image file, by path.
+    """
+    generation = asdict(options.generation) | {"weights": options.weights}
     data = digest_questions(questions, images)
-    return {"model": identify(base), "data": data, "options": options}
+    return {"model": identify(base), "data": data, "options": generation}
 
 
-def answers(
-    request: AnswerOptions, base: ModelSource, questions: Sequence[Question]
+def generate_answers(
+    options: AnswerOptions, base: ModelSource, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, "Answer"]]:
-    """Each question with its answer, in order; several processes are started for several."""
-    from .answer_worker import Answer, answer_parts, batches
+    """Yield each question with its answer, in order; starts processes if there are several GPUs."""
+    from .answer_worker import Answer, answer_batches, split_into_batches
 
-    placement = request.place()
-    parts = list(batches(questions, request.batch_size))
-    number = min(placement.processes, len(parts))
-    if number == 1:
-        told: Generator[list[Any], None, None] = answer_parts(request, base, parts)
+    placement = options.placement()
+    batches = list(split_into_batches(questions, options.batch_size))
+    processes = min(placement.processes, len(batches))
+    if processes == 1:
+        replies: Generator[list[Any], None, None] = answer_batches(options, base, batches)
     else:
-        every = environments(number, placement.on_cpu)
-        told = _answers_of_processes(request, base, parts, every)
-    with closing(told):
-        for part, replies in zip(parts, told, strict=True):
-            yield from zip(part, (Answer(*answer) for answer in replies), strict=True)
+        environments = worker_environments(processes, placement.on_cpu)
+        replies = _answer_in_processes(options, base, batches, environments)
+    with closing(replies):
+        for batch, answers in zip(batches, replies, strict=True):
+            yield from zip(batch, (Answer(*answer) for answer in answers), strict=True)
 
 
-def _answers_of_processes(
-    request: AnswerOptions,
+def _answer_in_processes(
+    options: AnswerOptions,
     base: ModelSource,
-    parts: Sequence[Sequence[Question]],
-    every: list[dict[str, str]],
+    batches: Sequence[Sequence[Question]],
+    environments: list[dict[str, str]],
 ) -> Generator[list[Any], None, None]:
-    """Answers to batches that processes take in turn, in order."""
+    """Yield the answers to each batch, in order; the batches go to the processes round-robin."""
     command = python_module_command("glm4v_patched.inference.answer_worker")
-    # In a session of its own: Ctrl-C is ours to answer.
-    how: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
-    processes: list[Any] = [Popen(command, env=each, **how) for each in every]
+    # Their own session: this process handles Ctrl-C.
+    popen: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "start_new_session": True}
+    processes: list[Any] = [Popen(command, env=variables, **popen) for variables in environments]
     try:
         for first, process in enumerate(processes):
-            with suppress(OSError):  # it has ended
-                pickle.dump((request, base, parts[first :: len(every)]), process.stdin)
-                process.stdin.flush()  # it stays open until all is answered
-        for part, process in zip(parts, cycle(processes), strict=False):
+            with suppress(OSError):  # the process has ended; reading from it says so below
+                pickle.dump((options, base, batches[first :: len(processes)]), process.stdin)
+                process.stdin.flush()  # not closed: the worker ends when its stdin does
+        for batch, process in zip(batches, cycle(processes), strict=False):
             try:
                 reply = pickle.load(process.stdout)
-            except (EOFError, pickle.UnpicklingError):  # it ended, or amid a reply
+            except (EOFError, pickle.UnpicklingError):  # ended before or within a reply
                 raise RuntimeError(
-                    f"the process that answered the rows {[question.row for question in part]} "
-                    f"ended with status {process.wait()}: was it killed for its memory? Lower "
-                    "--batch-size or --processes"
+                    f"the process that answered rows {[question.row for question in batch]} ended "
+                    f"with status {process.wait()}. If the system killed it because memory ran "
+                    "out, lower --batch-size or --processes"
                 ) from None
             if isinstance(reply, str):
                 raise RuntimeError(reply)
@@ -161,15 +197,15 @@ def _answers_of_processes(
     finally:
         for process in processes:
             process.kill()
-            with suppress(OSError):  # what was not written yet has nobody to read it
+            with suppress(OSError):  # buffered input can no longer be written
                 process.communicate()
 
 
-def environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
-    """Of each process: it sees one of the GPUs that this one sees."""
+def worker_environments(processes: int, on_cpu: bool) -> list[dict[str, str]]:
+    """Return each process's environment: it sees one of the GPUs that are visible here."""
     common = training_environment(processes, on_cpu)
     if on_cpu:
         return [common] * processes
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = given.split(",") if given else [str(number) for number in range(processes)]
-    return [common | {"CUDA_VISIBLE_DEVICES": seen[number]} for number in range(processes)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(processes)]
+    return [common | {"CUDA_VISIBLE_DEVICES": gpus[number]} for number in range(processes)]

@@ -1,8 +1,8 @@
-"""Answers batches of questions with a loaded model.
+"""Answer batches of questions with a loaded model.
 
-``python -m glm4v_patched.inference.answer_worker`` does so in a process of its own, on the GPU that
-it sees: it takes a pickled request with all of its batches from its standard input, and writes
-the answers to each batch to its standard output. It ends when its input does.
+``python -m glm4v_patched.inference.answer_worker`` is the worker process of :mod:`answer`, on the
+one GPU that it sees. It reads pickled options and all of its batches from stdin, writes the answers
+to each batch to stdout, and ends when its stdin does.
 """
 
 import os
@@ -21,41 +21,43 @@ from ..engine.environment import exit_when_stdin_closes
 from ..models import loading
 from ..models.base import ModelSource
 from ..models.loading import LoadedModel, load_processor
-from .decoding.static_cache import StaticCaches, chosen
-from .nonfinite import NonFiniteLogits, RequireFinite, describe_cause
-from .questions import Generation, ModelOptions, Question, AnswerOptions
+from .decoding.static_cache import StaticCaches, choose_cache
+from .nonfinite import NonFiniteLogits, RequireFiniteLogits, describe_cause
+from .questions import AnswerOptions, Generation, ModelOptions, Question
 
-# Of a static cache's sizes: turns of a conversation and batches of unlike lengths share one.
-STEP = 1024
-MOST_READERS = 4
-"""Threads that read images: Pillow and torch let others run meanwhile."""
+# A static cache's length is a multiple of it, so that turns of a conversation and batches of
+# different lengths share one cache.
+CACHE_LENGTH_STEP = 1024
+MAX_READERS = 4
+"""Threads that read images; Pillow and torch release the GIL while they do."""
 
 
 class Answer(NamedTuple):
-    """``finish_reason`` is "stop", or "length" where the text was cut at ``max_new_tokens``."""
+    """An answer's text; ``finish_reason`` is "stop", or "length" if max_new_tokens cut it."""
 
     text: str
     finish_reason: str
 
 
-class Words(TextStreamer):
-    """Hands on the text of an answer as it comes, without white space before it."""
+class AnswerStreamer(TextStreamer):
+    """Pass on an answer's text as it is generated, without leading white space."""
 
-    def __init__(self, tokenizer, say: Callable[[str], object]):
+    def __init__(self, tokenizer, on_text: Callable[[str], object]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.say, self.has_begun = say, False
+        self.on_text, self.has_begun = on_text, False
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         text = text if self.has_begun else text.lstrip()
         self.has_begun = self.has_begun or bool(text)
-        self.say(text)
+        self.on_text(text)
 
 
 class Answerer:
-    """Answers questions with one model.
+    """Answer questions with one model.
 
-    With a ``static`` cache steps are recorded on a GPU, for each number of rows, and nothing waits
-    between them (:func:`loop.decode_without_sync`). Beams have a ``dynamic`` one.
+    A static cache decodes without synchronizing the host with the device
+    (:func:`.decoding.loop.decode_without_sync`), on a GPU with one CUDA graph per batch size. Beam
+    search always has a dynamic cache.
     """
 
     def __init__(
@@ -63,119 +65,140 @@ class Answerer:
         loaded: LoadedModel,
         generation: Generation,
         cache: str = "dynamic",
+<<<<<<< HEAD
         refuses: bool = True,
+=======
+        check_finite: bool = True,
+>>>>>>> m-w-inference
     ):
         """
         Args:
-            refuses: Whether logits that are NaN or infinite end a dynamic cache's answers, too. Of
-                processes that gather weights together, none may end alone.
+            cache: "static" or "dynamic".
+            check_finite: Whether NaN or infinite logits raise with a dynamic cache, too. Must be
+                False where processes gather sharded weights together, as none may stop alone.
         """
         self.model, self.processor = loaded
-        self.generation, self.refuses = generation, refuses
+        self.generation, self.check_finite = generation, check_finite
         self.caches = None
         if cache != "dynamic" and generation.num_beams == 1:
-            self.caches = StaticCaches(self.model, STEP)
+            self.caches = StaticCaches(self.model, CACHE_LENGTH_STEP)
         is_cuda = self.model.device.type == "cuda"
-        self.copies = torch.cuda.Stream(self.model.device) if is_cuda else None
+        self.copy_stream = torch.cuda.Stream(self.model.device) if is_cuda else None
         own, config = self.model.generation_config, self.model.config
-        ends = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
-        self.end_ids = [ends] if isinstance(ends, int) else list(ends)
+        eos = own.eos_token_id if own.eos_token_id is not None else config.eos_token_id
+        self.end_ids = [eos] if isinstance(eos, int) else list(eos)
 
     def answer(
-        self, prompts: Sequence[Any], number: int = 0, streamer: "Words | None" = None
+        self,
+        prompts: Sequence[Any],
+        first_row: int = 0,
+        streamer: "AnswerStreamer | None" = None,
     ) -> list[Answer]:
-        """Answer a batch.
+        """Answer a batch of prompts.
 
         Args:
-            prompts: Of messages; each ends with what is to be answered.
-            number: Of the batch's first row: what is drawn depends on it and on the seed, and not
-                on the batches before.
-            streamer: Takes the words of a single prompt's answer as they come.
+            prompts: Lists of messages, or texts to continue.
+            first_row: Number of the batch's first row. Together with the seed it determines what is
+                sampled, whatever batches came before.
+            streamer: Receives the tokens of a single prompt's answer as they are generated.
         """
-        return self.answer_encoded(self.encode(prompts), number, streamer)
+        return self.answer_encoded(self.encode(prompts), first_row, streamer)
 
     def answer_encoded(
-        self, batch, number: int = 0, streamer: "Words | None" = None
+        self, batch, first_row: int = 0, streamer: "AnswerStreamer | None" = None
     ) -> list[Answer]:
-        """:meth:`answer` of a batch of :meth:`encode`."""
-        new = self.generate(batch, self.generation, number, streamer)
-        texts = self.processor.batch_decode(new, skip_special_tokens=True)
-        ended = torch.isin(new, torch.tensor(self.end_ids, device=new.device)).any(-1).tolist()
+        """Answer a batch that :meth:`encode` has made; see :meth:`answer`."""
+        new_tokens = self.generate(batch, self.generation, first_row, streamer)
+        texts = self.processor.batch_decode(new_tokens, skip_special_tokens=True)
+        end_ids = torch.tensor(self.end_ids, device=new_tokens.device)
+        has_end = torch.isin(new_tokens, end_ids).any(-1).tolist()
         return [
-            Answer(text.strip(), "stop" if end else "length")
-            for text, end in zip(texts, ended, strict=True)
+            Answer(text.strip(), "stop" if is_complete else "length")
+            for text, is_complete in zip(texts, has_end, strict=True)
         ]
 
     def generate(
         self,
         batch,
         generation: Generation,
-        number: int = 0,
-        streamer: "Words | None" = None,
+        first_row: int = 0,
+        streamer: "AnswerStreamer | None" = None,
         **options: Any,
     ) -> torch.Tensor:
-        """The new ids of each row, ``[B, R]``; arguments and errors are those of :meth:`answer`,
-        and others those of the model's ``generate``. Raises :class:`NonFiniteLogits`."""
-        # All of it anew: what the folder says of sampling and lengths is for other uses.
+        """Return the generated tokens of each sequence, ``(B, R)`` int64.
+
+        Args:
+            first_row, streamer: See :meth:`answer`.
+            options: More arguments of the model's ``generate``.
+
+        Raises:
+            NonFiniteLogits: The model computes NaN or infinite logits.
+            RuntimeError: The GPU's memory is too small.
+        """
+        # Replaced as a whole: sampling and lengths in the model's folder are for other uses.
         self.model.generation_config = GenerationConfig(
-            **generation.given(),
+            **generation.to_kwargs(),
             eos_token_id=self.end_ids,
             pad_token_id=self.model.config.pad_token_id,
         )
         if generation.do_sample:
-            # As torch takes it, whatever the seed.
-            torch.manual_seed((generation.seed * 1_000_003 + number) % 2**64)
-        rows, length = batch["input_ids"].shape
+            # Within the range of torch's seeds, whatever the seed given.
+            torch.manual_seed((generation.seed * 1_000_003 + first_row) % 2**64)
+        batch_size, length = batch["input_ids"].shape
         try:
             # Not inference_mode: weights that ZeRO-3 gathers in it could not be trained again.
             with torch.no_grad():
                 if self.caches is not None:
-                    options |= self.caches.generate_kwargs(rows, length + generation.max_new_tokens)
-                elif self.refuses:
+                    max_length = length + generation.max_new_tokens
+                    options |= self.caches.generate_kwargs(batch_size, max_length)
+                elif self.check_finite:
                     others = options.get("logits_processor", [])
-                    options["logits_processor"] = [*others, RequireFinite()]
+                    options["logits_processor"] = [*others, RequireFiniteLogits()]
                 if streamer is not None:
-                    options["tokens_to" if "custom_generate" in options else "streamer"] = streamer
+                    name = "token_streamer" if "custom_generate" in options else "streamer"
+                    options[name] = streamer
                 ids = self.model.generate(**batch, **options)
         except NonFiniteLogits:
             raise NonFiniteLogits(describe_cause(self.model, batch)) from None
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
-                f"the GPU's memory does not suffice for {rows} rows at once: lower "
-                f"--batch-size, or --max-new-tokens ({error})"
+                f"out of GPU memory with {batch_size} rows in a batch: lower --batch-size or "
+                f"--max-new-tokens ({error})"
             ) from None
         return ids[:, length:]
 
     def encode(self, prompts: Sequence[Any]):
-        """As :func:`encode`, on the model's device."""
-        return self.place(encode(self.processor, prompts))
+        """Return :func:`encode`'s model inputs on the model's device."""
+        return self.to_device(encode(self.processor, prompts))
 
-    def place(self, batch):
-        """A batch of :func:`encode` on the model's device, images in its dtype. In a thread of
-        its own: a GPU goes on computing meanwhile. What was placed before must have been answered
-        before it is freed."""
-        if self.copies is None:
+    def to_device(self, batch):
+        """Copy a batch to the model's device, images in its dtype, while the GPU computes.
+
+        Meant for a thread of its own, as it waits for the copy. The previous batch must have been
+        answered before its memory is freed.
+        """
+        if self.copy_stream is None:
             return batch.to(self.model.device)
-        # Of this stream the copies wait for nothing that is computed.
-        with torch.cuda.stream(self.copies):
+        # In a stream of its own: copies in the current stream would wait for its kernels.
+        with torch.cuda.stream(self.copy_stream):
             if (pixels := batch.get("pixel_values")) is not None:
                 batch["pixel_values"] = pixels.to(self.model.device, self.model.dtype)
             batch = batch.to(self.model.device)
-        self.copies.synchronize()
+        self.copy_stream.synchronize()
         return batch
 
 
 def load_answerer(
-    options: ModelOptions, base: ModelSource, generation: Generation, tells: bool = True
+    options: ModelOptions, base: ModelSource, generation: Generation, verbose: bool = True
 ) -> Answerer:
-    """Load what ``options`` have found."""
-    loaded = loading.load_with_processor(base, options.device, options.weights, tells)
-    cache = chosen(options.cache, options.device, base, options.weights)
+    """Load the model that ``options.find()`` has returned as ``base``."""
+    loaded = loading.load_with_processor(base, options.device, options.weights, verbose)
+    cache = choose_cache(options.cache, options.device, base, options.weights)
     return Answerer(loaded, generation, cache)
 
 
 def encode(processor, prompts: Sequence[Any]) -> Any:
-    """Model inputs, padded on the left, of messages, or of texts that are to be continued."""
+    """Return model inputs, padded on the left, of lists of messages or of texts to continue."""
     options = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
     if isinstance(prompts[0], str):
         return processor.tokenizer([*prompts], **options)
@@ -184,53 +207,57 @@ def encode(processor, prompts: Sequence[Any]) -> Any:
     )
 
 
-def positions_of(processor, prompts: Sequence[Any]) -> list[int]:
-    """Position ids that each prompt takes; opens no image, which takes three."""
+def count_positions(processor, prompts: Sequence[Any]) -> list[int]:
+    """Return how many position ids each prompt takes, 3 per image; opens no image."""
     if isinstance(prompts[0], str):
         return [len(ids) for ids in processor.tokenizer([*prompts])["input_ids"]]
-    rows = processor.tokenizer.apply_chat_template(
+    unexpanded = processor.tokenizer.apply_chat_template(
         [*prompts],
         chat_template=processor.chat_template,
         add_generation_prompt=True,
         return_dict=False,
     )
-    return [len(ids) for ids in rows]
+    return [len(ids) for ids in unexpanded]
 
 
-def answer_parts(
-    request: AnswerOptions, base: ModelSource, parts: Iterable[Sequence[Question]], tells: bool = True
+def answer_batches(
+    options: AnswerOptions,
+    base: ModelSource,
+    batches: Iterable[Sequence[Question]],
+    verbose: bool = True,
 ) -> Generator[list[Answer], None, None]:
-    """Load a model and answer batch after batch. Images of the next ones are read meanwhile, in
-    threads, and those of the first ones while the model is loaded; the next batch is copied to the
-    GPU while it answers.
-    """
-    processor, left = load_processor(base), iter(parts)
-    number = min(MOST_READERS, max((os.cpu_count() or 1) - 1, 1))
-    waiting: deque = deque()
-    readers = ThreadPoolExecutor(number)
+    """Load a model and yield the answers to each batch.
 
-    def read(some: Iterable[Sequence[Question]]) -> None:
-        for part in some:
-            batch = readers.submit(encode, processor, [question.prompt for question in part])
-            waiting.append(([question.row for question in part], batch))
+    Threads read the images of the next batches meanwhile, starting while the model is loaded; the
+    next batch is copied to the GPU while the current one is answered.
+    """
+    processor, unread = load_processor(base), iter(batches)
+    num_readers = min(MAX_READERS, max((os.cpu_count() or 1) - 1, 1))
+    encoding: deque = deque()
+    readers = ThreadPoolExecutor(num_readers)
+
+    def start_reading(some: Iterable[Sequence[Question]]) -> None:
+        for questions in some:
+            inputs = readers.submit(encode, processor, [question.prompt for question in questions])
+            encoding.append(([question.row for question in questions], inputs))
 
     try:
-        read(islice(left, number + 1))
-        answerer = load_answerer(request, base, request.generation, tells)
+        start_reading(islice(unread, num_readers + 1))
+        answerer = load_answerer(options, base, options.generation, verbose)
 
-        def take() -> tuple[list[int], Future] | None:
-            """The rows of the next batch, which is being placed."""
-            if not waiting:
+        def start_copying() -> tuple[list[int], Future] | None:
+            """Return the next batch's row numbers and its inputs, on their way to the device."""
+            if not encoding:
                 return None
-            rows, batch = waiting.popleft()
-            read(islice(left, 1))
-            return rows, readers.submit(lambda: answerer.place(batch.result()))
+            rows, inputs = encoding.popleft()
+            start_reading(islice(unread, 1))
+            return rows, readers.submit(lambda: answerer.to_device(inputs.result()))
 
-        following = take()
+        following = start_copying()
         while following is not None:
-            (rows, batch), following = following, take()
+            (rows, inputs), following = following, start_copying()
             try:
-                answers = answerer.answer_encoded(batch.result(), rows[0])
+                answers = answerer.answer_encoded(inputs.result(), rows[0])
             except (ValueError, RuntimeError, OSError) as error:
                 raise RuntimeError(f"rows {rows}: {error}") from error
             yield answers
@@ -238,37 +265,39 @@ def answer_parts(
         readers.shutdown(cancel_futures=True)
 
 
-def require_room(base: ModelSource, questions: Sequence[Question], new: int) -> None:
-    """Raise ``ValueError`` naming the rows that leave no room for an answer of so many tokens; no
-    image is opened."""
+def require_context_length(base: ModelSource, questions: Sequence[Question], max_new_tokens: int) -> None:
+    """Raise ``ValueError`` if a prompt and its longest answer exceed the model's context length.
+
+    The message names the longest prompt. Opens no image.
+    """
     processor, limit = load_processor(base), loading.load_model_config(base).seq_length
-    found: list[tuple[int, int]] = []
-    for some in batches(questions, 64):
-        lengths = positions_of(processor, [question.prompt for question in some])
-        found += [(length, q.row) for q, length in zip(some, lengths, strict=True)]
-    if long := [(length, row) for length, row in found if length + new > limit]:
-        length, row = max(long)
+    lengths: list[tuple[int, int]] = []
+    for batch in split_into_batches(questions, 64):
+        positions = count_positions(processor, [question.prompt for question in batch])
+        lengths += [(length, q.row) for q, length in zip(batch, positions, strict=True)]
+    if too_long := [(length, row) for length, row in lengths if length + max_new_tokens > limit]:
+        length, row = max(too_long)
         raise ValueError(
-            f"{len(long):,} of {len(questions):,} rows leave too little room for {new:,} new "
+            f"{len(too_long):,} of {len(questions):,} rows are too long for {max_new_tokens:,} new "
             f"tokens: line {row} takes {length:,} of the model's {limit:,} positions; lower "
             "--max-new-tokens, or shorten the row"
         )
 
 
-def batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:
-    """So many at a time, in order."""
+def split_into_batches(questions: Sequence[Question], size: int) -> Iterator[Sequence[Question]]:
+    """Yield slices of ``size`` questions, in order; the last may be shorter."""
     for start in range(0, len(questions), size):
         yield questions[start : start + size]
 
 
-def serve() -> None:
-    """Answer what comes on standard input, and write each batch's answers as they come."""
-    # What libraries print is for people, and not for the process that reads the answers.
+def run_worker() -> None:
+    """Answer the batches on standard input and write each batch's answers to standard output."""
+    # Libraries print to sys.stdout: keep that out of the pipe to the parent.
     replies, sys.stdout = sys.stdout.buffer, sys.stderr
-    request, base, parts = pickle.load(sys.stdin.buffer)
+    options, base, batches = pickle.load(sys.stdin.buffer)
     exit_when_stdin_closes()
     try:
-        for answers in answer_parts(request, base, parts, tells=False):
+        for answers in answer_batches(options, base, batches, verbose=False):
             pickle.dump([*map(tuple, answers)], replies)
             replies.flush()
     except (ValueError, RuntimeError, OSError) as error:
@@ -276,4 +305,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    run_worker()

@@ -1,8 +1,7 @@
-"""The file of answers: written line by line, and continued where it was stopped.
+"""The file of answers: written line by line, and continued where an earlier run stopped.
 
-It is replaced only when told so, and not before there is an answer. Beside it lies
-``NAME.settings.json``: the model, the data and the options that its answers belong to. Needs no
-torch.
+An existing file is replaced only with ``--overwrite``, when the first new answer is there. Beside
+it, ``NAME.settings.json`` records the model, data and options of its answers. Needs no torch.
 """
 
 import json
@@ -19,28 +18,28 @@ from ..terminal_text import shorten
 from .questions import Question
 from .scoring import exact_match
 
-CURE = "give --out another file, or replace it (--overwrite)"
-DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What reading of JSON that is not as it was written ends with."""
+OUT_CURE = "give --out another file, or replace this one (--overwrite)"
+PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""Errors that reading unexpected or damaged JSON raises."""
 
 
 class AnswerLine(NamedTuple):
-    """An answer in the file."""
+    """One answer in the file."""
 
     question: Question
     answer: str
     finish_reason: str
 
     def to_json(self) -> str:
-        """What is asked stands there, too, so that the file can be read by itself."""
+        """Return the line, with the question, so that the file can be read without the data."""
         row, prompt, reference, swapped = self.question
-        told = {"row": row, "question": text_of(prompt[-1]), "images": images_of(prompt)}
-        told |= {"answer": self.answer, "finish_reason": self.finish_reason}
+        values = {"row": row, "question": text_of(prompt[-1]), "images": images_of(prompt)}
+        values |= {"answer": self.answer, "finish_reason": self.finish_reason}
         if reference is not None:
-            told |= {"reference": reference, "right": exact_match(self.answer, reference) == 1}
+            values |= {"reference": reference, "right": exact_match(self.answer, reference) == 1}
         if swapped:
-            told["swapped"] = True
-        return json.dumps(told, ensure_ascii=False)
+            values["swapped"] = True
+        return json.dumps(values, ensure_ascii=False)
 
 
 @contextmanager
@@ -51,22 +50,25 @@ def open_answers(
     data: DataSource,
     overwrite: bool = False,
 ) -> Iterator["AnswersFile"]:
-    """Open a file of answers to be continued, for this process alone.
+    """Open and lock a file of answers, to continue it.
 
     Args:
-        path: Its folder is made if it is missing.
-        questions: That it will have an answer to.
-        settings: What its answers belong to, by names that are told where they differ.
-        data: What the questions are of; it and its images are not written to.
-        overwrite: Whether a file that is there may be replaced, at the first answer.
+        path: A missing parent folder is created.
+        questions: The questions that the file will answer.
+        settings: What determines the answers, by names that a message about differences uses.
+        data: DataSource of the questions; ``path`` may be neither this nor one of its images.
+        overwrite: Replace an existing file, at the first answer.
+
+    Raises:
+        ValueError: The file belongs to other settings, is part of the data, or is being written.
     """
-    for each in (path, settings_path(path)):
-        require_file(each, alone=True)
+    for file_path in (path, settings_path(path)):
+        require_file(file_path, alone=True)
     for other in (data.path, *(p for q in questions for p in images_of(q.prompt))):
         if path.exists() and Path(other).exists() and path.samefile(other):
-            raise ValueError(f"--out {path} is what is read; expected another file")
+            raise ValueError(f"--out {path} is part of the data; give --out another file")
     if not overwrite:
-        require_same_answer_settings(path, settings)  # before a file is made
+        require_same_answer_settings(path, settings)  # before a file is created
     with explain_failed_writes(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
@@ -74,39 +76,47 @@ def open_answers(
         try:
             take_lock(file.fileno(), path)
         except BlockingIOError:
-            told = f"another process writes to {path}; wait for it, or give --out another file"
-            raise ValueError(told) from None
+            raise ValueError(
+                f"another process is writing to {path}; wait for it, or give --out another file"
+            ) from None
         answers = AnswersFile(path, file, questions, settings, overwrite)
         if not overwrite:
-            require_same_answer_settings(path, settings)  # which another process may have written
+            # Again, with the lock: another process may have written them meanwhile.
+            require_same_answer_settings(path, settings)
             answers.read()
         yield answers
 
 
 def require_same_answer_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if the answers that are there belong to something else."""
-    beside, has_answers = settings_path(path), path.exists() and path.stat().st_size > 0
-    if not has_answers and not beside.exists():
+    """Raise ``ValueError`` if ``path`` holds answers of another model, other data or options."""
+    recorded_path = settings_path(path)
+    has_answers = path.exists() and path.stat().st_size > 0
+    if not has_answers and not recorded_path.exists():
         return
     try:
-        there = json.loads(beside.read_text(encoding="utf-8"))
-        if there.keys() != settings.keys():
-            raise ValueError("of something else")
-        flat, now = dict(_flat(there)), dict(_flat(settings))
-    except (OSError, *DAMAGED):
+        recorded = json.loads(recorded_path.read_text(encoding="utf-8"))
+        if recorded.keys() != settings.keys():
+            raise ValueError("settings of something else")
+        before, now = dict(_flatten_settings(recorded)), dict(_flatten_settings(settings))
+    except (OSError, *PARSE_ERRORS):
         raise ValueError(
-            f"{beside} does not say what the answers beside it belong to, and nothing of others "
-            f"is replaced; {CURE}"
+            f"{recorded_path} is missing or does not name the model, data and options of the "
+            f"answers in {path.name}, so they are not replaced; {OUT_CURE}"
         ) from None
-    names = [n for n in {**flat, **now} if flat.get(n) != now.get(n)]
+    names = [n for n in {**before, **now} if before.get(n) != now.get(n)]
     if has_answers and names:
-        told = [f"{n}: {_told(flat.get(n))} there, {_told(now.get(n))} now" for n in names]
+        lines = [
+            f"{n}: {_describe_value(before.get(n))} before, {_describe_value(now.get(n))} now"
+            for n in names
+        ]
         raise ValueError(
-            f"the answers in {path} belong to something else; {CURE}\n  " + "\n  ".join(told)
+            f"the answers in {path} are of another model, other data or options; {OUT_CURE}\n  "
+            + "\n  ".join(lines)
         )
 
 
 def settings_path(path: Path) -> Path:
+    """Return the path of the settings that belong to a file of answers."""
     return path.with_name(f"{path.name}.settings.json")
 
 
@@ -127,24 +137,24 @@ class AnswersFile:
         self.lines: dict[tuple[int, bool], AnswerLine] = {}
 
     def read(self) -> None:
-        """Take over the lines that are there."""
-        known = {(question.row, question.swapped): question for question in self.questions}
+        """Read the existing lines; an incomplete last line is removed."""
+        unanswered = {(question.row, question.swapped): question for question in self.questions}
         self.file.seek(0)
         start = 0
         for number, text in enumerate(self.file, start=1):
             if not text.endswith(b"\n"):
-                print(f"line {number} of {self.path} was cut off, and is answered again")
+                print(f"{self.path}:{number} is cut off; this row is answered again")
                 self.file.truncate(start)
                 break
             start += len(text)
             try:
-                told = json.loads(text)
-                key = told["row"], told.get("swapped", False)
-                line = AnswerLine(known.pop(key), told["answer"], told["finish_reason"])
-            except DAMAGED:
+                values = json.loads(text)
+                key = values["row"], values.get("swapped", False)
+                line = AnswerLine(unanswered.pop(key), values["answer"], values["finish_reason"])
+            except PARSE_ERRORS:
                 raise ValueError(
-                    f"{self.path}:{number} is no answer to a row of the data that has none before "
-                    f"it; take the line out, {CURE}"
+                    f"{self.path}:{number} is not an answer to a row of the data, or a second "
+                    f"answer to the same row; remove the line, {OUT_CURE}"
                 ) from None
             self.lines[key] = line
         self.has_begun = start > 0
@@ -155,32 +165,33 @@ class AnswersFile:
         return [q for q in self.questions if (q.row, q.swapped) not in self.lines]
 
     def add(self, line: AnswerLine) -> None:
-        """Write an answer; a process that is killed loses none that was added before."""
-        if not self.has_begun:  # now there is something to put in place of what is there
+        """Write an answer, unbuffered: a killed process loses none that was added before."""
+        if not self.has_begun:  # only now replace what an earlier run wrote
             name = settings_path(self.path)
             with explain_failed_writes(name), open_atomically(name) as settings:
                 settings.write(json.dumps(self.settings, indent=2).encode() + b"\n")
-                settings.flush()  # of a full disk, before what is there is lost
+                settings.flush()  # a full disk raises before the old answers are lost
                 self.file.truncate(0)
             self.has_begun = True
         content = line.to_json().encode() + b"\n"
         with explain_failed_writes(self.path):
-            while content:  # without a buffer, of which the rest would be written at the end
+            while content:  # os.write may write less than all of it
                 content = content[os.write(self.file.fileno(), content) :]
         self.lines[line.question.row, line.question.swapped] = line
 
     def all_lines(self) -> list[AnswerLine]:
-        """In the order of the questions, all of which are answered."""
+        """Return the answers in the order of the questions; all must be answered."""
         return [self.lines[question.row, question.swapped] for question in self.questions]
 
 
-def _flat(values: Mapping[str, Any], before: str = ""):
+def _flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings, by dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten_settings(value, f"{prefix}{name}.")
         else:
-            yield before + name, value
+            yield prefix + name, value
 
 
-def _told(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return "nothing" if value is None else shorten(str(value), 60)

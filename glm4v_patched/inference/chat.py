@@ -17,38 +17,45 @@ if TYPE_CHECKING:
 HELP = """\
 /image PATH  show an image with the next question; may be given several times
 /reset       begin a new conversation
-/exit        end, as the end of the input does"""
+/exit        end the conversation, as Ctrl-D does"""
 
 
 def chat(options: Namespace) -> None:
-    """Read questions from standard input, a line each, and write the answers as they come.
+    """Read questions from standard input, one per line, and print the answers as they come.
 
-    At a terminal a mistake is told, and the conversation goes on; else it ends it.
+    At a terminal an error is printed and the conversation goes on; otherwise it ends the command.
     """
-    for given, name in ((options.other, "a second model"), (options.port, "--port")):
-        if given is not None:
-            raise ValueError(f"{name} ({given}) is for the page: add --web, or leave it out")
+    for value, name in ((options.other, "a second model"), (options.port, "--port")):
+        if value is not None:
+            raise ValueError(f"{name} ({value}) is for the page: add --web, or leave it out")
     generation = from_namespace(Generation, options)
     for image in options.image:
         check_image(image)
-    asked = from_namespace(ModelOptions, options)
-    base = asked.find()
+    model_options = from_namespace(ModelOptions, options)
+    base = model_options.find()
 
     from ..models.loading import load_model_config
     from .answer_worker import load_answerer
 
-    answerer = load_answerer(asked, base, generation)
+    answerer = load_answerer(model_options, base, generation)
     Chat(answerer, load_model_config(base).seq_length, options.system, options.image).run(sys.stdin)
 
 
 def check_image(path: str) -> None:
-    """Raise ``ValueError`` if an image is not there or cannot be decoded."""
-    if (fault := check_image_file(path).problem) is not None:
-        raise ValueError(f"the image {path} {fault}")
+    """Raise ``ValueError`` if an image is missing or cannot be decoded."""
+    if (problem := check_image_file(path).problem) is not None:
+        raise ValueError(f"the image {path} {problem}")
 
 
 class Chat:
-    """A conversation."""
+    """A conversation with a model.
+
+    Args:
+        limit: The model's context length, in position ids.
+        system: The system message.
+        images: Paths of images for the first question.
+        output: Where answers are written; standard output by default.
+    """
 
     def __init__(
         self,
@@ -65,25 +72,25 @@ class Chat:
         self.turn = 0
 
     def run(self, lines: TextIO) -> None:
-        """Take lines until they end, or ``/exit``."""
+        """Handle lines until they end, or until ``/exit``."""
         at_terminal = lines.isatty()
         if at_terminal:
-            self._say(f"{HELP}\n")
-        for number, line in enumerate(_typed() if at_terminal else lines, start=1):
+            self._write(f"{HELP}\n")
+        for number, line in enumerate(_read_terminal() if at_terminal else lines, start=1):
             try:
-                if not self.take(line.strip()):
+                if not self.handle_line(line.strip()):
                     return
             except (ValueError, RuntimeError) as error:
                 if not at_terminal:
                     raise ValueError(f"line {number} of the input: {error}") from error
-                self._say(f"{error}\n")
+                self._write(f"{error}\n")
             except KeyboardInterrupt:
                 if not at_terminal:
                     raise
-                self._say("\n(stopped; the question is not kept)\n")
+                self._write("\n(stopped; this question is not part of the conversation)\n")
 
-    def take(self, line: str) -> bool:
-        """Do what a line says; False if it ends the conversation."""
+    def handle_line(self, line: str) -> bool:
+        """Run a command or ask a question; return False if the conversation ends."""
         command, _, rest = line.partition(" ")
         if not line.startswith("/"):
             if line:
@@ -100,47 +107,49 @@ class Chat:
         elif command == "/exit":
             return False
         else:
-            raise ValueError(f"there is no command {command}; expected one of\n{HELP}")
+            raise ValueError(f"unknown command {command}; expected one of\n{HELP}")
         return True
 
     def ask(self, text: str) -> None:
-        """Answer a question, which shows the images that were given since the last one."""
-        from .answer_worker import Words, positions_of
+        """Answer a question about the images that were given since the previous one."""
+        from .answer_worker import AnswerStreamer, count_positions
 
-        asked = [*self.messages, question(text, self.images)]
-        processor, new = self.answerer.processor, self.answerer.generation.max_new_tokens
-        [taken] = positions_of(processor, [asked])
-        if taken + new > self.limit:
+        prompt = [*self.messages, make_user_message(text, self.images)]
+        processor = self.answerer.processor
+        max_new_tokens = self.answerer.generation.max_new_tokens
+        [length] = count_positions(processor, [prompt])
+        if length + max_new_tokens > self.limit:
             raise ValueError(
-                f"the conversation takes {taken:,} of the model's {self.limit:,} positions, which "
-                f"leaves too little room for {new:,} new tokens: begin a new one (/reset), or "
-                "again with a lower --max-new-tokens"
+                f"the conversation takes {length:,} of the model's {self.limit:,} positions, too "
+                f"many to add {max_new_tokens:,} new tokens: begin a new conversation (/reset), or "
+                "restart with a lower --max-new-tokens"
             )
-        words = Words(processor.tokenizer, self._say)
-        [answer] = self.answerer.answer([asked], self.turn, words)
+        streamer = AnswerStreamer(processor.tokenizer, self._write)
+        [answer] = self.answerer.answer([prompt], self.turn, streamer)
         self.turn += 1
-        cut = f" (cut at --max-new-tokens {new})" if answer.finish_reason == "length" else ""
-        self._say(f"{cut if answer.text else '(the answer is empty)'}\n")
+        is_cut = answer.finish_reason == "length"
+        note = f" (cut at --max-new-tokens {max_new_tokens})" if is_cut else ""
+        self._write(f"{note if answer.text else '(the answer is empty)'}\n")
         self.images = []
         if answer.text:
-            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+            self.messages = [*prompt, {"role": "assistant", "content": answer.text}]
 
-    def _say(self, text: str) -> None:
-        """What a model or a file says may hold what a terminal would obey."""
+    def _write(self, text: str) -> None:
+        """Write text without the control characters that a terminal would act on."""
         self.output.write(printable(text, allow="\n\t"))
         self.output.flush()
 
 
-def question(text: str, images: Sequence[str]) -> dict:
-    """The message of a question that shows images."""
+def make_user_message(text: str, images: Sequence[str]) -> dict:
+    """Return the user's message with a question about images."""
     if not images:
         return {"role": "user", "content": text}
     parts = [{"type": "image", "image": image} for image in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
-def _typed() -> Iterator[str]:
-    import readline  # noqa: F401  # input() then has a history, and keys that move
+def _read_terminal() -> Iterator[str]:
+    import readline  # noqa: F401  # gives input() a history and line editing
 
     while True:
         try:

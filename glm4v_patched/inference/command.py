@@ -1,4 +1,4 @@
-"""The commands' arguments; imports no torch."""
+"""Command-line arguments of answer, evaluate, merge, export, chat and serve; imports no torch."""
 
 import argparse
 from dataclasses import fields
@@ -7,121 +7,124 @@ from pathlib import Path
 from ..option_fields import add_options, from_namespace
 from ..paths import expand_path, to_path
 from ..terminal_text import show_progress
-from .questions import Generation, ModelOptions, AnswerOptions
+from .questions import AnswerOptions, Generation, ModelOptions
 from .serving.limits import ServerLimits
 
-WHAT = "a folder of a model or of LoRA adapters, or an id of the Hub"
-AS_THEY_COME = [each.name for each in fields(Generation) if each.name != "num_beams"]
-"""Of what is shown while it is generated."""
+MODEL_HELP = "a folder of a model or of LoRA adapters, or an id on the Hub"
+STREAMING_OPTIONS = [field.name for field in fields(Generation) if field.name != "num_beams"]
+"""Generation options where answers are streamed: beam search cannot be."""
 
 
 def add_commands(commands) -> None:
-    """Add them to the subparsers of the command line."""
+    """Add the commands to the subparsers of the command line."""
     answer = commands.add_parser("answer", help="answer every row of a data file")
-    answer.set_defaults(run=_answer)
+    answer.set_defaults(run=_run_answer)
     _add_data(answer)
     answer.add_argument("--out", type=to_path, required=True, metavar="FILE", help="JSONL to write")
 
     evaluate = commands.add_parser("evaluate", help="score a model's answers on a data file")
-    evaluate.set_defaults(run=_evaluate)
+    evaluate.set_defaults(run=_run_evaluate)
     _add_data(evaluate)
-    folder = "folder for answers, image sheet and metrics.json; default: nothing is written"
-    evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=folder)
-    own = "a function of your own, given an answer and a reference, that returns a number"
-    evaluate.add_argument("--metric", type=expand_path, metavar="FILE.py:FUNCTION", help=own)
+    out_help = "folder for answers, image sheet and metrics.json; default: nothing is written"
+    evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=out_help)
+    metric_help = "your own function, which takes an answer and a reference and returns a number"
+    evaluate.add_argument("--metric", type=expand_path, metavar="FILE.py:FUNCTION", help=metric_help)
 
-    merge = commands.add_parser("merge", help="make one model of LoRA adapters and their model")
-    merge.set_defaults(run=_merge)
+    merge = commands.add_parser("merge", help="merge LoRA adapters into their model")
+    merge.set_defaults(run=_run_merge)
     merge.add_argument("adapters", type=expand_path, metavar="ADAPTER", help="a folder of LoRA adapters")
     merge.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
-    merge.add_argument("--revision", help="of the model under the adapters, if it is on the Hub")
+    merge.add_argument("--revision", help="of the adapters' base model, if it is on the Hub")
 
-    told = "write the model in 8 or 4 bits, for other programs"
-    export = commands.add_parser("export", help=told)
-    export.set_defaults(run=_export, format="auto")  # of the rows
+    export_help = "write the model in 8 or 4 bits, for other programs"
+    export = commands.add_parser("export", help=export_help)
+    export.set_defaults(run=_run_export, format="auto")  # the format of the rows
     _add_model(export, ["revision", "device"])
-    bits = "of the layers' weights: floating point or integers of 8 bits, or integers of 4"
+    bits = "of the layers' weights: 8-bit floating point, 8-bit integers or 4-bit integers"
     formats = ("fp8", "int8", "int4")
     export.add_argument("--format", choices=formats, required=True, dest="bits", help=bits)
-    shown = "rows with images, such as were trained on, by which rounding is chosen"
-    export.add_argument("--calibration", type=expand_path, required=True, metavar="FILE", help=shown)
-    taken = "rows of --calibration that are taken, evenly spread (default: 256)"
-    export.add_argument("--rows", type=_at_least_one, default=256, metavar="N", help=taken)
-    asked = "rows that are asked before and after, as evaluate does"
-    export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=asked)
+    calibration = "rows with images, like the training data, to calibrate the rounding with"
+    export.add_argument(
+        "--calibration", type=expand_path, required=True, metavar="FILE", help=calibration
+    )
+    rows = "rows of --calibration to use, evenly spaced (default: 256)"
+    export.add_argument("--rows", type=_positive_integer, default=256, metavar="N", help=rows)
+    evaluation = "rows to evaluate before and after, as the command evaluate does"
+    export.add_argument("--evaluate", type=expand_path, metavar="FILE", help=evaluation)
     export.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     _add_generation(export, ["max_new_tokens"])
     _add_fields(export)
 
     chat = commands.add_parser("chat", help="ask a model about images, turn after turn")
-    chat.set_defaults(run=_chat)
+    chat.set_defaults(run=_run_chat)
     _add_model(chat)
     second = "a second model for --web, shown beside the first"
     chat.add_argument("other", type=expand_path, nargs="?", metavar="MODEL2", help=second)
-    page = "show a page in the browser, which only this machine reaches"
+    page = "show a page in the browser, reachable from this machine only"
     chat.add_argument("--web", action="store_true", help=page)
     chat.add_argument("--port", type=int, metavar="N", help="of the page (default: 7860)")
-    shown = "an image that the first question shows; several are allowed"
+    image = "an image for the first question; may be given several times"
     chat.add_argument(
-        "--image", type=expand_path, action="append", default=[], metavar="IMAGE", help=shown
+        "--image", type=expand_path, action="append", default=[], metavar="IMAGE", help=image
     )
-    chat.add_argument("--system", metavar="TEXT", help="what the system says first")
-    _add_generation(chat, AS_THEY_COME)
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_generation(chat, STREAMING_OPTIONS)
 
     serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_run_serve)
     _add_model(serve, ["revision", "device", "weights"])
     _add_server(serve)
-    _add_generation(serve, AS_THEY_COME)
+    _add_generation(serve, STREAMING_OPTIONS)
 
 
 def _add_model(parser: argparse.ArgumentParser, names: list[str] | None = None) -> None:
-    parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=WHAT)
+    parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=MODEL_HELP)
     add_options(parser, ModelOptions, names)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    engine = "what computes; auto: vllm on a GPU where it is installed (default: auto)"
+    engine = "what computes the answers; auto: vllm on a GPU if it is installed (default: auto)"
     add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine)
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="0 is any that is free (default: 8000)")
-    name = "what clients call the model (default: MODEL_OR_ADAPTER)"
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="0 chooses a free port (default: 8000)")
+    name = "name of the model for clients (default: MODEL_OR_ADAPTER)"
     add("--served-model-name", metavar="NAME", help=name)
-    beside = "LoRA adapters on the same model, which clients ask for by NAME; several are allowed"
+    adapter = "LoRA adapters on the same model, which clients request by NAME; may be repeated"
     pair = _name_and_folder
-    add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=beside)
+    add("--adapter", action="append", default=[], type=pair, metavar="NAME=DIR", help=adapter)
     add_options(parser, ServerLimits)
-    body = "millions of bytes that a request may have (default: 32)"
-    add("--max-body-mb", type=_at_least_one, default=32, metavar="N", help=body)
-    pixels = "millions of pixels that an image may have, a request 4 times (default: 50)"
-    add("--max-image-megapixels", type=_at_least_one, default=50, metavar="N", help=pixels)
+    body = "megabytes that a request may have (default: 32)"
+    add("--max-body-mb", type=_positive_integer, default=32, metavar="N", help=body)
+    pixels = "megapixels that an image may have; all images of a request, 4 times (default: 50)"
+    add("--max-image-megapixels", type=_positive_integer, default=50, metavar="N", help=pixels)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=WHAT)
+    parser.add_argument("model", type=expand_path, metavar="MODEL_OR_ADAPTER", help=MODEL_HELP)
     add_options(parser, AnswerOptions)
-    what = "rows to answer: a file, a folder of tables or an id of the Hub, as in a recipe"
-    parser.add_argument("--data", type=expand_path, required=True, metavar="FILE", help=what)
+    data = "rows to answer: a file, a folder of tables or an id on the Hub, as in a recipe"
+    parser.add_argument("--data", type=expand_path, required=True, metavar="FILE", help=data)
     add_field = _add_fields(parser)
     add_field("--format", default="auto", metavar="NAME", help="of the rows (default: auto)")
-    replaced = "replace what --out has, instead of continuing it"
-    parser.add_argument("--overwrite", action="store_true", help=replaced)
+    overwrite = "replace --out instead of continuing it"
+    parser.add_argument("--overwrite", action="store_true", help=overwrite)
     _add_generation(parser)
 
 
 def _add_fields(parser: argparse.ArgumentParser):
+    """Add the fields of a recipe's ``data`` as options; return the function that adds one."""
     add = parser.add_argument_group("the data; as the fields of a recipe's data").add_argument
-    told = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
-    add("--columns", metavar="YAML", help=told)
+    columns = "which columns are what, as {question: a, answer: b, image: c} (docs/data.md)"
+    add("--columns", metavar="YAML", help=columns)
     add(
         "--image-folder",
         type=expand_path,
         metavar="FOLDER",
-        help="what paths of images are relative to",
+        help="folder that image paths are relative to",
     )
-    add("--ignore", action="append", default=[], metavar="KEY", help="a key that is left out")
-    add("--split", metavar="NAME", help="of a set that has them (default: train)")
+    add("--ignore", action="append", default=[], metavar="KEY", help="a key to leave out")
+    add("--split", metavar="NAME", help="of a data set that has splits (default: train)")
     add("--allow-urls", action="store_true", help="fetch images by http(s)")
     return add
 
@@ -130,7 +133,7 @@ def _add_generation(parser: argparse.ArgumentParser, names: list[str] | None = N
     add_options(parser.add_argument_group("generation; greedy by default"), Generation, names)
 
 
-def _at_least_one(text: str) -> int:
+def _positive_integer(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -140,19 +143,20 @@ def _at_least_one(text: str) -> int:
 def _name_and_folder(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
-        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, as red=trained_on_red")
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=DIR, such as red=trained_on_red")
     return name, expand_path(folder)
 
 
-# The imports are late: --help is answered at once.
+# Imports below are inside the functions, so that --help is answered at once.
 
 
-def _request(options: argparse.Namespace, path: str) -> AnswerOptions:
+def _answer_options(options: argparse.Namespace, path: str) -> AnswerOptions:
     generation = from_namespace(Generation, options)
     return from_namespace(AnswerOptions, options, data=_source(options, path), generation=generation)
 
 
 def _source(options: argparse.Namespace, path: str):
+    """Return the rows that ``path`` and the options of :func:`_add_fields` describe."""
     import yaml
 
     from ..data.columns import find_columns_problem
@@ -163,38 +167,38 @@ def _source(options: argparse.Namespace, path: str):
         known = ", ".join(["auto", *ROW_FORMATS])
         raise ValueError(f"--format {options.format}: expected one of {known}")
     if options.image_folder is not None and not Path(options.image_folder).is_dir():
-        raise ValueError(f"--image-folder {options.image_folder}: there is no such folder")
+        raise ValueError(f"--image-folder {options.image_folder}: no such folder")
     columns = None
     if options.columns:
         try:
             columns = yaml.safe_load(options.columns)
         except yaml.YAMLError as error:
-            raise ValueError(f"--columns {options.columns}: no YAML: {error}") from None
-        if fault := find_columns_problem(columns):
-            raise ValueError(f"--columns {fault}")
+            raise ValueError(f"--columns {options.columns}: not valid YAML: {error}") from None
+        if problem := find_columns_problem(columns):
+            raise ValueError(f"--columns {problem}")
     names = ("format", "split", "image_folder", "allow_urls")
-    given = {name: getattr(options, name) for name in names}
-    return DataSource(path, ignore=tuple(options.ignore), columns=columns, **given)
+    values = {name: getattr(options, name) for name in names}
+    return DataSource(path, ignore=tuple(options.ignore), columns=columns, **values)
 
 
-def _answer(options: argparse.Namespace) -> None:
+def _run_answer(options: argparse.Namespace) -> None:
     from .answer import answer_file
 
-    lines = answer_file(_request(options, options.data), options.out, options.overwrite)
+    lines = answer_file(_answer_options(options, options.data), options.out, options.overwrite)
     cut = sum(line.finish_reason == "length" for line in lines)
-    told = f" ({cut:,} cut at --max-new-tokens {options.max_new_tokens})" if cut else ""
-    print(f"{len(lines):,} answers{told}: {options.out}")
+    note = f" ({cut:,} cut at --max-new-tokens {options.max_new_tokens})" if cut else ""
+    print(f"{len(lines):,} answers{note}: {options.out}")
 
 
-def _evaluate(options: argparse.Namespace) -> None:
+def _run_evaluate(options: argparse.Namespace) -> None:
     from .evaluate import describe_scores, evaluate
 
-    asked = _request(options, options.data)
-    report = evaluate(asked, options.out, options.metric, options.overwrite)
+    answer_options = _answer_options(options, options.data)
+    report = evaluate(answer_options, options.out, options.metric, options.overwrite)
     print(describe_scores(report, options.out))
 
 
-def _merge(options: argparse.Namespace) -> None:
+def _run_merge(options: argparse.Namespace) -> None:
     from .merge import merge
 
     with show_progress("merging the adapters into their model"):
@@ -202,7 +206,7 @@ def _merge(options: argparse.Namespace) -> None:
     print(f"model {options.out}")
 
 
-def _export(options: argparse.Namespace) -> None:
+def _run_export(options: argparse.Namespace) -> None:
     from .export import export
 
     report = export(
@@ -211,14 +215,14 @@ def _export(options: argparse.Namespace) -> None:
         _source(options, options.calibration),
         options.out,
         rows=options.rows,
-        evaluation=_request(options, options.evaluate) if options.evaluate else None,
+        evaluation=_answer_options(options, options.evaluate) if options.evaluate else None,
         revision=options.revision,
         device=options.device,
     )
     print(f"{report}\nmodel {options.out}")
 
 
-def _chat(options: argparse.Namespace) -> None:
+def _run_chat(options: argparse.Namespace) -> None:
     if options.web:
         from .web import chat_in_browser as chat
     else:
@@ -226,7 +230,7 @@ def _chat(options: argparse.Namespace) -> None:
     chat(options)
 
 
-def _serve(options: argparse.Namespace) -> None:
+def _run_serve(options: argparse.Namespace) -> None:
     from .serving.serve import serve
 
     serve(options)

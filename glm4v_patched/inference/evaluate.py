@@ -1,4 +1,4 @@
-"""Scores of a model's answers, with the right images and with those of other rows."""
+"""Score a model's answers, with the right images and with the images of other rows."""
 
 import json
 import os
@@ -9,83 +9,85 @@ from typing import Any
 
 from .. import __version__
 from ..atomic import explain_failed_writes, require_file, write_atomically
-from .answer import answer_questions, settings_of
+from .answer import answer_questions, answer_settings
 from .answers_file import AnswerLine
 from .contact_sheet import draw_sheet
 from .questions import AnswerOptions, digest_image_files, read_questions
 from .scoring import METRICS, Metric, load_metric, mean_score, swap_images
 
-ANSWERS, REPORT, SHEET = "answers.jsonl", "metrics.json", "answers.png"
-VERSIONS = ("torch", "transformers")
+ANSWERS_FILE, METRICS_FILE, SHEET_FILE = "answers.jsonl", "metrics.json", "answers.png"
+REPORTED_PACKAGES = ("torch", "transformers")
 
 
 def evaluate(
-    request: AnswerOptions,
+    options: AnswerOptions,
     out: Path | None = None,
     metric: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Answer every row with its images and with another row's, and compare with the references.
+    """Answer every row with its own images and with another row's, and score the answers.
 
     Args:
-        out: Folder for ``answers.jsonl``, ``answers.png`` and ``metrics.json``; answers that are
-            there, of the same model, data and options, are kept. None writes nothing.
-        metric: ``FILE.py:FUNCTION``, scored beside the others.
+        out: Folder for ``answers.jsonl``, ``answers.png`` and ``metrics.json``. Answers there, of
+            the same model, data and options, are reused. None writes nothing.
+        metric: ``FILE.py:FUNCTION``, computed in addition to :data:`METRICS`.
 
     Returns:
-        What goes to ``metrics.json``: the mean of each metric, and under ``NAME_swapped`` the mean
-        with other images; None where no row has images to swap.
+        The content of ``metrics.json``: the mean of each metric, and under ``NAME_swapped`` the
+        mean with other images, which is None if no row has images to swap.
 
     Raises:
-        As :func:`answer.answer_file`; ValueError also where a row has no reference, or the metric
-        cannot be used.
+        ValueError, RuntimeError: See :func:`answer.answer_file`. ValueError also if a row has no
+            reference answer, or the metric cannot be used.
     """
     metrics = METRICS | (dict([load_metric(metric)]) if metric else {})
-    base = request.find()
+    base = options.find()
     if out is not None:
-        request.require_apart(base, out)
-        _require_ours(out, overwrite)
-    questions = read_questions(request.data, with_reference=True)
-    for name, function in metrics.items():  # on something, before the model is loaded
-        mean_score(name, function, [(questions[0].reference or "", questions[0].reference or "")])
-    images = digest_image_files(questions)
-    asked = [*questions, *swap_images(questions, images)]
-    settings = settings_of(request, base, asked, images)
-    answers = None if out is None else out / ANSWERS
-    lines = answer_questions(request, base, asked, settings, answers, overwrite)
+        options.require_apart(base, out)
+        _require_own_folder(out, overwrite)
+    questions = read_questions(options.data, with_reference=True)
+    reference = questions[0].reference or ""
+    for name, function in metrics.items():  # try each once, before the model is loaded
+        mean_score(name, function, [(reference, reference)])
+    digests = digest_image_files(questions)
+    all_questions = [*questions, *swap_images(questions, digests)]
+    settings = answer_settings(options, base, all_questions, digests)
+    path = None if out is None else out / ANSWERS_FILE
+    lines = answer_questions(options, base, all_questions, settings, path, overwrite)
     report = {
-        "model": request.model,
-        "data": request.data.path,
+        "model": options.model,
         **compute_scores(lines, metrics),
         "settings": settings,
-        "versions": {name: version(name) for name in VERSIONS} | {"glm4v-patched": __version__},
+        "versions": {name: version(name) for name in REPORTED_PACKAGES}
+        | {"glm4v-patched": __version__},
     }
     if out is None:
         return report
-    kept = f"; all answers are in {answers}"
-    with explain_failed_writes(out / REPORT, kept):
-        write_atomically(out / REPORT, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    right = [line.answer for line in lines if not line.question.swapped]
-    with explain_failed_writes(out / SHEET, kept):
-        draw_sheet(questions, right, out / SHEET)
+    note = f"; all answers are in {path}"
+    with explain_failed_writes(out / METRICS_FILE, note):
+        text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+        write_atomically(out / METRICS_FILE, text)
+    answers = [line.answer for line in lines if not line.question.swapped]
+    with explain_failed_writes(out / SHEET_FILE, note):
+        draw_sheet(questions, answers, out / SHEET_FILE)
     return report
 
 
-def _require_ours(out: Path, overwrite: bool) -> None:
-    """Raise ``ValueError`` if a folder holds something of others that would be replaced."""
+def _require_own_folder(out: Path, overwrite: bool) -> None:
+    """Raise ``ValueError`` if files of ``out`` that no evaluation wrote would be replaced."""
     if os.path.lexists(out) and not out.is_dir():
-        raise ValueError(f"--out {out} is no folder; expected one, or a name for a new one")
-    for name in (REPORT, SHEET):
+        raise ValueError(f"--out {out} is not a folder; expected a folder, existing or new")
+    for name in (METRICS_FILE, SHEET_FILE):
         require_file(out / name)
-        if (out / name).exists() and not (out / ANSWERS).is_file() and not overwrite:
+        if (out / name).exists() and not (out / ANSWERS_FILE).is_file() and not overwrite:
             raise ValueError(
-                f"{out} holds {name}, which no evaluation wrote; give --out another folder, or "
-                "replace it (--overwrite)"
+                f"{out} holds a {name} that no evaluation wrote; give --out another folder, or "
+                "replace the file (--overwrite)"
             )
 
 
 def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> dict[str, Any]:
-    """Numbers of rows, and the mean of each metric with right and with swapped images."""
+    """Return the numbers of rows, and each metric's mean with right and with swapped images."""
     right = [line for line in lines if not line.question.swapped]
     swapped = [line for line in lines if line.question.swapped]
     cut = sum(line.finish_reason == "length" for line in right)
@@ -98,17 +100,22 @@ def compute_scores(lines: Sequence[AnswerLine], metrics: dict[str, Metric]) -> d
 
 
 def describe_scores(report: dict[str, Any], out: Path | None = None) -> str:
-    """The scores as a table, and what they are of."""
+    """Return the scores as a table, the numbers of rows, and the files in ``out``."""
     names = [name for name in report if f"{name}_swapped" in report and name != "rows"]
-    wide = max(len(name) for name in names)
-    lines = [f"{'':{wide}}  right images  swapped images"]
+    width = max(len(name) for name in names)
+    lines = [f"{'':{width}}  right images  swapped images"]
     for name in names:
         swapped = report[f"{name}_swapped"]
-        told = "no rows" if swapped is None else f"{swapped:.4f}"
-        lines.append(f"{name:{wide}}  {report[name]:>14.4f}  {told:>16}")
-    lines.append(f"{report['rows']:,} rows, {report['rows_swapped']:,} of them with swapped images")
+        cell = "no rows" if swapped is None else f"{swapped:.4f}"
+        lines.append(f"{name:{width}}  {report[name]:>14.4f}  {cell:>16}")
+    lines.append(
+        f"{report['rows']:,} rows; {report['rows_swapped']:,} of them asked again with swapped "
+        "images"
+    )
     if report["rows_cut"]:
         lines[-1] += f"; {report['rows_cut']:,} answers were cut at --max-new-tokens"
     if out is not None:
-        lines.append(f"answers {out / ANSWERS}\nsheet   {out / SHEET}\nfigures {out / REPORT}")
+        lines.append(f"answers {out / ANSWERS_FILE}")
+        lines.append(f"sheet   {out / SHEET_FILE}")
+        lines.append(f"metrics {out / METRICS_FILE}")
     return "\n".join(lines)

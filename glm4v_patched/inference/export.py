@@ -1,6 +1,6 @@
-"""Writes a quantized model, which other programs load: by llm-compressor, calibrated with rows.
+"""Quantize a model with llm-compressor, calibrated with rows of data, for other programs.
 
-What can be known is checked before a weight is read: packages, rows, disk, memory.
+Packages, rows, disk and memory are checked before a weight is read.
 """
 
 import gc
@@ -26,43 +26,55 @@ from ..paths import require_apart
 from ..terminal_text import format_bytes, pip_install
 from .evaluate import describe_scores, evaluate
 from .merge import (
-    bytes_of,
-    merge,
-    new_folder,
-    require_mergeable,
-    require_new,
-    require_space,
     copy_license_and_generation,
-    weights_of,
+    create_folder_atomically,
+    fetch_weights,
+    merge,
+    require_free_disk,
+    require_mergeable,
+    require_new_folder,
+    weight_bytes,
 )
-from .questions import AnswerOptions, read_questions, spread
+from .questions import AnswerOptions, evenly_spaced, read_questions
 
-# Whose names, also such as it does not publish, layer_by_layer uses.
+# layer_by_layer uses its names, private ones too.
 COMPRESSOR = Requirement("llmcompressor>=0.14,<0.15")
-OUTSIDE_LAYERS = ["re:.*output_layer", r"re:.*vision\.linear_proj\..*"]
+UNQUANTIZED_LAYERS = ["re:.*output_layer", r"re:.*vision\.linear_proj\..*"]
 
 
-class Format(NamedTuple):
-    """A preset scheme of compressed-tensors, its bits a weight, and whether the tower has it."""
+class ExportFormat(NamedTuple):
+    """A quantization format.
+
+    Args:
+        scheme: Name of a preset scheme of compressed-tensors.
+        bits: Bits per weight.
+        quantizes_tower: Whether the vision tower's layers are quantized, too.
+    """
 
     scheme: str
     bits: int
-    tower: bool
+    quantizes_tower: bool
 
     @property
     def ignore(self) -> list[str]:
-        return OUTSIDE_LAYERS if self.tower else [*OUTSIDE_LAYERS, r"re:.*vision\..*"]
+        """Name patterns of layers that are not quantized."""
+        if self.quantizes_tower:
+            return UNQUANTIZED_LAYERS
+        return [*UNQUANTIZED_LAYERS, r"re:.*vision\..*"]
 
 
 EXPORT_FORMATS = {
-    "fp8": Format("FP8_DYNAMIC", 8, True),
-    "int8": Format("W8A8", 8, True),
-    "int4": Format("W4A16", 4, False),
+    "fp8": ExportFormat("FP8_DYNAMIC", 8, True),
+    "int8": ExportFormat("W8A8", 8, True),
+    "int4": ExportFormat("W4A16", 4, False),
 }
 
 
-class Report(NamedTuple):
-    """Of an export; scores are what :func:`evaluate.evaluate` returns, None without its rows."""
+class ExportReport(NamedTuple):
+    """The result of an export.
+
+    ``before`` and ``after`` are what :func:`evaluate.evaluate` returns, None without its rows.
+    """
 
     format: str
     bytes_before: int
@@ -90,63 +102,63 @@ def export(
     evaluation: AnswerOptions | None = None,
     revision: str | None = None,
     device: str = "cuda",
-) -> Report:
-    """Write a model, or adapters merged into theirs, in fewer bits to a new folder.
+) -> ExportReport:
+    """Quantize a model, or LoRA adapters merged into their model, and write it to a new folder.
 
     Args:
-        model: Folder of a model or of adapters, or an id of the Hub.
-        format: One of :data:`FORMATS`.
-        calibration: Rows that end with an answer, of which ``rows`` are taken, evenly spread.
-        evaluation: What is asked before and after; its ``model`` does not matter.
-        device: Where it is computed.
+        model: Folder of a model or of adapters, or an id on the Hub.
+        format: One of :data:`EXPORT_FORMATS`.
+        calibration: Rows that end with an answer; ``rows`` of them are used, evenly spaced.
+        evaluation: Rows to evaluate before and after; its ``model`` is ignored.
+        device: "cuda" or "cpu".
 
     Raises:
-        ValueError: model, rows or ``out`` cannot be used, or disk or memory do not suffice.
-        RuntimeError: a package is missing, or is another version than is needed.
+        ValueError: Model, rows or ``out`` cannot be used, or disk or memory are too small.
+        RuntimeError: A package is missing or has an unsupported version.
     """
     from ..data.check import check_sources, require_images
     from ..models.loading import load_model_config, load_processor
 
-    require_new(out)
+    require_new_folder(out)
     require_compressor()
     base = find_source(model, revision)
     if method := quantized_by(base.model, base.revision):
         raise ValueError(
-            f"{model} was saved quantized already, by {method}; expected the weights that it was "
-            "made of"
+            f"{model} is quantized already, by {method}; give the model that it was quantized from"
         )
     require_mergeable(base, out)
     require_apart(out, folders_of_source(calibration, "--calibration"), "--out")
     if evaluation is not None:
         require_apart(out, folders_of_source(evaluation.data, "--evaluate"), "--out")
-        evaluation.place()
+        evaluation.placement()
         read_questions(evaluation.data, with_reference=True)
         require_images(evaluation.data)
     processor = load_processor(base)
     checked = check_sources([calibration], processor, load_model_config(base).seq_length)
-    conversations = spread(checked.conversations(), rows)
+    conversations = evenly_spaced(checked.conversations(), rows)
     if not any(map(images_of, conversations)):
         raise ValueError(
-            f"none of {len(conversations):,} rows of --calibration has an image; expected rows "
-            "like those that the model will be asked"
+            f"none of the {len(conversations):,} rows of --calibration has an image; give rows "
+            "like the questions that the model will get"
         )
-    held = weights_of(base)
-    weights = bytes_of(held)
-    saved, memory = needs_of(base, weights, EXPORT_FORMATS[format], processor, conversations)
+    weights_folder = fetch_weights(base)
+    weights = weight_bytes(weights_folder)
+    export_format = EXPORT_FORMATS[format]
+    saved, memory = estimate_needs(base, weights, export_format, processor, conversations)
     print(
-        f"{len(conversations):,} rows to calibrate with; weights {format_bytes(weights)}, written "
-        f"about {format_bytes(saved)}, memory about {format_bytes(memory)}",
+        f"calibrating with {len(conversations):,} rows; weights {format_bytes(weights)}, quantized "
+        f"about {format_bytes(saved)}; needs about {format_bytes(memory)} of memory",
         flush=True,
     )
-    require_space(saved + weights * (base.adapters is not None), out)
+    require_free_disk(saved + weights * (base.adapters is not None), out)
     free = free_ram() if device == "cpu" else free_bytes_per_gpu(1)[0]
     if free < memory:
         raise ValueError(
-            f"{format_bytes(free)} of memory are free on the {device}, and this takes about "
-            f"{format_bytes(memory)}; expected fewer rows to calibrate with than "
-            f"{len(conversations):,} (--rows), a larger machine, or --device cpu, which is slow"
+            f"the {device} has {format_bytes(free)} of memory free, and the export needs about "
+            f"{format_bytes(memory)}; calibrate with fewer rows (--rows; now {len(conversations):,}), "
+            "or use a larger machine, or --device cpu, which is slow"
         )
-    with new_folder(out) as partial:
+    with create_folder_atomically(out) as partial:
         if base.adapters is not None:
             merge(model, partial / "merged", revision)
             base = ModelSource(str(partial / "merged"))
@@ -154,49 +166,63 @@ def export(
         if evaluation is not None:
             evaluation = replace(evaluation, model=base.model, revision=base.revision)
             before = evaluate(evaluation)
-        from .layer_by_layer import quantize
+        from .layer_by_layer import quantize_with_gptq
 
         start = time.monotonic()
-        of = EXPORT_FORMATS[format]
-        quantize(base, partial, of.scheme, of.ignore, conversations, device)
-        gc.collect()  # of the model, before it is loaded again
+        scheme, ignore = export_format.scheme, export_format.ignore
+        quantize_with_gptq(base, partial, scheme, ignore, conversations, device)
+        gc.collect()  # frees the model before the quantized one is loaded
         seconds = time.monotonic() - start
-        copy_license_and_generation(held, partial)
+        copy_license_and_generation(weights_folder, partial)
         shutil.rmtree(partial / "merged", ignore_errors=True)
     if evaluation is not None:
         after = evaluate(replace(evaluation, model=str(out), revision=None))
-    return Report(format, weights, bytes_of(out), seconds, before, after)
+    return ExportReport(format, weights, weight_bytes(out), seconds, before, after)
 
 
 def require_compressor() -> None:
-    """Raise ``RuntimeError`` unless llm-compressor is there, in a version that is known here and
-    beside the transformers that it takes."""
+    """Raise ``RuntimeError`` unless a supported llm-compressor is installed, with a transformers
+    that it supports."""
     cure = pip_install("glm4v-patched[export]")
     try:
-        found = version(COMPRESSOR.name)
-        needed = [Requirement(text) for text in requires(COMPRESSOR.name) or ()]
+        compressor_version = version(COMPRESSOR.name)
+        requirements = [Requirement(text) for text in requires(COMPRESSOR.name) or ()]
     except PackageNotFoundError:
-        raise RuntimeError(f"export needs {COMPRESSOR.name}, which is not here: {cure}") from None
-    wanted = [COMPRESSOR, *(one for one in needed if one.name == "transformers")]
-    for one in wanted:
-        there = version(one.name)
-        if not one.specifier.contains(there, prereleases=True):
-            by = "export" if one is COMPRESSOR else f"{COMPRESSOR.name} {found}"
+        raise RuntimeError(
+            f"export needs {COMPRESSOR.name}, which is not installed: {cure}"
+        ) from None
+    for required in (COMPRESSOR, *(r for r in requirements if r.name == "transformers")):
+        installed = version(required.name)
+        if not required.specifier.contains(installed, prereleases=True):
+            needs = (
+                "export" if required is COMPRESSOR else f"{COMPRESSOR.name} {compressor_version}"
+            )
             raise RuntimeError(
-                f"{by} needs {one.name} {one.specifier}, and {there} is installed: {cure} (in an "
-                "environment of its own, if others need that version)"
+                f"{needs} needs {required.name} {required.specifier}, but {installed} is "
+                f"installed: {cure} (in a separate environment if other packages need {installed})"
             )
 
 
+<<<<<<< HEAD
 def needs_of(
     base: ModelSource,
     weights: int,
     format: Format,
+=======
+def estimate_needs(
+    base: ModelSource,
+    weights: int,
+    format: ExportFormat,
+>>>>>>> m-w-inference
     processor: Any,
     conversations: Sequence[list[dict]],
 ) -> tuple[float, float]:
-    """Bytes that an export writes, and takes of memory at the most, by the shapes of the model and
-    the lengths of the rows; ``weights`` has those of the model."""
+    """Return the bytes that an export writes to disk and the peak of its memory in bytes.
+
+    Args:
+        weights: Bytes of the unquantized weights.
+        conversations: Messages to calibrate with; their lengths determine the activations.
+    """
     import torch
 
     from ..data.collate import ConversationCollator
@@ -206,24 +232,35 @@ def needs_of(
     config = load_model_config(base)
     with torch.device("meta"):
         transformer = GLM4VForCausalLM(config).transformer
-    stacks = [transformer.encoder.layers, *[transformer.vision.transformer.layers] * format.tower]
-    of_layer = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
-    width = weights / sum(p.numel() for p in transformer.parameters())
+    stacks = [transformer.encoder.layers]
+    if format.quantizes_tower:
+        stacks.append(transformer.vision.transformer.layers)
+    linears = [[m for m in s[0].modules() if isinstance(m, torch.nn.Linear)] for s in stacks]
+    bytes_per_weight = weights / sum(p.numel() for p in transformer.parameters())
     quantized = sum(
         len(stack) * linear.weight.numel()
-        for stack, linears in zip(stacks, of_layer, strict=True)
-        for linear in linears
+        for stack, of_layer in zip(stacks, linears, strict=True)
+        for linear in of_layer
     )
-    # Scales: one of 2 bytes for a group of 128 weights, or fewer.
-    saved = weights - quantized * (width - format.bits / 8 - 2 / 128)
-    # In fp32, for each linear layer the products of its inputs; GPTQ inverts the largest ones.
-    products = [[4 * linear.in_features**2 for linear in linears] for linears in of_layer]
-    statistics = max(sum(some) + 3 * max(some) for some in products)
+    # At most one 2-byte scale for each group of 128 weights.
+    saved = weights - quantized * (bytes_per_weight - format.bits / 8 - 2 / 128)
+    # GPTQ's fp32 Hessians of one layer; inverting the largest takes three copies of it.
+    hessians = [[4 * linear.in_features**2 for linear in of_layer] for of_layer in linears]
+    statistics = max(sum(sizes) + 3 * max(sizes) for sizes in hessians)
     sizes = ConversationCollator(processor).measure(list(conversations))
     vision = config.vision
+<<<<<<< HEAD
     kept = [sum(size.positions for size in sizes) * config.hidden_size]
     if format.tower:
         kept.append(
             sum(size.num_images for size in sizes) * vision.num_positions * vision.hidden_size
         )
     return saved, weights + statistics + max(kept) * width
+=======
+    # The inputs of one layer for all rows, of the language model or of the tower.
+    activations = [sum(size.positions for size in sizes) * config.hidden_size]
+    if format.quantizes_tower:
+        num_images = sum(size.num_images for size in sizes)
+        activations.append(num_images * vision.num_positions * vision.hidden_size)
+    return saved, weights + statistics + max(activations) * bytes_per_weight
+>>>>>>> m-w-inference

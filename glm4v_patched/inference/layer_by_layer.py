@@ -1,8 +1,9 @@
-"""llm-compressor's GPTQ, a layer of the model after another. Only :mod:`export` imports this.
+"""A calibration pipeline for llm-compressor's GPTQ that runs one layer at a time.
 
-llm-compressor's own sequential pipeline traces the whole model by torch.fx, which cannot follow
-rows whose lengths depend on their images; its basic one holds the statistics of all layers at
-once (100 GB at the real size). Here each layer is called by itself, on what went into it.
+llm-compressor's sequential pipeline traces the whole model with torch.fx, which fails on sequences
+whose lengths depend on their images. Its basic pipeline keeps the statistics of all layers at once
+(100 GB at the real size). Here each layer is called alone, on its recorded inputs. Only
+:mod:`export` imports this module.
 """
 
 import sys
@@ -28,17 +29,17 @@ from ..models.base import ModelSource
 from ..models.loading import load_with_processor
 from .nonfinite import require_finite_logits
 
-NAME = "glm4v_layer_by_layer"
-SHARD = "5GB"
+PIPELINE_NAME = "glm4v_layer_by_layer"
+MAX_SHARD_SIZE = "5GB"
 
 
-class _Reached(Exception):
-    """The layer whose inputs are wanted."""
+class _LayerReached(Exception):
+    """Stops a forward pass at the layer whose inputs are captured."""
 
 
-@CalibrationPipeline.register(NAME)
+@CalibrationPipeline.register(PIPELINE_NAME)
 class LayerByLayer(CalibrationPipeline):
-    """Calibrates and quantizes each layer on what the quantized layers before it give."""
+    """Calibrate and quantize each layer on the outputs of the quantized layers before it."""
 
     @staticmethod
     def __call__(model: Any, dataloader: Any, dataset_args: Any) -> None:
@@ -52,34 +53,37 @@ class LayerByLayer(CalibrationPipeline):
         progress = tqdm(total=sum(map(len, stacks)), unit="layer", desc="quantizing", disable=None)
         with torch.no_grad(), DisableQuantization(model), progress:
             for layers in stacks:
-                inputs = _inputs_of(layers[0], model, dataloader)
+                inputs = _capture_inputs(layers[0], model, dataloader)
                 for layer in layers:
-                    for given in inputs:
-                        layer(*given)
+                    for arguments in inputs:
+                        layer(*arguments)
                     LifecycleCallbacks.sequential_epoch_end(list(layer.modules()))
                     with HooksMixin.disable_hooks():
-                        for at, given in enumerate(inputs):  # one by one: no second copy of all
-                            inputs[at] = (layer(*given), *given[1:])
+                        for index, arguments in enumerate(inputs):  # in place, to save memory
+                            inputs[index] = (layer(*arguments), *arguments[1:])
                     progress.update()
         LifecycleCallbacks.calibration_end()
 
 
-def _inputs_of(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tuple]:
-    """What a layer is called with, for each batch in which it is; nothing after it is computed."""
+def _capture_inputs(layer: nn.Module, model: Any, batches: Iterable[dict]) -> list[tuple]:
+    """Return the layer's positional arguments for each batch that reaches it.
+
+    The forward pass stops at the layer.
+    """
     inputs: list[tuple] = []
 
-    def keep(_: nn.Module, given: tuple) -> None:
-        inputs.append(given)
-        raise _Reached
+    def capture(_: nn.Module, arguments: tuple) -> None:
+        inputs.append(arguments)
+        raise _LayerReached
 
-    with layer.register_forward_pre_hook(keep), HooksMixin.disable_hooks():
+    with layer.register_forward_pre_hook(capture), HooksMixin.disable_hooks():
         for batch in batches:
-            with suppress(_Reached):
+            with suppress(_LayerReached):
                 model(**batch, use_cache=False)
     return inputs
 
 
-def quantize(
+def quantize_with_gptq(
     base: ModelSource,
     out: Path,
     scheme: str,
@@ -87,41 +91,43 @@ def quantize(
     conversations: Sequence[list[dict]],
     device: str,
 ) -> None:
-    """Quantize the linear layers of a model by GPTQ, and save it.
+    """Quantize the linear layers of a model with GPTQ and save the model and its processor.
 
     Args:
-        scheme: A preset of compressed-tensors.
-        ignore: Patterns of the names of layers that stay as they are.
+        scheme: A preset scheme of compressed-tensors.
+        ignore: Name patterns of layers that are not quantized.
+        conversations: Messages to calibrate with.
     """
     model: Any
     model, processor = load_with_processor(base, device)
     collate: Any = ConversationCollator(processor)
 
-    def encode(row: list[list[dict]]) -> dict:
-        batch = collate(row)  # one row: nothing is padded, and no loss is wanted
-        wanted = ("input_ids", "pixel_values")
-        return {name: batch[name].to(model.device) for name in wanted if name in batch}
+    def encode(conversation: list[list[dict]]) -> dict:
+        batch = collate(conversation)  # batch size 1, so there is no padding to mask
+        names = ("input_ids", "pixel_values")
+        return {name: batch[name].to(model.device) for name in names if name in batch}
 
     require_finite_logits(model, encode([conversations[0]]))
     rows: Any = conversations
     logger.remove()
-    logger.add(sys.stderr, format="{message}", filter=_is_doubt)
+    logger.add(sys.stderr, format="{message}", filter=_is_gptq_warning)
     with ExitStack() as ending:
-        ending.callback(reset_session)  # it keeps the model
-        with applied():  # it asks AutoConfig about the model's folder, whose own code is not run
+        ending.callback(reset_session)  # the session holds a reference to the model
+        # oneshot calls AutoConfig on the model's folder; the code there must not run.
+        with applied():
             oneshot(
                 model=model,
                 processor=processor,
                 dataset=torch.utils.data.DataLoader(rows, batch_size=1, collate_fn=encode),
                 recipe=GPTQModifier(targets="Linear", scheme=scheme, ignore=ignore),
-                pipeline=NAME,
+                pipeline=PIPELINE_NAME,
             )
-        model.save_pretrained(out, max_shard_size=SHARD)
+        model.save_pretrained(out, max_shard_size=MAX_SHARD_SIZE)
         processor.save_pretrained(out)
 
 
-def _is_doubt(record: Any) -> bool:
-    """Of all that llm-compressor logs: such as layers that GPTQ could not quantize."""
+def _is_gptq_warning(record: Any) -> bool:
+    """Return whether a log record is a warning of GPTQ, such as a layer it could not quantize."""
     return record["level"].name == "WARNING" and record["name"].startswith(
         "llmcompressor.modifiers"
     )

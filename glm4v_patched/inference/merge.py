@@ -1,7 +1,7 @@
-"""Makes one model of LoRA adapters and the model they are on.
+"""Merge LoRA adapters into the weights of their base model.
 
-A file of the model's weights after another is read, changed and written: no more than one of them
-is in memory. The arithmetic is peft's. What can be known without torch is checked before it.
+The model's files of weights are read, changed and written one after the other, so that only one of
+them is in memory. The arithmetic is peft's. Whatever needs no torch is checked before its import.
 """
 
 import json
@@ -26,128 +26,163 @@ from ..terminal_text import format_bytes, listed
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Beside weights and what our classes write.
-GENERATION = "generation_config.json"
-TAKEN_OVER = [GENERATION, "LICENSE*", "MODEL_LICENSE*"]
-PREFIX = "base_model.model."  # peft's, before the names of the model's modules
-# What merging understands, of peft's fields, and what does not change the weights.
-UNDERSTOOD = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
-UNDERSTOOD |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-UNDERSTOOD |= {"peft_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping"}
-UNDERSTOOD |= {"task_type", "inference_mode", "lora_dropout", "megatron_core", "runtime_config"}
-UNDERSTOOD |= {"qalora_group_size"}  # of use_qalora
-# Their values beside none, false and empty ones. Others change the model's weights, too.
-HARMLESS = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "default")}
-# Of the root mean square: what rounding makes of the output of a merged layer, computed in fp32.
-TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
+GENERATION_CONFIG = "generation_config.json"
+# Copied from the base model; save_pretrained of our classes writes the others.
+COPIED_FILES = [GENERATION_CONFIG, "LICENSE*", "MODEL_LICENSE*"]
+PEFT_PREFIX = "base_model.model."  # in front of the names of a peft model's modules
+# Fields of peft's LoraConfig that the merge handles, or that do not affect the weights.
+MERGEABLE_FIELDS = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"}
+MERGEABLE_FIELDS |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+MERGEABLE_FIELDS |= {
+    "peft_type",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "auto_mapping",
+}
+MERGEABLE_FIELDS |= {
+    "task_type",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "runtime_config",
+}
+MERGEABLE_FIELDS |= {"qalora_group_size"}  # only read with use_qalora
+# Values of other fields that change no weight, besides null, false and empty ones.
+NEUTRAL_FIELD_VALUES = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "default")}
+# Largest error of a merged layer's output relative to its root mean square, by the dtype that the
+# weight is rounded to.
+MERGE_TOLERANCES = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 
 def merge(adapters: str, out: Path, revision: str | None = None) -> None:
-    """Write the model with the adapters in its weights to a new folder, ready to be loaded.
+    """Write the base model with merged adapters to a new folder, ready to load.
+
+    If an error is raised, ``out`` does not exist.
+
+    Args:
+        adapters: Folder of LoRA adapters.
+        revision: Of the base model, if it is on the Hub.
 
     Raises:
-        ValueError: there are no adapters, they cannot be merged, ``out`` is there, or the disk is
-            too small; RuntimeError: a weight that was merged does not compute the same. ``out`` is
-            not there then.
+        ValueError: There are no adapters, they cannot be merged, ``out`` exists, or the disk is
+            too small.
+        RuntimeError: A merged layer does not compute the same output as with its adapter.
     """
-    require_new(out)
+    require_new_folder(out)
     base = find_source(adapters, revision)
     if base.adapters is None:
         raise ValueError(
-            f"{adapters} holds no adapters: {ADAPTER_CONFIG} is missing; a model of its own needs "
-            "no merging"
+            f"{adapters} holds no adapters: {ADAPTER_CONFIG} is missing; a complete model needs no "
+            "merge"
         )
     require_mergeable(base, out)
-    folder = weights_of(base)
-    require_space(bytes_of(folder), out)
-    with new_folder(out) as partial:
-        _write(base, folder, partial)
+    folder = fetch_weights(base)
+    require_free_disk(weight_bytes(folder), out)
+    with create_folder_atomically(out) as partial:
+        _write_merged(base, folder, partial)
 
 
-def require_new(out: Path) -> None:
+def require_new_folder(out: Path) -> None:
+    """Raise ``ValueError`` unless ``out`` is missing or an empty folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--out {out} is there, and nothing is replaced; expected a new folder")
+        raise ValueError(f"--out {out} exists and would not be replaced; give a new folder")
 
 
 def require_mergeable(base: ModelSource, out: Path) -> None:
-    """Raise ``ValueError`` if ``out`` is not apart from what is read, or adapters have fields that
-    merging, which only adds to weights, would not honor; these are named."""
+    """Raise ``ValueError`` if ``out`` overlaps with the inputs, or the adapters cannot be merged.
+
+    The message names the fields of the adapters' config that a merge would not honor.
+    """
     require_apart(out, folders_of(base), "--out")
     if base.adapters is None:
         return
     path = base.adapters / ADAPTER_CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
-    odd = {
+    unsupported = {
         name: value
         for name, value in config.items()
-        if name not in UNDERSTOOD and value and value not in HARMLESS.get(name, ())
+        if name not in MERGEABLE_FIELDS
+        and value
+        and value not in NEUTRAL_FIELD_VALUES.get(name, ())
     }
-    if odd:
-        told = ", ".join(f"{name} is {json.dumps(value)}" for name, value in sorted(odd.items()))
+    if unsupported:
+        fields = ", ".join(
+            f"{name} is {json.dumps(value)}" for name, value in sorted(unsupported.items())
+        )
         raise ValueError(
-            f"{path}: {told}: cannot be merged; expected LoRA (rsLoRA, DoRA) alone, on linear "
-            "layers without other trained weights"
+            f"{path}: {fields}: cannot be merged; expected only LoRA, rsLoRA or DoRA on linear "
+            "layers, and no other trained weights"
         )
 
 
-def weights_of(base: ModelSource) -> Path:
-    """The folder with the base model's weights, downloaded if it is on the Hub."""
+def fetch_weights(base: ModelSource) -> Path:
+    """Return the folder of the base model's weights, downloaded if the model is on the Hub.
+
+    Raises ``ValueError`` if it has no safetensors, or a link leads out of it.
+    """
     folder = Path(base.model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        wanted = ["*.safetensors", WEIGHTS_INDEX, *TAKEN_OVER, "config.json"]
-        folder = Path(snapshot_download(base.model, revision=base.revision, allow_patterns=wanted))
+        patterns = ["*.safetensors", WEIGHTS_INDEX, *COPIED_FILES, "config.json"]
+        folder = Path(
+            snapshot_download(base.model, revision=base.revision, allow_patterns=patterns)
+        )
     shards = shards_of(folder)
-    for path in [*taken_over(folder), folder / "config.json", folder / WEIGHTS_INDEX]:
+    for path in [*files_to_copy(folder), folder / "config.json", folder / WEIGHTS_INDEX]:
         require_inside(path, folder)
     if not shards:
         raise ValueError(
-            f"{base.model} has no weights as safetensors; load it and save it once "
-            "(save_pretrained), and merge into that"
+            f"{base.model} has no safetensors; load it, save it with save_pretrained, and merge "
+            "into the saved model"
         )
     return folder
 
 
-def taken_over(folder: Path) -> list[Path]:
-    # Not by glob(), which leaves out links to nothing.
-    return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in TAKEN_OVER))
+def files_to_copy(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that match :data:`COPIED_FILES`."""
+    # Not glob(), which skips dangling links: these must be an error.
+    return sorted(p for p in folder.iterdir() if any(fnmatch(p.name, t) for t in COPIED_FILES))
 
 
 def copy_license_and_generation(folder: Path, out: Path) -> None:
-    """Copy licenses and options of generation to ``out``, where it has none; but for options that
-    transformers does not know, which are logged."""
+    """Copy license files and generation_config.json to ``out``, unless it has them already.
+
+    Generation options that transformers does not know are left out and logged.
+    """
     from transformers import GenerationConfig
 
     from ..remote.configuration_chatglm import keep_known_settings
 
-    for path in taken_over(folder):
+    for path in files_to_copy(folder):
         if (out / path.name).exists():
             continue
-        if path.name != GENERATION:
+        if path.name != GENERATION_CONFIG:
             shutil.copyfile(path, out / path.name)
             continue
-        known = keep_known_settings(read_json_object(path), vars(GenerationConfig()), GENERATION)
-        write_atomically(out / GENERATION, json.dumps(known, indent=2) + "\n")
+        known = keep_known_settings(read_json_object(path), vars(GenerationConfig()), GENERATION_CONFIG)
+        write_atomically(out / GENERATION_CONFIG, json.dumps(known, indent=2) + "\n")
 
 
-def bytes_of(folder: Path) -> int:
-    """Of a model's weights."""
+def weight_bytes(folder: Path) -> int:
+    """Return the size of a model's weight files in bytes."""
     return sum((folder / name).stat().st_size for name in shards_of(folder))
 
 
-def require_space(needed: float, out: Path) -> None:
+def require_free_disk(needed: float, out: Path) -> None:
+    """Raise ``ValueError`` if the disk of ``out`` has fewer than ``needed`` bytes free."""
     free = shutil.disk_usage(nearest_existing(str(out))).free
     if free < needed:
         raise ValueError(
-            f"--out {out}: {format_bytes(free)} are free there, and the model takes "
-            f"{format_bytes(needed)}; expected a folder on a larger disk"
+            f"--out {out}: its disk has {format_bytes(free)} free, and the model needs "
+            f"{format_bytes(needed)}; give a folder on a larger disk"
         )
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that becomes ``out`` when all in it is written, and else is removed."""
+def create_folder_atomically(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to ``out`` on success and removed on an error."""
     partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir(parents=True)
     try:
@@ -158,12 +193,11 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# From here on with torch
+# The functions below need torch.
 
 
-def _write(base: ModelSource, folder: Path, out: Path) -> None:
-    """Config, code and processor, as ``save_pretrained`` writes them, the base's license, and the
-    merged weights, file by file."""
+def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
+    """Write config, code, processor, license and, file by file, the merged weights."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -196,13 +230,19 @@ def _write(base: ModelSource, folder: Path, out: Path) -> None:
         save_file(tensors, out / name, metadata={"format": "pt"})
     if missing:
         raise ValueError(
-            f"{base.model} lacks {len(missing)} of {len(layers)} weights that the adapters are on: "
-            f"{listed(sorted(missing))}"
+            f"{base.model} is missing {len(missing)} of the {len(layers)} weights that the "
+            f"adapters change: {listed(sorted(missing))}"
         )
 
 
 def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
-    """peft's layers, by the names of the weights that they adapt; these are not there yet."""
+    """Return peft's LoRA layers by the names of the weights that they adapt.
+
+    Their base weights are placeholders without memory.
+
+    Args:
+        model: The base model on the meta device.
+    """
     import torch
     from peft.tuners.lora import LoraLayer
 
@@ -210,52 +250,68 @@ def adapted_layers(base: ModelSource, model: Any) -> dict[str, Any]:
 
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            # peft puts adapters where the weight is: on the CPU, in fp32, but without its memory.
-            nothing = torch.zeros(()).expand(module.weight.shape)
-            module.weight = torch.nn.Parameter(nothing, requires_grad=False)
+            # peft creates adapters with the weight's device and dtype: fp32 on the CPU, of one
+            # expanded element.
+            placeholder = torch.zeros(()).expand(module.weight.shape)
+            module.weight = torch.nn.Parameter(placeholder, requires_grad=False)
     assert base.adapters is not None
     adapted = load_trainable_adapters(model, base.adapters).requires_grad_(False).eval()
     layers = {
-        f"{name.removeprefix(PREFIX)}.weight": module
+        f"{name.removeprefix(PEFT_PREFIX)}.weight": module
         for name, module in adapted.named_modules()
         if isinstance(module, LoraLayer)
     }
-    linear = torch.nn.Linear
     others = [
-        name for name, each in layers.items() if not isinstance(each.get_base_layer(), linear)
+        name
+        for name, layer in layers.items()
+        if not isinstance(layer.get_base_layer(), torch.nn.Linear)
     ]
     if others:
         raise ValueError(
-            f"{base.adapters} adapts {len(others)} weights that are not of linear layers "
-            f"({listed(others)}) and cannot be merged"
+            f"{base.adapters} adapts {len(others)} layers that are not linear "
+            f"({listed(others)}): these cannot be merged"
         )
     return layers
 
 
 def merged_weight(layer: Any, weight: "Tensor", name: str) -> "Tensor":
-    """The weight with what the adapters add to it, computed in fp32 and rounded once."""
+    """Return ``weight`` with its adapter merged in fp32 and rounded once, in the same dtype.
+
+    Args:
+        layer: peft's LoRA layer.
+        weight: The base weight, ``(out_features, in_features)``.
+        name: Of the weight, for messages.
+
+    Raises:
+        ValueError: The merged weight is NaN or infinite.
+        RuntimeError: The merged layer's output differs from the adapted layer's by more than
+            :data:`MERGE_TOLERANCES`.
+    """
     import torch
     from torch.nn.functional import linear
 
     inner = layer.get_base_layer()
     assert inner.weight.shape == weight.shape, (name, inner.weight.shape, weight.shape)
-    nothing, bias = inner.weight, inner.bias
+    placeholder, bias = inner.weight, inner.bias
     inner.weight = torch.nn.Parameter(weight.to(torch.float32, copy=True), requires_grad=False)
-    inner.bias = None  # adapters do not change it
+    inner.bias = None  # LoRA does not change it
     x = torch.randn(8, weight.shape[1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = layer(x)
+        expected = layer(x)
         layer.merge()
         merged = inner.weight.data.to(weight.dtype)
-        found = linear(x, merged.float())
-    inner.weight, inner.bias = nothing, bias
+        actual = linear(x, merged.float())
+    inner.weight, inner.bias = placeholder, bias
     if not torch.isfinite(merged).all():
-        raise ValueError(f"{name} is NaN or infinite with the adapters: are they whole?")
-    error = ((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()).item()
-    allowed = TOLERANCES[str(weight.dtype).removeprefix("torch.")]
+        raise ValueError(
+            f"{name} is NaN or infinite after the merge: the adapters may be damaged, or their "
+            "training diverged"
+        )
+    error = ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+    allowed = MERGE_TOLERANCES[str(weight.dtype).removeprefix("torch.")]
     if not error <= allowed:
         raise RuntimeError(
-            f"{name}: the output of the merged weight differs by {error:.2g} of its root mean "
-            f"square from that of the adapters; expected at most {allowed:.2g}"
+            f"{name}: the merged layer's output differs from the adapted layer's by {error:.2g} of "
+            f"its root mean square; expected at most {allowed:.2g}"
         )
     return merged

@@ -1,4 +1,4 @@
-"""The questions of a data file, and how they are to be answered; needs no torch."""
+"""The questions of a data file, and the options of how they are answered; needs no torch."""
 
 import hashlib
 import json
@@ -20,21 +20,21 @@ from ..models.quantized_weights import WEIGHT_FORMATS, check_weights_option
 from ..option_fields import find_field_problems, option
 from ..paths import require_apart
 
-# Below, logits in fp32 become infinite, and no token can be drawn.
-LEAST_TEMPERATURE = 1e-3
-LEAST_PENALTY, MOST_PENALTY = 1e-2, 1e2
-# static: one size for all steps, which are recorded on a GPU and replayed; auto: so on a GPU, if
-# they can be recorded.
+# Below it, fp32 logits overflow to infinity and no token can be sampled.
+MIN_TEMPERATURE = 1e-3
+MIN_PENALTY, MAX_PENALTY = 1e-2, 1e2
+# static: a KV cache of fixed size, for CUDA graphs on a GPU; auto: static on a GPU, if the weights
+# allow CUDA graphs.
 CACHES = ("auto", "static", "dynamic")
 
 
 class Question(NamedTuple):
-    """A row of a data file, without the answer that it ends with.
+    """A row of a data file, split into prompt and reference answer.
 
     Args:
-        row: Its line in the file.
+        row: Line in the file.
         prompt: Messages.
-        reference: The answer that the row ends with, if it does.
+        reference: The answer that the row ends with; None if it ends with a question.
         swapped: Whether the images are those of another row.
     """
 
@@ -44,139 +44,160 @@ class Question(NamedTuple):
     swapped: bool = False
 
 
-def _within(least: float, most: float, expected: str) -> Callable[[float], str | None]:
-    # A NaN is in no range.
-    return lambda value: None if least <= value <= most else expected
+def _check_range(low: float, high: float, expected: str) -> Callable[[float], str | None]:
+    """Return a check of an option: ``expected`` for values outside of the range, and for NaN."""
+    return lambda value: None if low <= value <= high else expected
 
 
-OF_TEMPERATURE = _within(
-    LEAST_TEMPERATURE, sys.float_info.max, "at least 0.001 (without it, answers are greedy)"
+CHECK_TEMPERATURE = _check_range(
+    MIN_TEMPERATURE, sys.float_info.max, "at least 0.001 (without it, answers are greedy)"
 )
-OF_TOP_P = _within(math.ulp(0), 1, "a number above 0, at most 1")
-OF_PENALTY = _within(LEAST_PENALTY, MOST_PENALTY, "a number from 0.01 to 100")
+CHECK_TOP_P = _check_range(math.ulp(0), 1, "a number above 0, at most 1")
+CHECK_PENALTY = _check_range(MIN_PENALTY, MAX_PENALTY, "a number from 0.01 to 100")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How answers are generated; the names are transformers'. Greedy, unless one of temperature,
-    top_p and top_k is given."""
+    """Generation options, with transformers' names.
+
+    Greedy, unless temperature, top_p or top_k is set.
+    """
 
     max_new_tokens: int = option(512, "tokens of the longest answer", metavar="N", at_least=1)
     temperature: float | None = option(
-        None, "draw tokens at this temperature", metavar="T", check=OF_TEMPERATURE
+        None, "sample at this temperature", metavar="T", check=CHECK_TEMPERATURE
     )
     top_p: float | None = option(
-        None, "draw among the likeliest, up to this probability", metavar="P", check=OF_TOP_P
+        None,
+        "sample from the likeliest tokens up to this total probability",
+        metavar="P",
+        check=CHECK_TOP_P,
     )
-    top_k: int | None = option(None, "draw among the K likeliest", metavar="K", at_least=1)
+    top_k: int | None = option(None, "sample from the K likeliest tokens", metavar="K", at_least=1)
     repetition_penalty: float | None = option(
-        None, "above 1: repeat less", metavar="X", check=OF_PENALTY
+        None, "above 1: repeat less", metavar="X", check=CHECK_PENALTY
     )
     num_beams: int = option(1, "beams of a beam search", metavar="N", at_least=1)
-    seed: int = option(0, "of what is drawn")
+    seed: int = option(0, "random seed for sampling")
 
     def __post_init__(self):
-        if wrong := "; ".join(find_field_problems(self)):
-            raise ValueError(wrong)
+        if problems := "; ".join(find_field_problems(self)):
+            raise ValueError(problems)
 
     @property
     def do_sample(self) -> bool:
+        """Whether tokens are sampled instead of chosen greedily."""
         return not self.temperature is self.top_p is self.top_k is None
 
-    def given(self) -> dict[str, Any]:
-        """As ``transformers.GenerationConfig`` takes it."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        del given["seed"]
-        return given | {"do_sample": self.do_sample}
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the options as arguments of ``transformers.GenerationConfig``."""
+        kwargs = {name: value for name, value in asdict(self).items() if value is not None}
+        del kwargs["seed"]
+        return kwargs | {"do_sample": self.do_sample}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model answers, and how it is held.
+    """The model that answers, its device, and how its weights are stored.
 
     Args:
-        model: Folder of a model or of adapters, or an id of the Hub.
+        model: Folder of a model or of LoRA adapters, or an id on the Hub.
+        processes: Processes that answer; None for one on each GPU.
     """
 
     model: str
     processes: int | None = 1
-    revision: str | None = option(None, "branch, tag or commit of an id of the Hub")
+    revision: str | None = option(None, "branch, tag or commit of an id on the Hub")
     device: str = option(
-        "cuda", "cpu: without GPUs (slow: for trials of small models)", choices=("cuda", "cpu")
+        "cuda", "cpu: use no GPU (slow; for trials with small models)", choices=("cuda", "cpu")
     )
     weights: str | None = option(
         None,
-        "hold the layers' in fewer bytes: fp8 is faster, too; the others are bitsandbytes's",
+        "quantize the layers' weights: fp8 is also faster; 4bit and 8bit use bitsandbytes",
         choices=WEIGHT_FORMATS,
     )
-    cache: str = option("auto", "of keys and values", choices=CACHES)
+    cache: str = option("auto", "the kind of KV cache", choices=CACHES)
 
-    def place(self) -> Placement:
-        """Raises ``ValueError`` if there are too few GPUs, or none that the options need."""
+    def placement(self) -> Placement:
+        """Return the processes and their devices; raise ``ValueError`` if a GPU is missing."""
         check_weights_option(self.weights, self.device, self.cache)
         return place_processes(self.processes, self.device)  # type: ignore[arg-type]
 
     def find(self) -> ModelSource:
-        """Raises as :meth:`place` and :func:`find_source`."""
-        self.place()
+        """Find the model's files.
+
+        Raises:
+            ValueError: A GPU is missing, or there is no such model; see :func:`find_source`.
+        """
+        self.placement()
         return find_source(self.model, self.revision, self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions(ModelOptions):
-    """What the command line asks for.
+    """Options of the commands answer and evaluate.
 
     Args:
-        data: Of the rows.
+        data: The rows to answer.
         processes: None for one on each GPU; on a CPU, for a single one.
     """
 
     data: DataSource
     processes: int | None = option(
-        None, "processes, each on a GPU of its own; default: all GPUs", metavar="N", ge=1
+        None, "processes, each on a GPU of its own; default: one per GPU", metavar="N", ge=1
     )
-    batch_size: int = option(8, "rows that a process answers at once", metavar="N", ge=1)
+    batch_size: int = option(8, "rows that each process answers at once", metavar="N", ge=1)
     generation: Generation = Generation()
 
     def require_apart(self, base: ModelSource, out: Path) -> None:
-        """Raise ``ValueError`` unless ``out`` lies apart from the folders that are read."""
+        """Raise ``ValueError`` if ``out`` overlaps with the folders of the model or the data."""
         require_apart(out, [*folders_of(base), *folders_of_source(self.data, "--data")], "--out")
 
 
 def read_questions(path: str | Path | DataSource, with_reference: bool = False) -> list[Question]:
-    """Read rows; where one ends with the assistant, that is its reference."""
+    """Read the questions of a data file; an assistant's message at the end is the reference.
+
+    Args:
+        with_reference: Whether every row must have a reference.
+
+    Raises:
+        ValueError: Lists all rows with problems.
+    """
     questions: list[Question] = []
-    rows, faults = split_usable_rows(iter_rows(path, for_training=False))
+    rows, problems = split_usable_rows(iter_rows(path, for_training=False))
     for row in rows:
         question = make_question(row.line, row.messages)
         if question.reference is not None or not with_reference:
             questions.append(question)
         else:
-            told = f"ends with a message of {row.messages[-1]['role']}; expected the right answer "
-            faults.append(RowProblem(row.line, f"{told}as one of the assistant, to compare with"))
-    if faults:
-        faults.sort(key=lambda fault: fault.line)
-        raise ValueError(describe_problems(path, faults, len(questions) + len(faults)))
+            message = (
+                f"ends with a message of the {row.messages[-1]['role']}; expected the assistant's "
+                "right answer, as a reference to compare with"
+            )
+            problems.append(RowProblem(row.line, message))
+    if problems:
+        problems.sort(key=lambda problem: problem.line)
+        raise ValueError(describe_problems(path, problems, len(questions) + len(problems)))
     return questions
 
 
-def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """So many of them, evenly."""
-    number = min(len(items), most)
-    return [items[place * len(items) // number] for place in range(number)]
+def evenly_spaced(items: Sequence[Any], max_items: int) -> list[Any]:
+    """Return up to ``max_items`` of the items, evenly spaced."""
+    number = min(len(items), max_items)
+    return [items[index * len(items) // number] for index in range(number)]
 
 
 def make_question(row: int, messages: list[dict]) -> Question:
-    """Of a conversation; what the assistant says at its end is the reference."""
+    """Split a conversation into prompt and, if it ends with the assistant, reference."""
     *prompt, last = messages
     if last["role"] != "assistant":
         return Question(row, drop_train_flags(messages))
-    tool, words = last.get("metadata"), text_of(last)
-    return Question(row, drop_train_flags(prompt), f"{tool}\n{words}" if tool else words)
+    tool, text = last.get("metadata"), text_of(last)
+    return Question(row, drop_train_flags(prompt), f"{tool}\n{text}" if tool else text)
 
 
 def digest_image_files(questions: Sequence[Question]) -> dict[str, str]:
-    """sha256 of each image's bytes, by its path; raises ``ValueError`` if one cannot be read."""
+    """Return the sha256 of each image file by path; raise ``ValueError`` for an unreadable file."""
     from tqdm import tqdm
 
     rows = {path: question.row for question in questions for path in images_of(question.prompt)}
@@ -191,10 +212,10 @@ def digest_image_files(questions: Sequence[Question]) -> dict[str, str]:
 
 
 def digest_questions(questions: Sequence[Question], images: Mapping[str, str]) -> str:
-    """sha256 of rows and references.
+    """Return the sha256 of all prompts and references.
 
     Args:
-        images: Of :func:`digest_image_files`: they count by their bytes, and may move.
+        images: From :func:`digest_image_files`; replaces the paths, so that images may move.
     """
     digest = hashlib.sha256()
     for question in questions:

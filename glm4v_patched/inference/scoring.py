@@ -1,5 +1,7 @@
-"""How answers are compared with references, and whether they depend on the images; needs no
-torch."""
+"""Compare answers with references, and swap images to test whether the model looks at them.
+
+Needs no torch.
+"""
 
 import math
 import random
@@ -15,44 +17,48 @@ from ..data.messages import images_of, replace_images, text_of
 from .questions import Question
 
 Metric = Callable[[str, str], float]
-# A word; or a character of a script that has no spaces between words.
+# A word, or one character of a script without spaces between words (Chinese, Japanese).
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """1 if the two are equal, but for white space around them."""
+    """Return 1 if both are equal except for surrounding white space, otherwise 0."""
     return float(answer.strip() == reference.strip())
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """The harmonic mean of precision and recall of words, in small letters, without punctuation;
-    each character of Chinese and Japanese counts as a word. Two texts without a word are equal."""
-    given, wanted = (Counter(WORD.findall(text.lower())) for text in (answer, reference))
-    if not given or not wanted:
-        return float(given == wanted)
-    common = (given & wanted).total()
-    return 2 * common / (given.total() + wanted.total())
+    """Return the F1 score over lower-case words without punctuation.
+
+    Each Chinese or Japanese character counts as a word. Two texts without words score 1.
+    """
+    words, expected = (Counter(WORD.findall(text.lower())) for text in (answer, reference))
+    if not words or not expected:
+        return float(words == expected)
+    common = (words & expected).total()
+    return 2 * common / (words.total() + expected.total())
 
 
 METRICS: dict[str, Metric] = {"exact_match": exact_match, "token_f1": token_f1}
 
 
 def load_metric(text: str) -> tuple[str, Metric]:
-    """The name and the function of ``FILE.py:FUNCTION``, which is given an answer and a reference
-    and returns a number.
+    """Return name and function of a user's metric, ``FILE.py:FUNCTION``.
+
+    The function takes an answer and a reference, and returns a number. Raises ``ValueError`` if it
+    cannot be loaded.
     """
-    place, _, name = text.rpartition(":")
-    path, expected = Path(place), "expected FILE.py:FUNCTION, of a file that is there"
+    file, _, name = text.rpartition(":")
+    path, expected = Path(file), "expected FILE.py:FUNCTION, where FILE.py exists"
     if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--metric {text}: {expected}")
     if name in METRICS:
-        raise ValueError(f"--metric {text}: {name} is computed anyway; give yours another name")
+        raise ValueError(f"--metric {text}: {name} is a built-in metric; give yours another name")
     folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)  # it may import its neighbors, as a script may
+    sys.path.insert(0, folder)  # as for a script: it may import files beside it
     try:
         function: Any = runpy.run_path(str(path)).get(name)
     except Exception as error:
-        raise ValueError(f"--metric {text}: {path} fails: {error!r}") from error
+        raise ValueError(f"--metric {text}: {path} raised {error!r}") from error
     finally:
         sys.path.remove(folder)
     if not callable(function):
@@ -61,7 +67,10 @@ def load_metric(text: str) -> tuple[str, Metric]:
 
 
 def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> float | None:
-    """The mean over pairs of answer and reference, to 4 digits; None of no pair."""
+    """Return the mean score of pairs of answer and reference, to 4 digits; None without pairs.
+
+    Raises ``ValueError`` if the metric raises, or returns NaN or infinity.
+    """
     scores = []
     for answer, reference in pairs:
         try:
@@ -70,33 +79,33 @@ def mean_score(name: str, metric: Metric, pairs: Iterable[tuple[str, str]]) -> f
                 raise ValueError(f"it returned {scores[-1]}")
         except Exception as error:
             raise ValueError(
-                f"the metric {name} gives no finite number for the answer {answer!r} and the "
+                f"the metric {name} returns no finite number for the answer {answer!r} and the "
                 f"reference {reference!r}: {error!r}"
             ) from error
     return round(math.fsum(scores) / len(scores), 4) if scores else None
 
 
 def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> list[Question]:
-    """The questions with the images of another row that has a different reference, and none of
-    their own images.
+    """Return questions with all of their images replaced by those of another row.
 
-    Of a row with the same question, if there is one; else of any with as many images. Rows
-    without images, or without such another row, are left out.
+    The other row has a different reference and equally many images, none of them the same. One
+    with the same question text is preferred. Rows without images, or without such a partner, are
+    left out.
 
     Args:
-        digests: Of images by their paths; those with one digest are one image.
+        digests: sha256 of image files by path; equal digests are the same image.
     """
-    alike: dict[tuple, list[Question]] = defaultdict(list)
+    groups: dict[tuple, list[Question]] = defaultdict(list)
     for question in questions:
         if number := len(images_of(question.prompt)):
-            alike[number,].append(question)
-            alike[number, text_of(question.prompt[-1])].append(question)
+            groups[number,].append(question)
+            groups[number, text_of(question.prompt[-1])].append(question)
     partners: dict[int, Question] = {}
-    for key in sorted(alike, key=len):  # those with the same question come last, and count
-        partners |= _partners(alike[key], digests)
+    for key in sorted(groups, key=len):  # groups with the same text come last, and take precedence
+        partners |= _find_partners(groups[key], digests)
     return [
         question._replace(
-            prompt=_with_images(question.prompt, images_of(partners[question.row].prompt)),
+            prompt=_replace_all_images(question.prompt, images_of(partners[question.row].prompt)),
             swapped=True,
         )
         for question in questions
@@ -104,41 +113,47 @@ def swap_images(questions: Sequence[Question], digests: Mapping[str, str]) -> li
     ]
 
 
-def _partners(questions: Sequence[Question], digests: Mapping[str, str]) -> dict[int, Question]:
-    """For each row another one, with another reference and other images."""
-    # In files that are sorted by their answers, the next row has the same one.
+def _find_partners(
+    questions: Sequence[Question], digests: Mapping[str, str]
+) -> dict[int, Question]:
+    """Return by row number a question with another reference and entirely different images."""
+    # Shuffled: in a file sorted by answers, neighbors have the same reference.
     rows = random.Random(0).sample(questions, len(questions))
-    shown = [frozenset(digests[path] for path in images_of(row.prompt)) for row in rows]
-    to_reference = _to_the_next_other([row.reference for row in rows])
-    to_images = _to_the_next_other(shown)
-    found: dict[int, Question] = {}
-    for at, row in enumerate(rows):
-        ahead = to_reference[at]
-        while ahead < len(rows):
-            place = (at + ahead) % len(rows)
-            if rows[place].reference == row.reference:
-                ahead += to_reference[place]
-            elif shown[place] == shown[at]:
-                ahead += to_images[place]
-            elif shown[place] & shown[at]:
-                ahead += 1
+    images = [frozenset(digests[path] for path in images_of(row.prompt)) for row in rows]
+    # Skip runs of equal values: trying each row would take minutes where one answer is rare.
+    next_reference = _steps_to_next_different([row.reference for row in rows])
+    next_images = _steps_to_next_different(images)
+    partners: dict[int, Question] = {}
+    for index, row in enumerate(rows):
+        steps = next_reference[index]
+        while steps < len(rows):
+            other = (index + steps) % len(rows)
+            if rows[other].reference == row.reference:
+                steps += next_reference[other]
+            elif images[other] == images[index]:
+                steps += next_images[other]
+            elif images[other] & images[index]:
+                steps += 1
             else:
-                found[row.row] = rows[place]
+                partners[row.row] = rows[other]
                 break
-    return found
+    return partners
 
 
-def _to_the_next_other(values: Sequence[Any]) -> list[int]:
-    """How many places after each value, in a circle, the next other one is; as many as there are
-    where all are equal. Where one answer is rare, a look at each row would take minutes."""
+def _steps_to_next_different(values: Sequence[Any]) -> list[int]:
+    """Return for each value how many steps ahead, cyclically, a different one is.
+
+    It is the number of values where all are equal.
+    """
     size = len(values)
     steps = [size] * size
-    for at in reversed(range(2 * size - 1)):
-        here, after = at % size, (at + 1) % size
-        steps[here] = 1 if values[here] != values[after] else min(steps[after] + 1, size)
+    for position in reversed(range(2 * size - 1)):
+        index, following = position % size, (position + 1) % size
+        is_different = values[index] != values[following]
+        steps[index] = 1 if is_different else min(steps[following] + 1, size)
     return steps
 
 
-def _with_images(prompt: list[dict], images: Sequence[str]) -> list[dict]:
-    names = iter(images)
-    return replace_images(prompt, lambda _: next(names))
+def _replace_all_images(prompt: list[dict], images: Sequence[str]) -> list[dict]:
+    paths = iter(images)
+    return replace_images(prompt, lambda _: next(paths))

@@ -1,6 +1,6 @@
-"""vLLM's class for glm-4v with shared image positions and several images. Only vLLM imports this.
+"""vLLM's model class for glm-4v, with shared image positions and several images per prompt.
 
-See :mod:`.vllm_plugin`, which registers it.
+:mod:`.vllm_plugin` registers it; only vLLM imports this module.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .vllm_plugin import TOWER_ADAPTERS, check_vllm, never_generated_ids, shared_positions, without_fill
+from .vllm_plugin import (
+    TOWER_ADAPTERS_MESSAGE,
+    check_vllm,
+    collapse_image_tokens,
+    never_generated_ids,
+    shared_positions,
+)
 
 check_vllm()
 
@@ -17,59 +23,59 @@ from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 
 
-class SeveralImages(glm4v.GLM4VProcessingInfo):
-    """As many images in a prompt as fit (vLLM's class: one)."""
+class MultiImageInfo(glm4v.GLM4VProcessingInfo):
+    """Allow as many images in a prompt as fit; vLLM's class allows one."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
 
-class FilledImages(glm4v.GLM4VMultiModalProcessor):
-    """Prompts of ids may be rows of this package's processor, as TRL's trainers hand them on."""
+class ExpandedPromptProcessor(glm4v.GLM4VMultiModalProcessor):
+    """Accept token ids from this package's processor, with expanded images, as TRL passes them."""
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
-        inner = self.info.get_num_image_tokens()
-        return without_fill(prompt_tokens, self.info.get_hf_config(), inner)
+        num_inner = self.info.get_num_image_tokens()
+        return collapse_image_tokens(prompt_tokens, self.info.get_hf_config(), num_inner)
 
 
-class NoTowerAdapters(WeightsMapper):
-    """Renames weights as vLLM's does, and refuses adapters that vLLM would load and not compute."""
+class RefuseTowerAdapters(WeightsMapper):
+    """Map weight names as vLLM does; refuse tower adapters, which vLLM would load but not apply."""
 
     def _map_name(self, key: str) -> str | None:
         if key.startswith("transformer.vision.") and ".lora_" in key:
-            raise ValueError(f"{key}: {TOWER_ADAPTERS}")
+            raise ValueError(f"{key}: {TOWER_ADAPTERS_MESSAGE}")
         return super()._map_name(key)
 
-    def get_rename_mapper(self) -> "NoTowerAdapters":
+    def get_rename_mapper(self) -> "RefuseTowerAdapters":
         return _refusing(super().get_rename_mapper())
 
 
-def _refusing(mapper: WeightsMapper) -> NoTowerAdapters:
-    return NoTowerAdapters(**vars(mapper))
+def _refusing(mapper: WeightsMapper) -> RefuseTowerAdapters:
+    return RefuseTowerAdapters(**vars(mapper))
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    FilledImages,
-    info=SeveralImages,
+    ExpandedPromptProcessor,
+    info=MultiImageInfo,
     dummy_inputs=glm4v.GLM4VDummyInputsBuilder,
 )
 class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
-    """Inner ids of an image share one position, and no id of an image is ever drawn."""
+    """glm-4v: an image's inner tokens share one position, and image tokens are not generated."""
 
     hf_to_vllm_mapper = _refusing(glm4v.GLM4VForCausalLM.hf_to_vllm_mapper)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        # Set by SharedPositions, of this process or of the one that has sent the settings here.
-        assert vllm_config.model_config.uses_mrope, "vLLM would not ask for positions"
+        # Set by SharedPositions, in this process or in the one that sent the config.
+        assert vllm_config.model_config.uses_mrope, "vLLM would not ask the model for positions"
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[Tensor, int]:
-        """Positions ``(3, ids)`` in equal rows, and last position + 1 - ids."""
-        places = [feature.mm_position for feature in mm_features]
+        """Return positions ``(3, L)`` int64 in equal rows, and the next position minus ``L``."""
+        ranges = [feature.mm_position for feature in mm_features]
         positions = shared_positions(
-            len(input_tokens), [(place.offset, place.length) for place in places]
+            len(input_tokens), [(image.offset, image.length) for image in ranges]
         )
         following = int(positions[-1]) + 1
         return positions.repeat(3, 1), following - len(input_tokens)
@@ -82,16 +88,18 @@ class GLM4VForCausalLM(glm4v.GLM4VForCausalLM):
         inputs_embeds: Tensor | None = None,
         **kwargs: object,
     ) -> Any:
-        assert positions.ndim == 2, f"positions have shape {tuple(positions.shape)}, not (3, ids)"
+        assert positions.ndim == 2, f"positions have shape {tuple(positions.shape)}, not (3, L)"
         return super().forward(
             input_ids, positions[0], intermediate_tensors, inputs_embeds, **kwargs
         )
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Logits ``(rows, vocabulary)``, -inf for the ids that this package's ``generate`` does not
-        draw either; None in a process that gathers none."""
+        """Return logits ``(N, V)``, -inf for ids that this package's ``generate`` excludes, too.
+
+        None in a process that gathers no logits.
+        """
         logits = super().compute_logits(hidden_states)
         if logits is not None:
-            for each in never_generated_ids(self.config):
-                logits[:, each] = -float("inf")
+            for token_id in never_generated_ids(self.config):
+                logits[:, token_id] = -float("inf")
         return logits

@@ -1,11 +1,12 @@
-"""vLLM computes with the image positions that glm-4v has: a plug-in, found by its entry point.
+"""A vLLM plug-in that gives glm-4v its image positions; vLLM finds it by its entry point.
 
-vLLM's own class counts the ids of an image one by one. In the published model, and so in whatever
-was trained from it, all ids between an image's begin and end share one position: without this,
-text after an image stands ``number of its inner ids - 1`` positions too far.
+vLLM's own class gives each token of an image a position of its own. In the published model, and in
+all that are trained from it, the tokens between an image's begin and end share one position.
+Without this plug-in, the positions of text after an image are too large by the number of its inner
+tokens minus one.
 
-vLLM calls :func:`register` in each of its processes, whatever model it serves. So nothing here
-imports vLLM's models before a glm-4v is served, and what does not fit this vLLM is an error for
+vLLM calls :func:`register` in each of its processes, whatever model it serves. Therefore nothing
+here imports vLLM's models before a glm-4v is served, and an incompatible vLLM is an error for
 glm-4v only.
 """
 
@@ -23,17 +24,17 @@ from ..patch.config_json import why_not_glm4v
 from ..terminal_text import own_command, pip_install
 
 ARCHITECTURE = "GLM4VForCausalLM"
-# vLLM imports it when it is asked for a glm-4v. It has the architecture's name, by which vLLM
-# finds the settings of a model.
-MODEL = f"glm4v_patched.inference.vllm_model:{ARCHITECTURE}"
-# The last vLLM for torch 2.11 (0.26.0), for 2.13 (0.32.0) and for 2.14 (0.33.0): tests ran there.
-OLDEST, NEWEST = "0.26.0", "0.33.0"
-# A child of vLLM's logger: its lines appear among vLLM's.
+# vLLM imports this class when it serves a glm-4v. The class is named like the architecture, because
+# vLLM finds a model's settings by that name.
+MODEL_CLASS = f"glm4v_patched.inference.vllm_model:{ARCHITECTURE}"
+# Tests ran with the last vLLM for torch 2.11 (0.26.0), for 2.13 (0.32.0) and for 2.14 (0.33.0).
+OLDEST_VLLM, NEWEST_VLLM = "0.26.0", "0.33.0"
+# A child of vLLM's logger, so that its lines appear among vLLM's.
 logger = logging.getLogger("vllm.glm4v_patched")
 
 
-# Names of vLLM's that are used here, by module, with the parameters that they must have.
-_NAMES: dict[str, dict[str, str | None]] = {
+# vLLM's names that the plug-in uses, by module, with the parameters that each must have.
+_USED_NAMES: dict[str, dict[str, str | None]] = {
     "vllm.model_executor.models.config": {"MODELS_CONFIG_MAP": None},
     "vllm.transformers_utils.config": {"uses_mrope": "config"},
     "vllm.model_executor.models.utils": {"WeightsMapper._map_name": "self key"},
@@ -53,40 +54,41 @@ _NAMES: dict[str, dict[str, str | None]] = {
 
 
 def register() -> None:
-    """Make vLLM load our class for a glm-4v; every other model is served as before."""
+    """Register our class for glm-4v with vLLM; other models are not affected."""
     try:
-        importlib.import_module("vllm").ModelRegistry.register_model(ARCHITECTURE, MODEL)
+        importlib.import_module("vllm").ModelRegistry.register_model(ARCHITECTURE, MODEL_CLASS)
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
         hooks.setdefault(ARCHITECTURE, SharedPositions)
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "vllm":
             cure = pip_install("glm4v-patched[vllm]")
             raise RuntimeError(f"vllm is not installed: {cure}") from error
-        # No error: it would stop this vLLM for all models. `check_vllm` finds what is missing, too.
-        logger.error("glm-4v would be served with other positions than it has: %s", _moved([error]))
+        # Logged, not raised: an error would stop this vLLM for all models. For a glm-4v,
+        # `check_vllm` raises it.
+        logger.error("glm-4v would get wrong positions: %s", _incompatible([error]))
 
 
 class SharedPositions:
-    """What vLLM asks about the settings of a glm-4v, before it starts any process."""
+    """vLLM's hooks for the settings of a glm-4v, called before it starts any process."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Have vLLM ask the model for positions, which it does for models with M-RoPE."""
+        """Declare M-RoPE, so that vLLM asks the model for its positions."""
         config = model_config.hf_config
         # vLLM serves cogagent-9b by the same architecture.
         if reason := why_not_glm4v(config.to_dict()):
             raise ValueError(
-                f"this config is not a glm-4v's: {reason}; to serve it without the plug-in of "
-                "glm4v_patched, set VLLM_PLUGINS="
+                f"this config is not a glm-4v's: {reason}; to serve it without glm4v_patched's "
+                "plug-in, set VLLM_PLUGINS="
             )
         check_vllm()
-        # The class computes RoPE from its own settings; this only says that it has positions of
-        # its own. All rotary pairs (half of a head's) belong to the first of the three rows.
+        # The class computes RoPE from its own settings; this only declares custom positions. All
+        # rotary pairs (half of a head's) belong to the first of the three rows.
         section = [config.kv_channels // 4, 0, 0]
-        given = getattr(config, "rope_parameters", None) or {}
-        config.rope_parameters = {"rope_type": "default", **given, "mrope_section": section}
+        parameters = getattr(config, "rope_parameters", None) or {}
+        config.rope_parameters = {"rope_type": "default", **parameters, "mrope_section": section}
         if not model_config.uses_mrope:
-            raise RuntimeError(_moved(["vllm.config.ModelConfig.uses_mrope stays False"]))
+            raise RuntimeError(_incompatible(["vllm.config.ModelConfig.uses_mrope stays False"]))
         logger.info("glm-4v with shared image positions, by glm4v_patched")
 
     @staticmethod
@@ -94,97 +96,113 @@ class SharedPositions:
         """Raise ``ValueError`` for adapters on the vision tower."""
         lora = vllm_config.lora_config
         if lora is not None and lora.enable_tower_connector_lora:
-            raise ValueError(f"--enable-tower-connector-lora: {TOWER_ADAPTERS}")
+            raise ValueError(f"--enable-tower-connector-lora: {TOWER_ADAPTERS_MESSAGE}")
 
 
-TOWER_ADAPTERS = (
-    "vLLM does not compute adapters on glm-4v's vision tower. Merge them into the model, and serve "
-    f"that: {own_command('merge', 'ADAPTERS', '--out', 'MERGED')}"
+TOWER_ADAPTERS_MESSAGE = (
+    "vLLM does not apply adapters on glm-4v's vision tower. Merge them into the model and serve "
+    f"the result: {own_command('merge', 'ADAPTERS', '--out', 'MERGED')}"
 )
 
 
 def check_vllm() -> None:
-    """Raise ``RuntimeError`` if this vLLM lacks what the plug-in builds on, naming all that has
-    moved or takes other parameters, vLLM's version and the cure."""
+    """Raise ``RuntimeError`` if this vLLM is incompatible.
+
+    The message has all names that are missing or take other parameters, vLLM's version and the
+    cure.
+    """
     import vllm
 
-    if Version(vllm.__version__) < Version(OLDEST):
-        raise RuntimeError(_moved([f"tests run with {OLDEST} to {NEWEST}"]))
-    every = [(module, *of) for module, names in _NAMES.items() for of in names.items()]
-    faults = [fault for each in every if (fault := _fault_of(*each)) is not None]
-    if not faults:
+    if Version(vllm.__version__) < Version(OLDEST_VLLM):
+        message = f"it was tested with {OLDEST_VLLM} to {NEWEST_VLLM}"
+        raise RuntimeError(_incompatible([message]))
+    mismatches = [
+        mismatch
+        for module, names in _USED_NAMES.items()
+        for name, parameters in names.items()
+        if (mismatch := _find_mismatch(module, name, parameters)) is not None
+    ]
+    if not mismatches:
         hooks = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
         if hooks.get(ARCHITECTURE) is not SharedPositions:
-            faults = [f"MODELS_CONFIG_MAP has {hooks.get(ARCHITECTURE)} for {ARCHITECTURE}"]
-    if faults:
-        raise RuntimeError(_moved(faults))
-    if Version(vllm.__version__).release > Version(NEWEST).release:
-        logger.warning("glm4v_patched was tested with vLLM up to %s", NEWEST)
+            mismatches = [f"MODELS_CONFIG_MAP has {hooks.get(ARCHITECTURE)} for {ARCHITECTURE}"]
+    if mismatches:
+        raise RuntimeError(_incompatible(mismatches))
+    if Version(vllm.__version__).release > Version(NEWEST_VLLM).release:
+        logger.warning("glm4v_patched was tested with vLLM up to %s only", NEWEST_VLLM)
 
 
-def _fault_of(module: str, name: str, wanted: str | None) -> str | None:
+def _find_mismatch(module: str, name: str, expected: str | None) -> str | None:
+    """Return how one of vLLM's names differs from what the plug-in uses, or None."""
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        value: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            value = getattr(value, attribute)
     except (ImportError, AttributeError) as error:
-        return f"{module}.{name} is not there ({error})"
-    parameters = wanted if wanted is None else " ".join(inspect.signature(found).parameters)
-    if parameters == wanted:
+        return f"{module}.{name} is missing ({error})"
+    parameters = None if expected is None else " ".join(inspect.signature(value).parameters)
+    if parameters == expected:
         return None
-    return f"{module}.{name} takes ({parameters}), not ({wanted})"
+    return f"{module}.{name} takes ({parameters}), not ({expected})"
 
 
-def _moved(faults: Iterable[object]) -> str:
+def _incompatible(reasons: Iterable[object]) -> str:
+    """Return the message about an incompatible vLLM."""
     vllm = importlib.import_module("vllm")
-    cure = pip_install(f"vllm>={OLDEST},<={NEWEST}")
+    cure = pip_install(f"vllm>={OLDEST_VLLM},<={NEWEST_VLLM}")
     return (
         f"glm4v_patched cannot give glm-4v its positions in vLLM {vllm.__version__}: "
-        f"{'; '.join(map(str, faults))}. {cure} (or VLLM_PLUGINS= to serve without the plug-in: "
-        "answers about images are then others than trained)"
+        f"{'; '.join(map(str, reasons))}. {cure} (or set VLLM_PLUGINS= to serve without the "
+        "plug-in; answers about images then differ from the trained model's)"
     )
 
 
 def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
-    """Positions of a row of ids: begin of an image, one for all its inner ids, end.
+    """Return the positions of a token sequence; an image's inner tokens share one position.
 
     Args:
-        length: Ids in the row.
-        images: First id (its begin) and number of ids (begin and end included) of each image.
+        length: Tokens in the sequence.
+        images: For each image, the index of its first token (its begin) and its number of tokens,
+            begin and end included.
 
     Returns:
-        ``(length,)`` int64, as :func:`..remote.image_layout.expand_image_placeholders` counts them.
+        ``(length,)`` int64, the same as :func:`..remote.image_layout.expand_image_placeholders` computes.
     """
     steps = torch.ones(length, dtype=torch.long)
     steps[:1] = 0
     for begin, count in images:
-        # Neither begin, nor the first inner id, nor the end.
+        # Inner tokens after the first repeat its position; begin, first inner token and end count.
         steps[begin + 2 : begin + count - 1] = 0
     return steps.cumsum(0)
 
 
 def never_generated_ids(config: Any) -> list[int]:
-    """Ids that :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does not generate either: a
-    trainer that gets one among the drawn ids takes it for an image that was lost."""
-    fill = getattr(config, "image_token_id", None)  # not in a published config
-    return [i for i in (config.boi_token_id, config.eoi_token_id, fill) if i is not None]
+    """Return the image token ids, which :class:`..remote.modeling_chatglm.GLM4VForCausalLM` does
+    not generate either: a trainer would take one in an answer for a lost image."""
+    image_token = getattr(config, "image_token_id", None)  # not in a published config
+    token_ids = (config.boi_token_id, config.eoi_token_id, image_token)
+    return [token_id for token_id in token_ids if token_id is not None]
 
 
-def without_fill(ids: list[int], config: Any, inner: int) -> list[int]:
-    """A row of ids in which every image has one inner id, as vLLM wants it.
+def collapse_image_tokens(ids: list[int], config: Any, num_inner: int) -> list[int]:
+    """Return token ids with a single inner token per image, as vLLM expects them.
 
     Args:
-        ids: An image's inner ids are ``inner`` times ``config.image_token_id``, as this package's
-            processor fills them and online trainers hand them on; or one id already.
+        ids: An image has ``num_inner`` times ``config.image_token_id`` between begin and end, as
+            this package's processor writes it and online trainers pass it on, or one inner token
+            already.
+        num_inner: Inner tokens of an expanded image.
     """
-    # Not in a published config: such a row is of another processor.
-    fill = getattr(config, "image_token_id", None)
-    filled = [config.boi_token_id, *[fill] * inner, config.eoi_token_id]
-    short = [config.boi_token_id, config.pad_token_id, config.eoi_token_id]
-    row: list[int] = []
-    at = 0
-    while at < len(ids):
-        is_image = ids[at] == config.boi_token_id and ids[at : at + len(filled)] == filled
-        row += short if is_image else [ids[at]]
-        at += len(filled) if is_image else 1
-    return row
+    # Not in a published config, whose processor does not expand images.
+    image_token = getattr(config, "image_token_id", None)
+    expanded = [config.boi_token_id, *[image_token] * num_inner, config.eoi_token_id]
+    collapsed = [config.boi_token_id, config.pad_token_id, config.eoi_token_id]
+    result: list[int] = []
+    index = 0
+    while index < len(ids):
+        is_image = ids[index] == config.boi_token_id and (
+            ids[index : index + len(expanded)] == expanded
+        )
+        result += collapsed if is_image else [ids[index]]
+        index += len(expanded) if is_image else 1
+    return result

@@ -1,4 +1,4 @@
-"""A tiny model, adapters on it that change its answers, and rows of images."""
+"""Write a tiny model, adapters that change its answers, and a data file with images."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Files(NamedTuple):
 
 
 def write_adapters(folder: Path, model: Path, scale: float = 0.3) -> None:
-    """LoRA whose ``B`` is not zero, saved as a training saves it."""
+    """Write LoRA adapters with nonzero ``B``, as training saves them."""
     base = GLM4VForCausalLM.from_pretrained(model, dtype="auto")
     adapted = select_weights(base, "lora_all", LoraOptions(rank=4))
     torch.manual_seed(1)
@@ -33,14 +33,18 @@ def write_adapters(folder: Path, model: Path, scale: float = 0.3) -> None:
 
 
 def write_files(folder: Path) -> Files:
+<<<<<<< HEAD
     """Build it in fp32, so that rounding decides no token."""
+=======
+    """Write model, adapters and data; in fp32, so that rounding decides no token."""
+>>>>>>> m-w-inference
     conversations = draw_data_set(folder / "images", 6, seed=0, side=IMAGE_SIDE)
     conversations[2] = [{"role": "user", "content": "Hello, which shapes and colors are there?"}]
     conversations[4] += [{"role": "user", "content": "And now?"}]
     write_conversations(folder / "rows.jsonl", conversations)
     build_from_scratch(folder / "model", conversations, seed=0)
     model = GLM4VForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    # Random weights of the tiny model's size say one token for ever.
+    # With its usual random weights, the tiny model repeats one token.
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
         if "word_embeddings" in name or "output_layer" in name:

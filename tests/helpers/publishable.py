@@ -1,4 +1,4 @@
-"""A source to build from; and builds, changed and compared."""
+"""A source to build from; helpers that change and compare builds."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 import glm4v_patched
-from hub_upload.layout import INDEX, MANIFEST, our_code
+from hub_upload.layout import INDEX, MANIFEST, read_our_code
 from hub_upload.layout import UPSTREAM as UPSTREAM
 from hub_upload.manifest import to_json_bytes
 from tests.helpers.legacy_repository import write_legacy_repository
@@ -20,22 +20,22 @@ NAME = "our-org/glm-4v-9b-trainable"
 TAG = f"v{glm4v_patched.__version__}"
 LICENSE_TEXT = "The license of the weights, as the original has it.\n"
 GENERATION = {"eos_token_id": [500], "pad_token_id": 500, "do_sample": True, "temperature": 0.8}
-CODE = our_code()
+CODE = read_our_code()
 
 
 def write_original(folder: Path) -> Path:
-    """The stand-in of the original, in two shards, with its license and generation config."""
+    """Write a stand-in of the original, in two shards, with license and generation config."""
     write_legacy_repository(folder)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
-    where = {}
-    for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):
+    weight_map = {}
+    for number, half in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):
         shard = f"model-{number:05d}-of-00002.safetensors"
-        save_file({n: weights[n] for n in part}, folder / shard, metadata={"format": "pt"})
-        where |= dict.fromkeys(part, shard)
+        save_file({n: weights[n] for n in half}, folder / shard, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(half, shard)
     size = sum(weight.nbytes for weight in weights.values())
-    index = {"metadata": {"total_size": size}, "weight_map": where}
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2))
     (folder / "LICENSE").write_text(LICENSE_TEXT)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
@@ -52,13 +52,12 @@ def as_files(folder: Path) -> dict[str, bytes]:
 
 
 def python_of_card(folder: Path) -> list[str]:
-    """The blocks of code of its card."""
+    """Return the Python blocks of a build's card."""
     return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
 
 
 def edit(path: Path, change: Callable[[dict], object]) -> None:
-    """Change the JSON in a file, as a build writes it, and not in the file that it may be linked
-    to."""
+    """Change the JSON in a file of a build; a file that it is linked to stays the same."""
     values = json.loads(path.read_text())
     change(values)
     path.unlink()
@@ -71,20 +70,23 @@ def amended(name: str, **values):
 
 
 def signed(plant: Callable[[Path], object]):
+<<<<<<< HEAD
     """Return a function that plants a file, and makes the manifest agree with it."""
+=======
+    """Return a function that changes a folder with ``plant`` and updates its manifest."""
+>>>>>>> m-w-inference
     return lambda folder: [plant(folder), sign(folder)]
 
 
 def flip(path: Path) -> None:
-    """Change the last byte, and not in the file that it may be a link to."""
+    """Change the last byte of a file; a file that it is linked to stays the same."""
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def sign(folder: Path, *more: str, version: str = glm4v_patched.__version__) -> None:
-    """Let the manifest agree with the files that are there, and list ``more``, as somebody would
-    write it who wants to be let in."""
+    """Update the manifest to the files in the folder and ``more``, as an attacker would."""
 
     def digest(name: str) -> str:
         return hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -98,8 +100,8 @@ def sign(folder: Path, *more: str, version: str = glm4v_patched.__version__) -> 
     edit(folder / MANIFEST, agree)
 
 
-def is_whole(files: dict[str, File], folder: Path) -> bool:
-    """Whether all of a build, and nothing else, is in a commit, wherever its weights are from."""
+def is_complete(files: dict[str, File], folder: Path) -> bool:
+    """Return whether a commit has exactly the files of a build, including copied weights."""
     stored = {name: file.content for name, file in files.items() if name != ".gitattributes"}
     listed = json.loads((folder / MANIFEST).read_text())["files"]
     hashes = {n: {"size": len(f.content), "sha256": f.sha256} for n, f in files.items()}
@@ -108,7 +110,14 @@ def is_whole(files: dict[str, File], folder: Path) -> bool:
 
 
 def is_published(hub: LocalHub, folder: Path, name: str = NAME) -> bool:
+<<<<<<< HEAD
     """Whether all is there, in one commit, and the tag on it."""
     repository = hub.repositories[name]
     whole = len(repository.commits) == 2 and is_whole(repository.files, folder)
     return whole and repository.tags == {TAG: repository.head}
+=======
+    """Return whether the build was published in one commit, which has the tag."""
+    repository = hub.repositories[name]
+    complete = len(repository.commits) == 2 and is_complete(repository.files, folder)
+    return complete and repository.tags == {TAG: repository.head}
+>>>>>>> m-w-inference

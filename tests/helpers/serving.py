@@ -1,4 +1,4 @@
-"""Requests to a server, and an application that is called without one."""
+"""Requests to a server, and calls of its application without one."""
 
 import asyncio
 import base64
@@ -30,7 +30,7 @@ def data_url(content: bytes) -> str:
 
 
 def about(*urls: str, text: str = QUESTION, **keys: object) -> list[dict]:
-    """A question about images, and other keys of these."""
+    """Return a question about images; ``keys`` are further keys of the images."""
     parts = [{"type": "image_url", "image_url": {"url": url} | keys} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
@@ -38,12 +38,13 @@ def about(*urls: str, text: str = QUESTION, **keys: object) -> list[dict]:
 async def call(
     app, body: object = None, method: str = "POST", path: str = CHAT, **headers: str
 ) -> tuple[int, dict]:
-    """What an ASGI application answers, as status and JSON; the body comes in two parts. Of a
-    stream of events, the JSON has the ``lines``.
+    """Return an ASGI application's status and JSON; a stream of events has the key ``lines``.
+
+    The body is sent in two parts.
 
     Args:
-        body: Bytes as they are, or what JSON is made of.
-        **headers: With ``_`` for ``-``.
+        body: Bytes, or a value to send as JSON.
+        **headers: With ``_`` in place of ``-``.
     """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     parts = [content[: len(content) // 2], content[len(content) // 2 :]]
@@ -51,18 +52,23 @@ async def call(
 
     async def receive():
         if not parts:
-            await asyncio.Event().wait()  # the client stays
+            await asyncio.Event().wait()  # the client stays connected
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
     async def send(message):
         sent.append(message)
 
+<<<<<<< HEAD
     headers_given = {"host": "localhost:8000", "content_type": "application/json"} | headers
+=======
+    all_headers = {"host": "localhost:8000", "content_type": "application/json"} | headers
+>>>>>>> m-w-inference
     scope = {
         "type": "http",
         "method": method,
         "path": path,
         "query_string": b"",
+<<<<<<< HEAD
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers_given.items()],
     }
     await app(scope, receive, send)
@@ -70,27 +76,36 @@ async def call(
     if reply.startswith((b"data: ", b"event: ")):
         return sent[0]["status"], {"lines": reply.decode().splitlines()}
     return sent[0]["status"], json.loads(reply or b"{}")
+=======
+        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in all_headers.items()],
+    }
+    await app(scope, receive, send)
+    reply_body = b"".join(message.get("body", b"") for message in sent[1:])
+    if reply_body.startswith((b"data: ", b"event: ")):
+        return sent[0]["status"], {"lines": reply_body.decode().splitlines()}
+    return sent[0]["status"], json.loads(reply_body or b"{}")
+>>>>>>> m-w-inference
 
 
 class EchoQueue:
-    """Answers at once, in place of a model: "Turn 1 of tiny." and so on, in three pieces."""
+    """Answer at once, without a model: "Turn 1 of tiny." and so on, in three pieces."""
 
     is_alive = True
 
     def __init__(self, names=("tiny",)) -> None:
         self.answerers = dict.fromkeys(names)
-        self.asked: list = []
+        self.requests: list = []
 
-    def submit(self, ask) -> None:
-        wanted = ask.wanted
-        self.asked.append(wanted)
-        turns = sum(message["role"] == "user" for message in wanted.prompt)
-        text = f"Turn {turns} of {wanted.model}."
-        cuts = [text.partition(stop)[0] for stop in wanted.stop if stop in text]
+    def submit(self, queued) -> None:
+        request = queued.request
+        self.requests.append(request)
+        turns = sum(message["role"] == "user" for message in request.prompt)
+        text = f"Turn {turns} of {request.model}."
+        cuts = [text.partition(stop)[0] for stop in request.stop if stop in text]
         text = min(cuts, key=len, default=text)
         for piece in filter(None, (text[:4], text[4:9], text[9:])):
-            ask.tell(piece)
-        ask.tell(AnswerEnd("stop", 3, 7))
+            queued.on_event(piece)
+        queued.on_event(AnswerEnd("stop", 3, 7))
 
     def stop(self) -> None: ...
 
@@ -105,5 +120,10 @@ def echo_app(queue: EchoQueue, with_page: bool = False, **limits):
 def numbered_ids(monkeypatch) -> None:
     """Give responses and their messages ids that are the same in every run."""
     numbers = itertools.count(1)
+<<<<<<< HEAD
     fake = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032}"))
     monkeypatch.setattr(replies, "uuid", fake)
+=======
+    fake_uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032}"))
+    monkeypatch.setattr(replies, "uuid", fake_uuid)
+>>>>>>> m-w-inference

@@ -1,4 +1,4 @@
-"""The original repository, what is built from it, and the command line in this process."""
+"""Fixtures: the original repository, a build of it, and the command line in this process."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from huggingface_hub.utils import _http
 
 from tests.helpers.legacy_repository import remote_code_under
 
-# The local Hub speaks plain HTTP, and a context takes longer to make than all that is asked of it.
+# The local Hub uses plain HTTP, and creating a TLS context takes longer than all its requests.
 CERTIFICATES = ssl.create_default_context()
 # hub_upload needs huggingface_hub 1.33. Beside an older one, only test_load.py runs.
 OLD = tuple(map(int, huggingface_hub.__version__.split(".")[:2])) < (1, 33)
@@ -24,7 +24,7 @@ collect_ignore_glob = ["test_[!l]*.py"] if OLD else []
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory) -> Path:
-    """Read only."""
+    """The original's folder; tests must not change it."""
     from tests.helpers.publishable import write_original
 
     return write_original(tmp_path_factory.mktemp("original") / "source")
@@ -32,25 +32,25 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def built(original, tmp_path_factory) -> Path:
-    """Read only."""
-    from hub_upload.build import build, read_source
+    """A build of the original; tests must not change it."""
+    from hub_upload.build import build_model_repository, read_source
     from tests.helpers.publishable import NAME
 
     out = tmp_path_factory.mktemp("built") / "out"
-    build(read_source(str(original)), out, NAME)
+    build_model_repository(read_source(str(original)), out, NAME)
     return out
 
 
 @pytest.fixture
 def copy(built, tmp_path) -> Path:
-    """A build of one's own to damage."""
+    """A copy of the build that a test may change."""
     return shutil.copytree(built, tmp_path / "copy")
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """An empty Hub for this process, whose client does not wait before it tries again."""
-    from hub_upload.hub import limit_silence
+    """An empty local Hub; this process's client uses it and retries without waiting."""
+    from hub_upload.hub import limit_request_time
     from tests.helpers.local_hub import LocalHub
 
     with LocalHub() as hub:
@@ -63,12 +63,12 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: CERTIFICATES)
         yield hub
     monkeypatch.undo()
-    limit_silence()
+    limit_request_time()
 
 
 @pytest.fixture
 def run(capfd):
-    """Run a command; its status and what it printed, which holds no token and no traceback."""
+    """Run a command; return its status and output, after checking it for tokens and tracebacks."""
     from hub_upload.__main__ import main
 
     def run(*arguments: object) -> tuple[int, str]:
@@ -76,16 +76,16 @@ def run(capfd):
         output, errors = capfd.readouterr()
         for unwanted in ("hf_localhub", "hf_secret", "Traceback"):
             assert unwanted not in output + errors
-        own = [line for line in errors.splitlines() if line.startswith("hub_upload: ")]
-        assert len(own) <= 1, errors
-        return status, output + "".join(own)
+        messages = [line for line in errors.splitlines() if line.startswith("hub_upload: ")]
+        assert len(messages) <= 1, errors
+        return status, output + "".join(messages)
 
     return run
 
 
 @pytest.fixture
 def publish(hub, run):
-    """Publish to a repository that is there; an empty one, if nothing has been put into it."""
+    """Publish to a repository, which is created empty if it does not exist."""
     from tests.helpers.publishable import NAME
 
     def publish(folder: Path, *arguments: str, repo: str = NAME) -> tuple[int, str]:
@@ -98,7 +98,7 @@ def publish(hub, run):
 
 @pytest.fixture
 def load_check(monkeypatch, tmp_path, in_a_process):
-    """Replace the program that runs the published code; what it prints is its last error."""
+    """Replace load_check.py by the given code."""
     from hub_upload import loading
 
     def replace(code: str) -> None:
@@ -111,45 +111,45 @@ def load_check(monkeypatch, tmp_path, in_a_process):
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    """What is not about files is said to be right."""
+    """Skip the checks that are not about files: weights and rebuilding."""
     from hub_upload import checks, verify
 
-    monkeypatch.setattr(checks, "require_complete_weights", lambda *of: 0)
-    monkeypatch.setattr(verify, "check_rebuilt", lambda target: "nothing was compared")
+    monkeypatch.setattr(checks, "require_complete_weights", lambda *_: 0)
+    monkeypatch.setattr(verify, "check_rebuilt", lambda target: "not compared")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def published_code():
-    """The published code is said to work, without a process for each test; the real function."""
+    """Skip running the published code in all tests; yield the real function."""
     from hub_upload import loading
 
-    real = loading.run
-    said = [json.dumps([step, "passed", "-"]) for step in loading.STEPS]
+    real = loading.run_published_code
+    lines = [json.dumps([step, "passed", "-"]) for step in loading.STEPS]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "run", lambda *of: (said, "it has done nothing"))
+        patch.setattr(loading, "run_published_code", lambda *_: (lines, "it was not run"))
         yield real
 
 
 @pytest.fixture
 def in_a_process(monkeypatch, published_code):
-    """The published code runs as it does for users."""
+    """Run the published code in a process, as for users."""
     from hub_upload import loading
 
-    monkeypatch.setattr(loading, "run", published_code)
+    monkeypatch.setattr(loading, "run_published_code", published_code)
 
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """The checks that run code do so in this process, which has imported torch already."""
+    """Run the published code in this process, which has imported torch already."""
     from hub_upload import load_check, loading
 
     def run(python: str, source: Path, home: Path) -> tuple[list[str], str]:
-        ended, output = "it has ended", io.StringIO()
+        end, output = "it has ended", io.StringIO()
         with remote_code_under(home / "modules"), contextlib.redirect_stdout(output):
             try:
                 load_check.main(str(source))
             except Exception as error:
-                ended = f"{type(error).__name__}: {error}"
-        return output.getvalue().splitlines(), ended
+                end = f"{type(error).__name__}: {error}"
+        return output.getvalue().splitlines(), end
 
-    monkeypatch.setattr(loading, "run", run)
+    monkeypatch.setattr(loading, "run_published_code", run)

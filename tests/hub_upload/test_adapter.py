@@ -1,4 +1,4 @@
-"""Adapters are built, verified and published as a model is, and name no folder of this machine."""
+"""Adapters are built, verified and published like a model, and name no folder of this machine."""
 
 import json
 import re
@@ -27,7 +27,7 @@ model = AutoModelForCausalLM.from_pretrained({BASE_PLACEHOLDER}, trust_remote_co
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory) -> Path:
-    """As a training leaves them, with code and a report beside them. Read only."""
+    """Adapters as training saves them, with other files; tests must not change them."""
     folder = write_files(tmp_path_factory.mktemp("adapters")).adapters
     (folder / "README.md").write_text(CARD)
     (folder / "training_args.bin").write_bytes(b"pickled")
@@ -38,15 +38,15 @@ def adapters(tmp_path_factory) -> Path:
 @pytest.fixture
 def build(run, tmp_path):
     def build(folder, *more):
-        of = ["--fine-tune-of", f"{BASE_ID}@{COMMIT}", "--name", NAME]
-        return run("build", "--adapter", folder, "--out", tmp_path / "out", *(more or of))
+        default = ["--fine-tune-of", f"{BASE_ID}@{COMMIT}", "--name", NAME]
+        return run("build", "--adapter", folder, "--out", tmp_path / "out", *(more or default))
 
     return build
 
 
 def test_adapters_are_built_and_verified(adapters, build, run, tmp_path):
-    status, told = build(adapters)
-    assert status == 0 and f"adapters of {BASE_ID}" in told
+    status, output = build(adapters)
+    assert status == 0 and f"adapters of {BASE_ID}" in output
     out = tmp_path / "out"
     names = {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md", MANIFEST}
     assert {path.name for path in out.iterdir()} == names
@@ -61,18 +61,18 @@ def test_adapters_are_built_and_verified(adapters, build, run, tmp_path):
     assert str(adapters.parent) not in texts
     before = as_files(out)
     assert build(adapters)[0] == 0 and as_files(out) == before
-    status, told = run("verify", out, "--weights")
-    assert status == 0 and f"LoRA on {BASE_ID}@{COMMIT}" in told and "0 failed" not in told
+    status, output = run("verify", out, "--weights")
+    assert status == 0 and f"LoRA on {BASE_ID}@{COMMIT}" in output and "0 failed" not in output
 
 
 def test_adapters_are_published(adapters, build, hub, publish, tmp_path, run):
     assert build(adapters)[0] == 0
-    status, told = publish(tmp_path / "out", "--push", repo=NAME)
-    assert status == 0 and f"Tagged {TAG}" in told, told
-    status, told = publish(tmp_path / "out", "--push", repo=NAME)
-    assert status == 0 and "has all of this already" in told
-    status, told = run("verify", NAME)
-    assert status == 0, told
+    status, output = publish(tmp_path / "out", "--push", repo=NAME)
+    assert status == 0 and f"Tagged {TAG}" in output, output
+    status, output = publish(tmp_path / "out", "--push", repo=NAME)
+    assert status == 0 and "has all of this already" in output
+    status, output = run("verify", NAME)
+    assert status == 0, output
 
 
 def damaged(folder: Path, **fields) -> None:
@@ -88,23 +88,23 @@ def with_another_weight(folder: Path) -> None:
 FAULTS = {
     "no LoRA": (lambda folder: damaged(folder, peft_type="IA3"), "peft_type is 'IA3'"),
     "a path": (lambda folder: damaged(folder, eva_config={"cache": "/home/me"}), "has a path"),
-    "other weights": (with_another_weight, "weights that are no LoRA: base_model.model.score"),
+    "other weights": (with_another_weight, "weights that are not of LoRA: base_model.model.score"),
     "pickled weights": (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), "expected safetensors"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_others_cannot_use_or_trust_is_not_built(adapters, build, tmp_path, fault):
-    change, told = FAULTS[fault]
+    change, message = FAULTS[fault]
     folder = shutil.copytree(adapters, tmp_path / "adapters")
     change(folder)
-    status, said = build(folder)
-    assert status == 1 and told in said, said
+    status, output = build(folder)
+    assert status == 1 and message in output, output
     assert not (tmp_path / "out").exists()
 
 
-OF_A_STRANGER = [
-    {"megatron_config": {"a": "b"}},  # by which peft imports a module
+FOREIGN_SETTINGS = [
+    {"megatron_config": {"a": "b"}},  # peft imports the module
     {"auto_mapping": {"parent_library": "b"}},
     {"base_model_name_or_path": "evil-org/evil"},
     {"revision": "main"},
@@ -112,17 +112,17 @@ OF_A_STRANGER = [
 ]
 
 
-@pytest.mark.parametrize("fields", OF_A_STRANGER, ids=str)
+@pytest.mark.parametrize("fields", FOREIGN_SETTINGS, ids=str)
 def test_settings_that_no_build_writes_fail_their_check_although_the_manifest_agrees(
     adapters, build, run, tmp_path, fields
 ):
     assert build(adapters)[0] == 0
     signed(amended(ADAPTER_CONFIG, **fields))(tmp_path / "out")
-    status, told = run("verify", tmp_path / "out")
-    assert status == 1 and re.findall(r"(?m)^(\w+) +failed", told) == ["adapters"], told
+    status, output = run("verify", tmp_path / "out")
+    assert status == 1 and re.findall(r"(?m)^(\w+) +failed", output) == ["adapters"], output
 
 
 def test_a_base_that_nobody_else_finds_has_to_be_named(adapters, build):
-    for given in ([], ["--fine-tune-of", BASE_ID]):
-        status, said = build(adapters, "--name", NAME, *given)
-        assert status == 1 and "nobody else finds that model; give --fine-tune-of" in said
+    for options in ([], ["--fine-tune-of", BASE_ID]):
+        status, output = build(adapters, "--name", NAME, *options)
+        assert status == 1 and "others cannot find it; give --fine-tune-of" in output

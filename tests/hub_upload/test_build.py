@@ -1,4 +1,4 @@
-"""The folder that is published: what is in it, where it comes from, and what is refused."""
+"""Building the published folder: its content, its sources, and refused sources."""
 
 import errno
 import hashlib
@@ -13,9 +13,9 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from glm4v_patched import __version__
 from hub_upload import loading
-from hub_upload.build import build, read_source
+from hub_upload.build import build_model_repository, read_source
 from hub_upload.layout import INDEX, MANIFEST
-from hub_upload.publish import read_build
+from hub_upload.publish import read_built_folder
 from tests.helpers.publishable import (
     CODE,
     LICENSE_TEXT,
@@ -31,28 +31,28 @@ from tests.helpers.tiny import golden_json
 
 @pytest.fixture
 def changed(original, tmp_path) -> Path:
-    """A source of one's own to change."""
+    """A copy of the source that a test may change."""
     return shutil.copytree(original, tmp_path / "source")
 
 
 @pytest.fixture
 def head(hub, original) -> str:
-    """The commit at which the Hub has the original."""
+    """The original's commit on the local Hub."""
     return hub.add_repository(UPSTREAM, as_files(original)).head
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Build from a folder or an id; the folder that was built."""
+    """Build from a folder or an id, and return the folder."""
 
-    def make(source, *said, out="out"):
-        build(read_source(str(source), *said), tmp_path / out, NAME)
+    def make(source, *training, out="out"):
+        build_model_repository(read_source(str(source), *training), tmp_path / out, NAME)
         return tmp_path / out
 
     return make
 
 
-# What is in it
+# Content
 
 
 def test_code_and_manifest_have_every_file_byte_for_byte(original, built):
@@ -66,16 +66,16 @@ def test_code_and_manifest_have_every_file_byte_for_byte(original, built):
     assert (manifest["version"], manifest["weights_from"]) == (__version__, None)
     assert b"Apache License" in files["LICENSE"]
     assert files["MODEL_LICENSE"].decode() == LICENSE_TEXT
-    # Weights are links, so nothing has rewritten them.
+    # Weights are hard links, so they are unchanged.
     assert len(shards_of(built)) == 2 and files[INDEX] == (original / INDEX).read_bytes()
     assert all(os.path.samefile(original / name, built / name) for name in shards_of(original))
 
 
-def test_what_the_original_lacks_is_made_up_for(changed, make, run, tmp_path):
+def test_files_and_ids_that_the_original_lacks_are_added(changed, make, run, tmp_path):
     edit(changed / "config.json", lambda c: [c.pop(f"{n}_token_id") for n in ("boi", "eoi", "pad")])
     (changed / "generation_config.json").unlink()
     (changed / "LICENSE").unlink()
-    # A link that stays inside is followed.
+    # Links within the folder are followed.
     (changed / "config.json").rename(changed / "config of the original")
     (changed / "config.json").symlink_to("config of the original")
     out = tmp_path / "out"
@@ -83,12 +83,12 @@ def test_what_the_original_lacks_is_made_up_for(changed, make, run, tmp_path):
     assert status == 0 and "the source has no license file" in output
     config = json.loads((out / "config.json").read_text())
     assert [config[f"{name}_token_id"] for name in ("boi", "eoi", "pad")] == [510, 511, 500]
-    given = golden_json("config.json")
-    expected = {name: given[name] for name in ("eos_token_id", "pad_token_id")}
+    original = golden_json("config.json")
+    expected = {name: original[name] for name in ("eos_token_id", "pad_token_id")}
     assert json.loads((out / "generation_config.json").read_text()) == expected
     assert not (out / "MODEL_LICENSE").exists()
     assert f"{UPSTREAM}/blob/main/LICENSE" in (out / "README.md").read_text()
-    # A build of it does not take our LICENSE for that of the weights.
+    # Building from a build: our LICENSE is not mistaken for the weights'.
     assert as_files(make(changed, out="first")) == as_files(make(tmp_path / "first", out="second"))
 
 
@@ -105,21 +105,21 @@ PLANTS = {
 
 @pytest.mark.parametrize("kind", PLANTS)
 @pytest.mark.parametrize("name", ["LICENSE", "model-00001-of-*"])
-def test_what_would_let_a_secret_in_is_refused(name, kind, changed, run, tmp_path):
+def test_links_and_pipes_out_of_the_source_are_refused(name, kind, changed, run, tmp_path):
     path = next(changed.glob(name))
     secret = tmp_path / "outside" / "id_rsa"
     secret.parent.mkdir()
     path.rename(secret)
     PLANTS[kind](path, secret)
-    status, told = run("build", "--weights", changed, "--out", tmp_path / "out")
+    status, output = run("build", "--weights", changed, "--out", tmp_path / "out")
     if kind == "hard links" and "model" in name:
-        assert status == 0  # weights are linked by build itself
+        assert status == 0  # build itself hard-links weights
     else:
-        assert status == 1 and str(path) in told and kind.split(" to ")[0] in told, told
+        assert status == 1 and str(path) in output and kind.split(" to ")[0] in output, output
         assert not (tmp_path / "out").exists()
 
 
-# Where it is written
+# Output
 
 
 FOREIGN = {
@@ -130,7 +130,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_no_build_of_ours_is_refused_and_left(name, original, make, tmp_path):
+def test_an_output_with_foreign_files_is_refused_and_unchanged(name, original, make, tmp_path):
     if "/" in name:
         make(original)
     (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def test_the_source_itself_is_never_written_to(changed, tmp_path):
     before = as_files(changed)
     for source, out in ((changed, tmp_path / "link"), (tmp_path / "link", changed)):
         with pytest.raises(ValueError, match="--out is the source itself"):
-            build(read_source(str(source)), out, NAME)
+            build_model_repository(read_source(str(source)), out, NAME)
     assert as_files(changed) == before
 
 
@@ -166,18 +166,18 @@ def test_a_failed_build_leaves_what_was_there(step, original, make, tmp_path, mo
     if step == "rename":
         monkeypatch.setattr(Path, "rename", rename_but_new)
     else:
-        monkeypatch.setattr(os, "link", fail)  # as to another file system
+        monkeypatch.setattr(os, "link", fail)  # as on another file system
         monkeypatch.setattr(shutil, "copyfile", fail)
     with pytest.raises(OSError, match="Permission denied"):
         make(original)
     assert as_files(tmp_path) == before
 
 
-# What is refused
+# Refused sources
 
 REFUSED = [
     ("config.json", {"vision_config": None}, "not a glm-4v's: vision_config is None"),
-    ("model-00002-of-00002.safetensors", None, "lacks 1 of 2 files of"),
+    ("model-00002-of-00002.safetensors", None, "missing 1 of 2 files of"),
     ("config.json", "[]", "config.json holds a list; expected an object"),
     ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read: "),
     (
@@ -185,11 +185,13 @@ REFUSED = [
         json.dumps({"weight_map": ["a.safetensors"]}),
         "weight_map ..a.safetensors..; expected the file of each",
     ),
-    ("adapter_config.json", "{}", r"holds an adapter \(adapter_config.json\).*merge"),
+    ("adapter_config.json", "{}", r"has an adapter \(adapter_config.json\).*merge"),
 ]
-ODD = [5, "../model.safetensors", "pytorch_model.bin", "weights/model.safetensors"]
-OF_ODD = [json.dumps({"metadata": {}, "weight_map": {"a": name}}) for name in ODD]
-REFUSED += [(INDEX, content, f"{INDEX} names") for content in OF_ODD]
+INVALID_FILES = [5, "../model.safetensors", "pytorch_model.bin", "weights/model.safetensors"]
+INVALID_INDEXES = [
+    json.dumps({"metadata": {}, "weight_map": {"a": name}}) for name in INVALID_FILES
+]
+REFUSED += [(INDEX, content, f"{INDEX} (names|has) ") for content in INVALID_INDEXES]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
@@ -205,7 +207,7 @@ def test_a_source_that_would_not_work_is_refused(name, change, message, changed,
     assert not (tmp_path / "out").exists()
 
 
-LOADED_OTHERWISE = [
+REFUSED_SETTINGS = [
     ("config.json", "quantization_config", {"quant_method": "torchao"}),
     ("config.json", "_attn_implementation", "flash_attention_4"),
     ("config.json", "attn_implementation", "paged|x/y"),
@@ -221,45 +223,47 @@ LOADED_OTHERWISE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "key", "value"), LOADED_OTHERWISE)
+@pytest.mark.parametrize(("name", "key", "value"), REFUSED_SETTINGS)
 def test_settings_that_the_published_code_refuses_are_not_built(
     name, key, value, changed, make, tmp_path
 ):
     edit(changed / name, lambda values: values.update({key: value}))
-    with pytest.raises(ValueError, match=rf"{name}.* {key}\b.*(expected|take it out|remove)"):
+    with pytest.raises(ValueError, match=rf"{name}.* {key}\b.*(expected|remove it|take it out)"):
         make(changed)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_published_code_does_not_load_is_neither_built_nor_published(
+def test_a_source_that_the_published_code_cannot_load_is_neither_built_nor_published(
     original, built, make, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(loading, "run", lambda *_: ([], "the process ended: ValueError: no"))
+    monkeypatch.setattr(
+        loading, "run_published_code", lambda *_: ([], "the process ended: ValueError: no")
+    )
     with pytest.raises(ValueError, match="does not pass verify: loads: .*ValueError: no"):
         make(original)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="does not pass verify: loads: .*ValueError: no"):
-        read_build(built)
+        read_built_folder(built)
 
 
 # From the Hub, and weights that were trained
 
 
-def test_a_source_that_is_nothing_or_not_pinned_is_refused_with_the_cure(head):
+def test_a_missing_or_unpinned_source_is_refused_with_the_cure(head):
     pinned = f".*give {UPSTREAM}@{head}"
-    for source, told in {
+    for source, message in {
         **dict.fromkeys(("no/such/folder", "./missing", "glm-4v-9b"), "neither a folder nor a rep"),
-        UPSTREAM: f"no revision is given{pinned}",
-        f"{UPSTREAM}@main": f"main is no full commit{pinned}",
+        UPSTREAM: f"no commit is given{pinned}",
+        f"{UPSTREAM}@main": f"main is not a full commit{pinned}",
     }.items():
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             read_source(source)
     for revision in ("v9", "0" * 40):
         with pytest.raises(RevisionNotFoundError, match="404"):
             read_source(f"{UPSTREAM}@{revision}")
 
 
-def claims(folder: Path) -> bool:
+def claims_original_weights(folder: Path) -> bool:
     body = " ".join((folder / "README.md").read_text().split("---\n", 2)[2].split())
     return "unchanged" in body or "finetuned" in body
 
@@ -271,19 +275,19 @@ def test_no_byte_of_the_weights_comes_from_the_hub(head, hub, built, make):
     weights = {n: f for n, f in local["files"].items() if n.endswith(".safetensors")}
     assert shards_of(out) == [] and weights.items() <= manifest["files"].items()
     assert manifest["weights_from"] == {"repository": UPSTREAM, "revision": head}
-    same = as_files(built)
+    local_files = as_files(built)
     for name, content in as_files(out).items():
-        assert name in (MANIFEST, "README.md") or content == same[name], name
+        assert name in (MANIFEST, "README.md") or content == local_files[name], name
     card = (out / "README.md").read_text()
     assert f"{UPSTREAM}/blob/{head}/LICENSE" in card and f"revision `{head}`" in card
-    assert claims(out) and not claims(built)
+    assert claims_original_weights(out) and not claims_original_weights(built)
     assert as_files(make(f"{UPSTREAM}@{head}", out="again")) == as_files(out)
 
 
-def test_a_download_that_is_not_what_the_hub_lists_is_refused(head, hub, original):
+def test_a_download_that_differs_from_the_hubs_list_is_refused(head, hub, original):
     changed = (original / "config.json").read_bytes().replace(b'"', b"'", 1)  # of the same size
     hub.fail("GET", r"/resolve/.*/config\.json", answer=changed)
-    with pytest.raises(ValueError, match=r"config\.json has another hash than its list of files"):
+    with pytest.raises(ValueError, match=r"config\.json does not have the hash that the Hub lists"):
         read_source(f"{UPSTREAM}@{head}")
 
 
@@ -294,21 +298,24 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("file", "values"), TRAINED, ids=str)
-def test_trained_weights_need_their_base_told(file, values, changed, make, run, tmp_path):
+def test_trained_weights_need_their_base_model(file, values, changed, make, run, tmp_path):
     path = changed / file
     path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
     out, base, what = tmp_path / "out", "our-org/receipts", "the language model, on 2,000 receipts"
     command = ("build", "--weights", changed, "--out", out, "--name", NAME)
-    for said in ([], ["--fine-tune-of", base]):
-        status, output = run(*command, *said)
+    for options in ([], ["--fine-tune-of", base]):
+        status, output = run(*command, *options)
         assert status == 1 and "--fine-tune-of " in output and "--trained" in output
         assert not out.exists()
     assert run(*command, "--fine-tune-of", base, "--trained", what)[0] == 0
     card = (out / "README.md").read_text()
-    assert f"base_model: {base}\nbase_model_relation: finetune\n" in card and not claims(out)
+    assert (
+        f"base_model: {base}\nbase_model_relation: finetune\n" in card
+        and not claims_original_weights(out)
+    )
     assert "\n# A fine-tuned glm-4v-9b\n\nBuilt with glm-4." in card
     assert f"Fine-tuned from [{base}](https://huggingface.co/{base}): {what}." in card
-    told = {"base": base, "trained": what}
-    assert json.loads((out / MANIFEST).read_text())["fine_tune"] == told
-    # A build of that build says the same without being told again.
+    fine_tune = {"base": base, "trained": what}
+    assert json.loads((out / MANIFEST).read_text())["fine_tune"] == fine_tune
+    # Building from that build needs no options.
     assert (make(out, out="again") / "README.md").read_text() == card

@@ -1,4 +1,4 @@
-"""The model card: what it says is so, and what it tells people to run runs."""
+"""The model card: its metadata is correct, and its code and recipe run."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ def card(built) -> tuple[dict, str]:
     return yaml.safe_load(front), body
 
 
-def test_it_has_what_the_hub_files_a_model_by(card):
+def test_it_has_the_metadata_of_the_hub(card):
     data, body = card
     expected = {"license": "other", "license_name": "glm-4", "base_model": UPSTREAM}
     expected |= {"license_link": f"https://huggingface.co/{UPSTREAM}/blob/main/LICENSE"}
@@ -37,25 +37,25 @@ def test_it_has_what_the_hub_files_a_model_by(card):
 
 @pytest.fixture
 def blocks(built, tmp_path, monkeypatch) -> list[str]:
-    """Its Python, with the folder in place of the repository; its image is drawn."""
+    """The card's Python, with the folder in place of the repository, and an image."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "image.png")
     pinned = f'name, revision = "{NAME}", "{TAG}"'
-    found = python_of_card(built)
-    assert all(pinned in block for block in found)
-    return [block.replace(pinned, f'name, revision = "{built}", None') for block in found]
+    code = python_of_card(built)
+    assert all(pinned in block for block in code)
+    return [block.replace(pinned, f'name, revision = "{built}", None') for block in code]
 
 
 def succeed(command: list[str], folder: Path, **variables: str) -> None:
-    """As a stranger runs it, with caches of its own."""
+    """Run a command with empty caches and require success."""
     caches = {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    ended = run_with_limit(command, 900, cpu_environment() | caches | variables)
-    assert ended.status == 0, ended.output[-6000:]
+    result = run_with_limit(command, 900, cpu_environment() | caches | variables)
+    assert result.status == 0, result.output[-6000:]
 
 
 @pytest.mark.slow
 def test_its_recipe_trains_on_two_processes_from_the_hub(card, built, blocks, tmp_path):
-    """As written, but for its steps; and what is saved loads as the card says."""
+    """As written, except for the steps; the saved adapters load as the card says."""
     recipe, line = re.findall(r"```(?:yaml|json)\n(.*?)\n```", card[1], re.DOTALL)
     (tmp_path / "recipe.yaml").write_text(recipe)
     (tmp_path / "train.jsonl").write_text(f"{line}\n" * 16)

@@ -1,4 +1,4 @@
-"""From the original's weights to somebody who loads ours by name: build, publish, load, train."""
+"""From the original's weights to a user who loads ours by name: build, publish, load, train."""
 
 import json
 
@@ -19,9 +19,10 @@ from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 
 def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, monkeypatch):
-    """And generates; what is copied on the Hub has the original's numbers; the code is the card's.
+    """With the card's code, the user also generates, and the copied weights give the original's
+    logits.
 
-    In this process; test_load.py shows that none of it needs the package.
+    It runs in this process; test_load.py shows that nothing needs the package.
     """
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 30), "red").save("image.png")
@@ -31,12 +32,12 @@ def test_a_stranger_trains_by_name(original, hub, run, nothing_runs, tmp_path, m
     hub.add_repository(NAME)
     assert run("publish", out, "--repo", NAME, "--push")[0] == 0
     assert not shards_of(out) and set(hub.repositories[NAME].tags) == {TAG}
-    of_card: dict = {}
+    card_variables: dict = {}
     with remote_code_under(tmp_path / "modules"):
-        exec(python_of_card(out)[0], of_card)
+        exec(python_of_card(out)[0], card_variables)
         again = AutoModel.from_pretrained(NAME, trust_remote_code=True)
-    model, inputs = of_card["model"], of_card["inputs"]
-    assert of_card["answer"].shape[1] > inputs["input_ids"].shape[1]
+    model, inputs = card_variables["model"], card_variables["inputs"]
+    assert card_variables["answer"].shape[1] > inputs["input_ids"].shape[1]
     assert type(again).__name__ == type(model).__name__
     assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
     row = [*text(3, seed=1), *expanded_image(), *text(4, seed=2)]

@@ -1,4 +1,4 @@
-"""A built folder loads, answers and trains where there is nothing else of ours.
+"""A built folder loads, answers and trains without our package.
 
 This runs with every supported transformers, also beside a huggingface_hub that is too old for the
 commands.
@@ -7,16 +7,16 @@ commands.
 import transformers
 
 from hub_upload.checks import PASSED
-from hub_upload.verify import OF_MODEL, verify
+from hub_upload.verify import MODEL_CHECKS, verify
 
 
 def test_a_build_passes_every_check(built, in_a_process):
-    """The last ones in a process that cannot import the package."""
+    """The last checks run in a process that cannot import the package."""
     report = verify(str(built), read_weights=True)
     details = {check.name: check.detail for check in report.checks}
-    assert [*details] == OF_MODEL
+    assert [*details] == MODEL_CHECKS
     assert {check.status for check in report.checks} == {PASSED}, report.as_table()
     assert details["files"].endswith("by size and sha256")
-    assert "another image changes logits by" in details["answers"]
+    assert "another image changes the logits by" in details["answers"]
     assert "gradients, with activation checkpointing" in details["trains"]
     assert f"transformers {transformers.__version__}, torch" in details["loads"]

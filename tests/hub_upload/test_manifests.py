@@ -1,4 +1,4 @@
-"""Manifests that are damaged in any way: an error of one line, never a pass."""
+"""Damaged manifests raise errors of one line and never pass."""
 
 import copy as copying
 import json
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hub_upload.build import require_ours
+from hub_upload.build import require_replaceable
 from hub_upload.checks import check_files
-from hub_upload.files import Build, File, read_folder
+from hub_upload.files import BuiltFiles, File, read_folder
 from hub_upload.layout import MANIFEST
-from hub_upload.manifest import read_manifest
-from hub_upload.publish import read_build
+from hub_upload.manifest import parse_manifest
+from hub_upload.publish import read_built_folder
 
 HEALTH = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 OPTIONS = {"deadline": None, "derandomize": True, "suppress_health_check": HEALTH}
@@ -26,14 +26,14 @@ JSON = st.recursive(
 
 
 @st.composite
-def damages(draw, sound: dict) -> bytes:
-    """A sound object with a value or a key exchanged, or bytes from somewhere on."""
+def damages(draw, valid: dict) -> bytes:
+    """A valid object with a changed value or key, or with changed bytes."""
     if draw(st.booleans()):
-        text = json.dumps(sound).encode()
+        text = json.dumps(valid).encode()
         at = draw(st.integers(0, len(text) - 1))
         end = draw(st.sampled_from([at + 1, len(text)]))
         return text[:at] + draw(st.binary(max_size=50)) + text[end:]
-    values = within = copying.deepcopy(sound)
+    values = within = copying.deepcopy(valid)
     while True:
         key = draw(st.sampled_from([*within]))
         if not (within[key] and isinstance(within[key], dict) and draw(st.integers(0, 3))):
@@ -47,17 +47,17 @@ def damages(draw, sound: dict) -> bytes:
 
 
 @pytest.mark.parametrize("size", ["5", 5.0, True, -1])
-def test_a_size_is_a_whole_number(size, built):
+def test_a_size_is_an_integer(size, built):
     manifest = json.loads((built / MANIFEST).read_text())
     manifest["files"]["LICENSE"]["size"] = size
     with pytest.raises(ValueError, match=r"files\.LICENSE\.size"):
-        read_manifest(json.dumps(manifest).encode())
+        parse_manifest(json.dumps(manifest).encode())
 
 
 @pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_everybody_refuses_a_manifest_that_is_damaged(number, copy):
-    """verify, publish and build. What passes lists the same files, from the same place; of weights,
-    publish compares the hashes only when it sends them."""
+def test_verify_publish_and_build_refuse_a_damaged_manifest(number, copy):
+    """A manifest that passes lists the same files from the same origin; publish compares the hashes
+    of weights only when it sends them."""
     files = read_folder(copy)
     original = json.loads(files[MANIFEST].content)
 
@@ -73,25 +73,27 @@ def test_everybody_refuses_a_manifest_that_is_damaged(number, copy):
         content = data.draw(damages(original))
         (copy / MANIFEST).write_bytes(content)
         try:
-            manifest = read_manifest(content)
-            check_files(Build("a build", files | {MANIFEST: File.of(content)}), read_weights=True)
+            manifest = parse_manifest(content)
+            check_files(
+                BuiltFiles("a build", files | {MANIFEST: File.of(content)}), read_weights=True
+            )
         except ValueError:
             pass
         else:
             assert same(content, True), content
             assert all(re.fullmatch(r"\w[\w.-]*", name, re.ASCII) for name in manifest.names)
         try:
-            read_build(copy)
+            read_built_folder(copy)
         except ValueError as error:
             assert "does not pass verify" in str(error) or MANIFEST in str(error)
         else:
             assert same(content, False), content
-        # Nothing else than what it lists would be replaced.
+        # Only files that it lists would be replaced.
         try:
-            require_ours(copy, "a source")
+            require_replaceable(copy, "a source")
         except ValueError as error:
             assert "that no build wrote" in str(error) or MANIFEST in str(error)
         else:
-            assert files.keys() <= read_manifest(content).names
+            assert files.keys() <= parse_manifest(content).names
 
     settings(max_examples=number, **OPTIONS)(given(data=st.data())(holds))()

@@ -1,5 +1,5 @@
-"""Publishing through the installed client to a Hub on loopback: what is there afterwards, and what
-is not, whatever happens in between."""
+"""Publishing with the installed client to a local Hub: its files afterwards, with and without
+faults."""
 
 import huggingface_hub
 import pytest
@@ -7,7 +7,7 @@ from huggingface_hub import HfApi
 
 import glm4v_patched
 from hub_upload import build as building
-from hub_upload.build import build, read_source
+from hub_upload.build import build_model_repository, read_source
 from hub_upload.layout import MANIFEST
 from tests.helpers import local_hub
 from tests.helpers.publishable import (
@@ -16,8 +16,8 @@ from tests.helpers.publishable import (
     TAG,
     UPSTREAM,
     as_files,
+    is_complete,
     is_published,
-    is_whole,
     shards_of,
 )
 
@@ -26,20 +26,20 @@ SHARD = "model-00001-of-00002.safetensors"
 
 @pytest.fixture
 def without_weights(hub, original, tmp_path):
-    """Make a build of the Hub's original, whose weights are copied there."""
+    """A build of the Hub's original, whose weights the Hub will copy."""
     pinned = hub.add_repository(UPSTREAM, as_files(original)).head
-    build(read_source(f"{UPSTREAM}@{pinned}"), tmp_path / "without", NAME)
+    build_model_repository(read_source(f"{UPSTREAM}@{pinned}"), tmp_path / "without", NAME)
     return tmp_path / "without"
 
 
 @pytest.fixture
 def of_this_clone(monkeypatch, built, tmp_path):
-    """Write a build, and let this clone be the one that such a build comes from."""
+    """Write a build with changed code and version, as if this clone had them."""
 
     def write(version, changes):
         monkeypatch.setattr(glm4v_patched, "__version__", version)
-        monkeypatch.setattr(building, "our_code", lambda: CODE | changes)
-        build(read_source(str(built)), tmp_path / version, NAME)
+        monkeypatch.setattr(building, "read_our_code", lambda: CODE | changes)
+        build_model_repository(read_source(str(built)), tmp_path / version, NAME)
         return tmp_path / version
 
     return write
@@ -49,7 +49,7 @@ def writes(hub):
     return [r for r in hub.requests if r.method not in ("GET", "HEAD")]
 
 
-def somebody_commits(repository):
+def add_foreign_commit(repository):
     return repository.add_commit({".gitattributes": b"* text\n"})
 
 
@@ -66,7 +66,7 @@ def test_a_dry_run_only_reads_and_needs_no_token(hub, publish, copy, monkeypatch
 
 
 def test_weights_are_copied_without_a_byte_of_them(hub, publish, without_weights):
-    """Also where the source has other weights by now."""
+    """The source has other weights by now."""
     source = hub.repositories[UPSTREAM]
     pinned = source.head
     source.add_commit({SHARD: b"later"})
@@ -83,21 +83,21 @@ def test_published_twice_nothing_changes(hub, publish, copy):
     uploads = hub.asked("PUT", "/lfs/")
     assert {r.received for r in uploads} == {(copy / n).stat().st_size for n in shards_of(copy)}
     before = len(hub.requests)
-    (copy / ".gitignore").write_text("of git, and not of the build")
+    (copy / ".gitignore").write_text("not part of the build")
     status, output = publish(copy, "--push")
     assert status == 0 and "has all of this already" in output
     assert {r.method for r in hub.requests[before:]} <= {"GET", "HEAD"}
 
 
-def test_a_repository_that_is_not_there_is_refused_with_the_cure(hub, run, copy):
+def test_a_missing_repository_is_refused_with_the_cure(hub, run, copy):
     status, output = run("publish", copy, "--repo", NAME, "--push")
-    assert status == 1 and f"make it with `hf repo create {NAME}`" in output and not writes(hub)
+    assert status == 1 and f"create it with `hf repo create {NAME}`" in output and not writes(hub)
     HfApi().create_repo(NAME, private=True)
     status, output = run("publish", copy, "--repo", NAME, "--push")
     assert status == 0 and hub.repositories[NAME].private and is_published(hub, copy)
 
 
-# What keeps weights from being copied, and what is told.
+# Faults while weights are copied, and the message.
 APART = {"failed": [{"sha256": "0" * 64, "error": "storage regions differ: eu and us"}]}
 GONE = {"status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}
 COPIES_FAILED = [
@@ -108,8 +108,8 @@ COPIES_FAILED = [
 
 
 @pytest.mark.parametrize(("path", "fault", "why"), COPIES_FAILED, ids=str)
-def test_copies_that_fail_are_told(hub, publish, without_weights, path, fault, why):
-    hub.fail("*", path, times=9, message=f"told, {hub.token}", **fault)
+def test_failed_copies_are_reported(hub, publish, without_weights, path, fault, why):
+    hub.fail("*", path, times=9, message=f"echo of {hub.token}", **fault)
     status, output = publish(without_weights, "--push")
     assert status == 1 and why in output and hub.token not in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/tag/")
@@ -121,31 +121,31 @@ def test_a_source_with_other_weights_of_the_same_size_is_not_copied(hub, publish
     files = hub.repositories[UPSTREAM].files
     files[SHARD] = local_hub.File(files[SHARD].content[::-1], lfs=True)
     status, output = publish(without_weights, "--push")
-    assert status == 1 and f"is not what {MANIFEST} lists" in output
+    assert status == 1 and f"differs from {MANIFEST}" in output
     assert not hub.asked("POST", "/commit/")
 
 
-def test_foreign_content_is_refused_unless_told(hub, publish, copy, of_this_clone):
+def test_foreign_files_are_refused_without_the_option(hub, publish, copy, of_this_clone):
     control = "a\x1b[2J\u202etxt\nTagged v9"
-    theirs = {"README.md": b"mine", "their.bin": b"theirs", control: b"theirs"}
-    repository = hub.add_repository(NAME, theirs)
+    foreign = {"README.md": b"mine", "their.bin": b"theirs", control: b"theirs"}
+    repository = hub.add_repository(NAME, foreign)
     for arguments in ([], ["--push"], ["--push", "--allow-foreign"]):
         status, output = publish(copy, *arguments)
-        # Control characters of names are shown as escapes.
+        # Control characters in names are escaped.
         assert r"a\x1b[2J\u202etxt" in output and not {"\x1b", "\u202e"} & {*output}
         if "--allow-foreign" not in arguments:
             assert status == 1 and not writes(hub)
             assert "3 files" in output and "their.bin" in output and "--allow-foreign" in output
             assert not [line for line in output.splitlines() if line.startswith("Tagged")]
     assert status == 0
-    # Files that were added to ours are foreign, too.
+    # Files added to a repository of ours are foreign, too.
     repository.add_commit({"notes.txt": b"theirs"})
     newer = of_this_clone("0.2.0", {"loss.py": b"# newer\n"})
     status, output = publish(newer, "--push")
     assert status == 1 and "notes.txt" in output
     assert publish(newer, "--push", "--allow-foreign")[0] == 0
     rest = {name: file for name, file in repository.files.items() if file.content != b"theirs"}
-    assert is_whole(rest, newer) and {"notes.txt", "their.bin"} <= {*repository.files}
+    assert is_complete(rest, newer) and {"notes.txt", "their.bin"} <= {*repository.files}
 
 
 def test_files_of_our_older_version_are_deleted(hub, publish, of_this_clone, built):
@@ -154,7 +154,7 @@ def test_files_of_our_older_version_are_deleted(hub, publish, of_this_clone, bui
     repository.add_commit({"new.py": b"# of a name that is ours by now\n"})
     newer = of_this_clone("0.2.0", {"loss.py": b"# newer\n", "new.py": b"# newer\n"})
     status, output = publish(newer, "--push")
-    assert status == 0 and "delete 1 (" in output and is_whole(repository.files, newer)
+    assert status == 0 and "delete 1 (" in output and is_complete(repository.files, newer)
     assert repository.tags["v0.2.0"] == repository.head != repository.tags["v0.1.0"]
     assert len(repository.commits) == 4
 
@@ -165,11 +165,11 @@ def test_a_tag_is_never_moved(hub, publish, copy, of_this_clone, monkeypatch):
     head, before = repository.head, len(writes(hub))
     status, output = publish(of_this_clone(TAG[1:], {"loss.py": b"# newer\n"}), "--push")
     assert status == 1 and len(writes(hub)) == before
-    assert f"has the tag {TAG} at {head}" in output and "raise the version" in output
-    monkeypatch.setattr(building, "our_code", lambda: CODE)
-    moved = somebody_commits(repository)
+    assert f"has the tag {TAG} on {head}" in output and "raise the version" in output
+    monkeypatch.setattr(building, "read_our_code", lambda: CODE)
+    new_head = add_foreign_commit(repository)
     status, output = publish(copy, "--push")
-    assert status == 1 and f"its head is {moved}" in output
+    assert status == 1 and f"its head is {new_head}" in output
     assert repository.tags == {TAG: head}
 
 
@@ -178,19 +178,19 @@ def test_a_tag_is_never_moved(hub, publish, copy, of_this_clone, monkeypatch):
 
 def test_a_branch_that_moves_while_publishing_is_left_alone(hub, publish, copy):
     repository = hub.add_repository(NAME)
-    moved = []
-    hub.fail("POST", "/commit/", call=lambda: moved.append(somebody_commits(repository)))
+    commits = []
+    hub.fail("POST", "/commit/", call=lambda: commits.append(add_foreign_commit(repository)))
     status, output = publish(copy, "--push")
     assert status == 1 and "412" in output and "Committed" not in output
-    assert repository.head == moved[0] and not repository.tags
-    assert publish(copy, "--push")[0] == 0 and is_whole(repository.files, copy)
+    assert repository.head == commits[0] and not repository.tags
+    assert publish(copy, "--push")[0] == 0 and is_complete(repository.files, copy)
     assert repository.files[".gitattributes"].content == b"* text\n"
     assert repository.tags == {TAG: repository.head}
 
 
 @pytest.mark.parametrize("name", ["config.json", "left.py"])
 def test_a_commit_that_is_not_what_was_sent_is_not_tagged(hub, publish, of_this_clone, name):
-    """Another file than was sent, and one that was to be deleted."""
+    """A file differs from the one that was sent, or was not deleted."""
     publish(of_this_clone("0.1.0", {"left.py": b"# of the older version\n"}), "--push")
     repository = hub.repositories[NAME]
     before = repository.head
@@ -202,28 +202,33 @@ def test_a_commit_that_is_not_what_was_sent_is_not_tagged(hub, publish, of_this_
     hub.fail("GET", "/revision/(?!v)", times=9, call=change)
     newer = of_this_clone("0.2.0", {"loss.py": b"# newer\n"})
     status, output = publish(newer, "--push")
-    assert status == 1 and f"{name} differs" in output and "not tagged" in output
+    assert (
+        status == 1 and f"differs from what was sent in {name}" in output and "not tagged" in output
+    )
     assert {*repository.tags} == {"v0.1.0"}
 
 
-def test_a_tag_is_at_our_commit_or_told(hub, publish, copy):
-    """Somebody else's tag, or a commit between ours and the tag."""
+def test_a_tag_on_another_commit_is_reported(hub, publish, copy):
+    """Somebody else creates the tag, or commits between our commit and the tag."""
     repository = hub.add_repository(NAME)
     first = repository.head
     hub.fail("POST", "/tag/", answer={}, call=lambda: repository.refs.update({TAG: first}))
     status, output = publish(copy, "--push")
     ours = repository.head
-    assert status == 1 and f"at {NAME}@{ours}, but it is at {first}" in output
+    assert (
+        status == 1
+        and f"should be on {NAME}@{ours}, but somebody else has created it on {first}" in output
+    )
     assert "raise the version" in output and repository.tags == {TAG: first}
 
     del repository.refs[TAG]
-    hub.fail("POST", "/tag/", call=lambda: somebody_commits(repository))
+    hub.fail("POST", "/tag/", call=lambda: add_foreign_commit(repository))
     assert publish(copy, "--push")[0] == 0
     assert repository.tags == {TAG: ours} and repository.head != ours
 
 
 def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy):
-    """Neither where they changed before, nor while they are sent to a server that trusts."""
+    """Neither if they changed before, nor while they are sent to a server that does not check."""
     content = (copy / SHARD).read_bytes()
     (copy / SHARD).write_bytes(content[:-1] + b"x")
     status, output = publish(copy, "--push")
@@ -234,5 +239,5 @@ def test_weights_that_are_not_those_of_the_build_are_not_sent(hub, publish, copy
     other = b"x" * len(content)
     hub.fail("POST", "/objects/batch", call=lambda: (copy / SHARD).write_bytes(other))
     status, output = publish(copy, "--push")
-    assert status == 1 and f"{SHARD} changed while it was sent: nothing was" in output
+    assert status == 1 and f"{SHARD} changed during the upload, so nothing was" in output
     assert not hub.asked("POST", "/commit/") and not hub.asked("POST", "/tag/")

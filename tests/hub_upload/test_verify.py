@@ -1,7 +1,6 @@
-"""What verify finds, and what it leaves alone: each defect fails its own checks and no other, and
-nothing that a stranger planted ever runs.
+"""verify: each defect fails its own check and no other, and no planted code ever runs.
 
-Each payload writes a file when it runs. Where a plant is signed, the manifest agrees with it.
+Each payload writes a file when it runs. After a signed change, the manifest agrees with the files.
 """
 
 import json
@@ -19,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from glm4v_patched.models import limited_process
 from hub_upload import loading
 from hub_upload import verify as verifying
-from hub_upload.build import build, read_source
+from hub_upload.build import build_model_repository, read_source
 from hub_upload.checks import FAILED, PASSED, SKIPPED, Check, check_files
-from hub_upload.files import Build, is_small, read_folder
+from hub_upload.files import BuiltFiles, is_small, read_folder
 from hub_upload.layout import INDEX, MANIFEST
 from hub_upload.load_check import STEPS
-from hub_upload.publish import read_build
-from hub_upload.verify import OF_MODEL, Report, verify
+from hub_upload.publish import read_built_folder
+from hub_upload.verify import MODEL_CHECKS, VerifyReport, verify
 from tests.helpers.publishable import (
     NAME,
     UPSTREAM,
@@ -44,46 +43,48 @@ EVIL = "evil-org/evil"
 CODE = 'open(__import__("os").environ["IT_RAN"], "w").close()\n'
 
 
-def by_name(report: Report) -> dict[str, Check]:
+def by_name(report: VerifyReport) -> dict[str, Check]:
     return {check.name: check for check in report.checks}
 
 
 @pytest.fixture(autouse=True)
 def marker(tmp_path, monkeypatch) -> Path:
-    """What a payload writes when it runs."""
+    """The file that a payload writes when it runs."""
     monkeypatch.setenv("IT_RAN", str(tmp_path / "it ran"))
     return tmp_path / "it ran"
 
 
-def test_failures_are_told_by_table_json_and_status(copy, run):
+def test_failures_are_reported_by_table_json_and_status(copy, run):
     (copy / "README.md").write_text("# another\n")
     status, output = run("verify", copy)
     rows = dict(line.split(maxsplit=1) for line in output.splitlines())
     assert status == 1 and rows["rebuilt"] == "skipped  not run because of: files"
-    assert rows["files"].startswith("failed   README.md is not what the manifest says")
+    assert rows["files"].startswith("failed   README.md differs from the manifest")
     status, output = run("verify", copy, "--json")
-    answer = json.loads(output)
-    assert status == 1 and not answer["passed"]
-    assert [c["name"] for c in answer["checks"] if c["status"] == FAILED] == ["files"]
+    report = json.loads(output)
+    assert status == 1 and not report["passed"]
+    assert [c["name"] for c in report["checks"] if c["status"] == FAILED] == ["files"]
 
 
-def test_a_target_that_is_nothing_is_said_so(run, built, hub):
+def test_a_target_that_cannot_be_checked_is_reported(run, built, hub):
     hub.add_repository(NAME)
-    for arguments, told in {
-        ("no/such/folder",): "neither a folder nor an id on the Hub: give DIR or org/name",
-        (built, "--revision", "main"): "has no revision main",
-        (built, "--python", "no/such/python"): "--python no/such/python is no program",
+    for arguments, message in {
+        ("no/such/folder",): "neither a folder nor an id on the Hub: expected DIR or org/name",
+        (built, "--revision", "main"): "is a folder, which has no --revision main",
+        (built, "--python", "no/such/python"): "--python no/such/python: no such program",
         ("our-org/nothing",): "404",
         (NAME,): f"{NAME} has no {MANIFEST}",
     }.items():
         status, output = run("verify", *arguments)
-        assert status == 1 and told in output and str(arguments[-1]) in output
+        assert status == 1 and message in output and str(arguments[-1]) in output
 
 
-def test_a_client_that_is_too_old_is_told_with_the_cure(run, built, monkeypatch):
+def test_a_client_that_is_too_old_is_reported_with_the_cure(run, built, monkeypatch):
     monkeypatch.setattr("huggingface_hub.__version__", "1.32.9")
     status, output = run("verify", built)
-    assert status == 1 and "huggingface_hub 1.32.9 is older than 1.33" in output
+    assert (
+        status == 1 and "huggingface_hub 1.32.9 is installed, but 1.33 or newer is needed" in output
+    )
     assert "pip install -U huggingface_hub" in output
 
 
@@ -100,7 +101,7 @@ def replaced(name: str, old: str, new: str):
 
 
 def added(name: str, content: bytes | str):
-    """Write a file, or before what a file of code has."""
+    """Write a file, or prepend to a file of code."""
 
     def plant(folder: Path) -> None:
         path = folder / name
@@ -132,15 +133,15 @@ def truncated(folder: Path) -> None:
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-16])
 
 
-def where(folder: Path) -> dict[str, str]:
+def weight_map(folder: Path) -> dict[str, str]:
     return json.loads((folder / INDEX).read_text())["weight_map"]
 
 
 def rewritten(change):
-    """Change the tensors of the shard that holds the one named above."""
+    """Change the tensors of the shard with :data:`EOI`."""
 
     def plant(folder: Path) -> None:
-        path = folder / where(folder)[EOI]
+        path = folder / weight_map(folder)[EOI]
         weights = load_file(path)
         change(weights)
         path.unlink()
@@ -155,7 +156,7 @@ def a_tensor_that_is_missing(folder: Path) -> None:
 
 
 def an_index_that_names_the_wrong_shard(folder: Path) -> None:
-    (other,) = {*shards_of(folder)} - {where(folder)[EOI]}
+    (other,) = {*shards_of(folder)} - {weight_map(folder)[EOI]}
     edit(folder / INDEX, lambda index: index["weight_map"].update({EOI: other}))
 
 
@@ -165,31 +166,35 @@ class Payload:
 
 
 DEFECTS = [
-    ("files", "visual.py is not", replaced("visual.py", "import", "import ")),
+    ("files", "visual.py differs", replaced("visual.py", "import", "import ")),
     ("files", "missing: sharding.py", without("sharding.py")),
-    ("files", f"{SHARD} is not .* bytes, not", truncated),
+    ("files", f"{SHARD} differs .* bytes, expected", truncated),
     ("files", "not in the manifest: notes.txt", added("notes.txt", b"mine")),
     ("rebuilt", "config.json cannot be read", signed(added("config.json", b"["))),
     ("weights", f"{SHARD} .*cut short", signed(truncated)),
     ("weights", "the manifest lists", signed(without(INDEX))),
     ("weights", "1|2 tensors are not where", signed(an_index_that_names_the_wrong_shard)),
     ("rebuilt", "boi_token_id is 4, but", fields("config.json", boi_token_id=4)),
-    ("rebuilt", "outside of 512 ids", fields("generation_config.json", eos_token_id=[500, 512])),
+    (
+        "rebuilt",
+        "(none|not one) of the 512 token ids",
+        fields("generation_config.json", eos_token_id=[500, 512]),
+    ),
     ("rebuilt", "image_size 112", fields("tokenizer_config.json", image_size=112)),
-    ("rebuilt", "image_size 28, and", amended_vision(image_size=28, num_positions=5)),
+    ("rebuilt", "image_size 28, but", amended_vision(image_size=28, num_positions=5)),
     ("weights", "1 of 55 weights are missing", signed(a_tensor_that_is_missing)),
     (
         "weights",
         "other shapes",
         rewritten(lambda weights: weights.update({EOI: weights[EOI].flatten()})),
     ),
-    ("answers", "changes logits by nan", rewritten(lambda weights: weights[EOI].fill_(nan))),
+    ("answers", "changes the logits by nan", rewritten(lambda weights: weights[EOI].fill_(nan))),
 ]
 AUTO = {"AutoConfig": f"{EVIL}--evil.Evil", "AutoTokenizer": [f"{EVIL}--evil.Evil", None]}
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, IMAGES = "tokenizer_config.json", "preprocessor_config.json"
-# Keys that the published code, or some transformers, acts on; what else build refuses is tried
-# in test_build.py, for verify builds again.
+# Keys that the published code, or some transformers, acts on. test_build.py tests the other keys
+# that build refuses: verify builds again.
 REFUSED_KEYS = [
     (CONFIG, "quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     (CONFIG, "attn_implementation", f"{EVIL}@main:evil"),
@@ -221,7 +226,7 @@ PAYLOADS = [
     ("rebuilt", "loss.py, line 1", listed("loss.py", CODE)),
     (
         "rebuilt",
-        "^pytorch_model.bin is there",
+        "^pytorch_model.bin exists",
         listed("pytorch_model.bin", pickle.dumps(Payload())),
     ),
     ("rebuilt", "LICENSE, line 1", listed("LICENSE", pickle.dumps(Payload(), 2))),
@@ -238,21 +243,21 @@ PAYLOADS = [
 ]
 
 
-@pytest.mark.parametrize(("failed", "told", "plant"), DEFECTS + PAYLOADS)
+@pytest.mark.parametrize(("failed", "message", "plant"), DEFECTS + PAYLOADS)
 def test_a_defect_fails_its_own_check_and_neither_runs_nor_is_published(
-    failed, told, plant, copy, in_process, marker, monkeypatch
+    failed, message, plant, copy, in_process, marker, monkeypatch
 ):
     plant(copy)
     if failed not in STEPS:
-        monkeypatch.setattr(loading, "run", lambda *_: pytest.fail("it was run"))
+        monkeypatch.setattr(loading, "run_published_code", lambda *_: pytest.fail("it was run"))
     report = verify(str(copy))
     assert report.failures == [failed], report.as_table()
-    assert re.search(told, by_name(report)[failed].detail) and not marker.exists()
-    after = OF_MODEL[OF_MODEL.index(failed) + 1 :]
+    assert re.search(message, by_name(report)[failed].detail) and not marker.exists()
+    after = MODEL_CHECKS[MODEL_CHECKS.index(failed) + 1 :]
     assert {by_name(report)[stage].status for stage in after} <= {SKIPPED}
     if failed not in STEPS:
         with pytest.raises(ValueError, match="does not pass verify"):
-            read_build(copy)
+            read_built_folder(copy)
 
 
 def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
@@ -263,43 +268,43 @@ def test_what_runs_is_what_was_checked(copy, monkeypatch, load_check):
         "sys.exit(json.dumps({name: read(name) for name in os.listdir(source)}))"
     )
     before = as_files(copy)
-    check = verifying.check_weights
+    check = verifying.check_weight_files
 
     def exchange(target):
-        done = check(target)
+        summary = check(target)
         (copy / "visual.py").write_text(CODE)
         (copy / "adapter_config.json").write_text("{}")
-        return done
+        return summary
 
-    monkeypatch.setattr(verifying, "check_weights", exchange)
-    told = by_name(verify(str(copy)))[STEPS[0]].detail
-    seen = json.loads(told[told.index("{") :])
-    assert {name: bytes.fromhex(content) for name, content in seen.items()} == before
+    monkeypatch.setattr(verifying, "check_weight_files", exchange)
+    detail = by_name(verify(str(copy)))[STEPS[0]].detail
+    loaded = json.loads(detail[detail.index("{") :])
+    assert {name: bytes.fromhex(content) for name, content in loaded.items()} == before
 
 
-def test_a_changed_byte_of_any_file_is_found_that_of_weights_where_it_is_asked_for(copy):
+def test_a_changed_byte_of_any_file_is_found_in_weights_only_if_they_are_read(copy):
     for name, content in as_files(copy).items():
         for at in (0, len(content) // 2, len(content) - 2):
             changed = bytearray(content)
             changed[at] ^= 1
             (copy / name).write_bytes(changed)
             with pytest.raises(ValueError, match=r"."):
-                check_files(Build("a build", read_folder(copy)), read_weights=True)
+                check_files(BuiltFiles("a build", read_folder(copy)), read_weights=True)
         (copy / name).write_bytes(content)
     flip(copy / SHARD)
-    check_files(Build("a build", read_folder(copy)))
+    check_files(BuiltFiles("a build", read_folder(copy)))
 
 
 ENDS = {
-    "raise MemoryError('no room')": "status 1 here: MemoryError: no room",
-    "sys.exit(str([k for k in os.environ if 'TOKEN' in k]))": "status 1 here: []",
+    "raise MemoryError('no room')": "status 1 in this step: MemoryError: no room",
+    "sys.exit(str([k for k in os.environ if 'TOKEN' in k]))": "status 1 in this step: []",
 }
 FIRST_STEP = json.dumps([STEPS[0], PASSED, "-"])
 
 
 @pytest.mark.parametrize("program", ENDS)
 def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypatch, load_check):
-    """It has told of one check before it ends; and it gets no token."""
+    """It has reported one check before it ends; and it gets no token."""
     load_check(f"print({FIRST_STEP!r}, flush=True)\n{program}")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.setenv(name, "hf_secret")
@@ -308,13 +313,13 @@ def test_a_process_that_ends_fails_the_check_it_was_at(program, built, monkeypat
     assert [by_name(report)[step].status for step in STEPS] == [PASSED, FAILED, SKIPPED]
 
 
-def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started(
+def test_a_process_that_does_not_end_is_killed_with_its_children(
     built, monkeypatch, load_check, marker
 ):
     alive = Path(f"{marker}.fifo")
     os.mkfifo(alive)
     hold = (
-        f"import time; held = open({str(alive)!r}, 'w', 1); print('x', file=held); time.sleep(99)"
+        f"import time; pipe = open({str(alive)!r}, 'w', 1); print('x', file=pipe); time.sleep(99)"
     )
     load_check(
         f"print({FIRST_STEP!r}, flush=True)\n"
@@ -322,29 +327,29 @@ def test_a_process_that_does_not_end_is_killed_with_all_that_it_has_started(
     )
     reader, read = os.open(alive, os.O_RDONLY | os.O_NONBLOCK), b""
     for seconds in (1, 8, 64):  # a busy machine takes more than a second to begin
-        monkeypatch.setattr(loading, "SECONDS", seconds)
+        monkeypatch.setattr(loading, "LOAD_TIMEOUT_S", seconds)
         report = verify(str(built))
         if read := os.read(reader, 9):
             break
-    assert read, "the process has not begun"
-    assert select.select([reader], [], [], 10)[0], "what the process has started still runs"
+    assert read, "the process has not started"
+    assert select.select([reader], [], [], 10)[0], "a child of the process still runs"
     assert os.read(reader, 9) == b""
     os.close(reader)
     assert report.failures == [STEPS[1]]
-    assert "stopped here, not done after" in by_name(report)[STEPS[1]].detail
+    assert "was stopped in this step, after" in by_name(report)[STEPS[1]].detail
 
 
 def test_every_interpreter_that_is_given_loads_it(built, monkeypatch):
-    tried = []
+    used = []
 
     def steps(python, source, home):
-        tried.append(python)
+        used.append(python)
         return [json.dumps([step, PASSED, "-"]) for step in STEPS], "-"
 
-    monkeypatch.setattr(loading, "run", steps)
+    monkeypatch.setattr(loading, "run_published_code", steps)
     pythons = [sys.executable, "/bin/sh"]
     report = verify(str(built), pythons=pythons)
-    assert tried == pythons and report.failures == []
+    assert used == pythons and report.failures == []
     assert len([check for check in report.checks if check.name == "trains"]) == 2
 
 
@@ -352,29 +357,29 @@ def test_every_interpreter_that_is_given_loads_it(built, monkeypatch):
 
 
 def test_a_repository_passes_every_check_at_the_commit_it_is_at(built, hub, in_process):
-    """Also where its branch moves meanwhile. No weights are downloaded: a small model answers."""
+    """Even if its branch moves meanwhile. No weights are downloaded: a small model is built."""
     repository = hub.add_repository(NAME, as_files(built))
     head = repository.head
     hub.fail("*", "", after=1, call=lambda: repository.add_commit({"config.json": b"{}"}))
     report = verify(NAME, "main")
     assert report.revision == head != repository.head
     assert {check.status for check in report.checks} == {PASSED}, report.as_table()
-    assert "2 + 2 layers of width 64 with random weights" in by_name(report)["loads"].detail
-    read = [r.path for r in hub.requests if "/resolve/" in r.path]
-    assert read and all(f"/resolve/{head}/" in path for path in read)
+    assert "2 + 2 layers of hidden size 64 with random weights" in by_name(report)["loads"].detail
+    downloads = [r.path for r in hub.requests if "/resolve/" in r.path]
+    assert downloads and all(f"/resolve/{head}/" in path for path in downloads)
 
 
 def test_a_build_whose_weights_are_left_on_the_hub_is_compared_by_its_index(
     hub, original, in_process, tmp_path
 ):
     head = hub.add_repository(UPSTREAM, as_files(original)).head
-    build(read_source(f"{UPSTREAM}@{head}"), tmp_path / "out", NAME)
+    build_model_repository(read_source(f"{UPSTREAM}@{head}"), tmp_path / "out", NAME)
     report = verify(str(tmp_path / "out"))
-    told = {check.name: check.detail for check in report.checks}
-    assert [*told] == OF_MODEL and report.failures == [], report.as_table()
-    assert f"left for a server-side copy from {UPSTREAM}@{head}" in told["weights"]
-    assert "55 weights, compared with the index" in told["weights"]
-    assert "with random weights" in told["loads"]
+    details = {check.name: check.detail for check in report.checks}
+    assert [*details] == MODEL_CHECKS and report.failures == [], report.as_table()
+    assert f"the Hub will copy them from {UPSTREAM}@{head}" in details["weights"]
+    assert "55 weights, compared with the index" in details["weights"]
+    assert "with random weights" in details["loads"]
 
 
 def test_a_tokenizer_of_the_real_size_is_read_and_no_weights_are():
@@ -388,16 +393,16 @@ def test_weights_that_the_hub_stores_otherwise_are_found_without_reading_them(bu
     hub.add_repository(NAME, files | {"training_args.bin": b"pickled"})
     assert "not in the manifest: training_args.bin" in by_name(verify(NAME))["files"].detail
     hub.add_repository(NAME, files)
-    told = by_name(verify(NAME))["files"].detail
-    assert f"{SHARD} is not what the manifest says: sha256 " in told
+    detail = by_name(verify(NAME))["files"].detail
+    assert f"{SHARD} differs from the manifest: sha256 " in detail
     assert not [r for r in hub.requests if r.sent > 100_001 and "safetensors" in r.path]
     assert not [r for r in hub.requests if "training_args" in r.path]
 
 
-def test_what_would_take_for_ever_is_not_run(copy, monkeypatch):
-    """Signed, so that each is what the manifest says."""
+def test_a_chat_template_that_never_ends_is_not_run(copy, monkeypatch):
+    """Signed, so that the manifest agrees."""
     monkeypatch.setattr(limited_process, "SECONDS", 1)
-    monkeypatch.setattr(loading, "run", lambda *given: pytest.fail("it was run"))
+    monkeypatch.setattr(loading, "run_published_code", lambda *_: pytest.fail("it was run"))
     template = copy / "chat_template.jinja"
     before = template.read_text()
     evil = "{{ 'a' * 10000000000 }}"

@@ -1,4 +1,4 @@
-"""What tests of answers ask, and the models that answer."""
+"""Fixtures: data files with questions, and models that answer them."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def files(tmp_path_factory) -> Files:
 
 @pytest.fixture(scope="session")
 def load_answerer():
-    """A model of a folder that answers in six tokens."""
+    """Load a folder's model, with answers of six tokens."""
 
     def load(folder: Path) -> Answerer:
         loaded = loading.load_with_processor(find_source(str(folder)), "cpu")
@@ -41,7 +41,7 @@ def adapted(files, load_answerer) -> Answerer:
 
 @pytest.fixture(scope="session")
 def referenced(files) -> Path:
-    """The rows that have a reference."""
+    """A data file of the rows that have a reference."""
     lines = files.data.read_text().splitlines(keepends=True)
     path = files.data.with_name("referenced.jsonl")
     path.write_text("".join(lines[at] for at in (0, 1, 3, 5)))
@@ -55,15 +55,15 @@ def never_loads(monkeypatch) -> None:
 
 @pytest.fixture
 def refused(never_loads, capsys, words, files):
-    """A command ends before a model is loaded, and names what is wrong with it."""
+    """Check that a command fails before a model is loaded, with a message that has these parts."""
 
     def check(command: list, *named: str, **changing) -> None:
         capsys.readouterr()
         assert main([*map(str, command)]) == 1
-        # On a busy machine, what is being done is said before.
-        told = f"\n{capsys.readouterr().err.strip()}".partition("\nglm4v-patched: ")[2]
+        # On a busy machine, progress is printed before the message.
+        message = f"\n{capsys.readouterr().err.strip()}".partition("\nglm4v-patched: ")[2]
         for part in named:
-            assert part in told, told
-        words(told, files=files.model.parent, pip=pip_install(), **changing)
+            assert part in message, message
+        words(message, files=files.model.parent, pip=pip_install(), **changing)
 
     return check

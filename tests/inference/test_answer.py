@@ -1,4 +1,4 @@
-"""``glm4v-patched answer``: a line a row, continued where it was stopped, never replaced."""
+"""``glm4v-patched answer``: one line per row, continued where it stopped, never overwritten."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from glm4v_patched.data.rows import DataSource
 from glm4v_patched.inference import answer as module
 from glm4v_patched.inference import questions
 from glm4v_patched.inference.answer import answer_file
-from glm4v_patched.inference.answer_worker import Answer, Answerer, require_room
+from glm4v_patched.inference.answer_worker import Answer, Answerer, require_context_length
 from glm4v_patched.inference.decoding import static_cache
-from glm4v_patched.inference.questions import Generation, Question, AnswerOptions, read_questions
+from glm4v_patched.inference.questions import AnswerOptions, Generation, Question, read_questions
 from glm4v_patched.models.base import ModelSource, identify
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
@@ -32,9 +32,9 @@ SETTINGS = "answers.jsonl.settings.json"
 
 
 def request(files, **changes) -> AnswerOptions:
-    given = {"model": str(files.model), "data": files.data, "device": "cpu", "batch_size": 3}
-    given |= {"generation": Generation(max_new_tokens=NEW)} | changes
-    return AnswerOptions(**given | {"data": DataSource(str(given["data"]))})
+    values = {"model": str(files.model), "data": files.data, "device": "cpu", "batch_size": 3}
+    values |= {"generation": Generation(max_new_tokens=NEW)} | changes
+    return AnswerOptions(**values | {"data": DataSource(str(values["data"]))})
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def out(tmp_path) -> Path:
 
 @pytest.fixture
 def begun(answered, out) -> list[str]:
-    """The lines of a file of answers, which lies there with its settings."""
+    """A file of answers with its settings; returns its lines."""
     for path in answered.parent.iterdir():
         shutil.copy(path, out.parent)
     return out.read_text().splitlines(keepends=True)
@@ -60,7 +60,7 @@ def begun(answered, out) -> list[str]:
 @pytest.fixture
 def answers_at_once(monkeypatch) -> None:
     known = [Answer("a", "stop")] * 6
-    monkeypatch.setattr(module, "answers", lambda *a: zip(a[-1], known, strict=True))
+    monkeypatch.setattr(module, "generate_answers", lambda *a: zip(a[-1], known, strict=True))
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -75,8 +75,8 @@ def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answe
         assert line.get("reference") == (last["content"] if last["role"] == "assistant" else None)
     assert read_questions(files.data)[0].prompt[-1]["role"] == "user"
     called = {"role": "assistant", "metadata": "search", "content": "shapes"}
-    asked = {"role": "user", "content": "a"}
-    assert questions.make_question(1, [asked, called]).reference == "search\nshapes"
+    question_message = {"role": "user", "content": "a"}
+    assert questions.make_question(1, [question_message, called]).reference == "search\nshapes"
     # A finished file is left as it is.
     before = answered.read_bytes(), answered.stat().st_mtime_ns
     assert len(answer_file(request(files), answered)) == 6
@@ -85,78 +85,84 @@ def test_each_row_has_a_line_and_what_it_ends_with_is_its_reference(files, answe
 
 @pytest.mark.parametrize("source", ["model", "adapters"])
 def test_batches_and_a_static_cache_answer_as_single_rows_do(files, source, tmp_path, monkeypatch):
-    """It is kept for the next batch of as many rows; the last batch has fewer."""
-    made, taken = [], static_cache.StaticCaches.of
+    """The cache is reused for the next batch of the same size; the last batch is smaller."""
+    used_caches, empty_cache = [], static_cache.StaticCaches.empty_cache
 
-    def of(self, rows, positions):
-        made.append((rows, taken(self, rows, positions)))
-        return made[-1][1]
+    def record_cache(self, rows, positions):
+        used_caches.append((rows, empty_cache(self, rows, positions)))
+        return used_caches[-1][1]
 
-    monkeypatch.setattr(static_cache.StaticCaches, "of", of)
+    monkeypatch.setattr(static_cache.StaticCaches, "empty_cache", record_cache)
     model = str(getattr(files, source))
     ways = [(1, "dynamic"), (3, "dynamic"), (4, "static"), (2, "static")]
     for rows, cache in ways:
         answer_file(request(files, model=model, batch_size=rows, cache=cache), tmp_path / str(rows))
     single, *others = [rows_of(tmp_path / str(rows)) for rows, _ in ways]
     assert others == [single] * 3 and len({line["answer"] for line in single}) > 2
-    assert [rows for rows, _ in made] == [4, 2, 2, 2, 2]
-    assert len({id(cache) for _, cache in made[2:]}) == 1
+    assert [rows for rows, _ in used_caches] == [4, 2, 2, 2, 2]
+    assert len({id(cache) for _, cache in used_caches[2:]}) == 1
 
 
 def test_which_cache_is_taken(files, tmp_path):
     base = ModelSource(str(files.model))
-    for cache, device, weights, taken in (
+    for cache, device, weights, expected in (
         ("auto", "cuda", None, "static"),
         ("auto", "cpu", None, "dynamic"),
         ("static", "cpu", None, "static"),
         ("auto", "cuda", "4bit", "dynamic"),  # is not recorded
     ):
-        assert static_cache.chosen(cache, device, base, weights) == taken
+        assert static_cache.choose_cache(cache, device, base, weights) == expected
     shutil.copytree(files.model, tmp_path / "exported")
     config = tmp_path / "exported" / "config.json"
     method = {"quantization_config": {"quant_method": "compressed-tensors"}}
     config.write_text(json.dumps(json.loads(config.read_text()) | method))
-    assert static_cache.chosen("auto", "cuda", ModelSource(str(config.parent))) == "dynamic"
+    assert static_cache.choose_cache("auto", "cuda", ModelSource(str(config.parent))) == "dynamic"
 
 
-def test_each_batch_and_each_seed_draws_its_own_tokens(files):
+def test_each_batch_and_each_seed_samples_its_own_tokens(files):
     def drawn(**generation) -> list[str]:
-        asked = Generation(top_k=50, max_new_tokens=NEW, **generation)
+        generation_options = Generation(top_k=50, max_new_tokens=NEW, **generation)
         rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in (1, 2)]
-        given = request(files, generation=asked, batch_size=1)
-        return [answer.text for _, answer in module.answers(given, ModelSource(given.model), rows)]
+        options = request(files, generation=generation_options, batch_size=1)
+        return [
+            answer.text for _, answer in module.generate_answers(options, ModelSource(options.model), rows)
+        ]
 
     [first, second] = drawn()
     assert [first, second] == drawn() and len({first, second, *drawn(seed=3)}) == 4
 
 
-def test_the_next_batch_is_placed_while_one_answers(files, monkeypatch):
-    placed, place, answer = [threading.Event() for _ in range(3)], Answerer.place, Answerer.generate
+def test_the_next_batch_is_copied_while_one_is_answered(files, monkeypatch):
+    placed, place, answer = (
+        [threading.Event() for _ in range(3)],
+        Answerer.to_device,
+        Answerer.generate,
+    )
     numbers = iter(range(3))
 
     def tell(self, batch):
         number = next(numbers)
-        found = place(self, batch)
+        on_device = place(self, batch)
         placed[number].set()
-        return found
+        return on_device
 
-    def wait(self, *given, **options):
-        assert placed[min(given[2] + 1, 2)].wait(timeout=60)
-        return answer(self, *given, **options)
+    def wait(self, *arguments, **options):
+        assert placed[min(arguments[2] + 1, 2)].wait(timeout=60)
+        return answer(self, *arguments, **options)
 
-    monkeypatch.setattr(Answerer, "place", tell)
+    monkeypatch.setattr(Answerer, "to_device", tell)
     monkeypatch.setattr(Answerer, "generate", wait)
     rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in range(3)]
-    asked = request(files, batch_size=1)
-    assert len([*module.answers(asked, ModelSource(asked.model), rows)]) == 3
+    answer_options = request(files, batch_size=1)
+    assert len([*module.generate_answers(answer_options, ModelSource(answer_options.model), rows)]) == 3
 
 
 @pytest.mark.parametrize("has_image", [False, True])
-def test_of_what_is_copied_to_a_gpu_images_have_the_models_type(answerer, monkeypatch, has_image):
+def test_images_are_copied_to_the_gpu_in_the_models_dtype(answerer, monkeypatch, has_image):
     copied = []
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     copies = SimpleNamespace(synchronize=lambda: copied.append(True))
-    monkeypatch.setattr(answerer, "copies", copies)
+    monkeypatch.setattr(answerer, "copy_stream", copies)
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float16)
     monkeypatch.setattr(answerer, "model", model)
     message = {"role": "user", "content": "Which?", "image": Image.new("RGB", (30, 30))}
@@ -165,11 +171,11 @@ def test_of_what_is_copied_to_a_gpu_images_have_the_models_type(answerer, monkey
     assert not has_image or batch["pixel_values"].dtype == torch.float16
 
 
-def test_what_ends_an_answer_is_what_the_folder_says_or_else_the_config(answerer, monkeypatch):
+def test_end_ids_are_the_generation_configs_or_else_the_configs(answerer, monkeypatch):
     loaded = model, _ = answerer.model, answerer.processor
     assert Answerer(loaded, Generation(num_beams=2), "static").caches is None
-    for said, ends in ((None, model.config.eos_token_id), ([7, 8], [7, 8]), (7, [7])):
-        monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=said))
+    for eos, ends in ((None, model.config.eos_token_id), ([7, 8], [7, 8]), (7, [7])):
+        monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=eos))
         ending = Answerer(loaded, Generation())
         assert ending.end_ids == ends
 
@@ -188,32 +194,32 @@ def test_an_image_that_has_gone_since_ends_with_its_row_after_the_answers_before
 ):
     shutil.copytree(files.data.parent, tmp_path / "files")
     data = tmp_path / "files" / files.data.name
-    asked = request(files, data=data, processes=processes, batch_size=1)
+    answer_options = request(files, data=data, processes=processes, batch_size=1)
     rows = read_questions(DataSource(str(data)))
     Path(rows[3].prompt[0]["image"]).unlink()
     groups = []
 
     class Started(subprocess.Popen):
-        def __init__(self, *given, **options):
-            super().__init__(*given, **options)
+        def __init__(self, *answers, **options):
+            super().__init__(*answers, **options)
             groups.append((os.getsid(self.pid), self.pid))
 
     monkeypatch.setattr(module, "Popen", Started)
-    given = module.answers(asked, find_source(asked.model), rows)
-    assert [next(given)[0].row for _ in range(3)] == [1, 2, 3]
+    answers = module.generate_answers(answer_options, find_source(answer_options.model), rows)
+    assert [next(answers)[0].row for _ in range(3)] == [1, 2, 3]
     assert len(groups) == {1: 0, 2: 2}[processes]
     assert all(group == number for group, number in groups)  # Ctrl-C is this process's to answer
     with pytest.raises(RuntimeError, match=r"rows \[4\]: "):
-        next(given)
+        next(answers)
 
 
 def test_each_process_sees_one_gpu(monkeypatch):
-    for given, seen in (("3,5", ["3", "5"]), (None, ["0", "1"])):
+    for visible, seen in (("3,5", ["3", "5"]), (None, ["0", "1"])):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if given:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        environments = module.environments(2, on_cpu=False)
-        assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == seen
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        environments = module.worker_environments(2, on_cpu=False)
+        assert [variables["CUDA_VISIBLE_DEVICES"] for variables in environments] == seen
 
 
 def test_code_in_the_folder_is_not_run_and_adapters_of_a_changed_model_are_refused(
@@ -238,32 +244,36 @@ def test_code_in_the_folder_is_not_run_and_adapters_of_a_changed_model_are_refus
 
 
 def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypatch):
-    kept = ("adapter_config.json", "adapter_model.safetensors")
-    held = {name: (files.adapters / name).read_bytes() for name in kept}
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    contents = {name: (files.adapters / name).read_bytes() for name in names}
     with LocalHub() as hub:
         hub.redirect_client(monkeypatch)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        repository = hub.add_repository("our-org/adapters", held | {"modeling_chatglm.py": b"code"})
+        repository = hub.add_repository(
+            "our-org/adapters", contents | {"modeling_chatglm.py": b"code"}
+        )
         repository.refs["v1"] = first = repository.head
-        moved = held["adapter_config.json"].replace(str(files.model).encode(), b"/was/there")
+        moved = contents["adapter_config.json"].replace(str(files.model).encode(), b"/was/there")
         repository.add_commit({"adapter_config.json": moved})
         base = find_source("our-org/adapters", "v1")
         assert (base.model, base.revision) == (str(files.model), None)
         assert base.adapters is not None and base.adapters.name == first
         # What is a program there is not even fetched.
-        assert {path.name for path in base.adapters.iterdir()} == {*kept}
+        assert {path.name for path in base.adapters.iterdir()} == {*names}
         with pytest.raises(ValueError, match="our-org/adapters holds .* /was/there: .*in a copy"):
             find_source("our-org/adapters")
 
 
-@pytest.mark.parametrize("drawn", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "drawn"])
-def test_it_is_continued_where_it_was_stopped(files, out, capsys, words, drawn):
-    asked = request(files, generation=Generation(max_new_tokens=NEW, **drawn))
-    answer_file(asked, out)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.5, "seed": 3}], ids=["greedy", "sampled"]
+)
+def test_it_is_continued_where_it_was_stopped(files, out, capsys, words, sampling):
+    options = request(files, generation=Generation(max_new_tokens=NEW, **sampling))
+    answer_file(options, out)
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:3]) + lines[3][:10])
     capsys.readouterr()
-    answer_file(asked, out)
+    answer_file(options, out)
     assert out.read_text() == "".join(lines)
     words("\n".join(capsys.readouterr().out.splitlines()[:2]))
 
@@ -271,16 +281,18 @@ def test_it_is_continued_where_it_was_stopped(files, out, capsys, words, drawn):
 def test_answers_of_something_else_are_not_continued(files, referenced, begun, out, never_loads):
     before = out.read_bytes()
     for changes, named in (
-        ({"generation": Generation(max_new_tokens=6, seed=1)}, "options.seed: 0 there, 1 now"),
-        ({"model": str(files.adapters)}, "model.adapters: adapter_config.json: nothing there, "),
+        ({"generation": Generation(max_new_tokens=6, seed=1)}, "options.seed: 0 before, 1 now"),
+        ({"model": str(files.adapters)}, "model.adapters: adapter_config.json: nothing before, "),
         ({"data": referenced}, "data: "),
     ):
-        with pytest.raises(ValueError, match=f"(?s)belong to something else.*{named}"):
+        with pytest.raises(
+            ValueError, match=f"(?s)of another model, other data or options.*{named}"
+        ):
             answer_file(request(files, **changes), out)
-    there = json.loads(out.with_name(SETTINGS).read_text())
-    there["options"]["of_old"] = 1
-    out.with_name(SETTINGS).write_text(json.dumps(there))
-    with pytest.raises(ValueError, match="options.of_old: 1 there, nothing now"):
+    recorded = json.loads(out.with_name(SETTINGS).read_text())
+    recorded["options"]["of_old"] = 1
+    out.with_name(SETTINGS).write_text(json.dumps(recorded))
+    with pytest.raises(ValueError, match="options.of_old: 1 before, nothing now"):
         answer_file(request(files), out)
     assert out.read_bytes() == before
 
@@ -288,21 +300,23 @@ def test_answers_of_something_else_are_not_continued(files, referenced, begun, o
 def test_images_count_by_what_is_in_them(tmp_path, words):
     def digest(name: str, color: str = "blue") -> str:
         Image.new("RGB", (8, 8), color).save(tmp_path / name)
-        asked = {"role": "user", "image": str(tmp_path / name), "content": "a"}
-        rows = [Question(1, [asked], "b")]
+        message = {"role": "user", "image": str(tmp_path / name), "content": "a"}
+        rows = [Question(1, [message], "b")]
         return questions.digest_questions(rows, questions.digest_image_files(rows))
 
-    # Not by their paths; in bitmaps of one side, not by their sizes.
+    # By content: neither by path nor by size, which is equal for these bitmaps.
     assert digest("a.bmp", "red") != digest("a.bmp") == digest("b.bmp")
     with words.refused(ValueError, "row 2"):
-        questions.digest_image_files([Question(2, [{"role": "user", "image": "/", "content": "a"}])])
+        questions.digest_image_files(
+            [Question(2, [{"role": "user", "image": "/", "content": "a"}])]
+        )
 
 
 def test_damaged_answers_are_not_continued(files, begun, out, never_loads):
     for changed, named in (
-        (["no JSON\n", *begun], ":1 is no answer"),
-        ([begun[0].replace('"row": 1', '"row": 9')], ":1 is no answer"),
-        ([*begun, begun[0]], ":7 is no answer to a row of the data that has none before it"),
+        (["no JSON\n", *begun], ":1 is not an answer"),
+        ([begun[0].replace('"row": 1', '"row": 9')], ":1 is not an answer"),
+        ([*begun, begun[0]], ":7 is not an answer to a row of the data, or a second answer"),
     ):
         out.write_text("".join(changed))
         with pytest.raises(ValueError, match=named):
@@ -318,10 +332,10 @@ def test_other_files_are_replaced_only_when_told_so(files, answered, out, words)
     assert out.read_text() == answered.read_text()
     for path in (files.data, Path(read_questions(files.data)[0].prompt[0]["image"])):
         before = path.read_bytes()
-        with words.refused(ValueError, "is what is read", files=files.model.parent):
+        with words.refused(ValueError, "is part of the data", files=files.model.parent):
             answer_file(request(files), path, overwrite=True)
         for spelled in (os.path.relpath(path), f"{path.parent}/../{path.parent.name}/{path.name}"):
-            with pytest.raises(ValueError, match="is what is read"):
+            with pytest.raises(ValueError, match="is part of the data"):
                 answer_file(request(files), Path(spelled), overwrite=True)
         assert path.read_bytes() == before
     with words.refused(ValueError, "is a folder"):
@@ -339,7 +353,7 @@ def test_what_is_to_be_replaced_stays_until_there_is_an_answer(
 
     with words.refused(ValueError, "1,010", "1,024 positions"):
         answer_file(request(files, generation=Generation(max_new_tokens=1010)), out, True)
-    monkeypatch.setattr(module, "answers", stopped)
+    monkeypatch.setattr(module, "generate_answers", stopped)
     with pytest.raises(KeyboardInterrupt):
         answer_file(request(files), out, overwrite=True)
     assert len(before) == 2
@@ -353,11 +367,11 @@ def test_answers_lie_in_no_folder_that_is_read(files, referenced, tmp_path, neve
     (tmp_path / "link").symlink_to("rows")
     model = Path(shutil.copytree(files.model, tmp_path / "model"))
     shutil.copytree(referenced.parent / "images", tmp_path / "images")
-    asked = [model, "--device", "cpu", "--data", rows, "--image-folder", tmp_path / "images"]
+    arguments = [model, "--device", "cpu", "--data", rows, "--image-folder", tmp_path / "images"]
 
-    def refused(command: str, out: Path, told: str) -> None:
-        assert main([command, *map(str, asked), "--out", str(out)]) == 1
-        assert told in capsys.readouterr().err
+    def refused(command: str, out: Path, message: str) -> None:
+        assert main([command, *map(str, arguments), "--out", str(out)]) == 1
+        assert message in capsys.readouterr().err
 
     for inside in ("rows", "link/inner", "model", "rows/../images"):
         for command, out in (("answer", "new.jsonl"), ("evaluate", "new")):
@@ -387,7 +401,7 @@ def test_two_processes_do_not_write_to_one_file(files, out, monkeypatch, words):
             answer_file(request(files), out)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "answers", answers)
+    monkeypatch.setattr(module, "generate_answers", answers)
     with pytest.raises(KeyboardInterrupt):
         answer_file(request(files), out)
     assert out.read_bytes() == b"" and list(out.parent.iterdir()) == [out]
@@ -395,15 +409,18 @@ def test_two_processes_do_not_write_to_one_file(files, out, monkeypatch, words):
 
 def test_a_run_that_stops_says_how_to_go_on(files, answered, out, monkeypatch, capsys):
     def one_batch(*arguments):
-        yield from list(given(*arguments))[:3]
+        yield from list(generate_answers(*arguments))[:3]
         raise KeyboardInterrupt
 
-    given, options = module.answers, [str(files.model), "--device", "cpu", "--max-new-tokens", "6"]
+    generate_answers, options = (
+        module.generate_answers,
+        [str(files.model), "--device", "cpu", "--max-new-tokens", "6"],
+    )
     answering = ["answer", *options, "--data", str(files.data), "--out", str(out)]
-    monkeypatch.setattr(module, "answers", one_batch)
+    monkeypatch.setattr(module, "generate_answers", one_batch)
     assert main(answering) == 130
-    assert f"3 of 6 answers are in {out}, and the same command" in capsys.readouterr().err
-    monkeypatch.setattr(module, "answers", given)
+    assert f"3 of 6 answers are in {out}; the same command" in capsys.readouterr().err
+    monkeypatch.setattr(module, "generate_answers", generate_answers)
     assert main(answering) == 0 and out.read_text() == answered.read_text()
 
 
@@ -413,9 +430,9 @@ def test_a_run_that_stops_says_how_to_go_on(files, answered, out, monkeypatch, c
 )
 def test_a_mistake_is_told_and_nothing_is_written(files, out, refused, monkeypatch, arguments):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    asked = ["answer", files.model, "--data", files.data, "--device", "cpu", "--out", out]
+    command = ["answer", files.model, "--data", files.data, "--device", "cpu", "--out", out]
     named = "has no revisions" if "revision" in arguments else arguments.replace(" 2.0", " is 2.0")
-    refused([*asked, *arguments.split()], named)
+    refused([*command, *arguments.split()], named)
     assert not out.exists()
 
 
@@ -425,8 +442,8 @@ def test_a_mistake_is_told_and_nothing_is_written(files, out, refused, monkeypat
 def test_a_row_that_cannot_be_asked_is_named(files, out, capsys, key, named):
     data, image = out.with_name("rows.jsonl"), out.with_name("broken.png")
     image.write_bytes(b"\x89PNG")
-    asked = {"role": "user", "content": "a", key: str(image)}
-    data.write_text(json.dumps({"messages": [asked], "source": "here"}) + "\n")
+    message = {"role": "user", "content": "a", key: str(image)}
+    data.write_text(json.dumps({"messages": [message], "source": "here"}) + "\n")
     command = ["answer", str(files.model), "--data", str(data), "--ignore", "source"]
     assert main([*command, "--device", "cpu", "--out", str(out)]) == 1
     assert named in capsys.readouterr().err
@@ -434,13 +451,15 @@ def test_a_row_that_cannot_be_asked_is_named(files, out, capsys, key, named):
 
 
 def test_a_row_that_leaves_no_room_is_named(files, answerer, words):
-    """To the position: the longest row and its answer just fit, and one more token does not."""
+    """The longest row and its answer just fit; with one more token they do not."""
     questions = read_questions(files.data)
-    taken = max(answerer.encode([each.prompt for each in questions[2:3]])["input_ids"].shape)
+    length = max(
+        answerer.encode([question.prompt for question in questions[2:3]])["input_ids"].shape
+    )
     base = ModelSource(str(files.model))
-    require_room(base, questions[2:3], new=1024 - taken)
+    require_context_length(base, questions[2:3], max_new_tokens=1024 - length)
     with words.refused(ValueError, "line 3"):
-        require_room(base, questions[2:3], new=1025 - taken)
+        require_context_length(base, questions[2:3], max_new_tokens=1025 - length)
 
 
 def test_all_rows_whose_images_are_missing_are_told_at_once(files, tmp_path, capsys):
@@ -450,5 +469,7 @@ def test_all_rows_whose_images_are_missing_are_told_at_once(files, tmp_path, cap
     options = ["--columns", "{image: image, question: question, answer: answer}"]
     options += ["--device", "cpu", "--out", str(tmp_path / "out.jsonl")]
     assert main(["answer", str(files.model), "--data", str(rows), *options]) == 1
-    told = capsys.readouterr().err
-    assert "3 of 3 rows" in told and "a.png does not exist" in told and "b.png does" in told
+    message = capsys.readouterr().err
+    assert (
+        "3 of 3 rows" in message and "a.png does not exist" in message and "b.png does" in message
+    )

@@ -14,8 +14,8 @@ from PIL import Image
 
 from glm4v_patched.inference.serving import page
 from glm4v_patched.inference.serving.answer_queue import AnswerEnd
-from glm4v_patched.inference.serving.connections import Connection, note_requests
-from glm4v_patched.inference.serving.serve import hosts_of
+from glm4v_patched.inference.serving.connections import Connection, track_requests
+from glm4v_patched.inference.serving.serve import allowed_hosts
 from tests.helpers.serving import EchoQueue, echo_app
 
 sync_api = pytest.importorskip(
@@ -60,15 +60,15 @@ NAVIGATES = '\n<meta http-equiv=refresh content="0; url={0}/refresh">'
 @contextmanager
 def canary() -> Iterator[tuple[str, list[str]]]:
     """A server of another origin, and what was asked of it; a connection alone counts, too."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def setup(self):
-            asked.append("a connection")
+            requests.append("a connection")
             super().setup()
 
         def do_GET(self):
-            asked.append(self.path)
+            requests.append(self.path)
             self.send_response(200)
             self.send_header("content-type", "text/html")
             self.end_headers()
@@ -80,7 +80,7 @@ def canary() -> Iterator[tuple[str, list[str]]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
         server.shutdown()
 
 
@@ -91,27 +91,27 @@ class Answers(EchoQueue):
         super().__init__(names)
         self.text, self.may_go_on, self.stopped = "", threading.Event(), threading.Event()
 
-    def submit(self, ask) -> None:
-        self.asked.append(ask.wanted)
+    def submit(self, queued) -> None:
+        self.requests.append(queued.request)
         threading.Thread(target=self._answer, args=[ask], daemon=True).start()
 
-    def _answer(self, ask) -> None:
-        ask.tell(self.text[:5])
+    def _answer(self, queued) -> None:
+        queued.on_event(self.text[:5])
         while not self.may_go_on.wait(0.05):
-            if ask.cancelled.is_set():
+            if queued.cancelled.is_set():
                 return self.stopped.set()
-        ask.tell(self.text[5:])
-        ask.tell(AnswerEnd("stop", 1, 1))
+        queued.on_event(self.text[5:])
+        queued.on_event(AnswerEnd("stop", 1, 1))
 
 
 @pytest.fixture(scope="module")
 def served():
     """The address of a page, and what stands for its two models."""
     queue = Answers(("one", "models/two"))
-    app = echo_app(queue, with_page=True, api_key=KEY, hosts=hosts_of("127.0.0.1", None))
+    app = echo_app(queue, with_page=True, api_key=KEY, hosts=allowed_hosts("127.0.0.1", None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         http = partial(Connection, set(), 256)
-        config = uvicorn.Config(note_requests(app), http=http, ws="none", log_level="critical")
+        config = uvicorn.Config(track_requests(app), http=http, ws="none", log_level="critical")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=[[listener]], daemon=True)
         thread.start()
@@ -123,7 +123,7 @@ def served():
 @pytest.fixture
 def queue(served) -> Answers:
     _, queue = served
-    queue.asked.clear()
+    queue.requests.clear()
     queue.text = "It is <b>a</b> cat &amp; 1 < 2\n\nIndeed."
     queue.may_go_on.set()
     queue.stopped.clear()
@@ -144,8 +144,8 @@ def tab(browser):
     context.set_default_timeout(30_000)
     tab = context.new_page()
     tab.problems = []
-    tab.on("console", lambda each: each.type == "error" and tab.problems.append(each.text))
-    tab.on("pageerror", lambda each: tab.problems.append(str(each)))
+    tab.on("console", lambda event: event.type == "error" and tab.problems.append(event.text))
+    tab.on("pageerror", lambda event: tab.problems.append(str(event)))
     yield tab
     context.close()
 
@@ -183,20 +183,20 @@ def test_both_models_are_asked_with_images_turn_after_turn(chat, queue, tmp_path
     image = chat.locator(".user img").first
     assert image.evaluate("async each => { await each.decode(); return each.naturalWidth }") == 300
     assert chat.locator(".user img").nth(1).get_attribute("alt") == "b.tiff"
-    assert [wanted.model for wanted in queue.asked] == ["one", "models/two"]
-    for wanted in queue.asked:
-        system, asked = wanted.prompt
+    assert [wanted.model for wanted in queue.requests] == ["one", "models/two"]
+    for wanted in queue.requests:
+        system, question = wanted.prompt
         assert system == {"role": "system", "content": "Be brief."}
-        *shown, said = asked["content"]
-        assert [part["image"] for part in shown] == [path.read_bytes() for path in files]
-        assert said == {"type": "text", "text": "What is <i>it</i>?"}
+        *images, text_part = question["content"]
+        assert [part["image"] for part in images] == [path.read_bytes() for path in files]
+        assert text_part == {"type": "text", "text": "What is <i>it</i>?"}
     ask(chat, "And now?")
-    roles = [message["role"] for message in queue.asked[-1].prompt]
+    roles = [message["role"] for message in queue.requests[-1].prompt]
     assert roles == ["system", "user", "assistant", "user"]
-    assert queue.asked[-1].prompt[2]["content"] == queue.text
+    assert queue.requests[-1].prompt[2]["content"] == queue.text
     chat.get_by_text("New conversation").click()
     ask(chat, "Hello")
-    assert len(queue.asked[-1].prompt) == 2 and len(answers(chat)) == 2
+    assert len(queue.requests[-1].prompt) == 2 and len(answers(chat)) == 2
     assert not chat.problems
 
 
@@ -209,11 +209,11 @@ def test_an_answer_grows_and_is_stopped(chat, queue):
     chat.click("#stop")
     assert queue.stopped.wait(30)
     chat.get_by_text("(stopped)").wait_for()
-    assert [wanted.model for wanted in queue.asked] == ["one"]
+    assert [wanted.model for wanted in queue.requests] == ["one"]
     queue.may_go_on.set()
     ask(chat, "And now?")
     # The first model had begun to answer, the second one had not.
-    turns = [[message["content"] for message in wanted.prompt[1:]] for wanted in queue.asked[1:]]
+    turns = [[message["content"] for message in wanted.prompt[1:]] for wanted in queue.requests[1:]]
     assert turns == [["What is it?", "It is", "And now?"], ["And now?"]]
     # What still comes of an answer belongs to no new conversation.
     queue.may_go_on.clear()
@@ -224,7 +224,7 @@ def test_an_answer_grows_and_is_stopped(chat, queue):
     chat.locator("#stop:disabled").wait_for()
     queue.may_go_on.set()
     ask(chat, "Hello")
-    assert len(queue.asked[-2].prompt) == 2 and len(answers(chat)) == 2
+    assert len(queue.requests[-2].prompt) == 2 and len(answers(chat)) == 2
 
 
 def test_an_error_is_text_and_the_question_stays(chat, queue, tmp_path):
@@ -232,17 +232,19 @@ def test_an_error_is_text_and_the_question_stays(chat, queue, tmp_path):
     chat.set_input_files("#files", str(tmp_path / "<img src=x>.png"))
     chat.locator("#images img").wait_for()
     ask(chat, "What is it?")
-    assert "no image" in chat.inner_text("#error") and not queue.asked
+    assert "no image" in chat.inner_text("#error") and not queue.requests
     assert chat.input_value("textarea") == "What is it?"
     chat.locator("#images img").click()
     ask(chat, "What is it?")
-    assert not chat.is_visible("#error") and len(queue.asked) == 2
+    assert not chat.is_visible("#error") and len(queue.requests) == 2
     queue.text = ""
     ask(chat, "Empty?")
-    assert "(the answer is empty, and the question is not kept)" in chat.inner_text("#models")
+    assert "(empty answer; this question is not part of the conversation)" in chat.inner_text(
+        "#models"
+    )
     queue.text = "a"
     ask(chat, "And now?")
-    assert "Empty?" not in str(queue.asked[-1].prompt)
+    assert "Empty?" not in str(queue.requests[-1].prompt)
 
 
 def test_a_wrong_key_is_refused(served, queue, tab):
@@ -253,17 +255,17 @@ def test_a_wrong_key_is_refused(served, queue, tab):
         tab.get_by_text("the API key is missing or wrong").wait_for()
         assert "Open the address that the command has printed" in tab.inner_text("#error")
         ask(tab, "What is it?")
-        assert tab.locator("h2").count() == 0 and not queue.asked
+        assert tab.locator("h2").count() == 0 and not queue.requests
 
 
 def test_an_answer_loads_nothing(chat, queue):
-    with canary() as (leak, asked):
+    with canary() as (leak, requests):
         queue.text = (NAVIGATES + LOADS).format(leak).strip()
         # Of a question, <picture> would be the place of an image.
         ask(chat, queue.text.replace("\n", " ").replace("picture>", "b>"))
         chat.wait_for_timeout(1500)
         assert answers(chat) == [queue.text] * 2
-        assert not asked and not chat.problems
+        assert not requests and not chat.problems
         assert chat.locator(f'[href*="{leak}"], [src*="{leak}"]').count() == 0
 
 
@@ -277,22 +279,22 @@ def put(tab, leak: str) -> None:
 
 def test_the_policy_holds_where_an_answer_is_html(chat):
     """Each of two walls alone: the policy, and that texts are no HTML."""
-    with canary() as (leak, asked):
+    with canary() as (leak, requests):
         put(chat, leak)
         chat.evaluate("document.querySelector('form[action]').submit()")
         chat.wait_for_timeout(500)
-        assert {*asked} <= {"a connection"}  # of <link rel=preconnect>
-        assert any("Content Security Policy" in each for each in chat.problems)
+        assert {*requests} <= {"a connection"}  # of <link rel=preconnect>
+        assert any("Content Security Policy" in problem for problem in chat.problems)
 
 
 def test_without_the_policy_it_does_load(served, queue, tab, monkeypatch):
     """The canary sees what the other tests say does not happen."""
     monkeypatch.setattr(page, "HEADERS", {})
-    with canary() as (leak, asked):
+    with canary() as (leak, requests):
         tab.goto(served[0])
         put(tab, leak)
-        assert {"/img", "/srcset", "/sheet", "/stylesheet", "/import", "/video"} <= {*asked}
-        assert {"/poster", "/frame", "/object", "/prefetch", "/js"} <= {*asked}
+        assert {"/img", "/srcset", "/sheet", "/stylesheet", "/import", "/video"} <= {*requests}
+        assert {"/poster", "/frame", "/object", "/prefetch", "/js"} <= {*requests}
 
 
 def test_no_other_page_shows_or_reads_it(served, queue, tab):
@@ -314,4 +316,4 @@ def test_no_other_page_shows_or_reads_it(served, queue, tab):
             for path in ("", "v1/models", "v1/chat/completions"):
                 read = f"fetch('{url}{path}', {options}).then(each => each.text()).catch(() => '')"
                 assert tab.evaluate(read) == ""
-        assert not queue.asked
+        assert not queue.requests

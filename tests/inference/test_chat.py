@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from glm4v_patched.cli import main
-from glm4v_patched.inference.answer_worker import Answer, Answerer, positions_of
+from glm4v_patched.inference.answer_worker import Answer, Answerer, count_positions
 from glm4v_patched.inference.chat import Chat
 from tests.helpers.processes import serving
 from tests.helpers.serving import CHAT, QUESTION, about, data_url
@@ -28,13 +28,13 @@ def cat(tmp_path) -> str:
 
 
 @pytest.fixture
-def asked(answerer, monkeypatch) -> list:
-    """What the model is asked; its answers are numbers."""
+def seen_prompts(answerer, monkeypatch) -> list:
+    """The prompts that the model gets; its answers are numbers."""
     prompts: list = []
 
-    def answer(given, number, streamer):
-        assert number == len(prompts)  # each turn draws its own tokens
-        prompts.append(given[0])
+    def answer(batch, number, streamer):
+        assert number == len(prompts)  # each turn samples with its own seed
+        prompts.append(batch[0])
         streamer.on_finalized_text(f" {len(prompts)}\x1b[31m", stream_end=True)
         return [Answer(str(len(prompts)), "stop")]
 
@@ -54,18 +54,18 @@ def images(prompt: list[dict]) -> list[int]:
     return [sum(p["type"] == "image" for p in c) if isinstance(c, list) else 0 for c in contents]
 
 
-def test_turns_are_kept_until_reset_and_images_belong_to_one(answerer, asked, cat):
+def test_turns_are_kept_until_reset_and_images_belong_to_one(answerer, seen_prompts, cat):
     typed = f"What is it?\n\nAnd this?\n/image {cat}\n/image '{cat}'\nAnd these?\n/image {cat}\n"
     typed += "/reset\nHello\n/exit\nnever asked\n"
-    told = talk(answerer, typed, images=[cat], system="Be brief.")
+    output = talk(answerer, typed, images=[cat], system="Be brief.")
     # What a terminal would obey is shown.
-    assert told == "".join(f"{number}\\x1b[31m\n" for number in (1, 2, 3, 4))
-    roles = [message["role"] for message in asked[2]]
+    assert output == "".join(f"{number}\\x1b[31m\n" for number in (1, 2, 3, 4))
+    roles = [message["role"] for message in seen_prompts[2]]
     assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
-    assert [m["content"] for m in asked[2] if m["role"] == "assistant"] == ["1", "2"]
-    assert images(asked[2]) == [0, 1, 0, 0, 0, 2]
+    assert [m["content"] for m in seen_prompts[2] if m["role"] == "assistant"] == ["1", "2"]
+    assert images(seen_prompts[2]) == [0, 1, 0, 0, 0, 2]
     system = {"role": "system", "content": "Be brief."}
-    assert asked[3] == [system, {"role": "user", "content": "Hello"}]
+    assert seen_prompts[3] == [system, {"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -73,35 +73,35 @@ def test_an_answer_is_streamed_word_for_word_and_all_images_are_seen(
     answerer, cat, tmp_path, monkeypatch, cache
 ):
     Image.new("RGB", (56, 56), "blue").save(tmp_path / "blue.png")
-    said: list[str] = []
+    written: list[str] = []
     loaded = answerer.model, answerer.processor
     streaming = Answerer(loaded, answerer.generation, cache)
     conversation = Chat(streaming, 1024, images=[cat, str(tmp_path / "blue.png")])
-    monkeypatch.setattr(conversation, "_say", said.append)
+    monkeypatch.setattr(conversation, "_write", written.append)
     conversation.ask("Which colors?")
     prompt = conversation.messages[:-1]
     [answer] = answerer.answer([prompt])
     assert conversation.messages[-1] == {"role": "assistant", "content": answer.text}
     # The tokenizer leaves white space before the answer away, and so does the stream.
-    *told, cut = said
-    assert "".join(told).strip() == answer.text and len(told) > 1
+    *texts, cut = written
+    assert "".join(texts).strip() == answer.text and len(texts) > 1
     assert cut == " (cut at --max-new-tokens 6)\n"
     assert len(answerer.encode([prompt])["pixel_values"]) == 2
 
 
 def test_a_question_is_asked_if_its_answer_just_fits_and_refused_with_a_position_less(
-    answerer, asked
+    answerer, seen_prompts
 ):
-    [taken] = positions_of(answerer.processor, [[{"role": "user", "content": "Hello"}]])
-    limit = taken + answerer.generation.max_new_tokens
+    [length] = count_positions(answerer.processor, [[{"role": "user", "content": "Hello"}]])
+    limit = length + answerer.generation.max_new_tokens
     with pytest.raises(ValueError, match=f"of the model's {limit - 1:,} positions"):
         Chat(answerer, limit - 1, output=io.StringIO()).ask("Hello")
-    assert asked == []
+    assert seen_prompts == []
     Chat(answerer, limit, output=io.StringIO()).ask("Hello")
-    assert len(asked) == 1
+    assert len(seen_prompts) == 1
 
 
-def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):
+def test_piped_mistakes_end_it_with_their_line(answerer, seen_prompts, words):
     for lines, named in (
         ("a\n/image none.png\nb\n", "line 2 of the input: the image none.png"),
         ("/image\n", "line 1 of the input: /image"),
@@ -110,10 +110,10 @@ def test_piped_mistakes_end_it_with_their_line(answerer, asked, words):
     ):
         with words.refused(ValueError, named):
             talk(answerer, lines)
-    assert len(asked) <= 1
+    assert len(seen_prompts) <= 1
 
 
-def test_at_a_terminal_mistakes_are_told_and_it_goes_on(answerer, asked, monkeypatch):
+def test_at_a_terminal_mistakes_are_told_and_it_goes_on(answerer, seen_prompts, monkeypatch):
     typed = ["/image none.png", "Hello"]
 
     def line(prompt):
@@ -146,7 +146,7 @@ def test_a_mistake_is_told(files, tmp_path, monkeypatch, refused):
         (["other"], "a second model (other)"),
         (["--port", "1"], "--port (1)"),
         (["--web", "--image", "a.png"], "--image a.png"),
-        ([str(files.model), "--web"], "is the first one"),
+        ([str(files.model), "--web"], "is the same as the first"),
     ):
         refused(["chat", files.model, *arguments, "--device", "cpu"], named)
 
@@ -182,15 +182,15 @@ def test_both_models_of_the_page_answer_who_has_its_key_alone(page, files, answe
 
     models = [model["id"] for model in ask("v1/models")["data"]]
     assert models == [str(files.model), str(files.adapters)]
-    asked = {"messages": about(data_url(Path(cat).read_bytes()))}
+    body_ = {"messages": about(data_url(Path(cat).read_bytes()))}
     prompt = {"role": "user", "image": cat, "content": QUESTION}
-    for name, each in zip(models, (answerer, adapted), strict=True):
-        [choice] = ask(CHAT[1:], asked | {"model": name})["choices"]
-        assert choice["message"]["content"] == each.answer([[prompt]])[0].text
-    for status, path, given, headers in (
+    for name, model_answerer in zip(models, (answerer, adapted), strict=True):
+        [choice] = ask(CHAT[1:], body_ | {"model": name})["choices"]
+        assert choice["message"]["content"] == model_answerer.answer([[prompt]])[0].text
+    for status, path, body_sent, headers in (
         (401, "v1/models", None, {"Authorization": "Bearer wrong"}),
-        (401, CHAT[1:], asked, {"Authorization": ""}),
-        (403, CHAT[1:], asked, {"Origin": "http://evil.example"}),
+        (401, CHAT[1:], body_, {"Authorization": ""}),
+        (403, CHAT[1:], body_, {"Origin": "http://evil.example"}),
         (403, "", None, {"Host": "evil.example"}),
         # No path of a file is read, whoever asks.
         (400, CHAT[1:], {"messages": about(cat)}, {}),
@@ -199,7 +199,7 @@ def test_both_models_of_the_page_answer_who_has_its_key_alone(page, files, answe
         (404, f"file={urllib.parse.quote(cat)}", None, {}),
     ):
         with pytest.raises(urllib.error.HTTPError) as error:
-            ask(path, given, **headers)
+            ask(path, body_sent, **headers)
         assert error.value.code == status
 
 

@@ -1,6 +1,6 @@
-"""The loop that waits for the device between no two tokens: it gives what transformers' loop gives.
+"""decode_without_sync: its tokens equal those of transformers' loop, and it never synchronizes.
 
-On a CPU it would look at each token at once; ``late`` makes it do as on a GPU.
+On a CPU the lag is 0; tests set it to what a GPU has.
 """
 
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ from tests.helpers.waits import Calls, Operators
 NEW = 12
 GREEDY = {"max_new_tokens": NEW, "pad_token_id": PAD, "do_sample": False}
 SAMPLED = GREEDY | {"do_sample": True, "top_k": 50}
-# A token in nine ends a row, so that rows end at unlike steps.
+# One token in nine is an end token, so that sequences end at different steps.
 ENDS = {"eos_token_id": [*range(0, 500, 9)]}
 NEVER = {"eos_token_id": None}
 STATIC = {"cache_implementation": "static"}
@@ -59,12 +59,12 @@ def model():
 
 
 @pytest.fixture
-def two_late(monkeypatch) -> None:
-    monkeypatch.setitem(loop.LATE, "cpu", 2)
+def lag_of_two(monkeypatch) -> None:
+    monkeypatch.setitem(loop.MAX_LAG, "cpu", 2)
 
 
 def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
-    """Unlike padding on the left, and one or two images a row."""
+    """Return a batch with different padding on the left, and one or two images per sequence."""
     rows = [
         [*image, *text(4, seed=3), *image, *text(2, seed=4)],
         [*text(6, seed=1), *image, *text(9, seed=2)],
@@ -75,7 +75,7 @@ def batch_of(image: list[int], num_rows: int = 2) -> dict[str, torch.Tensor]:
 
 
 class Put:
-    """A streamer that keeps what it is given."""
+    """A streamer that records its calls."""
 
     def __init__(self):
         self.given, self.ended = [], 0
@@ -90,13 +90,15 @@ class Put:
 def both_loops(
     model, batch: dict, theirs: dict | None = None, ours=None, **options
 ) -> torch.Tensor:
-    """The ids of our loop, which are those of transformers'."""
-    want, got = (
+    """Return the ids of our loop, after comparing them with transformers' loop."""
+    expected, ids = (
         model.generate(**batch, **options, **seeded)
-        for seeded in map(seed, (theirs or {}, {"custom_generate": decode_without_sync} | (ours or {})))
+        for seeded in map(
+            seed, (theirs or {}, {"custom_generate": decode_without_sync} | (ours or {}))
+        )
     )
-    assert got.dtype == want.dtype and got.is_contiguous() and torch.equal(got, want)
-    return got
+    assert ids.dtype == expected.dtype and ids.is_contiguous() and torch.equal(ids, expected)
+    return ids
 
 
 def seed(options: dict) -> dict:
@@ -104,20 +106,20 @@ def seed(options: dict) -> dict:
     return options
 
 
-@pytest.mark.parametrize("late", [0, 3], ids="{} late".format)
+@pytest.mark.parametrize("max_lag", [0, 3], ids="lag {}".format)
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_those_of_transformers_loop(model, mode, late, monkeypatch):
-    monkeypatch.setitem(loop.LATE, "cpu", late)
+def test_tokens_are_those_of_transformers_loop(model, mode, max_lag, monkeypatch):
+    monkeypatch.setitem(loop.MAX_LAG, "cpu", max_lag)
     theirs, ours = Put(), Put()
-    streams = ({"streamer": theirs}, {"tokens_to": ours}) if mode.startswith("greedy") else ()
-    batch = batch_of(expanded_image() if late else unexpanded_image(), 3)
-    got = both_loops(model, batch, *streams, **MODES[mode], **STATIC)
+    streams = ({"streamer": theirs}, {"token_streamer": ours}) if mode.startswith("greedy") else ()
+    batch = batch_of(expanded_image() if max_lag else unexpanded_image(), 3)
+    ids = both_loops(model, batch, *streams, **MODES[mode], **STATIC)
     if streams:
         assert ours.given == theirs.given and ours.ended == theirs.ended == 1
-        assert len(ours.given) == 1 + got.shape[1] - batch["input_ids"].shape[1]
+        assert len(ours.given) == 1 + ids.shape[1] - batch["input_ids"].shape[1]
 
 
-def test_a_cache_that_was_drawn_into_beyond_the_end_is_used_again(model, two_late):
+def test_a_cache_with_tokens_beyond_the_end_is_reused(model, lag_of_two):
     caches, batch = StaticCaches(model, 64), batch_of(unexpanded_image(), 3)
     wanted = [model.generate(**batch, **GREEDY, **ends) for ends in (ENDS, NEVER)]
     for _ in range(2):
@@ -126,8 +128,8 @@ def test_a_cache_that_was_drawn_into_beyond_the_end_is_used_again(model, two_lat
             assert torch.equal(model.generate(**batch, **GREEDY, **ends, **options), want)
 
 
-def test_a_callers_criterion_is_called_as_often_as_by_transformers_loop(model, two_late):
-    """It may count, and so no token is drawn before it is known that one is wanted."""
+def test_a_callers_criterion_is_called_as_often_as_by_transformers_loop(model, lag_of_two):
+    """It may count its calls, so no token is generated before it is known to be needed."""
     calls: list[list] = []
 
     class Third(StoppingCriteria):
@@ -137,30 +139,30 @@ def test_a_callers_criterion_is_called_as_often_as_by_transformers_loop(model, t
 
     for more in ({}, {"custom_generate": decode_without_sync}):
         calls.append([])
-        given = GREEDY | NEVER | STATIC | {"stopping_criteria": [Third()]} | more
-        model.generate(**batch_of(unexpanded_image()), **given)
+        arguments = GREEDY | NEVER | STATIC | {"stopping_criteria": [Third()]} | more
+        model.generate(**batch_of(unexpanded_image()), **arguments)
     assert calls[0] == calls[1] and len(calls[0]) == 3
 
 
-def test_a_transformers_that_differs_is_told(model):
-    """``generate`` gives the config what is missing here."""
+def test_an_incompatible_transformers_is_reported(model):
+    """``generate`` sets the attribute that is missing here."""
     ends = StoppingCriteriaList([EosTokenCriteria(7)])
-    given = model, torch.tensor([[5]]), LogitsProcessorList(), ends
+    arguments = model, torch.tensor([[5]]), LogitsProcessorList(), ends
     with pytest.raises(RuntimeError, match="no _pad_token_tensor in GenerationConfig.* install tr"):
-        decode_without_sync(*given, GenerationConfig(num_beams=1, max_length=9))
+        decode_without_sync(*arguments, GenerationConfig(num_beams=1, max_length=9))
 
 
 @pytest.mark.parametrize("mode", ["greedy, ends", "min_new_tokens", "max_time"])
-def test_nothing_waits_for_the_device_between_two_tokens(model, mode, two_late):
-    """From the first token to the end; with transformers' loop every step does."""
+def test_the_host_does_not_synchronize_between_two_tokens(model, mode, lag_of_two):
+    """From the second step to the last; transformers' loop synchronizes in every step."""
     between, forward = {}, model.forward
     for name, more in {"theirs": {}, "ours": {"custom_generate": decode_without_sync}}.items():
         marks = []
         with Calls() as calls, Operators() as operators, pytest.MonkeyPatch.context() as patch:
 
-            def step(*args, marks=marks, counts=(calls, operators), **given):
-                marks.append([len(each.waits) for each in counts])
-                return forward(*args, **given)
+            def step(*args, marks=marks, counts=(calls, operators), **kwargs):
+                marks.append([len(counter.waits) for counter in counts])
+                return forward(*args, **kwargs)
 
             patch.setattr(model, "forward", wraps(forward)(step))
             torch.manual_seed(0)
@@ -172,73 +174,73 @@ def test_nothing_waits_for_the_device_between_two_tokens(model, mode, two_late):
     assert min(between["theirs"]) > 0
 
 
-def test_a_cache_is_used_again_as_long_as_it_has_room():
+def test_a_cache_is_reused_as_long_as_it_is_large_enough():
     caches = StaticCaches(tiny_model(), 64)
-    first = caches.of(1, 64)
-    assert caches.of(1, 64) is first
-    larger = caches.of(1, 65)
-    assert first is not larger is caches.of(1, 128) is not caches.of(1, 129)
-    assert caches.of(2, 64) is not caches.of(1, 64)  # one is kept at a time
+    first = caches.empty_cache(1, 64)
+    assert caches.empty_cache(1, 64) is first
+    larger = caches.empty_cache(1, 65)
+    assert first is not larger is caches.empty_cache(1, 128) is not caches.empty_cache(1, 129)
+    assert caches.empty_cache(2, 64) is not caches.empty_cache(1, 64)  # one is kept at a time
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_on_a_gpu_the_same_tokens_without_a_wait(mode):
-    """By recorded steps. The second time torch raises where anything waits in one."""
+def test_on_a_gpu_the_same_tokens_without_synchronization(mode):
+    """With CUDA graphs. In the second run torch raises if a step synchronizes."""
     model = tiny_model(torch.bfloat16).to("cuda")
     batch = {name: x.cuda() for name, x in batch_of(unexpanded_image(), 3).items()}
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
 
     caches = StaticCaches(model, 64)
 
-    def drawn(**more) -> torch.Tensor:
+    def generate(**more) -> torch.Tensor:
         torch.manual_seed(0)
         return model.generate(**batch, **mode, **more)
 
-    call = loop._Suppressed.__call__
+    call = loop._CachedSuppressTokens.__call__
 
-    def call_and_forbid(self, *given):
+    def call_and_forbid(self, *arguments):
         torch.cuda.set_sync_debug_mode("error" if self.is_suppressed is not None else "default")
-        return call(self, *given)
+        return call(self, *arguments)
 
-    require_finite = loop.require_finite
+    require_all_finite = loop.require_all_finite
 
     def require_finite_and_wait(finite_B):  # once, after the last step
         torch.cuda.set_sync_debug_mode("default")
-        require_finite(finite_B)
+        require_all_finite(finite_B)
 
-    # Few ids end a row: torch.isin sorts many, and waits.
+    # Few end ids: torch.isin sorts many, which synchronizes.
     length = batch["input_ids"].shape[1]
-    rows = drawn(**NEVER)[:, length:].tolist()
+    rows = generate(**NEVER)[:, length:].tolist()
     for ends in ([row[7 - 2 * number] for number, row in enumerate(rows)], None):
-        kept = {CACHE_KEYWORD: StaticCache(config=model.config, max_cache_len=64)}
-        wanted = drawn(eos_token_id=ends, disable_compile=True, **kept)
-        assert torch.equal(drawn(eos_token_id=ends, **caches.generate_kwargs(3, 60)), wanted)
+        own_cache = {CACHE_KEYWORD: StaticCache(config=model.config, max_cache_len=64)}
+        expected = generate(eos_token_id=ends, disable_compile=True, **own_cache)
+        assert torch.equal(generate(eos_token_id=ends, **caches.generate_kwargs(3, 60)), expected)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop._Suppressed, "__call__", call_and_forbid)
-            patch.setattr(loop, "require_finite", require_finite_and_wait)
+            patch.setattr(loop._CachedSuppressTokens, "__call__", call_and_forbid)
+            patch.setattr(loop, "require_all_finite", require_finite_and_wait)
             try:
-                got = drawn(eos_token_id=ends, **caches.generate_kwargs(3, 60))
+                actual = generate(eos_token_id=ends, **caches.generate_kwargs(3, 60))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(got, wanted)
+        assert torch.equal(actual, expected)
 
 
-def test_a_given_step_draws_all_tokens_but_the_first(model, two_late):
+def test_a_decode_step_computes_all_tokens_but_the_first(model, lag_of_two):
     batch, calls = batch_of(expanded_image()), []
-    wanted = model.generate(**batch, **GREEDY, **NEVER)
+    expected = model.generate(**batch, **GREEDY, **NEVER)
 
-    def step(**given):
-        calls.append(given["input_ids"].shape)
-        return model(**given)
+    def step(**kwargs):
+        calls.append(kwargs["input_ids"].shape)
+        return model(**kwargs)
 
-    options = StaticCaches(model, 64).generate_kwargs(2, 60)  # on a CPU it records nothing
-    assert "step" not in options and options["custom_generate"] is decode_without_sync
-    got = model.generate(**batch, **GREEDY, **NEVER, **options, step=step)
-    assert torch.equal(got, wanted) and calls == [(2, 1)] * (NEW - 1)
+    options = StaticCaches(model, 64).generate_kwargs(2, 60)  # no CUDA graph on a CPU
+    assert "decode_step" not in options and options["custom_generate"] is decode_without_sync
+    actual = model.generate(**batch, **GREEDY, **NEVER, **options, decode_step=step)
+    assert torch.equal(actual, expected) and calls == [(2, 1)] * (NEW - 1)
 
 
-def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeypatch):
+def test_a_graph_runs_is_captured_and_replayed_until_its_arguments_change(monkeypatch):
     seen, replayed = [], []
 
     class Graph:
@@ -260,8 +262,8 @@ def test_a_step_runs_is_recorded_and_replayed_until_its_arguments_change(monkeyp
 
 
 @torch.no_grad()
-def test_a_recorded_tower_is_called_and_recorded_with_the_towers_own_arguments(monkeypatch):
-    """The GPU's graph is left out: a call that records also runs."""
+def test_a_graphed_tower_is_called_and_captured_with_the_towers_own_arguments(monkeypatch):
+    """Without the GPU's graph, a call that captures also runs."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **_: nullcontext())
     model, images = tiny_model(), random_pixels(2)
@@ -275,21 +277,23 @@ def test_a_recorded_tower_is_called_and_recorded_with_the_towers_own_arguments(m
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_recorded_step_draws_what_it_draws_unrecorded():
+def test_on_a_gpu_a_cuda_graph_computes_the_same_tokens():
     model = tiny_model(torch.bfloat16).to("cuda")
     batch = {name: x.cuda() for name, x in batch_of(unexpanded_image(), 3).items()}
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
     caches = StaticCaches(model, 64)
-    for new in (NEW, 5, NEW):  # the second and third replay what the first recorded
+    for new in (NEW, 5, NEW):  # the second and third replay the first one's graph
         options = GREEDY | NEVER | {"max_new_tokens": new}
-        kept = {CACHE_KEYWORD: StaticCache(config=model.config, max_cache_len=64)}
-        unrecorded = {"custom_generate": decode_without_sync, "step": model.__call__}
-        wanted = model.generate(**batch, **options, **kept, **unrecorded)
-        assert torch.equal(model.generate(**batch, **options, **caches.generate_kwargs(3, 60)), wanted)
+        own_cache = {CACHE_KEYWORD: StaticCache(config=model.config, max_cache_len=64)}
+        unrecorded = {"custom_generate": decode_without_sync, "decode_step": model.__call__}
+        expected = model.generate(**batch, **options, **own_cache, **unrecorded)
+        assert torch.equal(
+            model.generate(**batch, **options, **caches.generate_kwargs(3, 60)), expected
+        )
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_recorded_tower_sees_each_image_and_several_at_once():
+def test_on_a_gpu_a_graphed_tower_sees_each_image_and_several_at_once():
     model = tiny_model(torch.bfloat16).to("cuda")
     images = torch.randn(4, 3, 56, 56, device="cuda").bfloat16()
     tower = model.transformer.vision
@@ -297,7 +301,7 @@ def test_on_a_gpu_a_recorded_tower_sees_each_image_and_several_at_once():
         wanted = [tower(image[None]) for image in images]
         together = tower(images)
         use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
-        for _ in range(2):  # it runs, is recorded, and is replayed
+        for _ in range(2):  # runs, is captured, and is replayed
             for image, features in zip(images, wanted, strict=True):
                 assert torch.equal(tower(image[None]), features)
             assert torch.equal(tower(images), together)

@@ -16,7 +16,7 @@ from glm4v_patched.cli import main
 from glm4v_patched.data.messages import images_of
 from glm4v_patched.inference import answer, contact_sheet
 from glm4v_patched.inference.answer_worker import Answer
-from glm4v_patched.inference.contact_sheet import BLACK, MOST_CELLS, draw_sheet, wrap
+from glm4v_patched.inference.contact_sheet import BLACK, MAX_CELLS, draw_sheet, wrap
 from glm4v_patched.inference.questions import Question
 from glm4v_patched.inference.scoring import (
     exact_match,
@@ -40,12 +40,12 @@ def looks(monkeypatch):
         for question in questions:
             yield question, Answer(known[question.prompt[0]["image"]], "stop")
 
-    monkeypatch.setattr(answer, "answers", know)
+    monkeypatch.setattr(answer, "generate_answers", know)
 
 
 def evaluate(files, data: Path, *options: str) -> int:
-    asked = ["evaluate", str(files.model), "--data", str(data), "--device", "cpu"]
-    return main([*asked, "--max-new-tokens", "4", *options])
+    command = ["evaluate", str(files.model), "--data", str(data), "--device", "cpu"]
+    return main([*command, "--max-new-tokens", "4", *options])
 
 
 def test_a_full_disk_names_the_file_and_the_cure_and_loses_no_answer(
@@ -60,14 +60,14 @@ def test_a_full_disk_names_the_file_and_the_cure_and_loses_no_answer(
         out = tmp_path / f"for {name}"
         with files_of_at_most(size - 1):
             assert evaluate(files, referenced, "--out", str(out)) == 1
-        first = next(each for each, needed in sizes.items() if needed >= size)
-        told = capsys.readouterr().err
-        assert f"{out / first} cannot be written: File too large; make room for it" in told
-        kept = out / "answers.jsonl"
-        begun = kept.read_bytes() if kept.exists() else b""
+        first = next(other for other, needed in sizes.items() if needed >= size)
+        message = capsys.readouterr().err
+        assert f"{out / first} cannot be written: File too large; make room for it" in message
+        answers_path = out / "answers.jsonl"
+        begun = answers_path.read_bytes() if answers_path.exists() else b""
         assert (whole / "answers.jsonl").read_bytes().startswith(begun)
         assert evaluate(files, referenced, "--out", str(out)) == 0
-        assert kept.read_bytes() == (whole / "answers.jsonl").read_bytes()
+        assert answers_path.read_bytes() == (whole / "answers.jsonl").read_bytes()
     # Answers that are to be replaced stay, if there is no room for those that replace them.
     with files_of_at_most(sizes["answers.jsonl.settings.json"] - 1):
         assert evaluate(files, referenced, "--out", str(whole), "--overwrite") == 1
@@ -90,15 +90,15 @@ def test_a_model_that_looks_is_right_only_with_the_right_images(
     assert (report["same"], report["same_swapped"]) == (10, 0)
     assert report["token_f1"] == 1 > report["token_f1_swapped"]
     assert report["settings"]["options"]["max_new_tokens"] == 4
-    told = capsys.readouterr().out
-    assert "exact_match          1.0000            0.0000" in told
+    output = capsys.readouterr().out
+    assert "exact_match          1.0000            0.0000" in output
     assert (out / "answers.png").is_file()
     lines = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert [line.get("swapped", False) for line in lines] == [False] * 4 + [True] * 4
     assert [line["right"] for line in lines] == [True] * 4 + [False] * 4
     assert all(Path(line["images"][0]).is_file() and line["question"] for line in lines)
     assert {line["images"][0] for line in lines[4:]} <= {line["images"][0] for line in lines}
-    assert re.search(r"8 rows answered in [\d.]+ s, the first after", told)
+    assert re.search(r"8 rows answered in [\d.]+ s, the first after", output)
     # Nothing is written without --out.
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -116,7 +116,7 @@ def test_a_tiny_model_is_evaluated_and_its_answers_are_kept(
     assert evaluate(files, referenced, "--out", str(out)) == 0
     assert json.loads((out / "metrics.json").read_text()) == first
     assert evaluate(files, referenced, "--out", str(out), "--seed", "1") == 1
-    assert "options.seed: 0 there, 1 now" in capsys.readouterr().err
+    assert "options.seed: 0 before, 1 now" in capsys.readouterr().err
 
 
 def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
@@ -133,16 +133,16 @@ def test_a_mistake_is_told(files, referenced, tmp_path, monkeypatch, refused):
         (["--metric", "broken.py:f"], "--metric broken.py:f: "),
         (["--metric", "mine.py:bad"], "the metric bad"),
         (["--out", "mine.py"], "--out mine.py"),
-        (["--out", "others"], "others holds metrics.json"),
+        (["--out", "others"], "others holds a metrics.json"),
         (["--data", files.data], f"{files.data.name}:3: "),
     ):
-        asked = ["evaluate", files.model, "--data", referenced, "--device", "cpu"]
-        refused([*asked, *options], named)
+        command = ["evaluate", files.model, "--data", referenced, "--device", "cpu"]
+        refused([*command, *options], named)
     assert (tmp_path / "others" / "metrics.json").read_text() == "mine"
 
 
 def test_answers_are_compared():
-    for told, reference, exact, f1 in (
+    for answer_text, reference, exact, f1 in (
         (" a red cross\n", "a red cross", 1, 1),
         ("A red cross.", "a red cross", 0, 1),
         ("red red", "a red cross", 0, 0.4),
@@ -150,12 +150,12 @@ def test_answers_are_compared():
         ("", "", 1, 1),
         ("一张图片", "这是一张图片。", 0, 0.8),
     ):
-        assert exact_match(told, reference) == exact
-        assert token_f1(told, reference) == pytest.approx(f1)
+        assert exact_match(answer_text, reference) == exact
+        assert token_f1(answer_text, reference) == pytest.approx(f1)
 
 
-def question(row: int, reference: str, *shown: object, text: str = "q") -> Question:
-    parts = [{"type": "image", "image": str(image)} for image in shown]
+def question(row: int, reference: str, *images: object, text: str = "q") -> Question:
+    parts = [{"type": "image", "image": str(image)} for image in images]
     content = [*parts, {"type": "text", "text": text}]
     return Question(row, [{"role": "user", "content": content}], reference)
 
@@ -181,32 +181,40 @@ ANSWERS = st.tuples(
 @given(st.lists(ANSWERS))
 @settings(max_examples=100, deadline=None)
 def test_swapped_images_are_never_of_the_same_answer_nor_the_same(rows):
-    digests = {f"{n}-{i}.png": str(d) for n, (*_, of) in enumerate(rows) for i, d in enumerate(of)}
-    asked = [
-        question(n, answer, *[f"{n}-{i}.png" for i in range(len(of))], text=text)
-        for n, (answer, text, of) in enumerate(rows)
+    digests = {
+        f"{n}-{i}.png": str(d)
+        for n, (*_, image_ids) in enumerate(rows)
+        for i, d in enumerate(image_ids)
+    }
+    all_questions = [
+        question(n, answer, *[f"{n}-{i}.png" for i in range(len(image_ids))], text=text)
+        for n, (answer, text, image_ids) in enumerate(rows)
     ]
 
-    def shown(of: Question) -> set[str]:
-        return {digests[path] for path in images_of(of.prompt)}
+    def digests_of(row: Question) -> set[str]:
+        return {digests[path] for path in images_of(row.prompt)}
 
-    swapped = {each.row: each for each in swap_images(asked, digests)}
-    for each in asked:
-        number = len(images_of(each.prompt))
+    swapped = {
+        row_question.row: row_question for row_question in swap_images(all_questions, digests)
+    }
+    for row_question in all_questions:
+        number = len(images_of(row_question.prompt))
         others = [
             other
-            for other in asked
-            if other.reference != each.reference
+            for other in all_questions
+            if other.reference != row_question.reference
             and len(images_of(other.prompt)) == number
-            and not shown(other) & shown(each)
+            and not digests_of(other) & digests_of(row_question)
         ]
-        assert (each.row in swapped) == bool(number and others)
-        if each.row in swapped:
-            [name, *_] = images_of(swapped[each.row].prompt)
-            partner = asked[int(name.split("-")[0])]
+        assert (row_question.row in swapped) == bool(number and others)
+        if row_question.row in swapped:
+            [name, *_] = images_of(swapped[row_question.row].prompt)
+            partner = all_questions[int(name.split("-")[0])]
             assert partner in others
             same = [
-                o for o in others if o.prompt[-1]["content"][-1] == each.prompt[-1]["content"][-1]
+                o
+                for o in others
+                if o.prompt[-1]["content"][-1] == row_question.prompt[-1]["content"][-1]
             ]
             assert partner in same or not same
 
@@ -257,16 +265,18 @@ def test_many_rows_are_spread_and_wrong_answers_come_first(image, tmp_path, monk
     def record(figure, lines, *place):
         written.extend(text for text, _ in lines)
 
-    monkeypatch.setattr(contact_sheet, "_write", record)
+    monkeypatch.setattr(contact_sheet, "_draw_lines", record)
     rows = [question(row, "a") for row in range(100)]
     rows[7] = question(7, "a", image("orange"), image("blue"))
     draw_sheet(rows, ["b" if row in (7, 90) else "a" for row in range(100)], tmp_path / "s.png")
     names = [text for text in written if text.startswith("row ")]
     assert names[0] == "row 7, orange.png, blue.png"
-    shown = [int(name[4:].partition(",")[0]) for name in names]
-    assert shown[:2] == [7, 90] and len(shown) == MOST_CELLS
-    assert shown[2:] == sorted(shown[2:]) and shown[2] < 5 and shown[-1] > 90
-    assert written[0].startswith(f"98 of 100 answers are the reference; {MOST_CELLS} rows")
+    row_numbers = [int(name[4:].partition(",")[0]) for name in names]
+    assert row_numbers[:2] == [7, 90] and len(row_numbers) == MAX_CELLS
+    assert (
+        row_numbers[2:] == sorted(row_numbers[2:]) and row_numbers[2] < 5 and row_numbers[-1] > 90
+    )
+    assert written[0].startswith(f"98 of 100 answers equal the reference; {MAX_CELLS} rows")
 
 
 def test_long_texts_are_broken_where_the_cell_ends():
@@ -285,17 +295,19 @@ def test_a_character_is_drawn_in_a_font_that_has_it_or_named_as_missing(tmp_path
     (tmp_path / "damaged.ttf").write_bytes(b"no font")
     damaged = FontEntry(fname=str(tmp_path / "damaged.ttf"), name="A damaged one")
     monkeypatch.setattr(fontManager, "ttflist", [damaged, *own])
-    families, missing = contact_sheet.fonts_for("aⒶ文é\u200d\ufe0f \n")
+    families, missing = contact_sheet.find_fonts("aⒶ文é\u200d\ufe0f \n")
     assert families[0] == contact_sheet.FONT and "STIX" in families[1] and missing == {"文"}
     heads = []
-    write = contact_sheet._write
+    write = contact_sheet._draw_lines
     monkeypatch.setattr(
-        contact_sheet, "_write", lambda f, lines, *at: (heads.append(lines), write(f, lines, *at))
+        contact_sheet,
+        "_draw_lines",
+        lambda f, lines, *at: (heads.append(lines), write(f, lines, *at)),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib's, of a glyph that is missing
         draw_sheet([question(1, "Ⓐ$x$")], ["文\u200d"], tmp_path / "sheet.png")
-    assert "no font here has U+6587" in heads[0][1][0]
+    assert "no installed font has U+6587" in heads[0][1][0]
     assert [line for line, _ in heads[1]][-2:] == ["□", "expected: Ⓐ$x$"]
 
 

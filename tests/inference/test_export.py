@@ -42,8 +42,17 @@ def learned(tmp_path_factory) -> Path:
 
 
 def export(model: Path, out: Path, rows: Path, *options: str, bits: str = "int8") -> int:
-    asked = ["export", str(model), "--format", bits, "--calibration", str(rows), "--out", str(out)]
-    return main([*asked, "--device", "cpu", *options])
+    command = [
+        "export",
+        str(model),
+        "--format",
+        bits,
+        "--calibration",
+        str(rows),
+        "--out",
+        str(out),
+    ]
+    return main([*command, "--device", "cpu", *options])
 
 
 def logits(folder: Path, rows: Path, swapped: bool = False) -> torch.Tensor:
@@ -54,28 +63,28 @@ def logits(folder: Path, rows: Path, swapped: bool = False) -> torch.Tensor:
     images = [prompt[0]["image"] for prompt in prompts]
     if swapped:
         images = [*images[1:], images[0]]
-    prompts = [[p[0] | {"image": shown}] for p, shown in zip(prompts, images, strict=True)]
+    prompts = [[p[0] | {"image": image}] for p, image in zip(prompts, images, strict=True)]
     with torch.no_grad():
         return loaded.model(**answerer.encode(prompts)).logits[:, -1].float()
 
 
-def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm()).item()
+def apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 @by_compressor
 @pytest.mark.parametrize("bits", EXPORT_FORMATS)
 def test_a_model_in_fewer_bits_still_sees(files, learned, tmp_path, capsys, bits):
     out = tmp_path / "new" / "out"
-    asked = ["--evaluate", str(learned), "--max-new-tokens", "2"]
-    assert export(files.model, out, learned, *asked, bits=bits) == 0
+    evaluation = ["--evaluate", str(learned), "--max-new-tokens", "2"]
+    assert export(files.model, out, learned, *evaluation, bits=bits) == 0
     printed = capsys.readouterr().out
-    assert "8 rows to calibrate with; weights 3.1 MB" in printed and "right images" in printed
+    assert "calibrating with 8 rows; weights 3.1 MB" in printed and "right images" in printed
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # nothing beside it
     before, after = logits(files.model, learned), logits(out, learned)
     images = apart(logits(out, learned, swapped=True), after)
     assert 0 < apart(after, before) < min(0.1, images / 2), (apart(after, before), images)
-    whole, weights = (load_file(each / "model.safetensors") for each in (files.model, out))
+    whole, weights = (load_file(folder / "model.safetensors") for folder in (files.model, out))
     assert all(torch.equal(weights[name], whole[name]) for name in LEFT)
     fc1 = {n.rpartition(".")[2] for n in weights if ".vision.transformer.layers.0.mlp.fc1." in n}
     assert fc1 == ({"weight", "bias"} | ({"weight_scale"} if EXPORT_FORMATS[bits].tower else set()))
@@ -90,8 +99,8 @@ def test_adapters_are_merged_first_and_it_loads_without_this_package(files, lear
     merge(str(files.adapters), tmp_path / "merged")
     assert export(files.adapters, tmp_path / "out", learned) == 0
     wanted, base = logits(tmp_path / "merged", learned), logits(files.model, learned)
-    found = logits(tmp_path / "out", learned)
-    assert apart(found, wanted) < 0.05 < 0.2 < apart(found, base)
+    actual = logits(tmp_path / "out", learned)
+    assert apart(actual, wanted) < 0.05 < 0.2 < apart(actual, base)
     assert not (tmp_path / "out" / "merged").exists()
     code = """
 import sys
@@ -107,7 +116,9 @@ assert type(model).__module__.startswith("transformers_modules."), type(model)
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     files, learned, tmp_path, monkeypatch, capsys, words
 ):
-    monkeypatch.setattr(module, "new_folder", lambda *_: pytest.fail("it was written"))
+    monkeypatch.setattr(
+        module, "create_folder_atomically", lambda *_: pytest.fail("it was written")
+    )
     versions = {"llmcompressor": "0.15.0", "transformers": "5.17.0"}
     monkeypatch.setattr(module, "version", versions.__getitem__)
     monkeypatch.setattr(module, "requires", lambda name: ["transformers<=5.17.0,>=5.15.0"])
@@ -133,9 +144,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(
     config = tmp_path / "quantized" / "config.json"
     method = {"quantization_config": {"quant_method": "awq", "bits": 4}}
     config.write_text(json.dumps(json.loads(config.read_text()) | method))
-    assert "was saved quantized already, by awq" in told(tmp_path / "quantized", learned)
+    assert "is quantized already, by awq" in told(tmp_path / "quantized", learned)
     needed: list[float] = []
-    monkeypatch.setattr(module, "require_space", lambda size, out: needed.append(size))
+    monkeypatch.setattr(module, "require_free_disk", lambda size, out: needed.append(size))
     monkeypatch.setattr(module, "free_ram", lambda: 1e6)
     words(told(files.model, learned))
     told(files.adapters, learned)  # which are merged first

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm4v_patched.cli import main
-from hub_upload.build import build, read_source
+from hub_upload.build import build_model_repository, read_source
 from tests.helpers.recipes import drawn_recipe, write_recipe
 
 SECRET = "a key of somebody"
@@ -27,7 +27,7 @@ THINGS = {
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
+def demo_recipe(tmp_path_factory):
     return drawn_recipe(tmp_path_factory.mktemp("others"))
 
 
@@ -59,12 +59,15 @@ def refused(command: list[str], place: Path, secret: Path, capfd) -> None:
 
 
 @pytest.mark.parametrize("thing", THINGS)
-def test_what_is_not_its_own_is_left_by_each_command(drawn, tmp_path, secret, capfd, thing):
+def test_what_is_not_its_own_is_left_by_each_command(demo_recipe, tmp_path, secret, capfd, thing):
     out, recipe = tmp_path / "out", tmp_path / "recipe.json"
-    write_recipe(drawn.override({"out": str(out)}), recipe)
+    write_recipe(demo_recipe.override({"out": str(out)}), recipe)
     train = ["train", str(recipe), "--device", "cpu", "--processes", "1"]
-    asked = [drawn.model, "--data", drawn.data.train, "--device", "cpu", "--out"]
-    answer, evaluate = ["answer", *asked, str(out / "a.jsonl")], ["evaluate", *asked, str(out)]
+    arguments = [demo_recipe.model, "--data", demo_recipe.data.train, "--device", "cpu", "--out"]
+    answer, evaluate = (
+        ["answer", *arguments, str(out / "a.jsonl")],
+        ["evaluate", *arguments, str(out)],
+    )
     for name, commands in {
         "run.lock": ([*train, "--overwrite"], train),
         "run.json": ([*train, "--dry-run"], [*train, "--overwrite"], train),
@@ -97,7 +100,7 @@ def test_no_key_is_copied_out_of_a_model_or_published(files, tmp_path, secret, c
     if "link" in thing:
         with pytest.raises(ValueError, match=name):
             source = read_source(str(model), "zai-org/glm-4v-9b", "shapes")
-            build(source, tmp_path / "built", "our-org/built")
+            build_model_repository(source, tmp_path / "built", "our-org/built")
     assert not (tmp_path / "merged").exists() and not (tmp_path / "built").exists()
 
 
@@ -114,29 +117,29 @@ LYING_THERE = st.dictionaries(
 
 @pytest.mark.parametrize("profile", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("command", ["train", "answer", "evaluate"])
-def test_whatever_lies_there_stays_as_it_is(drawn, tmp_path_factory, command, profile):
+def test_whatever_lies_there_stays_as_it_is(demo_recipe, tmp_path_factory, command, profile):
     root = tmp_path_factory.mktemp("lying_there")
-    data = ["--data", drawn.data.train, "--device", "cpu", "--max-new-tokens", "1"]
+    data = ["--data", demo_recipe.data.train, "--device", "cpu", "--max-new-tokens", "1"]
 
     @profile
     @given(LYING_THERE)
-    def check(there):
+    def check(existing):
         shutil.rmtree(root)
         out, secret = root / "out", root / "secret" / "key"
         for path in (out, secret.parent):
             path.mkdir(parents=True)
         secret.write_text(SECRET)
-        for name, thing in there.items():
+        for name, thing in existing.items():
             thing(out / name, secret)
-        before, kept = seen(out), seen(secret.parent)
+        before, secret_before = seen(out), seen(secret.parent)
         if command == "train":
-            write_recipe(drawn.override({"out": str(out)}), root / "recipe.json")
+            write_recipe(demo_recipe.override({"out": str(out)}), root / "recipe.json")
             main(["train", str(root / "recipe.json"), "--device", "cpu", "--dry-run"])
             assert seen(out) == before
         else:
-            given = out / "answers.jsonl" if command == "answer" else out
-            main([command, drawn.model, *data, "--out", str(given)])
+            target = out / "answers.jsonl" if command == "answer" else out
+            main([command, demo_recipe.model, *data, "--out", str(target)])
             assert before.items() <= seen(out).items()
-        assert seen(secret.parent) == kept
+        assert seen(secret.parent) == secret_before
 
     check()

@@ -20,13 +20,13 @@ def test_each_kind_of_layer_is_held_in_fp8_alone_and_all_together(files, tmp_pat
         "".join(json.dumps(row) + "\n" for row in rows if row["messages"][-1]["role"] != "user")
     )
     out = tmp_path / "report.json"
-    given = [files.model, data, "--out", out, "--device", "cpu", "--batch-size", 2]
-    monkeypatch.setattr(sys, "argv", ["fp8_answers.py", *map(str, given)])
+    arguments = [files.model, data, "--out", out, "--device", "cpu", "--batch-size", 2]
+    monkeypatch.setattr(sys, "argv", ["fp8_answers.py", *map(str, arguments)])
     monkeypatch.setattr(fp8, "_allow_cpu", True)
     runpy.run_path(str(ROOT / "docs" / "benchmarks" / "fp8_answers.py"), run_name="__main__")
     report = json.loads(out.read_text())
     assert report["rows"] == 4 < report["tokens"]
-    found = {name: each for name, each in report.items() if isinstance(each, dict)}
-    distances = {name: found[name]["relative_distance"] for name in (*KINDS, "all")}
-    assert found.keys() == {*distances, "versions"}
+    results = {name: result for name, result in report.items() if isinstance(result, dict)}
+    distances = {name: results[name]["relative_distance"] for name in (*KINDS, "all")}
+    assert results.keys() == {*distances, "versions"}
     assert min(distances.values()) > 0 and max(distances.values()) == distances["all"] < 0.1

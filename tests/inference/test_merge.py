@@ -18,7 +18,7 @@ from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from hub_upload import build as building
-from hub_upload.build import build, read_source
+from hub_upload.build import build_model_repository, read_source
 
 BOTH = r".*query_key_value"
 FIRST = "encoder.layers.0.self_attention.query_key_value"
@@ -43,7 +43,7 @@ def adapters_on(model: Path, folder: Path, **options) -> Path:
     return folder
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {n: w for path in folder.glob("*.safetensors") for n, w in load_file(path).items()}
 
 
@@ -52,17 +52,17 @@ def test_merged_weights_are_those_of_peft(files, tmp_path, kind):
     folder = adapters_on(files.model, tmp_path / "adapters", **KINDS[kind])
     merge(str(folder), tmp_path / "merged")
     model = GLM4VForCausalLM.from_pretrained(files.model)
-    wanted = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
-    found, before = weights_of(tmp_path / "merged"), weights_of(files.model)
-    assert found.keys() == before.keys()
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)
-    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    expected = PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    merged, before = read_weights(tmp_path / "merged"), read_weights(files.model)
+    assert merged.keys() == before.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+    changed = {name for name in merged if not torch.equal(merged[name], before[name])}
     assert len(changed) == 4 if kind != "other layers" else len(changed) > 4
 
 
 def test_files_and_dtypes_of_the_base_are_kept(files, tmp_path):
-    """bf16 stays, and so does what is in fp32; each file has the tensors that it had."""
+    """Each tensor keeps its dtype, bf16 or fp32, and its file."""
     sharded, norm = tmp_path / "model", "transformer.encoder.final_layernorm.weight"
     shutil.copytree(files.model, sharded)
     (sharded / "model.safetensors").unlink()
@@ -92,7 +92,7 @@ def moved_to(model: Path, files, folder: Path, **changes) -> Path:
 
 
 def test_no_file_outside_is_written_that_an_index_names(files, tmp_path, monkeypatch):
-    """Of a folder, before anything is loaded; and of one that came from the Hub."""
+    """For a folder, before anything is loaded, and for a download from the Hub."""
     folder, victim = tmp_path / "model", tmp_path / "mine.safetensors"
     shutil.copytree(files.model, folder)
     (folder / "model.safetensors").rename(victim)
@@ -118,12 +118,15 @@ def test_the_folder_is_one_that_save_pretrained_writes_answers_so_and_can_be_pub
     modes = {path.stat().st_mode & 0o777 for path in merged.iterdir()}
     assert len(modes) == 1 and [path.name for path in merged.parent.iterdir()] == ["merged"]
     prompts = [question.prompt for question in read_questions(files.data)]
-    answers = [of.answer(prompts) for of in (answerer, adapted, load_answerer(merged))]
+    answers = [
+        model_answerer.answer(prompts)
+        for model_answerer in (answerer, adapted, load_answerer(merged))
+    ]
     assert answers[0] != answers[1] == answers[2]
     (merged / "MODEL_LICENSE").write_text("The weights are under this license.\n")
-    monkeypatch.setattr(building, "load", lambda target: [])  # tests/hub_upload does
+    monkeypatch.setattr(building, "check_loading", lambda target: [])  # tests/hub_upload does
     source = read_source(str(merged), "zai-org/glm-4v-9b", "LoRA on shapes")
-    build(source, tmp_path / "published", "our-org/glm-4v-9b-shapes")
+    build_model_repository(source, tmp_path / "published", "our-org/glm-4v-9b-shapes")
     assert (tmp_path / "published" / "model.safetensors").is_file()
 
 
@@ -151,14 +154,14 @@ def test_a_weight_that_was_merged_wrongly_is_noticed_and_nothing_is_left(
     delta = LoraLinear.get_delta_weight
     monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda *args: 2 * delta(*args))
     layer.merged_adapters.clear()
-    with pytest.raises(RuntimeError, match=f"{name}: the output of the merged weight differs"):
+    with pytest.raises(RuntimeError, match=f"{name}: the merged layer's output differs"):
         module.merged_weight(layer, weight, name)
-    with pytest.raises(RuntimeError, match="the output of the merged weight differs"):
+    with pytest.raises(RuntimeError, match="the merged layer's output differs"):
         merge(str(files.adapters), tmp_path / "merged")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_more_than_lora_is_refused_by_name(files, tmp_path, words):
+def test_more_than_lora_is_refused_by_name(files, tmp_path, words):
     for number, (changes, named) in enumerate(
         (
             ({"bias": "lora_only"}, "bias is"),
@@ -183,15 +186,15 @@ def test_what_is_more_than_lora_is_refused_by_name(files, tmp_path, words):
         merge(str(folder), tmp_path / "merged")
 
 
-def test_a_model_of_the_hub_that_lacks_a_weight_is_named_with_it(files, tmp_path, monkeypatch):
-    """A folder is looked through before."""
+def test_a_weight_missing_from_a_model_of_the_hub_is_named(files, tmp_path, monkeypatch):
+    """For a folder, an earlier check finds it."""
     model = Path(shutil.copytree(files.model, tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
     del weights[f"transformer.{FIRST}.weight"]
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     of_hub = module.ModelSource(str(model), adapters=files.adapters)
     monkeypatch.setattr(module, "find_source", lambda *_: of_hub)
-    with pytest.raises(ValueError, match=rf"lacks 1 of \d+ weights .*{FIRST}"):
+    with pytest.raises(ValueError, match=rf"is missing 1 of the \d+ weights .*{FIRST}"):
         merge("our-org/adapters", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -199,7 +202,7 @@ def test_a_model_of_the_hub_that_lacks_a_weight_is_named_with_it(files, tmp_path
 def test_a_mistake_is_told_and_nothing_is_replaced(files, tmp_path, monkeypatch, refused):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").touch()
-    refused(["merge", files.adapters, "--out", tmp_path / "there"], "there is there")
+    refused(["merge", files.adapters, "--out", tmp_path / "there"], "there exists")
     refused(["merge", files.model, "--out", tmp_path / "out"], "holds no adapters")
     of_hub = ["merge", files.adapters, "--revision", "main", "--out", tmp_path / "out"]
     refused(of_hub, "revision is 'main'")

@@ -16,7 +16,7 @@ from glm4v_patched.inference.decoding import loop
 from glm4v_patched.inference.nonfinite import (
     NonFiniteLogits,
     describe_cause,
-    finite_rows,
+    has_finite_logits,
     require_finite_logits,
 )
 from glm4v_patched.inference.questions import Generation
@@ -28,13 +28,13 @@ from glm4v_patched.models.loading import load_with_processor
 from tests.helpers.serving import call
 
 WEIGHT = "transformer.encoder.layers.1.mlp.dense_4h_to_h.weight"
-CAUSE = f"the logits are NaN or infinite, as is the weight {WEIGHT}"
+CAUSE = f"the logits are NaN or infinite, because the weight {WEIGHT} is"
 ASKED = [{"role": "user", "content": "What is it?"}]
 
 
 @pytest.fixture(scope="module")
 def diverged(files, tmp_path_factory) -> Path:
-    """A model of which two numbers of two weights are NaN and infinite."""
+    """A model with an infinite number in one weight and a NaN in another."""
     folder = Path(shutil.copytree(files.model, tmp_path_factory.mktemp("diverged") / "model"))
     weights = load_file(folder / "model.safetensors")
     weights[WEIGHT].view(-1)[3] = float("inf")
@@ -52,21 +52,21 @@ def of(folder: Path, cache: str = "dynamic", **generation) -> Answerer:
 def test_each_command_ends_with_one_line_that_names_the_weight(
     diverged, referenced, tmp_path, capsys, monkeypatch, cache
 ):
-    asked = [str(diverged), "--device", "cpu", "--max-new-tokens", "4", "--cache", cache]
+    options = [str(diverged), "--device", "cpu", "--max-new-tokens", "4", "--cache", cache]
     data = ["--data", str(referenced)]
     for command in (
-        ["answer", *asked, *data, "--out", str(tmp_path / "answers.jsonl")],
-        ["answer", *asked, *data, "--out", str(tmp_path / "answers.jsonl"), "--num-beams", "2"],
-        ["evaluate", *asked, *data],
-        ["evaluate", *asked, *data, "--out", str(tmp_path / "evaluation"), "--temperature", "1"],
-        ["chat", *asked],
+        ["answer", *options, *data, "--out", str(tmp_path / "answers.jsonl")],
+        ["answer", *options, *data, "--out", str(tmp_path / "answers.jsonl"), "--num-beams", "2"],
+        ["evaluate", *options, *data],
+        ["evaluate", *options, *data, "--out", str(tmp_path / "evaluation"), "--temperature", "1"],
+        ["chat", *options],
     ):
         monkeypatch.setattr("sys.stdin", io.StringIO("What is it?\n"))
         assert main(command) == 1
-        said = capsys.readouterr()
-        told = said.err.partition("glm4v-patched: ")[2].strip()
-        assert CAUSE in told and len(told.splitlines()) == 1, told
-        assert "!" not in said.out
+        captured = capsys.readouterr()
+        message = captured.err.partition("glm4v-patched: ")[2].strip()
+        assert CAUSE in message and len(message.splitlines()) == 1, message
+        assert "!" not in captured.out
     assert not any(path.stat().st_size for path in tmp_path.rglob("*.jsonl"))
 
 
@@ -75,8 +75,8 @@ def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):
     queue = AnswerQueue({"m": broken})
     app = make_app(queue, broken.generation, ServerLimits(hosts=["localhost"]), lambda: None)
     body = {"model": "m", "messages": ASKED, "max_tokens": 4}
-    for given in (body, body | {"stream": True}):
-        status, reply = asyncio.run(call(app, given))
+    for request_body in (body, body | {"stream": True}):
+        status, reply = asyncio.run(call(app, request_body))
         assert status == 500 and CAUSE in reply["error"]["message"]
         assert capsys.readouterr().out.count(CAUSE) == 1
     queue.stop()
@@ -85,7 +85,7 @@ def test_a_request_gets_the_line_and_the_log_has_it_once(diverged, capsys):
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("generation", [{}, {"temperature": 1.0}])
 def test_no_token_of_such_logits_is_handed_on(diverged, monkeypatch, late, generation):
-    monkeypatch.setitem(loop.LATE, "cpu", late)
+    monkeypatch.setitem(loop.MAX_LAG, "cpu", late)
 
     class Put:
         def __init__(self):
@@ -112,7 +112,7 @@ def test_logits_that_become_infinite_on_the_way_are_no_answer(files, cache, ends
     answerer.end_ids = []
     calls = []
 
-    def spoil(module, given, output):
+    def spoil(module, arguments, output):
         calls.append(1)
         if len(calls) > ends_at:
             output.logits[-1] = float("nan")
@@ -135,9 +135,9 @@ def test_what_overflows_is_found_where_it_does(files, adapted):
             require_finite_logits(model, inputs)
     finally:
         layer.scaling = before
-    told = str(error.value)
-    assert f"all weights are finite, and the output of {name} is not, in float32" in told
-    assert told.endswith("; adapters are multiplied by 1e+39 (lora_alpha / r)")
+    message = str(error.value)
+    assert f"all weights are finite, but the output of {name} is not, in float32" in message
+    assert message.endswith("; adapters are multiplied by 1e+39 (lora_alpha / r)")
     assert len(model._forward_hooks) == 0
     require_finite_logits(model, inputs)
 
@@ -148,12 +148,11 @@ def test_images_are_blamed_where_they_are_the_cause(files, answerer):
     inputs = answerer.encode([[image]])
     inputs["pixel_values"][0, 0, 0, 0] = float("nan")
     assert not torch.isfinite(answerer.model(**inputs).logits[0, -1]).all()
-    told = describe_cause(answerer.model, inputs)
-    assert told == (
-        "the logits are NaN or infinite, as are the pixel_values that were given; the weights are "
-        "finite"
+    message = describe_cause(answerer.model, inputs)
+    assert message == (
+        "the logits are NaN or infinite, because the input pixel_values is; all weights are finite"
     )
-    with pytest.raises(NonFiniteLogits, match="pixel_values that were given"):
+    with pytest.raises(NonFiniteLogits, match="because the input pixel_values is"):
         answerer.answer_encoded(inputs)
 
 
@@ -175,11 +174,11 @@ def test_a_settings_number_that_makes_all_of_it_nan_ends_each_command(files, tmp
             *([["merge", str(folder), *out]] if "adapter" in file else []),
         ):
             assert main(command) == 1
-            told = capsys.readouterr().err.partition("glm4v-patched: ")[2].strip()
-            assert named in told and file in told and len(told.splitlines()) == 1, told
+            message = capsys.readouterr().err.partition("glm4v-patched: ")[2].strip()
+            assert named in message and file in message and len(message.splitlines()) == 1, message
 
 
 def test_one_number_among_the_logits_of_a_row_suffices():
     nan, inf = float("nan"), float("inf")
     rows = {(1, nan, 2): False, (1, inf, 2): False, (1, -inf, 2): True, (-inf,) * 3: False}
-    assert finite_rows(torch.tensor([*rows])).tolist() == [*rows.values()]
+    assert has_finite_logits(torch.tensor([*rows])).tolist() == [*rows.values()]

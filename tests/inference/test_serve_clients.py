@@ -1,4 +1,4 @@
-"""What clients that nobody here wrote send to a server, and what it answers; without a model."""
+"""Requests of other people's clients and the replies to them, without a model."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import conversation, requests
 from glm4v_patched.inference.serving.answer_queue import AnswerEnd
 from glm4v_patched.inference.serving.limits import ApiError
-from glm4v_patched.inference.serving.response_store import Recent, ResponseStore
+from glm4v_patched.inference.serving.response_store import LruStore, ResponseStore
 from tests.helpers.serving import (
     CHAT,
     QUESTION,
@@ -65,7 +65,7 @@ def test_three_turns_of_a_client_are_answered(path, ask, queue, monkeypatch):
     assert ask(last["body"], last["path"])[0] == 400 and "UnidentifiedImageError" in str(
         recorded["answers"]["error"]
     )
-    talks = [queue.asked[start : start + 3] for start in (0, 3)]
+    talks = [queue.requests[start : start + 3] for start in (0, 3)]
     for turns in talks:
         turns = [[m for m in wanted.prompt if m["role"] != "system"] for wanted in turns]
         words = [[text_of(message) for message in prompt] for prompt in turns]
@@ -73,7 +73,7 @@ def test_three_turns_of_a_client_are_answered(path, ask, queue, monkeypatch):
         assert words[:2] == [words[2][:1], words[2][:3]]
         assert all("image" in prompt[0] for prompt in turns)
         assert [m["role"] for m in turns[2]] == ["user", "assistant", "user", "assistant", "user"]
-    first, *more = queue.asked[6:8]
+    first, *more = queue.requests[6:8]
     assert text_of(first.prompt[-1]) == QUESTION
     if first.stop and more:  # an answer that is empty stays out
         assert text_of(more[0].prompt[-1]) == f"{QUESTION}\n\nAnd now?"
@@ -113,20 +113,20 @@ EMPTY += [{"role": "assistant"}, {"role": "assistant", "content": "", "tool_call
 def test_messages_are_joined_and_left_out_as_the_template_needs(messages, expected, ask, queue):
     status, answered = ask({"messages": messages})
     assert status == 200, answered
-    assert queue.asked[0].prompt == expected
+    assert queue.requests[0].prompt == expected
 
 
 def test_images_of_messages_that_are_joined_keep_their_order(ask, queue):
     images = [png(color=color) for color in ("red", "blue", "green")]
     one, two = about(*map(data_url, images[:2]), text="a"), about(data_url(images[2]), text="b")
     assert ask({"messages": [*one, *two]})[0] == 200
-    shown = [{"type": "image", "image": image} for image in images]
+    parts = [{"type": "image", "image": image} for image in images]
     text = {"type": "text", "text": "a\n\nb"}
-    assert queue.asked[0].prompt == [{"role": "user", "content": [*shown, text]}]
+    assert queue.requests[0].prompt == [{"role": "user", "content": [*parts, text]}]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         # Of Open WebUI's pages, as its server has them before it asks another one.
         {"chat_id": "a", "session_id": "b", "id": "c", "parent_id": None, "folder_id": None}
@@ -146,19 +146,19 @@ def test_images_of_messages_that_are_joined_keep_their_order(ask, queue):
         {"messages": about(data_url(CONTENT) + "\n", text="a", detail="high", max_pixels=9)},
     ],
 )
-def test_what_asks_for_nothing_changes_nothing(given, ask, queue):
-    status, answered = ask({"messages": [USER]} | given)
+def test_neutral_options_change_nothing(options, ask, queue):
+    status, answered = ask({"messages": [USER]} | options)
     assert status == 200, answered
-    [wanted] = queue.asked
-    shown = {"image": CONTENT} if "messages" in given else {}
-    assert wanted.prompt == [USER | shown] and wanted.model == "tiny"
+    [wanted] = queue.requests
+    image = {"image": CONTENT} if "messages" in options else {}
+    assert wanted.prompt == [USER | image] and wanted.model == "tiny"
     assert wanted.generation == Generation()
 
 
 def test_the_page_lists_all_that_is_ignored():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    lines = {"a request": requests.IGNORED, "a message": conversation.IGNORED_OF_MESSAGES}
-    lines["a part of a message, its image"] = conversation.IGNORED_OF_PARTS
+    lines = {"a request": requests.IGNORED_KEYS, "a message": conversation.IGNORED_MESSAGE_KEYS}
+    lines["a part of a message, its image"] = conversation.IGNORED_PART_KEYS
     for name, keys in lines.items():
         [line] = re.findall(rf"^\| {name} \|(.*)", page, re.M)
         listed = re.findall("`([a-z_]+)`", line.partition("; `store`")[0].partition(":")[0])
@@ -169,7 +169,7 @@ def test_a_model_has_its_own_name_before_those_of_any_glm_4v():
     queue = EchoQueue(("tiny", "glm-4v"))
     for name, expected in (("glm-4v", "glm-4v"), ("glm-4v-9b", "tiny"), (None, "tiny")):
         asyncio.run(call(echo_app(queue), {"messages": [USER], "model": name}))
-        assert queue.asked[-1].model == expected
+        assert queue.requests[-1].model == expected
     # A placeholder is a model where one is served alone.
     for name in ("dummy", "gpt"):
         status, answered = asyncio.run(call(echo_app(queue), {"messages": [USER], "model": name}))
@@ -177,30 +177,34 @@ def test_a_model_has_its_own_name_before_those_of_any_glm_4v():
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "told"),
+    ("options", "param", "message"),
     [
-        ({"n": 2}, "n", "n is 2, which this server cannot do; expected 1"),
+        ({"n": 2}, "n", "n is 2, which this server does not support; expected 1"),
         ({"n": True}, "n", "n is true"),
-        ({"logprobs": True}, "logprobs", "is true, which this server cannot do; expected nothing"),
-        ({"temperature": 1e-39}, "temperature", "is 1e-39; expected 0, for the likeliest tokens"),
+        (
+            {"logprobs": True},
+            "logprobs",
+            "is true, which this server does not support; expected no value",
+        ),
+        ({"temperature": 1e-39}, "temperature", "is 1e-39; expected 0 (greedy), or at least 0.001"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "max_tokens is 3 and max_"),
-        ({"top_q": 1}, "top_q", "top_q: is not read; expected one of model, "),
+        ({"top_q": 1}, "top_q", "top_q: this key is not supported; expected one of model, "),
         ({"stop": ["a", "b" * 1001]}, "stop[1]", "at most 1000 characters"),
         ({"seed": 2**63}, "seed", ""),
         ({"model": "gpt"}, "model", 'there is no model "gpt"; this server has "tiny"'),
     ],
 )
-def test_what_the_server_cannot_do_is_refused(given, param, told, ask):
-    status, answered = ask({"messages": [USER]} | given)
+def test_unsupported_options_are_refused(options, param, message, ask):
+    status, answered = ask({"messages": [USER]} | options)
     assert status in (400, 404) and answered["error"]["param"] == param
-    assert told in answered["error"]["message"]
+    assert message in answered["error"]["message"]
 
 
 A_PART = {"type": "text", "text": "a"}
 
 
 @pytest.mark.parametrize(
-    ("message", "param", "told"),
+    ("message", "param", "problem"),
     [
         ("a", "messages[1]", "valid dictionary"),
         ({"role": "tool", "content": "a"}, "messages[1].role", '"tool"; expected one of system,'),
@@ -211,19 +215,27 @@ A_PART = {"type": "text", "text": "a"}
         (USER | {"content": " "}, "messages[1].content", "is empty"),
         (USER | {"content": []}, "messages[1].content", "is empty"),
         (USER | {"content": 5}, "messages[1].content", "5"),
-        (USER | {"train": False}, "messages[1].train", "is not read; expected role and content"),
-        (USER | {"tools": [{}]}, "messages[1].tools", "is not read"),
-        (SAID | {"tool_calls": [{"id": "a"}]}, "messages[1].tool_calls", "cannot do"),
+        (
+            USER | {"train": False},
+            "messages[1].train",
+            "is not supported; expected only role and content",
+        ),
+        (USER | {"tools": [{}]}, "messages[1].tools", "is not supported"),
+        (SAID | {"tool_calls": [{"id": "a"}]}, "messages[1].tool_calls", "does not support"),
         (USER | {"content": ["a"]}, "messages[1].content[0]", '"a"; expected {"type": "text"'),
         (USER | {"content": [A_PART, {"type": "input_file"}]}, "messages[1].content[1].type", ""),
         (USER | {"content": [A_PART | {"text": 1}]}, "messages[1].content[0].text", "1"),
-        (USER | {"content": [A_PART | {"train": 1}]}, "messages[1].content[0].train", "not read"),
+        (
+            USER | {"content": [A_PART | {"train": 1}]},
+            "messages[1].content[0].train",
+            "not supported",
+        ),
         (
             USER | {"content": [{"type": "input_image", "file_id": "f"}]},
             "messages[1].content[0]",
             "the keys file_id",
         ),
-        (USER | {"image": "/etc/passwd"}, "messages[1].image", "no image"),
+        (USER | {"image": "/etc/passwd"}, "messages[1].image", "not an image"),
         (
             USER | {"content": [{"type": "image_url", "image_url": 5}]},
             "messages[1].content[0].image_url",
@@ -232,7 +244,7 @@ A_PART = {"type": "text", "text": "a"}
         # No character, in places where it is not sent back as a value.
         (USER | {"\udc00": 1}, "messages[1].\\udc00", "half of a surrogate pair"),
         (USER | {"content": "\ud800"}, "messages[1].content", "half of a surrogate pair"),
-        (USER | {"k" * 9999: 1}, f"messages[1].{'k' * 38}...{'k' * 38}", "is not read"),
+        (USER | {"k" * 9999: 1}, f"messages[1].{'k' * 38}...{'k' * 38}", "is not supported"),
         (USER | {"content": "a <image>"}, "messages[1].content", "0 images"),
         (SAID | {"content": about(data_url(CONTENT))[0]["content"]}, "messages[1].content", "user"),
         (
@@ -242,10 +254,10 @@ A_PART = {"type": "text", "text": "a"}
         ),
     ],
 )
-def test_a_refusal_names_the_key_in_the_words_of_the_api(message, param, told, ask, capsys):
+def test_a_refusal_names_the_key_in_the_words_of_the_api(message, param, problem, ask, capsys):
     status, answered = ask({"messages": [USER, message]})
     error = answered["error"]
-    assert (status, error["param"]) == (400, param) and told in error["message"]
+    assert (status, error["param"]) == (400, param) and problem in error["message"]
     for word in ("learned", "row", "train:", "a.png", "metadata"):
         assert word not in error["message"]
     # One line, and no traceback.
@@ -275,20 +287,20 @@ def test_a_refusal_of_a_response_names_the_key(body, param, ask):
 
 def test_responses_are_stored_for_requests_that_refer_to_them(ask, queue):
     image = {"type": "input_image", "image_url": data_url(CONTENT)}
-    asked = {"role": "user", "content": [image, {"type": "input_text", "text": "a"}]}
-    _, first = ask({"input": [asked], "instructions": "x"}, RESPONSES)
+    question = {"role": "user", "content": [image, {"type": "input_text", "text": "a"}]}
+    _, first = ask({"input": [question], "instructions": "x"}, RESPONSES)
     assert first["store"] is True and first["previous_response_id"] is None
     [item] = first["output"]
-    told = SAID | {"content": item["content"][0]["text"]}
-    shown = USER | {"image": CONTENT}
+    answer = SAID | {"content": item["content"][0]["text"]}
+    image_message = USER | {"image": CONTENT}
     for more in (
         {"input": "c", "previous_response_id": first["id"]},
-        {"input": [asked, {"type": "item_reference", "id": item["id"]}, NEXT]},
-        {"input": [asked, {"id": item["id"]}, NEXT]},
-        {"input": [asked, item, NEXT], "store": False},
+        {"input": [question, {"type": "item_reference", "id": item["id"]}, NEXT]},
+        {"input": [question, {"id": item["id"]}, NEXT]},
+        {"input": [question, item, NEXT], "store": False},
     ):
         status, second = ask(more, RESPONSES)
-        assert status == 200 and queue.asked[-1].prompt == [shown, told, NEXT], second
+        assert status == 200 and queue.requests[-1].prompt == [image_message, answer, NEXT], second
         assert second["previous_response_id"] == more.get("previous_response_id")
     # The last one was not stored.
     status, refused = ask({"input": "d", "previous_response_id": second["id"]}, RESPONSES)
@@ -302,16 +314,16 @@ def test_responses_are_stored_for_requests_that_refer_to_them(ask, queue):
 
 def test_what_is_stored_counts_as_part_of_a_request(queue, ask):
     app = echo_app(queue, max_images=2)
-    shown = [{"type": "input_image", "image_url": data_url(png())}] * 2
-    _, first = ask({"input": [USER | {"content": shown}]}, RESPONSES, app)
-    more = {"input": [USER | {"content": shown[:1]}], "previous_response_id": first["id"]}
+    images = [{"type": "input_image", "image_url": data_url(png())}] * 2
+    _, first = ask({"input": [USER | {"content": images}]}, RESPONSES, app)
+    more = {"input": [USER | {"content": images[:1]}], "previous_response_id": first["id"]}
     status, refused = ask(more, RESPONSES, app)
     assert (status, refused["error"]["code"]) == (400, "too_many_images")
     assert "3 images" in refused["error"]["message"]
 
 
 def test_a_store_drops_the_least_recently_used_beyond_its_limits():
-    store = Recent(max_entries=3, max_bytes=40)
+    store = LruStore(max_entries=3, max_bytes=40)
     for key in "abc":
         store.put(key, key * 4)
     assert store.get("a") == b'"aaaa"'
@@ -335,7 +347,7 @@ def test_the_store_has_bytes_as_the_largest_requests():
 
 def test_what_is_continued_counts_as_bytes_of_its_request(queue, ask):
     """A small request may refer to a large one, and many of them at a time."""
-    app = echo_app(queue, max_body_bytes=1000, largest_at_once=1)
+    app = echo_app(queue, max_body_bytes=1000, max_buffered_bodies=1)
     for size, expected in ((300, 200), (800, 429)):
         status, first = ask({"input": "b" * size}, RESPONSES, app)
         assert status == 200, first
@@ -345,9 +357,9 @@ def test_what_is_continued_counts_as_bytes_of_its_request(queue, ask):
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_an_error_in_the_middle_of_a_stream_is_an_event_of_the_api(path, queue, monkeypatch):
-    def submit(ask) -> None:
-        ask.tell("Hel")
-        ask.tell(ApiError(503, "stopped"))
+    def submit(queued) -> None:
+        queued.on_event("Hel")
+        queued.on_event(ApiError(503, "stopped"))
 
     monkeypatch.setattr(queue, "submit", submit)
     events = stream_of(queue, path)
@@ -362,17 +374,17 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event_of_the_api(path, queue, 
 
 
 def test_the_events_of_a_response_are_complete_and_in_order(queue, monkeypatch):
-    def submit(ask) -> None:
-        ask.tell("Hel")
-        ask.tell("lo")
-        ask.tell(AnswerEnd("length", 2, 7))
+    def submit(queued) -> None:
+        queued.on_event("Hel")
+        queued.on_event("lo")
+        queued.on_event(AnswerEnd("length", 2, 7))
 
     monkeypatch.setattr(queue, "submit", submit)
     events = stream_of(queue, RESPONSES)
     kinds = [event["type"].removeprefix("response.") for event in events]
     opened = ["created", "in_progress", "output_item.added", "content_part.added"]
-    said = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done"]
-    assert kinds == [*opened, *said, "output_item.done", "incomplete"]
+    text_events = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done"]
+    assert kinds == [*opened, *text_events, "output_item.done", "incomplete"]
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
     item, response = events[-2]["item"], events[-1]["response"]
     assert response["output"] == [item] and item["content"][0]["text"] == "Hello"

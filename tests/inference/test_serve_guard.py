@@ -1,4 +1,4 @@
-"""The guard of both servers: who may ask, how much, and what is fetched; without a model."""
+"""The guard of both servers: access, sizes and fetched images, without a model."""
 
 import asyncio
 import json
@@ -14,15 +14,15 @@ from uvicorn.server import ServerState
 from glm4v_patched.data import fetching
 from glm4v_patched.data.image_files import decode_data_url
 from glm4v_patched.inference.serving import connections, guard, request_images
-from glm4v_patched.inference.serving.connections import Connection, note_requests
-from glm4v_patched.inference.serving.guard import BODY, Guard, parse
+from glm4v_patched.inference.serving.connections import Connection, track_requests
+from glm4v_patched.inference.serving.guard import BODY_KEY, Guard, parse_body
 from glm4v_patched.inference.serving.limits import (
-    MOST_BYTES_OF_TEXT,
-    MOST_VALUES,
-    VARIABLE,
+    LIMITS_VARIABLE,
+    MAX_JSON_VALUES,
+    MAX_TEXT_BYTES,
     ServerLimits,
 )
-from glm4v_patched.inference.serving.serve import hosts_of
+from glm4v_patched.inference.serving.serve import allowed_hosts
 from tests.helpers.serving import EchoQueue, about, call, data_url, echo_app, png
 
 IMAGE = data_url(png())
@@ -32,11 +32,11 @@ POLICY = "content-security-policy"
 
 
 async def echo(scope, receive, send) -> None:
-    """Sends back the body that the guard hands on."""
+    """Send back the body that the guard passes on."""
     content = b"{}"
     if scope["method"] == "POST":
         content = (await receive())["body"]
-        assert json.loads(content) == scope[BODY]
+        assert json.loads(content) == scope[BODY_KEY]
     await send({"type": "http.response.start", "status": 200})
     await send({"type": "http.response.body", "body": content})
 
@@ -62,15 +62,15 @@ def test_without_a_key_other_hosts_and_pages_are_refused(host, called, origin, i
     headers = {"host": called, "authorization": "Bearer secret"}
     headers |= {} if origin is None else {"origin": origin}
     for key, expected in ((None, 403 if is_refused else 200), ("secret", 200)):
-        limits = ServerLimits(api_key=key, hosts=hosts_of(host, key))
+        limits = ServerLimits(api_key=key, hosts=allowed_hosts(host, key))
         assert ask(limits=limits, method="GET", **headers)[0] == expected
 
 
-def test_a_key_is_taken_as_http_has_it_and_a_websocket_is_closed():
+def test_a_key_is_parsed_by_http_rules_and_a_websocket_is_closed():
     for sent in ("bearer  secret", "Bearer secrets", "Bearer ", "Basic secret", "secret"):
-        got, body = ask(limits=ServerLimits(api_key="secret"), method="GET", authorization=sent)
-        assert (got == 200) == (sent == "bearer  secret")
-        assert got == 200 or (got, body["error"]["code"]) == (401, "invalid_api_key")
+        status, body = ask(limits=ServerLimits(api_key="secret"), method="GET", authorization=sent)
+        assert (status == 200) == (sent == "bearer  secret")
+        assert status == 200 or (status, body["error"]["code"]) == (401, "invalid_api_key")
     sent_back: list = []
 
     async def send(message):
@@ -100,39 +100,44 @@ def test_a_header_that_two_readers_could_read_differently_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("body", "limits", "status", "told"),
+    ("body", "limits", "status", "message"),
     [
-        (b"[" * 10**4, {}, 400, "no JSON"),
-        (b'{"a": %s1%s}' % (b"[" * 64, b"]" * 64), {}, 400, "over 64 levels"),
-        ({"a": [0] * MOST_VALUES}, {}, 413, f"{MOST_VALUES + 1:,} commas"),
+        (b"[" * 10**4, {}, 400, "not valid JSON"),
+        (b'{"a": %s1%s}' % (b"[" * 64, b"]" * 64), {}, 400, "more than 64 levels"),
+        ({"a": [0] * MAX_JSON_VALUES}, {}, 413, f"{MAX_JSON_VALUES + 1:,} commas"),
         # A million texts, and a key, that begin as images do.
         ({"messages": ["data:"] * 2 * 10**5}, {}, 413, "commas"),
         ({"url": {"data:" + "f" * 10**6: 0}}, {}, 413, "bytes of text"),
         ({"x": [{"url": "data:"}] * 10**5}, {}, 413, "commas"),
-        (b"[1]", {}, 400, "is a list; expected an object"),
+        (b"[1]", {}, 400, "is a JSON list; expected an object"),
         ({"prompt": "a\ud800"}, {}, 400, "prompt has '\\ud800', half of a surrogate pair"),
         ({"stop": ["\udfff"]}, {}, 400, "stop[0] has"),
-        (b"a" * 10_001, {"max_body_bytes": 10_000}, 413, "10001 bytes; this server takes 10000"),
-        ({"messages": "c" * MOST_BYTES_OF_TEXT}, {}, 413, "1,000,008 bytes of text"),
-        ({"messages": "\u4e2d" * (MOST_BYTES_OF_TEXT // 3)}, {}, 413, "1,000,007 bytes of text"),
+        (
+            b"a" * 10_001,
+            {"max_body_bytes": 10_000},
+            413,
+            "10001 bytes, and this server accepts 10000",
+        ),
+        ({"messages": "c" * MAX_TEXT_BYTES}, {}, 413, "1,000,008 bytes of text"),
+        ({"messages": "\u4e2d" * (MAX_TEXT_BYTES // 3)}, {}, 413, "1,000,007 bytes of text"),
         ({"messages": ["c" * 999_993]}, {}, 413, "1,000,001 bytes of text"),
         # Texts that look as images do.
         ({"messages": [{"content": "data:" + "d" * 2 * 10**6}]}, {}, 413, "2,000,020 bytes"),
         ({"metadata": {"url": "data:" + "e" * 2 * 10**6}}, {}, 413, "2,000,016 bytes"),
-        ({}, {"most_at_once": 0}, 429, "no more may"),
+        ({}, {"max_requests": 0}, 429, "is busy with 0 requests"),
     ],
 )
-def test_a_body_that_is_too_large_or_no_json_is_refused(body, limits, status, told):
-    got, answered = ask(body, ServerLimits(**limits))
-    assert got == status and told in answered["error"]["message"]
-    assert answered["error"]["type"] == ("rate_limit_error" if got == 429 else INVALID)
+def test_a_body_that_is_too_large_or_no_json_is_refused(body, limits, status, message):
+    actual_status, answered = ask(body, ServerLimits(**limits))
+    assert actual_status == status and message in answered["error"]["message"]
+    assert answered["error"]["type"] == ("rate_limit_error" if actual_status == 429 else INVALID)
 
 
-def test_what_is_just_small_enough_is_taken():
-    content = b'{"a": "%s"}' % (b"b" * (MOST_BYTES_OF_TEXT - 1))
-    assert parse(content, ServerLimits())[1] == content
+def test_bodies_at_the_limits_are_accepted():
+    content = b'{"a": "%s"}' % (b"b" * (MAX_TEXT_BYTES - 1))
+    assert parse_body(content, ServerLimits())[1] == content
     assert ask(content, ServerLimits(max_body_bytes=len(content)))[0] == 200
-    assert ask({"a": [0] * (MOST_VALUES - 2)})[0] == 200
+    assert ask({"a": [0] * (MAX_JSON_VALUES - 2)})[0] == 200
     # And handed on as it came.
     parts = [{"type": "input_image", "image_url": IMAGE}, {"type": "image", "image": IMAGE}]
     body = {"messages": about(IMAGE), "input": [{"role": "user", "content": parts}]}
@@ -149,7 +154,7 @@ def test_a_page_cannot_send_other_types_of_content():
     assert ask({}, content_type="Application/JSON; charset=utf-8")[0] == 200
 
 
-def test_waiting_requests_hold_a_limited_number_of_bytes():
+def test_waiting_requests_may_have_a_limited_number_of_bytes():
     """Eight times what one may have."""
 
     async def run() -> None:
@@ -160,16 +165,16 @@ def test_waiting_requests_hold_a_limited_number_of_bytes():
         app, over = Guard(application, ServerLimits(max_body_bytes=1000)), asyncio.Event()
         body = {"a": "a" * 890}
         waiting = [asyncio.create_task(call(app, body)) for _ in range(8)]
-        while len(app.answered) < 8:
+        while len(app.admitted) < 8:
             await asyncio.sleep(0.01)
         assert (await asyncio.wait_for(call(app, body), 10))[0] == 429
         over.set()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 8
-        assert (await call(app, body))[0] == 200 and not app.held and not app.answered
+        assert (await call(app, body))[0] == 200 and not app.buffered and not app.admitted
         app.app = None  # which fails
         with pytest.raises(TypeError):
             await call(app, body)
-        assert not app.held and not app.answered
+        assert not app.buffered and not app.admitted
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
@@ -180,7 +185,7 @@ def test_a_body_that_is_slow_gives_way_to_one_that_arrives():
 
     async def stalled(scope, receive, send):
         async def part():
-            if id(scope) in app.held:
+            if id(scope) in app.buffered:
                 await asyncio.Event().wait()
             return {"type": "http.request", "body": b" " * 900, "more_body": True}
 
@@ -189,24 +194,24 @@ def test_a_body_that_is_slow_gives_way_to_one_that_arrives():
     async def run() -> None:
         slow = [asyncio.create_task(call(stalled, {})) for _ in range(8)]
         await asyncio.sleep(0.05)
-        assert sum(app.held.values()) == 7200
+        assert sum(app.buffered.values()) == 7200
         assert [(await call(app, {"a": "a" * 900}))[0] for _ in range(3)] == [200] * 3
         [done, *_] = slow
-        assert (await done)[0] == 429 and not any(each.done() for each in slow[1:])
-        assert sum(app.held.values()) == 6300 and not app.displaced
-        for each in slow[1:]:
-            each.cancel()
+        assert (await done)[0] == 429 and not any(task.done() for task in slow[1:])
+        assert sum(app.buffered.values()) == 6300 and not app.evicted
+        for task in slow[1:]:
+            task.cancel()
         await asyncio.gather(*slow[1:], return_exceptions=True)
-        assert not app.held and not app.arriving
+        assert not app.buffered and not app.deadlines
 
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
     """64 of them made a 429 for all; bodies have a deadline."""
-    monkeypatch.setattr(guard, "SECONDS_TO_SEND", 1)
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 1)
     fetching, over = [], threading.Event()
-    fetch = lambda *given: fetching.append(given) or over.wait(30) and png()  # noqa: E731
+    fetch = lambda *arguments: fetching.append(arguments) or over.wait(30) and png()  # noqa: E731
     monkeypatch.setattr(request_images, "fetch", fetch)
     app = Guard(echo, ServerLimits(allow_urls=True))
 
@@ -220,27 +225,27 @@ def test_bodies_and_hosts_that_are_slow_keep_no_other_out(monkeypatch):
     async def run() -> None:
         bodies = [asyncio.create_task(call(slow, {})) for _ in range(100)]
         await asyncio.sleep(0.3)
-        assert len(app.held) == 100 and (await call(app, {}))[0] == 200
+        assert len(app.buffered) == 100 and (await call(app, {}))[0] == 200
         assert {status for status, _ in await asyncio.gather(*bodies)} == {408}
-        asked = {"messages": about("http://slow.invalid")}
-        hosts = [asyncio.create_task(call(app, asked)) for _ in range(40)]
+        body = {"messages": about("http://slow.invalid")}
+        hosts = [asyncio.create_task(call(app, body)) for _ in range(40)]
         while len(fetching) < 40:
             await asyncio.sleep(0.01)
         status, _ = await call(app, {"messages": about()})
         over.set()
         assert {status, *(status for status, _ in await asyncio.gather(*hosts))} == {200}
-        assert not app.held
+        assert not app.buffered
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
+def test_silent_connections_are_closed(monkeypatch):
     """400 of them, half-open and without a key, ended the service; in one burst, too."""
-    monkeypatch.setattr(connections, "SECONDS_FOR_A_HEAD", 1.5)
-    config = uvicorn.Config(note_requests(Guard(echo, ServerLimits())), ws="none", lifespan="off")
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.5)
+    config = uvicorn.Config(track_requests(Guard(echo, ServerLimits())), ws="none", lifespan="off")
     config.load()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
-    there: set[Connection] = set()
+    open_connections: set[Connection] = set()
     accepted: set[Connection] = set()
     most_accepted = 0
 
@@ -259,14 +264,14 @@ def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
 
     async def run() -> None:
         state, loop = ServerState(), asyncio.get_running_loop()
-        made = lambda: Counted(there, 8, {}, config=config, server_state=state)  # noqa: E731
+        make_protocol = lambda: Counted(open_connections, 8, {}, config=config, server_state=state)  # noqa: E731
         listener = socket.create_server(("127.0.0.1", 0))
-        server = await loop.create_server(made, sock=listener, backlog=2)
+        server = await loop.create_server(make_protocol, sock=listener, backlog=2)
         listener.listen(100)
         address = listener.getsockname()
         opened = []
 
-        async def say(content: bytes) -> asyncio.StreamReader:
+        async def send_bytes(content: bytes) -> asyncio.StreamReader:
             opened.append(await asyncio.open_connection(*address))
             opened[-1][1].write(content)
             return opened[-1][0]
@@ -279,20 +284,20 @@ def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
             client.setblocking(False)
             opened.append(await asyncio.open_connection(sock=client))
         await asyncio.sleep(0.1)
-        assert len(state.connections) == len(there) == len(accepted) == 8
+        assert len(state.connections) == len(open_connections) == len(accepted) == 8
         assert most_accepted <= 16
         for number in range(40):
-            await say((b"", b"GET / HT", head % 9 + b"\r\n{", head[:40])[number % 4])
+            await send_bytes((b"", b"GET / HT", head % 9 + b"\r\n{", head[:40])[number % 4])
             if number % 10 == 9:
                 await asyncio.sleep(0.05)
                 assert len(state.connections) == 8
-                assert b"200 OK" in await (await say(head % 2 + b"\r\n{}")).read(500)
+                assert b"200 OK" in await (await send_bytes(head % 2 + b"\r\n{}")).read(500)
         begin = loop.time()
         # Those whose head has come have the guard's longer deadline.
-        while not all(each.has_head for each in there):
+        while not all(connection.has_head for connection in open_connections):
             await asyncio.sleep(0.05)
         assert 0.5 < loop.time() - begin < 8
-        reader = await say(b"")
+        reader = await send_bytes(b"")
         for _ in range(3):  # one that is kept alive is heard again
             opened[-1][1].write(head % 2 + b"\r\n{}")
             assert b"200 OK" in await asyncio.wait_for(reader.read(500), 10)
@@ -305,7 +310,7 @@ def test_connections_that_say_nothing_end_and_give_way(monkeypatch):
 
 
 def test_a_client_that_reads_nothing_of_its_response_is_ended(monkeypatch):
-    monkeypatch.setattr(connections, "SECONDS_TO_READ", 1)
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 1)
     ended = threading.Event()
 
     async def endless(scope, receive, send):
@@ -315,14 +320,14 @@ def test_a_client_that_reads_nothing_of_its_response_is_ended(monkeypatch):
         if (await receive())["type"] == "http.disconnect":
             ended.set()
 
-    config = uvicorn.Config(note_requests(endless), ws="none", lifespan="off")
+    config = uvicorn.Config(track_requests(endless), ws="none", lifespan="off")
     config.load()
 
     async def run() -> None:
-        made = lambda: Connection(  # noqa: E731
+        make_protocol = lambda: Connection(  # noqa: E731
             set(), 8, {}, config=config, server_state=ServerState()
         )
-        server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
+        server = await asyncio.get_running_loop().create_server(make_protocol, "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
             assert await asyncio.to_thread(ended.wait, 20)
@@ -333,31 +338,33 @@ def test_a_client_that_reads_nothing_of_its_response_is_ended(monkeypatch):
 
 def test_a_server_that_ends_cuts_off_bodies_that_arrive_and_later_all_else(monkeypatch):
     """uvicorn cancelled the application: status 500, and a traceback for each."""
-    monkeypatch.setattr(connections, "SECONDS_TO_END", 1)
+    monkeypatch.setattr(connections, "SHUTDOWN_TIMEOUT_S", 1)
 
     async def until_it_is_gone(scope, receive, send):
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    app, state, there = Guard(until_it_is_gone, ServerLimits()), ServerState(), set()
-    config = uvicorn.Config(note_requests(app), ws="none", lifespan="off")
+    app, state, open_connections = Guard(until_it_is_gone, ServerLimits()), ServerState(), set()
+    config = uvicorn.Config(track_requests(app), ws="none", lifespan="off")
     config.load()
     head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 2\r\n\r\n"
 
     async def run() -> None:
-        made = lambda: Connection(there, 8, {}, config=config, server_state=state)  # noqa: E731
-        server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
+        def make_protocol() -> Connection:
+            return Connection(open_connections, 8, {}, config=config, server_state=state)
+
+        server = await asyncio.get_running_loop().create_server(make_protocol, "127.0.0.1", 0)
         readers = []
         for content in (b"{", b"{}"):
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             writer.write(head + content)
             readers.append((reader, writer))
-        while (len(app.arriving), len(app.answered)) != (1, 1):
+        while (len(app.deadlines), len(app.admitted)) != (1, 1):
             await asyncio.sleep(0.01)
-        for each in there:
-            each.end()
-            each.http.shutdown()  # as uvicorn does
+        for connection in open_connections:
+            connection.end()
+            connection.http.shutdown()  # as uvicorn does
         for number, (reader, _) in enumerate(readers):
             assert await asyncio.wait_for(reader.read(), 10) == b""
             await asyncio.sleep(0.05)
@@ -368,18 +375,18 @@ def test_a_server_that_ends_cuts_off_bodies_that_arrive_and_later_all_else(monke
 
 
 def test_the_number_of_connections_leaves_files_to_open(monkeypatch):
-    limit = lambda most: monkeypatch.setattr(  # noqa: E731
-        connections.resource, "getrlimit", lambda kind: (most, most)
-    )
-    taken = len(os.listdir("/dev/fd")) + connections.OTHER_FILES
+    def limit(files: int) -> None:
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (files, files))
+
+    used = len(os.listdir("/dev/fd")) + connections.RESERVED_FILES
     for files, expected in ((connections.resource.RLIM_INFINITY, 256), (10**6, 256)):
         limit(files)
-        assert connections.most_connections() == (expected, 64)
-    limit(taken + 81)
-    assert connections.most_connections() == (40, 10)
-    limit(taken + 31)
-    with pytest.raises(RuntimeError, match=rf"open {taken + 31} files.*leaves 15 conn.*ulimit -n"):
-        connections.most_connections()
+        assert connections.max_connections() == (expected, 64)
+    limit(used + 81)
+    assert connections.max_connections() == (40, 10)
+    limit(used + 31)
+    with pytest.raises(RuntimeError, match=rf"open {used + 31} files.*for 15 client.*ulimit -n"):
+        connections.max_connections()
 
 
 @pytest.mark.parametrize(
@@ -404,7 +411,9 @@ def test_an_image_that_must_not_be_read_is_refused_wherever_it_stands(url, limit
     ):
         content = [{"type": "text", "text": "a"}, {"type": "any", key: value}]
         for whole in ("messages", "input"):
-            status, body = ask({whole: [{"role": "user", "content": content}]}, ServerLimits(**limits))
+            status, body = ask(
+                {whole: [{"role": "user", "content": content}]}, ServerLimits(**limits)
+            )
             assert (status, body["error"]["code"]) == (400, code)
             place = f"{whole}[0].content[1].{key}" + ".url" * isinstance(value, dict)
             assert body["error"]["param"] == (whole if code == "too_many_images" else place)
@@ -421,25 +430,27 @@ def test_images_are_counted_together():
     small, large = data_url(png((10, 10))), data_url(png((1000, 1000), 1, "1"))
     assert ask({"messages": about(*[small] * 4)}, ServerLimits(max_pixels=100))[0] == 200
     status, body = ask({"messages": about(*[large] * 5)}, ServerLimits(max_pixels=10**6))
-    assert status == 400 and "5 images of 5.0 million" in body["error"]["message"]
+    assert (
+        status == 400 and "5 images in the messages have 5.0 megapixels" in body["error"]["message"]
+    )
     assert ask({"messages": about(*[small] * 3)}, ServerLimits(max_images=3))[0] == 200
     assert ask({"messages": about(*[small] * 4)}, ServerLimits(max_images=3))[0] == 400
 
 
 @pytest.fixture
 def shop(monkeypatch):
-    """The port of a web server of this machine, at which fetches are allowed."""
-    asked: list[str] = []
+    """The port of a web server on this machine from which fetching is allowed, and its requests."""
+    requests: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
+            requests.append(self.path)
             self.send_response(302 if self.path == "/away" else 200)
             self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/secret")
             self.end_headers()
             self.wfile.write(FETCHED)
 
-        def log_message(self, *given):
+        def log_message(self, *arguments):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -447,27 +458,27 @@ def shop(monkeypatch):
         monkeypatch.setattr(fetching, "PORTS", [server.server_port])
         # Which would fetch it.
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.server_port}")
-        yield server.server_port, asked
+        yield server.server_port, requests
         server.shutdown()
 
 
 def test_nothing_is_fetched_from_a_private_network(shop):
-    port, asked = shop
+    port, requests = shop
     for address in ("localhost", "0.0.0.0", "[::ffff:127.0.0.1]", "2130706433", "0177.0.0.1"):
         body = {"messages": about(f"http://{address}:{port}/a.png")}
         status, answered = ask(body, ServerLimits(allow_urls=True))
-        assert (status, answered["error"]["code"]) == (400, "invalid_image") and not asked
+        assert (status, answered["error"]["code"]) == (400, "invalid_image") and not requests
 
 
 def test_images_that_are_fetched_share_one_limit_and_are_handed_on_as_data(shop, monkeypatch):
-    port, asked = shop
+    port, requests = shop
     url = f"http://shop.example:{port}/a.png"
     monkeypatch.setattr(
         socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.0.1", port))]
     )
     monkeypatch.setattr(fetching, "is_public", lambda address: True)
     status, handed_on = ask({"messages": about(url)}, ServerLimits(allow_urls=True))
-    assert status == 200 and asked == ["/a.png"]
+    assert status == 200 and requests == ["/a.png"]
     url_handed_on = handed_on["messages"][0]["content"][0]["image_url"]["url"]
     assert decode_data_url(url_handed_on) == FETCHED
     most = ServerLimits(allow_urls=True, max_body_bytes=2 * len(FETCHED) - 1)
@@ -478,18 +489,18 @@ def test_limits_reach_the_middleware_of_vllm_or_it_does_not_start(monkeypatch, c
     assert ask({"messages": about("\x1b[31mred")})[0] == 400
     line = capsys.readouterr().out  # of the log, which no terminal obeys
     key = "messages[0].content[0].image_url.url"
-    assert f"/v1/chat/completions: 400 {key}: it is no image" in line and "\x1b" not in line
+    assert f"/v1/chat/completions: 400 {key}: this is not an image" in line and "\x1b" not in line
     limits = ServerLimits(hosts=["a", "b"], max_images=3, api_key="secret")
-    monkeypatch.setenv(VARIABLE, limits.to_json())
+    monkeypatch.setenv(LIMITS_VARIABLE, limits.to_json())
     assert Guard(echo).limits == limits
-    monkeypatch.delenv(VARIABLE)
-    with pytest.raises(RuntimeError, match="start the server by glm4v-patched serve"):
+    monkeypatch.delenv(LIMITS_VARIABLE)
+    with pytest.raises(RuntimeError, match="start the server with glm4v-patched serve"):
         Guard(echo)
 
 
 def test_the_page_is_shown_without_a_key_to_no_other_host_and_what_it_asks_needs_one():
-    """Of plain ``serve`` there is none."""
-    limits = {"api_key": "secret", "hosts": hosts_of("127.0.0.1", None)}
+    """Plain ``serve`` has no page."""
+    limits = {"api_key": "secret", "hosts": allowed_hosts("127.0.0.1", None)}
     for with_page in (True, False):
         app = echo_app(EchoQueue(), with_page, **limits)
 
@@ -506,14 +517,14 @@ def test_the_page_is_shown_without_a_key_to_no_other_host_and_what_it_asks_needs
                 return {"type": "http.request", "body": b"{}"}
 
             asyncio.run(app(scope, receive, send))
-            found = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+            reply_headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
             if sent[0]["status"] == 200:
-                policy = dict(part.split(" ", 1) for part in found[POLICY].split("; "))
+                policy = dict(part.split(" ", 1) for part in reply_headers[POLICY].split("; "))
                 for name in ("default-src", "base-uri", "form-action", "frame-ancestors"):
                     assert policy[name] == "'none'"
-                assert policy["connect-src"] == "'self'" and "unsafe" not in found[POLICY]
-                assert found["x-frame-options"] == "DENY"
-                assert found["referrer-policy"] == "no-referrer"
+                assert policy["connect-src"] == "'self'" and "unsafe" not in reply_headers[POLICY]
+                assert reply_headers["x-frame-options"] == "DENY"
+                assert reply_headers["referrer-policy"] == "no-referrer"
             return sent[0]["status"]
 
         assert status("GET", "/") == (200 if with_page else 404)

@@ -25,7 +25,7 @@ from glm4v_patched.inference import questions, vllm_plugin
 from glm4v_patched.inference.questions import Generation
 from glm4v_patched.inference.serving import serve, vllm
 from glm4v_patched.inference.serving.guard import Guard
-from glm4v_patched.inference.serving.limits import VARIABLE
+from glm4v_patched.inference.serving.limits import LIMITS_VARIABLE
 from glm4v_patched.inference.vllm_plugin import SharedPositions, register, shared_positions
 from glm4v_patched.models import limits
 from glm4v_patched.models.base import ModelSource
@@ -37,24 +37,26 @@ from tests.helpers.tiny import BOI, EOI, FILL, tiny_model
 
 @pytest.fixture
 def executed(monkeypatch, tmp_path) -> list:
-    """What vLLM is started with, on a machine that has it and a GPU."""
+    """The commands that start vLLM, on a machine that seems to have it and a GPU."""
     program = tmp_path / "vllm"
     program.touch()
-    found: list = []
-    plugin = EntryPoint("glm4v", "glm4v_patched.inference.vllm_plugin:register", vllm.GROUP)
-    monkeypatch.setattr(vllm, "entry_points", lambda group: [plugin] if group == vllm.GROUP else [])
+    commands: list = []
+    plugin = EntryPoint("glm4v", "glm4v_patched.inference.vllm_plugin:register", vllm.PLUGIN_GROUP)
+    monkeypatch.setattr(
+        vllm, "entry_points", lambda group: [plugin] if group == vllm.PLUGIN_GROUP else []
+    )
     monkeypatch.setattr(serve, "find_vllm", lambda: str(program))
     monkeypatch.setattr(questions, "place_processes", lambda processes, device: None)
-    monkeypatch.setattr(serve, "listen", lambda host, port: open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr(serve, "open_listener", lambda host, port: open(os.devnull))  # noqa: SIM115
 
-    def execve(*given):
-        found.append(given)
+    def execve(*arguments):
+        commands.append(arguments)
         raise SystemExit(0)  # this process would be vLLM's server
 
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.delenv("GLM4V_PATCHED_API_KEY", raising=False)
     monkeypatch.setattr(limits, "require_adapters", lambda base: None)  # ours are names alone
-    return found
+    return commands
 
 
 def start(*arguments: object) -> None:
@@ -66,9 +68,9 @@ LANGUAGE = "transformer.encoder.layers.0"
 
 
 def options(command: list[str], name: str) -> list[str]:
-    """What stands behind one of them."""
+    """Return the values of an option."""
     after = command[command.index(name) + 1 :]
-    return [*takewhile(lambda each: not each.startswith("--"), after)]
+    return [*takewhile(lambda argument: not argument.startswith("--"), after)]
 
 
 def option(command: list[str], name: str) -> str:
@@ -95,8 +97,8 @@ def test_a_model_is_served_with_our_plugin_and_limits(files, executed, tmp_path)
     command = vllm.vllm_command(program, of_hub, "m", {}, ("localhost", 1), Generation())
     assert option(command, "--revision") == "c0ffee"
     assert "--disable-fastapi-docs" in command
-    of_guard = json.loads(environment[VARIABLE])
-    assert of_guard["max_body_bytes"] == 3_000_000 and of_guard["most_at_once"] == 1024
+    of_guard = json.loads(environment[LIMITS_VARIABLE])
+    assert of_guard["max_body_bytes"] == 3_000_000 and of_guard["max_requests"] == 1024
 
 
 def write_adapters(folder: Path, model: Path, rank: int, name: str = LANGUAGE, **more) -> None:
@@ -136,7 +138,7 @@ def test_adapters_are_served_beside_their_model_in_the_next_rank_that_vllm_takes
         ("1 of the adapters' weights", 4, {"name": "transformer.vision.layers.0"}),
     ],
 )
-def test_adapters_that_vllm_does_not_compute_are_refused(
+def test_adapters_that_vllm_does_not_support_are_refused(
     files, executed, tmp_path, refused, named, rank, more
 ):
     write_adapters(tmp_path / "adapters", files.model, rank, **more)
@@ -144,7 +146,7 @@ def test_adapters_that_vllm_does_not_compute_are_refused(
     assert not executed
 
 
-def test_what_vllm_cannot_do_is_refused(files, executed, refused, monkeypatch):
+def test_options_that_vllm_does_not_support_are_refused(files, executed, refused, monkeypatch):
     for arguments, named in (
         (["--seed", "4294967296"], "--seed 4294967296"),
         (["--engine", "vllm", "--device", "cpu"], "--device cpu"),
@@ -152,7 +154,7 @@ def test_what_vllm_cannot_do_is_refused(files, executed, refused, monkeypatch):
     ):
         refused(["serve", files.model, *arguments], named)
     monkeypatch.setattr(vllm, "entry_points", lambda group: [])  # without the plug-in
-    refused(["serve", files.model], "other positions")
+    refused(["serve", files.model], "wrong positions")
     assert not executed
 
 
@@ -172,20 +174,20 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 
 def taking(parameters: str) -> Callable:
-    """Something that is called with these."""
-    function: Any = lambda **given: None  # noqa: E731
-    named = [Parameter(each, Parameter.KEYWORD_ONLY) for each in parameters.split()]
+    """Return a function with these parameters."""
+    function: Any = lambda **kwargs: None  # noqa: E731
+    named = [Parameter(name, Parameter.KEYWORD_ONLY) for name in parameters.split()]
     function.__signature__ = Signature(named)
     return function
 
 
 class FakeVllm(dict[str, Any]):
-    """The modules of a vLLM that has what the plug-in wants, by their names."""
+    """Modules of a compatible vLLM, by name."""
 
     def __init__(self) -> None:
-        super().__init__(vllm=SimpleNamespace(__version__=vllm_plugin.NEWEST))
-        every = vllm_plugin._NAMES.items()
-        for module, path, wanted in ((m, *of) for m, names in every for of in names.items()):
+        super().__init__(vllm=SimpleNamespace(__version__=vllm_plugin.NEWEST_VLLM))
+        every = vllm_plugin._USED_NAMES.items()
+        for module, path, wanted in ((m, *item) for m, names in every for item in names.items()):
             holder = self.setdefault(module, SimpleNamespace())
             *owners, name = path.split(".")
             for owner in owners:
@@ -215,7 +217,7 @@ def logged(caplog):
 
 
 def settings(**fields) -> SimpleNamespace:
-    """vLLM's settings of a model."""
+    """Return vLLM's settings of a model."""
     values = {"model_type": "chatglm", "vision_config": {}}
     config = SimpleNamespace(kv_channels=128, to_dict=lambda: values, **fields)
     return SimpleNamespace(hf_config=config, uses_mrope=True)
@@ -230,34 +232,36 @@ def test_positions_are_those_of_the_model(parts, inner):
         images += [(len(row), len(ids))] if part == "i" else []
         row += ids
     form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
-    grown = expand_image_placeholders(UnexpandedBatch(torch.tensor([row])), form, num_images=len(images))
-    assert grown.input_ids[0].tolist() == row
-    assert shared_positions(len(row), images).tolist() == grown.position_ids[0].tolist()
+    expanded = expand_image_placeholders(UnexpandedBatch(torch.tensor([row])), form, num_images=len(images))
+    assert expanded.input_ids[0].tolist() == row
+    assert shared_positions(len(row), images).tolist() == expanded.position_ids[0].tolist()
 
 
 def test_the_entry_point_and_the_model_that_it_names_are_there():
     [(name, place)] = PROJECT["entry-points"]["vllm.general_plugins"].items()
     assert name == "glm4v_patched" and pkgutil.resolve_name(place) is register
-    module, _, name = vllm_plugin.MODEL.partition(":")
+    module, _, name = vllm_plugin.MODEL_CLASS.partition(":")
     assert f"class {name}(" in Path(importlib.util.find_spec(module).origin).read_text()
     # The extra asks for what was tested.
-    oldest, newest = [part.split(".") for part in (vllm_plugin.OLDEST, vllm_plugin.NEWEST)]
+    oldest, newest = [
+        part.split(".") for part in (vllm_plugin.OLDEST_VLLM, vllm_plugin.NEWEST_VLLM)
+    ]
     above = f"{newest[0]}.{int(newest[1]) + 1}"
     assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm>={'.'.join(oldest[:2])},<{above}"]
 
 
-def test_a_vllm_that_has_moved_serves_other_models_and_no_glm4v(fake, logged, words):
+def test_an_incompatible_vllm_serves_other_models_and_no_glm4v(fake, logged, words):
     fake.hooks["Qwen3ForCausalLM"] = other = object()
     register()
     register()
     assert fake.hooks == {"Qwen3ForCausalLM": other, "GLM4VForCausalLM": SharedPositions}
     registry = fake.vllm.__dict__.pop("ModelRegistry")
     register()
-    assert "other positions than it has" in logged.text and "ModelRegistry" in logged.text
+    assert "would get wrong positions" in logged.text and "ModelRegistry" in logged.text
     fake.vllm.ModelRegistry = registry
     del fake.config.MODELS_CONFIG_MAP
     register()
-    assert fake.registered == {"GLM4VForCausalLM": vllm_plugin.MODEL}
+    assert fake.registered == {"GLM4VForCausalLM": vllm_plugin.MODEL_CLASS}
     with words.refused(RuntimeError, "models.config.MODELS_CONFIG_MAP", pip=pip_install()):
         vllm_plugin.check_vllm()
     fake.config.MODELS_CONFIG_MAP = others = {"GLM4VForCausalLM": dict}  # of somebody else
@@ -267,18 +271,18 @@ def test_a_vllm_that_has_moved_serves_other_models_and_no_glm4v(fake, logged, wo
         vllm_plugin.check_vllm()
 
 
-def test_names_that_have_moved_are_all_said_with_version_and_cure(fake, words):
+def test_all_incompatible_names_are_reported_with_version_and_cure(fake, words):
     register()
     vllm_plugin.check_vllm()
     glm4v = fake["vllm.model_executor.models.glm4v"]
     glm4v.GLM4VForCausalLM.compute_logits = taking("grid")
     del glm4v.GLM4VProcessingInfo, fake["vllm.multimodal"].MULTIMODAL_REGISTRY
-    moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes (grid)", vllm_plugin.NEWEST)
+    moved = ("GLM4VProcessingInfo", "MULTIMODAL_REGISTRY", "takes (grid)", vllm_plugin.NEWEST_VLLM)
     with words.refused(RuntimeError, *moved, pip=pip_install()):
         vllm_plugin.check_vllm()
 
 
-def test_an_older_vllm_is_refused_and_a_newer_one_that_fits_taken_with_a_word(fake, logged):
+def test_an_older_vllm_is_refused_and_a_newer_one_is_warned_about(fake, logged):
     for version, is_said in (("0.33.0+cpu", False), ("0.33.1", True)):
         fake.vllm.__version__ = version
         register()
@@ -286,16 +290,16 @@ def test_an_older_vllm_is_refused_and_a_newer_one_that_fits_taken_with_a_word(fa
         assert ("tested with vLLM up to 0.33.0" in logged.text) == is_said
     fake.vllm.__version__ = "0.25.1"
     register()
-    with pytest.raises(RuntimeError, match="in vLLM 0.25.1: tests run with"):
+    with pytest.raises(RuntimeError, match="in vLLM 0.25.1: it was tested with"):
         SharedPositions.verify_and_update_model_config(settings())
 
 
 def test_vllm_will_ask_the_model_for_positions(fake):
     register()
-    for kept in (None, {"a": 1}, {"rope_type": "own"}):
-        model = settings(rope_parameters=kept)
+    for own_parameters in (None, {"a": 1}, {"rope_type": "own"}):
+        model = settings(rope_parameters=own_parameters)
         SharedPositions.verify_and_update_model_config(model)
-        wanted = {"rope_type": "default"} | (kept or {}) | {"mrope_section": [32, 0, 0]}
+        wanted = {"rope_type": "default"} | (own_parameters or {}) | {"mrope_section": [32, 0, 0]}
         assert model.hf_config.rope_parameters == wanted
     model.uses_mrope = False
     with pytest.raises(RuntimeError, match="uses_mrope stays False"):
@@ -305,26 +309,28 @@ def test_vllm_will_ask_the_model_for_positions(fake):
 def test_adapters_on_the_tower_are_refused(words):
     for lora in (None, SimpleNamespace(enable_tower_connector_lora=False)):
         SharedPositions.verify_and_update_config(SimpleNamespace(lora_config=lora))
-    asked = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=True))
+    vllm_config = SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=True))
     with words.refused(ValueError, "--enable-tower-connector-lora", program=own_command()):
-        SharedPositions.verify_and_update_config(asked)
+        SharedPositions.verify_and_update_config(vllm_config)
 
 
-def test_it_draws_no_id_that_our_model_does_not():
+def test_image_tokens_are_not_generated_as_in_our_model():
     for fill in (None, 7):
         model = tiny_model(image_token_id=fill)
         assert vllm_plugin.never_generated_ids(model.config) == model._image_token_ids()
         published = vars(model.config) | {}
         published.pop("image_token_id")
-        assert vllm_plugin.never_generated_ids(SimpleNamespace(**published)) == model._image_token_ids()[:2]
+        assert (
+            vllm_plugin.never_generated_ids(SimpleNamespace(**published)) == model._image_token_ids()[:2]
+        )
 
 
-def test_rows_of_our_processor_are_taken_for_those_that_vllm_grows():
+def test_expanded_prompts_of_our_processor_are_collapsed_for_vllm():
     config = SimpleNamespace(boi_token_id=BOI, eoi_token_id=EOI, pad_token_id=1, image_token_id=2)
     image, short = [BOI, 2, 2, 2, EOI], [BOI, 1, EOI]
     row = [7, *image, 8, *image, *image, 2, 9]
-    assert vllm_plugin.without_fill(row, config, 3) == [7, *short, 8, *short, *short, 2, 9]
+    assert vllm_plugin.collapse_image_tokens(row, config, 3) == [7, *short, 8, *short, *short, 2, 9]
     for other in ([7, *short, 8], [7, BOI, 2, 2, EOI], [7, *image[:-1]]):  # one that was cut
-        assert vllm_plugin.without_fill(other, config, 3) == other
+        assert vllm_plugin.collapse_image_tokens(other, config, 3) == other
     del config.image_token_id  # a published one
-    assert vllm_plugin.without_fill(row, config, 3) == row
+    assert vllm_plugin.collapse_image_tokens(row, config, 3) == row

@@ -38,15 +38,15 @@ def answers(tmp_path_factory):
 
 def test_with_the_plug_in_positions_tokens_and_logits_are_ours(answers):
     report = answers("--adapters")
-    asked = [row["conversation"] for row in report["rows"]]
-    assert len(asked) == 10 and "three images, three turns" in asked
-    assert "adapters: two images" in asked
+    conversations = [row["conversation"] for row in report["rows"]]
+    assert len(conversations) == 10 and "three images, three turns" in conversations
+    assert "adapters: two images" in conversations
     for row in report["rows"]:
         assert row["ids_equal"] and row.get("positions_equal", True) and row["not_drawn"], row
         assert row["same_tokens"] == 24 and row["logit_difference"] <= LOGITS, row
-    refusal = report["tower_adapters"]
-    assert refusal.startswith("transformer.vision.transformer.layers.0.attention.query_key_value")
-    assert "merge ADAPTERS --out MERGED" in refusal
+    message = report["tower_adapters"]
+    assert message.startswith("transformer.vision.transformer.layers.0.attention.query_key_value")
+    assert "merge ADAPTERS --out MERGED" in message
 
 
 def test_without_the_plug_in_text_is_ours_and_images_are_not(answers):

@@ -1,22 +1,25 @@
-"""A loop for ``generate`` in which nothing waits for the device between two tokens.
+"""A decode loop for ``generate`` that never synchronizes the host with the device between tokens.
 
-    model.generate(**inputs, past_key_values=StaticCache(...), custom_generate=decode_without_sync)
+    model.generate(
+        **inputs, past_key_values=StaticCache(...), custom_generate=decode_without_sync
+    )
 
-After every token transformers' own loop asks the device whether all rows have ended, and makes the
-next step's inputs only then, while the device has nothing to do. Here the answer is copied to the
-host behind the steps that are queued already, and looked at when it has come. What was drawn beyond
-the end is cut off the ids; the cache and torch's random numbers have to be made anew after it, as
-:class:`static_cache.StaticCaches` and :class:`..answer_worker.Answerer` do. Tokens are those of
-transformers' loop without compilation, bit for bit: its logits processors and stopping criteria
-run, in its order.
+transformers' own loop reads from the device after every token whether all sequences have ended, and
+prepares the next step only then, while the device is idle. Here these flags are copied to the host
+asynchronously, behind the steps that are queued already, and read when they have arrived. Up to
+:data:`MAX_LAG` steps are computed in vain after the end; their tokens are cut off. The cache and
+torch's random state have to be reset afterwards, as :class:`.static_cache.StaticCaches` and
+:class:`..answer_worker.Answerer` do. The tokens equal those of transformers' uncompiled loop bit
+for bit: its logits processors and stopping criteria run in its order.
 
-Only what these two ask for is done: one answer a row, drawn or greedy. Processors and criteria that
-are not transformers' own may count how often they are called: with these, the device is asked after
-every token. Two of transformers' own wait by themselves: ``no_repeat_ngram_size`` reads ids on the
-host, and ``torch.isin`` sorts ids that end a row if there are more than about ten.
+Supported is what these two need: one answer per sequence, sampled or greedy. Processors and
+criteria from outside transformers may count their calls; with any of these, the flags are read
+after every token. Two of transformers' own synchronize by themselves: ``no_repeat_ngram_size``
+reads ids on the host, and ``torch.isin`` sorts the end-of-sequence ids if there are more than about
+ten.
 
-Logits that are NaN or infinite are no answer. Those of the prompt are reported with the first
-token, and those of the last token are looked at when all rows have ended: NaN stays in a cache.
+NaN or infinite logits raise an error. Those of the prompt are reported with the first token. Of the
+later ones only the last are checked, when all sequences have ended: NaN persists in the cache.
 """
 
 from typing import Any
@@ -34,12 +37,12 @@ from transformers import (
 
 from ...remote.configuration_chatglm import TESTED_TRANSFORMERS
 from ...remote.keywords import CACHE_KEYWORD
-from ..nonfinite import NonFiniteLogits, finite_rows, require_finite
+from ..nonfinite import NonFiniteLogits, has_finite_logits, require_all_finite
 
-# Tokens that may have been queued before what the device says of one must have come: so many steps
-# are computed in vain after the end. With one, the host has a step's time to queue the next.
-LATE = {"cuda": 2}  # by kind of device; 0 for others
-NONFINITE = 2  # in a report, in place of whether a row is unfinished
+# Most decode steps queued before the end-of-sequence flags of a step are read, by device type; 0
+# for others. With 1, the host would have only one step's time to queue the next.
+MAX_LAG = {"cuda": 2}
+NONFINITE = 2  # in place of the unfinished flag of a sequence
 
 
 def decode_without_sync(
@@ -48,98 +51,101 @@ def decode_without_sync(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
-    tokens_to: Any = None,
-    step: Any = None,
+    token_streamer: Any = None,
+    decode_step: Any = None,
     **model_kwargs: Any,
 ) -> Tensor:
-    """Draw tokens: for ``generate(custom_generate=decode_without_sync)``, which gives the first ones.
+    """Generate tokens; passed to ``generate`` as ``custom_generate``, which gives most arguments.
 
     Args:
-        tokens_to: A streamer, in the place of generate's ``streamer``. It is given each token up to
-            :data:`LATE` tokens later.
-        step: Called in the place of the model from the second token on
-            (:class:`CudaGraphCallable`).
+        token_streamer: A streamer, in place of generate's ``streamer``. It receives each token up
+            to :data:`MAX_LAG` steps late.
+        decode_step: Called in place of the model from the second token on, such as a
+            :class:`CudaGraphCallable`.
 
     Returns:
-        The ids that ``generate`` returns without ``custom_generate``, ``(B, L)``.
+        ``(B, L)`` int64, the ids that ``generate`` returns without ``custom_generate``.
 
     Raises:
-        NonFiniteLogits: The logits after the prompt or the last ones are NaN or infinite.
+        NonFiniteLogits: The logits after the prompt, or the last ones, are NaN or infinite.
     """
-    assert generation_config.num_beams == 1, "beams are for transformers' own loop"
-    device, (rows, given) = input_ids.device, input_ids.shape
-    most = generation_config.max_length
-    ids = torch.zeros((rows, most), dtype=torch.long, device=device)
-    ids[:, :given] = input_ids
+    assert generation_config.num_beams == 1, "beam search needs transformers' own loop"
+    device, (batch_size, prompt_length) = input_ids.device, input_ids.shape
+    max_length = generation_config.max_length
+    ids = torch.zeros((batch_size, max_length), dtype=torch.long, device=device)
+    ids[:, :prompt_length] = input_ids
     processors = LogitsProcessorList(map(_faster, logits_processor))
-    criteria = [each for each in stopping_criteria if type(each) is not MaxLengthCriteria]
+    criteria = [c for c in stopping_criteria if type(c) is not MaxLengthCriteria]
     pad = None
-    if any(hasattr(each, "eos_token_id") for each in criteria):
+    if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         pad = _private(generation_config, "_pad_token_tensor").to(device)
-    is_known = all(map(_is_of_transformers, [*logits_processor, *criteria]))
-    unfinished = torch.ones(rows, dtype=torch.bool, device=device)
-    reports = Reports(unfinished, LATE.get(device.type, 0) if is_known else 0, tokens_to)
-    if tokens_to is not None:
-        tokens_to.put(input_ids.cpu())
+    is_async = all(map(_is_of_transformers, [*logits_processor, *criteria]))
+    unfinished = torch.ones(batch_size, dtype=torch.bool, device=device)
+    max_lag = MAX_LAG.get(device.type, 0) if is_async else 0
+    tracker = FinishedTracker(unfinished, max_lag, token_streamer)
+    if token_streamer is not None:
+        token_streamer.put(input_ids.cpu())
 
-    forward: Any = step or model
+    forward: Any = decode_step or model
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     outputs = model(**inputs, return_dict=True)
     model_kwargs[CACHE_KEYWORD] = outputs[CACHE_KEYWORD]
-    inputs, length = None, given
+    inputs, length = None, prompt_length
     while True:
-        # A copy in fp32, as transformers makes it. The outputs must be gone before the next step,
-        # for a CUDA graph writes into their memory again.
+        # An fp32 copy, as in transformers' loop. The outputs must be freed before the next step:
+        # a CUDA graph overwrites their memory.
         logits_BV = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
         del outputs
         finite_B = None
-        if length == given:
-            finite_B = finite_rows(logits_BV)
-            if not is_known:  # these wait anyway, and may hand on the token
-                require_finite(finite_B)
-        sofar: Any = ids[:, :length]
-        scores_BV = processors(sofar, logits_BV)
-        tokens_B = _tokens_of(scores_BV, generation_config.do_sample)
+        if length == prompt_length:
+            finite_B = has_finite_logits(logits_BV)
+            if not is_async:  # these synchronize anyway, and may pass on the token
+                require_all_finite(finite_B)
+        so_far: Any = ids[:, :length]
+        scores_BV = processors(so_far, logits_BV)
+        tokens_B = _next_tokens(scores_BV, generation_config.do_sample)
         if pad is not None:
             tokens_B = torch.where(unfinished, tokens_B, pad)
         ids[:, length] = tokens_B
         length += 1
-        sofar = ids[:, :length]
+        so_far = ids[:, :length]
         for criterion in criteria:
-            done = torch.as_tensor(criterion(sofar, None), device=device)
+            done = torch.as_tensor(criterion(so_far, None), device=device)
             unfinished.logical_and_(~done)
-        if criteria or tokens_to is not None or finite_B is not None:
-            reports.add(unfinished, tokens_B, finite_B)
-        if length == most or reports.look():
+        if criteria or token_streamer is not None or finite_B is not None:
+            tracker.add(unfinished, tokens_B, finite_B)
+        if length == max_length or tracker.all_finished():
             break
         prompt = model_kwargs["expanded_prompt"]
         if inputs is None or not model.advance_decode_inputs(
-            inputs, tokens_B[:, None], prompt, length - given
+            inputs, tokens_B[:, None], prompt, length - prompt_length
         ):
-            inputs = model.prepare_inputs_for_generation(sofar, **model_kwargs)
+            inputs = model.prepare_inputs_for_generation(so_far, **model_kwargs)
         outputs = forward(**inputs, return_dict=True)
-    reports.look(late=0)
-    require_finite(finite_rows(logits_BV))
-    if tokens_to is not None:
-        tokens_to.end()
-    return ids[:, : length if reports.end is None else given + reports.end].contiguous()
+    tracker.all_finished(max_lag=0)
+    require_all_finite(has_finite_logits(logits_BV))
+    if token_streamer is not None:
+        token_streamer.end()
+    end = length if tracker.num_tokens is None else prompt_length + tracker.num_tokens
+    return ids[:, :end].contiguous()
 
 
-def _tokens_of(scores_BV: Tensor, do_sample: bool) -> Tensor:
+def _next_tokens(scores_BV: Tensor, do_sample: bool) -> Tensor:
     if not do_sample:
         return scores_BV.argmax(dim=-1)
     probabilities = torch.nn.functional.softmax(scores_BV, dim=-1)
-    # Of NaN, which is reported otherwise, multinomial would end the process on a GPU.
+    # On a GPU, multinomial of NaN would abort the process; NaN is reported by the tracker.
     probabilities.nan_to_num_(nan=1.0)
     return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
 
 def _private(owner: Any, name: str) -> Any:
+    """Return a private attribute of a transformers object, or raise an error with the cure."""
     if not hasattr(owner, name):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {name} in {type(owner).__name__}, "
             "which glm4v_patched.inference.decoding.loop needs: install transformers"
-            f"{TESTED_TRANSFORMERS}, or take --cache dynamic"
+            f"{TESTED_TRANSFORMERS}, or use --cache dynamic"
         )
     return getattr(owner, name)
 
@@ -148,65 +154,77 @@ def _is_of_transformers(processor_or_criterion: Any) -> bool:
     return type(processor_or_criterion).__module__.partition(".")[0] == "transformers"
 
 
-class Reports:
-    """What the device says of every drawn token, copied to the host while it goes on.
+class FinishedTracker:
+    """Read asynchronously which sequences have finished, and each step's tokens for a streamer.
+
+    Args:
+        unfinished_B: Flags of the sequences, for their device and number.
+        max_lag: Steps whose flags need not have arrived yet.
+        streamer: Receives the tokens of each step, if it is not None.
 
     Attributes:
-        late: Tokens of which it need not have come yet.
-        end: Tokens up to the one at which all rows had ended, once that is known.
+        num_tokens: Tokens until all sequences had finished, once that is known.
     """
 
-    def __init__(self, unfinished_B: Tensor, late: int, streamer: Any):
+    def __init__(self, unfinished_B: Tensor, max_lag: int, streamer: Any):
         is_cuda = unfinished_B.device.type == "cuda"
-        shape = late + 1, len(unfinished_B)
+        shape = max_lag + 1, len(unfinished_B)
         on_host: dict[str, Any] = {"device": "cpu", "pin_memory": is_cuda}
-        self.late, self.streamer, self._device = late, streamer, unfinished_B.device
-        self.end: int | None = None
+        self.max_lag, self.streamer, self._device = max_lag, streamer, unfinished_B.device
+        self.num_tokens: int | None = None
+        # Ring buffers with one slot for each step that may be in flight.
         self._unfinished = torch.ones(shape, dtype=torch.uint8, **on_host)
         self._tokens = torch.zeros(shape, dtype=torch.long, **on_host)
-        self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(late + 1)]
+        self._copied = [torch.cuda.Event() if is_cuda else None for _ in range(max_lag + 1)]
         self._on_host = self._unfinished.numpy()
-        self._added = self._seen = 0
+        self._added = self._read = 0
 
     def add(self, unfinished_B: Tensor, tokens_B: Tensor, finite_B: Tensor | None = None) -> None:
-        """``finite_B``: Whether the logits of each row are, if that is to be reported."""
-        report_B = unfinished_B.view(torch.uint8)  # of another type, the copy would wait
+        """Queue the copy of a step's flags and tokens to the host.
+
+        Args:
+            finite_B: Whether each sequence's logits are finite, if that is to be checked.
+        """
+        flags_B = unfinished_B.view(torch.uint8)  # a copy with a dtype conversion would synchronize
         if finite_B is not None:
-            report_B = torch.where(finite_B, report_B, NONFINITE)
+            flags_B = torch.where(finite_B, flags_B, NONFINITE)
         slot = self._added % len(self._copied)
-        self._unfinished[slot].copy_(report_B, non_blocking=True)
+        self._unfinished[slot].copy_(flags_B, non_blocking=True)
         if self.streamer is not None:
             self._tokens[slot].copy_(tokens_B, non_blocking=True)
         if (copied := self._copied[slot]) is not None:
             copied.record(torch.cuda.current_stream(self._device))
         self._added += 1
 
-    def look(self, late: int | None = None) -> bool:
-        """Whether all rows are known to have ended. Waits for all but the last ``late`` tokens."""
-        late = self.late if late is None else late
-        while self.end is None and self._added - self._seen > late:
-            slot = self._seen % len(self._copied)
+    def all_finished(self, max_lag: int | None = None) -> bool:
+        """Return whether all sequences are known to have finished.
+
+        Waits for the flags of all steps except the last ``max_lag``.
+        """
+        max_lag = self.max_lag if max_lag is None else max_lag
+        while self.num_tokens is None and self._added - self._read > max_lag:
+            slot = self._read % len(self._copied)
             if (copied := self._copied[slot]) is not None:
                 copied.synchronize()
-            self._seen += 1
+            self._read += 1
             if (self._on_host[slot] == NONFINITE).any():
                 raise NonFiniteLogits
             if self.streamer is not None:
                 self.streamer.put(self._tokens[slot].clone())
             if not self._on_host[slot].any():
-                self.end = self._seen
-        return self.end is not None
+                self.num_tokens = self._read
+        return self.num_tokens is not None
 
 
-class _Suppressed(LogitsProcessor):
-    """Looks for its ids among all once, instead of in every step."""
+class _CachedSuppressTokens(LogitsProcessor):
+    """transformers' processor with its mask computed once, not in every step."""
 
     def __init__(self, processor: SuppressTokensLogitsProcessor):
         self.processor, self.is_suppressed = processor, None
 
     is_suppressed: Tensor | None
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:  # typed as of the CPU
+    def __call__(self, input_ids: Any, scores: Any) -> Any:  # the base class has CPU types
         if self.is_suppressed is None:
             self.is_suppressed = self.processor(input_ids, torch.zeros_like(scores[:1])).isinf()
         return scores.masked_fill(self.is_suppressed, -float("inf"))
@@ -214,5 +232,5 @@ class _Suppressed(LogitsProcessor):
 
 def _faster(processor: Any) -> Any:
     if type(processor) is SuppressTokensLogitsProcessor:
-        return _Suppressed(processor)
+        return _CachedSuppressTokens(processor)
     return processor

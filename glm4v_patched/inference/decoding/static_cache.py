@@ -1,7 +1,7 @@
-"""Caches of fixed size for ``generate``: what they are given beside the rows, and their reuse.
+"""Static KV caches that are reused from one ``generate`` to the next, with their CUDA graphs.
 
-A CUDA graph refers to its cache by address. ``generate`` would make a new one for every size of
-prompt; so one is kept for the next call of as many rows.
+A CUDA graph refers to its cache by address, and ``generate`` would make a new cache for every
+prompt length. So a cache is kept for the next call with the same batch size.
 """
 
 from typing import Any
@@ -18,44 +18,51 @@ from .loop import decode_without_sync
 
 
 class StaticCaches:
-    """The cache of one model for the number of rows that was wanted last, of the largest size.
+    """The static cache of a model, for the last batch size and the greatest length so far.
 
-    When it is handed out again it is emptied: what was answered with it must not be needed. On a
-    GPU steps and the model's tower are recorded (:mod:`...engine.kernels.cuda_graphs`).
+    Each use resets it, so what was computed with it before must no longer be needed. On a GPU, the
+    decode step and the vision tower run as CUDA graphs (:mod:`...engine.kernels.cuda_graphs`).
     """
 
-    def __init__(self, model: Any, step: int):
+    def __init__(self, model: Any, length_multiple: int):
         """
         Args:
-            step: Sizes are multiples of it, for each size is recorded.
+            length_multiple: Cache lengths are rounded up to a multiple of it, as each length needs
+                a CUDA graph of its own.
         """
-        self.model, self.step = model, step
+        self.model, self.length_multiple = model, length_multiple
         if model.device.type == "cuda":
             use_implementations(model, ModelUsage(purpose=CUDA_GRAPHS))
-        self._rows = self._room = 0
+        self._batch_size = self._max_length = 0
         self._cache: StaticCache | None = None
         self._graph: CudaGraphCallable | None = None
 
-    def of(self, rows: int, positions: int) -> StaticCache:
-        """An empty cache with room for so many positions of each row."""
-        if self._cache is not None and rows == self._rows and positions <= self._room:
+    def empty_cache(self, batch_size: int, length: int) -> StaticCache:
+        """Return an empty cache for at least ``length`` positions of each sequence."""
+        is_large_enough = batch_size == self._batch_size and length <= self._max_length
+        if self._cache is not None and is_large_enough:
             self._cache.reset()
             return self._cache
-        self._cache = self._graph = None  # their memory is for the next one
-        self._rows, self._room = rows, -(-positions // self.step) * self.step
-        self._cache = StaticCache(config=self.model.config, max_cache_len=self._room)
+        self._cache = self._graph = None  # frees their memory for the new cache
+        self._batch_size = batch_size
+        self._max_length = -(-length // self.length_multiple) * self.length_multiple
+        self._cache = StaticCache(config=self.model.config, max_cache_len=self._max_length)
         return self._cache
 
-    def options(self, rows: int, positions: int) -> dict[str, Any]:
-        """What ``generate`` is given beside the rows; on a CPU nothing is recorded."""
-        given = cache_kwarg(self.of(rows, positions)) | {"custom_generate": decode_without_sync}
+    def generate_kwargs(self, batch_size: int, length: int) -> dict[str, Any]:
+        """Return the arguments of ``generate`` for an empty cache, and on a GPU for CUDA graphs."""
+        kwargs = cache_kwarg(self.empty_cache(batch_size, length))
+        kwargs |= {"custom_generate": decode_without_sync}
         if self.model.device.type == "cuda":
-            self._graph = given["step"] = self._graph or CudaGraphCallable(self.model)
-        return given
+            self._graph = kwargs["decode_step"] = self._graph or CudaGraphCallable(self.model)
+        return kwargs
 
 
-def chosen(cache: str, device: str, base: ModelSource, weights: str | None = None) -> str:
-    """``static`` or ``dynamic``; ``auto`` is ``static`` on a GPU, if the steps of such weights can
-    be recorded."""
+def choose_cache(cache: str, device: str, base: ModelSource, weights: str | None = None) -> str:
+    """Return ``"static"`` or ``"dynamic"`` for the option ``--cache``.
+
+    ``auto`` is static on a GPU, if decode steps with weights stored in this way can be captured as
+    a CUDA graph.
+    """
     weights = weights or quantized_by(base.model, base.revision)
     return resolve_cache(cache, weights, "dynamic" if device == "cpu" else "static")

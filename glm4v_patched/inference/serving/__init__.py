@@ -1,1 +1,1 @@
-"""``glm4v-patched serve``: a server that speaks OpenAI's API."""
+"""``glm4v-patched serve``: a server for clients of OpenAI's API."""

@@ -1,6 +1,6 @@
-"""Answers requests with a loaded model, several in a batch, on a thread of its own.
+"""A queue that answers requests with loaded models, several per batch, in its own thread.
 
-docs/serving.md says why transformers' own server does not stand here.
+docs/serving.md says why transformers' own server is not used.
 """
 
 import threading
@@ -13,89 +13,97 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from ..answer_worker import Answerer, Words, positions_of
+from ..answer_worker import Answerer, AnswerStreamer, count_positions
 from .limits import ApiError, log
-from .requests import Wanted
+from .requests import ParsedRequest
 
-MOST_ROWS = 16
-"""Of a batch."""
-MOST_IMAGES = 16
-"""Of a batch, if its first request has not more: what the vision tower computes at once."""
+MAX_BATCH_SIZE = 16
+"""Requests answered at once."""
+MAX_BATCH_IMAGES = 16
+"""Images in a batch, unless its first request has more; the vision tower takes them at once."""
 
 
 class AnswerEnd(NamedTuple):
-    """The answer is complete: ``reason`` is "stop" or "length", ``tokens`` are those of the
-    answer."""
+    """The end of a complete answer.
+
+    Args:
+        reason: OpenAI's finish_reason, "stop" or "length".
+        tokens: Tokens of the answer.
+        prompt_tokens: Tokens of the prompt, image tokens included.
+    """
 
     reason: str
     tokens: int
     prompt_tokens: int
 
 
-Event = str | AnswerEnd | ApiError
-"""More of an answer, its end, or why there is none."""
+AnswerEvent = str | AnswerEnd | ApiError
+"""The next text of an answer, its end, or the error in place of it."""
 
 
 @dataclass(eq=False)
-class Ask:
-    """A request on its way.
+class QueuedRequest:
+    """A request in the queue.
 
     Args:
-        tell: Takes what happens, on the queue's thread: texts, then the end; or an error at any
-            time. Of an ask that was cancelled, nothing may come.
+        on_event: Called in the queue's thread: with texts and then the end, or with an error at any
+            time. A cancelled request may get no further event.
     """
 
-    wanted: Wanted
-    tell: Callable[[Event], object]
+    request: ParsedRequest
+    on_event: Callable[[AnswerEvent], object]
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 class AnswerQueue:
-    """A queue before a model.
+    """Answer requests in the order of their arrival.
 
-    Requests that wait and draw alike are answered in one batch; of those that come meanwhile, the
-    next one. An answer that is complete is told at once.
+    Waiting requests for the same model with the same generation options are answered in one batch.
+    Requests that arrive meanwhile wait for the next batch. Each client gets its end as soon as its
+    own answer is complete.
 
     Args:
-        answerers: By the names that clients have for models; several may have one.
-        using: A context in which the model of that name answers: its adapters are on.
+        answerers: By the model names that clients use; several names may share one.
+        activate: Returns a context in which the model of that name answers, with its adapters on.
     """
 
     def __init__(
         self,
         answerers: Mapping[str, Answerer],
-        using: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
+        activate: Callable[[str], AbstractContextManager] = lambda name: nullcontext(),
     ):
-        self.answerers, self.using = answerers, using
-        self._waiting: list[Ask] = []
+        self.answerers, self.activate = answerers, activate
+        self._waiting: list[QueuedRequest] = []
         self._changed = threading.Condition()
         self._is_closed = False
-        self._number = 0
+        self._num_batches = 0
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
+        """Whether the thread that answers is running."""
         return self._thread.is_alive()
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, queued: QueuedRequest) -> None:
+        """Add a request."""
         with self._changed:
             if self._is_closed:
-                ask.tell(stopped())
+                queued.on_event(shutdown_error())
             else:
-                self._waiting.append(ask)
+                self._waiting.append(queued)
                 self._changed.notify()
 
     def stop(self) -> None:
-        """End what is being answered at its next token, and refuse all else."""
+        """Stop the current answers at their next token and refuse all other requests."""
         with self._changed:
             self._is_closed = True
-            for ask in self._waiting:
-                ask.tell(stopped())
+            for queued in self._waiting:
+                queued.on_event(shutdown_error())
             self._changed.notify()
 
     def join(self) -> None:
-        """Wait until it has stopped."""
+        """Wait up to 30 s until the thread has ended."""
         self._thread.join(30)
 
     def _run(self) -> None:
@@ -104,192 +112,203 @@ class AnswerQueue:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                group = self._taken()
-            rows = [row for ask in group if (row := self._row(ask)) is not None]
-            # All rows of a batch are as long as its longest answer, also one that ended before.
-            longest = max((row.most for row in rows), default=0)
-            self._answer_or_fail([row for row in rows if row.room >= longest])
-            for row in rows:
-                if row.room < longest:
-                    self._answer_or_fail([row])
+                batch = self._next_batch()
+            sequences = [seq for queued in batch if (seq := self._make_sequence(queued))]
+            # Every sequence of a batch grows to the length of the longest answer, even one that
+            # has ended: those without the context length for it are answered alone.
+            longest = max((seq.max_tokens for seq in sequences), default=0)
+            self._answer_or_fail([seq for seq in sequences if seq.positions_left >= longest])
+            for seq in sequences:
+                if seq.positions_left < longest:
+                    self._answer_or_fail([seq])
 
-    def _taken(self) -> list[Ask]:
-        """The first that waits, and others that go with it."""
-        group: list[Ask] = []
+    def _next_batch(self) -> list[QueuedRequest]:
+        """Remove and return the first waiting request and others that can share its batch."""
+        batch: list[QueuedRequest] = []
         images = 0
-        self._waiting = [ask for ask in self._waiting if not ask.cancelled.is_set()]
-        for ask in self._waiting:
-            more = images + ask.wanted.images
-            if not group or (
-                ask.wanted.goes_with(group[0].wanted)
-                and len(group) < MOST_ROWS
-                and more <= MOST_IMAGES
+        self._waiting = [queued for queued in self._waiting if not queued.cancelled.is_set()]
+        for queued in self._waiting:
+            images_with_it = images + queued.request.num_images
+            if not batch or (
+                queued.request.can_batch_with(batch[0].request)
+                and len(batch) < MAX_BATCH_SIZE
+                and images_with_it <= MAX_BATCH_IMAGES
             ):
-                group.append(ask)
-                images = more
-        self._waiting = [ask for ask in self._waiting if ask not in group]
-        return group
+                batch.append(queued)
+                images = images_with_it
+        self._waiting = [queued for queued in self._waiting if queued not in batch]
+        return batch
 
-    def _row(self, ask: Ask) -> "Row | None":
-        """A row of a batch, with as many tokens as are asked for and there is room; None of a
-        request that is refused."""
-        wanted = ask.wanted
-        answerer = self.answerers[wanted.model]
+    def _make_sequence(self, queued: QueuedRequest) -> "AnswerSequence | None":
+        """Return a request's sequence, or None after refusing a prompt that is too long."""
+        request = queued.request
+        answerer = self.answerers[request.model]
         limit = answerer.model.config.seq_length
         try:
-            [taken] = positions_of(answerer.processor, [wanted.prompt])
-            if taken >= limit:
+            [length] = count_positions(answerer.processor, [request.prompt])
+            if length >= limit:
                 raise ApiError(
                     400,
-                    f"the messages take {taken:,} of the model's {limit:,} positions (an image "
-                    "takes 3), which leaves no room for an answer: send fewer messages",
-                    wanted.key,
+                    f"the messages take {length:,} of the model's {limit:,} positions (3 per "
+                    "image), which leaves none for an answer: send fewer or shorter messages",
+                    request.key,
                     "context_length_exceeded",
                 )
         except Exception as error:
-            ask.tell(as_api_error(error))
+            queued.on_event(as_api_error(error))
             return None
-        room = limit - taken
-        new = min(wanted.max_tokens or wanted.generation.max_new_tokens, room)
-        tokenizer = answerer.processor.tokenizer
-        return Row(ask, tokenizer, new, answerer.end_ids, lambda: self._is_closed, room)
+        positions_left = limit - length
+        max_tokens = min(request.max_tokens or request.generation.max_new_tokens, positions_left)
+        tokenizer, end_ids = answerer.processor.tokenizer, answerer.end_ids
+        return AnswerSequence(
+            queued, tokenizer, max_tokens, end_ids, lambda: self._is_closed, positions_left
+        )
 
-    def _answer_or_fail(self, rows: Sequence["Row"]) -> None:
+    def _answer_or_fail(self, sequences: Sequence["AnswerSequence"]) -> None:
         try:
-            if rows:
-                self._answer(rows)
-        except Exception as error:  # whatever it was, the next request may be answered
-            if len(rows) > 1 and not any(row.tokens for row in rows):
-                for row in rows:  # it may be the fault of one, or of their number
-                    self._answer_or_fail([row])
+            if sequences:
+                self._answer(sequences)
+        except Exception as error:  # whatever it is, later requests are answered
+            if len(sequences) > 1 and not any(seq.tokens for seq in sequences):
+                for seq in sequences:  # one of them, or the batch size, may be the cause
+                    self._answer_or_fail([seq])
                 return
-            for row in rows:
-                row.ask.tell(as_api_error(error))
+            for seq in sequences:
+                seq.queued.on_event(as_api_error(error))
 
-    def _answer(self, rows: Sequence["Row"]) -> None:
-        wanted = rows[0].ask.wanted
-        answerer = self.answerers[wanted.model]
+    def _answer(self, sequences: Sequence["AnswerSequence"]) -> None:
+        request = sequences[0].queued.request
+        answerer = self.answerers[request.model]
         start = time.monotonic()
         try:
-            batch = answerer.encode([row.ask.wanted.prompt for row in rows])
+            batch = answerer.encode([seq.queued.request.prompt for seq in sequences])
         except ValueError as error:  # an image that cannot be decoded
-            raise ApiError(400, str(error), wanted.key) from None
-        for row, length in zip(rows, batch["attention_mask"].sum(-1).tolist(), strict=True):
-            row.prompt_tokens = length
-        most = max(row.most for row in rows)
-        generation, number = replace(wanted.generation, max_new_tokens=most), self._number
-        if wanted.seed is not None:
-            generation, number = replace(generation, seed=wanted.seed), 0
-        self._number += 1
-        options: dict[str, Any] = {"stopping_criteria": [Rows(rows)]}
-        if any(wanted.penalties):
+            raise ApiError(400, str(error), request.key) from None
+        lengths = batch["attention_mask"].sum(-1).tolist()
+        for seq, length in zip(sequences, lengths, strict=True):
+            seq.prompt_tokens = length
+        max_tokens = max(seq.max_tokens for seq in sequences)
+        generation = replace(request.generation, max_new_tokens=max_tokens)
+        seed_offset = self._num_batches
+        if request.seed is not None:
+            generation, seed_offset = replace(generation, seed=request.seed), 0
+        self._num_batches += 1
+        options: dict[str, Any] = {"stopping_criteria": [SequenceStopping(sequences)]}
+        if any(request.penalties):
             length = batch["input_ids"].shape[1]
-            options["logits_processor"] = [Penalties(length, *wanted.penalties)]
-        with self.using(wanted.model):
-            answerer.generate(batch, generation, number, **options)
-        if left := [row for row in rows if not row.reason]:
+            options["logits_processor"] = [OpenAIPenalties(length, *request.penalties)]
+        with self.activate(request.model):
+            answerer.generate(batch, generation, seed_offset, **options)
+        if unfinished := [seq for seq in sequences if not seq.reason]:
             raise RuntimeError(
-                f"{len(left)} of {len(rows)} answers were not generated to their end"
+                f"{len(unfinished)} of {len(sequences)} answers were not generated to their end"
             )
-        beside = f", {len(rows)} at once" if len(rows) > 1 else ""
-        took = f"in {time.monotonic() - start:.1f} s{beside}"
-        for row in rows:
-            line = f"{row.prompt_tokens} tokens asked, {row.tokens} answered {took}: {row.reason}"
-            log(wanted.model or "model", line)
+        size = f", batch of {len(sequences)}" if len(sequences) > 1 else ""
+        took = f"in {time.monotonic() - start:.1f} s{size}"
+        for seq in sequences:
+            line = f"{seq.prompt_tokens} prompt tokens, {seq.tokens} generated {took}: {seq.reason}"
+            log(request.model or "model", line)
 
 
 def as_api_error(error: Exception) -> ApiError:
+    """Return an error for the client: itself if it is an ``ApiError``, otherwise status 500."""
     if isinstance(error, ApiError):
         return error
     return ApiError(500, f"{type(error).__name__}: {error}")
 
 
-def stopped() -> ApiError:
-    return ApiError(503, "the server is being stopped")
+def shutdown_error() -> ApiError:
+    """Return the error for requests during shutdown."""
+    return ApiError(503, "the server is shutting down")
 
 
-class Row(Words):
-    """Hands on the answer to a request as it comes, up to the first of the texts that end it.
+class AnswerSequence(AnswerStreamer):
+    """One sequence of a batch: passes on its text as it is generated, up to a stop text.
 
-    As much as may be the beginning of such a text, and white space at the end, is held back.
+    Text that may be the beginning of a stop text, and trailing white space, is withheld until more
+    is known.
 
     Args:
-        most: Tokens that the answer may have.
+        max_tokens: Tokens that the answer may have.
         end_ids: Tokens that end it.
-        is_closed: Whether the server is being stopped.
-        room: Position ids that are left for it.
+        is_closed: Returns whether the server is shutting down.
+        positions_left: Position ids left of the model's context length.
     """
 
     def __init__(
         self,
-        ask: Ask,
+        queued: QueuedRequest,
         tokenizer,
-        most: int,
+        max_tokens: int,
         end_ids: Sequence[int],
         is_closed: Callable[[], bool] = lambda: False,
-        room: int = 0,
+        positions_left: int = 0,
     ):
-        super().__init__(tokenizer, ask.tell)
-        self.next_tokens_are_prompt = False  # only new ones are handed to it
-        self.ask, self.most, self.end_ids, self.is_closed = ask, most, end_ids, is_closed
-        self.stop, self.held, self.is_stopped = ask.wanted.stop, "", False
-        self.room, self.tokens, self.prompt_tokens, self.reason = room, 0, 0, ""
+        super().__init__(tokenizer, queued.on_event)
+        self.next_tokens_are_prompt = False  # only generated tokens are put
+        self.queued, self.max_tokens, self.end_ids = queued, max_tokens, end_ids
+        self.is_closed, self.positions_left = is_closed, positions_left
+        self.stop_texts, self.withheld, self.is_stopped = queued.request.stop, "", False
+        self.tokens, self.prompt_tokens, self.reason = 0, 0, ""
 
-    def take(self, token: int) -> bool:
-        """Take the answer's next token, and tell whether it is the last."""
+    def append_token(self, token: int) -> bool:
+        """Add the next token; return whether the answer ends with it."""
         if self.reason:
             return True
         self.tokens += 1
         self.put(torch.tensor([token]))
-        if token in self.end_ids or self.is_stopped or self.tokens >= self.most:
-            self.end()  # which may find a text that stops it
-            is_whole = token in self.end_ids or self.is_stopped
-            self.reason = "stop" if is_whole else "length"
-            self.ask.tell(AnswerEnd(self.reason, self.tokens, self.prompt_tokens))
-        elif self.ask.cancelled.is_set():
-            self.reason = "the client went away"
+        if token in self.end_ids or self.is_stopped or self.tokens >= self.max_tokens:
+            self.end()  # passes on the rest, in which there may be a stop text
+            is_complete = token in self.end_ids or self.is_stopped
+            self.reason = "stop" if is_complete else "length"
+            self.queued.on_event(AnswerEnd(self.reason, self.tokens, self.prompt_tokens))
+        elif self.queued.cancelled.is_set():
+            self.reason = "the client disconnected"
         elif self.is_closed():
-            self.reason = "the server is being stopped"
-            self.ask.tell(stopped())
+            self.reason = "the server is shutting down"
+            self.queued.on_event(shutdown_error())
         return bool(self.reason)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self.is_stopped:
             return
-        text = self.held + (text if self.has_begun or self.held else text.lstrip())
-        found = [at for each in self.stop if (at := text.find(each)) >= 0]
-        if found:
-            text, self.is_stopped = text[: min(found)], True
+        text = self.withheld + (text if self.has_begun or self.withheld else text.lstrip())
+        stops = [index for stop in self.stop_texts if (index := text.find(stop)) >= 0]
+        if stops:
+            text, self.is_stopped = text[: min(stops)], True
         ready = text.rstrip()
         if not (stream_end or self.is_stopped):
-            longest = max(map(len, self.stop), default=1)
+            longest = max(map(len, self.stop_texts), default=1)
             ready = ready[: max(len(text) - longest + 1, 0)].rstrip()
-        self.held = text[len(ready) :]
+        self.withheld = text[len(ready) :]
         if ready:
             self.has_begun = True
-            self.say(ready)
+            self.on_text(ready)
 
 
-class Rows(StoppingCriteria):
-    """Hands each row its tokens, and ends it by itself."""
+class SequenceStopping(StoppingCriteria):
+    """Pass each sequence of a batch its new token, and stop each by its own criteria."""
 
-    def __init__(self, rows: Sequence[Row]):
-        self.rows = rows
+    def __init__(self, sequences: Sequence[AnswerSequence]):
+        self.sequences = sequences
 
     def __call__(self, input_ids, scores, **options) -> torch.Tensor:
-        new = input_ids[:, -1].tolist()
-        ended = [row.take(token) for row, token in zip(self.rows, new, strict=True)]
-        return torch.tensor(ended, device=input_ids.device)
+        tokens = input_ids[:, -1].tolist()
+        done = [
+            sequence.append_token(token)
+            for sequence, token in zip(self.sequences, tokens, strict=True)
+        ]
+        return torch.tensor(done, device=input_ids.device)
 
 
-class Penalties(LogitsProcessor):
-    """OpenAI's: lower the logits of tokens that an answer has, once and for each time."""
+class OpenAIPenalties(LogitsProcessor):
+    """OpenAI's presence and frequency penalties on tokens that the answer already contains."""
 
-    def __init__(self, prompt: int, presence: float, frequency: float):
-        self.prompt, self.presence, self.frequency = prompt, presence, frequency
+    def __init__(self, prompt_length: int, presence: float, frequency: float):
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
 
     def __call__(self, input_ids, scores) -> torch.Tensor:
-        said = input_ids[:, self.prompt :]
-        ones = torch.ones_like(said, dtype=scores.dtype)
-        counts = torch.zeros_like(scores).scatter_add_(1, said, ones)
+        answer = input_ids[:, self.prompt_length :]
+        ones = torch.ones_like(answer, dtype=scores.dtype)
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, ones)
         return scores - self.presence * (counts > 0) - self.frequency * counts

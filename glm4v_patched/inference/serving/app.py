@@ -1,4 +1,4 @@
-"""The application: OpenAI's API on an :class:`AnswerQueue`."""
+"""The ASGI application: OpenAI's API in front of an :class:`AnswerQueue`."""
 
 import asyncio
 import time
@@ -14,19 +14,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..questions import Generation
-from .answer_queue import AnswerQueue, Ask, AnswerEnd, Event, as_api_error
-from .guard import BODY, HOLD, PAGE_PATH, Guard, refusal
+from .answer_queue import AnswerEnd, AnswerEvent, AnswerQueue, QueuedRequest, as_api_error
+from .guard import BODY_KEY, COUNT_BYTES_KEY, PAGE_PATH, Guard, error_response
 from .limits import ApiError, ServerLimits, log
 from .page import show_page
 from .replies import ChatReply, ResponseReply, TextReply
 from .requests import (
     ChatRequest,
+    ParsedRequest,
     ResponseRequest,
-    Stored,
+    StoredContext,
     TextRequest,
-    Wanted,
-    model_called,
     read_request,
+    resolve_model_name,
 )
 from .response_store import ResponseStore
 
@@ -44,50 +44,53 @@ def make_app(
     on_start: Callable[[], object],
     with_page: bool = False,
 ) -> Starlette:
-    """Args:
-    defaults: What is generated where a request does not say.
-    on_start: Called when requests can be taken.
-    with_page: Whether a page is shown at ``/``.
+    """Return the application.
+
+    Args:
+        defaults: Generation options of requests that do not set their own.
+        on_start: Called when the server accepts requests.
+        with_page: Whether the chat page is served at ``/``.
     """
     names = [*queue.answerers]
     created = int(time.time())
     responses = ResponseStore(limits.max_body_bytes)
 
-    def described(name: str) -> dict[str, Any]:
+    def describe_model(name: str) -> dict[str, Any]:
         owner = "glm4v-patched"
         return {"id": name, "object": "model", "created": created, "owned_by": owner}
 
     async def health(request: Request) -> Response:
         if not queue.is_alive:
-            raise ApiError(503, "the thread that answers has ended: start the server again")
+            raise ApiError(503, "the thread that answers has died: restart the server")
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [described(name) for name in names]})
+        return JSONResponse({"object": "list", "data": [describe_model(name) for name in names]})
 
     async def model(request: Request) -> Response:
-        return JSONResponse(described(model_called(request.path_params["name"], names)))
+        return JSONResponse(describe_model(resolve_model_name(request.path_params["name"], names)))
 
     async def answer(request: Request) -> Response:
-        kind, form = ENDPOINTS[request.url.path]
-        body, stored = request.scope[BODY], Stored(responses, limits, request.scope[HOLD])
-        wanted = await asyncio.to_thread(read_request, kind, body, names, defaults, stored)
-        events, reply = _events(queue, request, wanted), form(wanted)
+        request_type, reply_type = ENDPOINTS[request.url.path]
+        body = request.scope[BODY_KEY]
+        stored = StoredContext(responses, limits, request.scope[COUNT_BYTES_KEY])
+        parsed = await asyncio.to_thread(read_request, request_type, body, names, defaults, stored)
+        events, reply = _answer_events(queue, request, parsed), reply_type(parsed)
 
         async def save(text: str, end: AnswerEnd) -> dict[str, Any]:
-            response = reply.whole(text, end)
-            if wanted.store:
-                await asyncio.to_thread(responses.save, wanted.items, response)
+            response = reply.full_response(text, end)
+            if parsed.store:
+                await asyncio.to_thread(responses.save, parsed.items, response)
             return response
 
-        if wanted.stream:
-            first = await anext(events)  # or a refusal, with a status of its own
+        if parsed.stream:
+            first = await anext(events)  # an error is raised here, with an HTTP status of its own
             return StreamingResponse(
                 _stream(reply, first, events, request.url.path, save),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
-        *texts, end = [each async for each in events]
+        *texts, end = [event async for event in events]
         return JSONResponse(await save("".join(map(str, texts)), end))
 
     @asynccontextmanager
@@ -106,7 +109,7 @@ def make_app(
             *([Route(PAGE_PATH, show_page)] if with_page else []),
         ],
         middleware=[Middleware(Guard, limits=limits)],
-        exception_handlers={ApiError: _told, HTTPException: _told, Exception: _told},
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _handle_error),
         lifespan=lifespan,
     )
     # Its redirects would lead from a proxy's https to http.
@@ -114,23 +117,25 @@ def make_app(
     return app
 
 
-async def _events(queue: AnswerQueue, request: Request, wanted: Wanted) -> AsyncIterator[Any]:
-    """The texts of an answer, and its end; it is cancelled when nobody waits for it any more."""
+async def _answer_events(
+    queue: AnswerQueue, request: Request, parsed: ParsedRequest
+) -> AsyncIterator[Any]:
+    """Yield the texts of an answer and its end; cancel it when the client disconnects."""
     loop = asyncio.get_running_loop()
-    events: asyncio.Queue[Event] = asyncio.Queue()
+    events: asyncio.Queue[AnswerEvent] = asyncio.Queue()
 
-    def tell(event: Event) -> None:
-        with suppress(RuntimeError):  # the loop has ended before the queue
+    def on_event(event: AnswerEvent) -> None:
+        with suppress(RuntimeError):  # the event loop has ended before the queue
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-    async def tell_of_end() -> None:
+    async def watch_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        events.put_nowait(ApiError(499, "the client is gone"))
+        events.put_nowait(ApiError(499, "the client disconnected"))
 
-    ask = Ask(wanted, tell)
-    gone = asyncio.create_task(tell_of_end())
-    queue.submit(ask)
+    queued = QueuedRequest(parsed, on_event)
+    watcher = asyncio.create_task(watch_disconnect())
+    queue.submit(queued)
     try:
         while True:
             event = await events.get()
@@ -140,40 +145,42 @@ async def _events(queue: AnswerQueue, request: Request, wanted: Wanted) -> Async
             if isinstance(event, AnswerEnd):
                 return
     finally:
-        ask.cancelled.set()
-        gone.cancel()
+        queued.cancelled.set()
+        watcher.cancel()
 
 
 async def _stream(
     reply: TextReply,
-    found: Event,
+    event: AnswerEvent,
     events: AsyncIterator[Any],
     path: str,
     save: Callable[[str, AnswerEnd], Awaitable[object]],
 ) -> AsyncIterator[str]:
-    """Server-sent events, of which ``found`` is the first."""
+    """Yield server-sent events; ``event`` is the first of the answer, ``events`` has the others."""
     text = ""
     try:
-        for each in reply.begin():
-            yield each
-        while not isinstance(found, AnswerEnd):
-            text += str(found)
-            yield reply.more(str(found))
-            found = await anext(events)
-        await save(text, found)  # before the client knows its id as that of a complete one
-        for each in reply.end(text, found):
-            yield each
-    except ApiError as error:  # the status was sent long ago
+        for chunk in reply.begin():
+            yield chunk
+        while not isinstance(event, AnswerEnd):
+            text += str(event)
+            yield reply.more(str(event))
+            event = await anext(events)
+        await save(text, event)  # before the client may refer to its id
+        for chunk in reply.end(text, event):
+            yield chunk
+    except ApiError as error:  # the HTTP status has been sent already
         log(path, error)
-        for each in reply.failed(error):
-            yield each
+        for chunk in reply.failed(error):
+            yield chunk
     finally:
         await events.aclose()  # type: ignore[attr-defined]  # a generator
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        told = f"{request.method} {request.url.path}: {error.detail}; this server has POST "
-        told += f"{', '.join(ENDPOINTS)}, GET /v1/models and GET /health"
-        error = ApiError(error.status_code, told)
-    return refusal(request.url.path, as_api_error(error))
+        error = ApiError(
+            error.status_code,
+            f"{request.method} {request.url.path}: {error.detail}; this server has POST "
+            f"{', '.join(ENDPOINTS)}, GET /v1/models and GET /health",
+        )
+    return error_response(request.url.path, as_api_error(error))

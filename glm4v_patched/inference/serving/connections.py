@@ -1,4 +1,4 @@
-"""Runs an application by uvicorn, and keeps clients that send nothing from ending its service."""
+"""Run an application with uvicorn, and close the connections of silent clients."""
 
 import asyncio
 import os
@@ -14,61 +14,69 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .guard import Application, Message, Receive, Send
 
-MOST_CONNECTIONS = 256
-LEAST_CONNECTIONS = 16
-"""Fewer are an error before the server starts."""
-OTHER_FILES = 32
-"""Descriptors left for what is not a connection of a client: image files, fetches, logs."""
-CONNECTIONS_THAT_WAIT = 2048
-SECONDS_FOR_A_HEAD = 10
-SECONDS_TO_READ = 60
-"""How long a client may read nothing of its response, once the socket's buffers are full."""
-SECONDS_TO_END = 3
-KEY = "glm4v_patched.connection"
-"""Of the state of a request's scope: the connection that it came by."""
+MAX_CONNECTIONS = 256
+MIN_CONNECTIONS = 16
+"""With fewer, the server does not start."""
+RESERVED_FILES = 32
+"""File descriptors reserved for image files, fetches and logs."""
+LISTEN_BACKLOG = 2048
+HEAD_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+"""How long a client may read nothing of its response once the socket's buffers are full."""
+SHUTDOWN_TIMEOUT_S = 3
+CONNECTION_KEY = "glm4v_patched.connection"
+"""Key of the state in a request's ASGI scope, for its :class:`Connection`."""
 
 
 class Connection(asyncio.Protocol):
-    """End connections whose client sends or reads nothing, and bound their number.
+    """Close connections whose client sends or reads nothing, and limit their number.
 
-    uvicorn 0.54 waits for ever for the head of a first request and for a client to read its
-    response. Its ``limit_concurrency`` refuses new requests while silent connections keep the
-    number, so it lets them lock everybody out. Here a head has :data:`SECONDS_FOR_A_HEAD`, and of
-    more than ``most`` connections the oldest that have not sent a whole request are aborted.
-    uvicorn's own protocol gets all that asyncio says; :func:`note_requests` says what came of it.
+    uvicorn 0.54 waits forever for the head of the first request, and for a client to read its
+    response. Its ``limit_concurrency`` counts silent connections too, which can lock everyone else
+    out. Here, the head must arrive within :data:`HEAD_TIMEOUT_S`, and above ``max_connections`` the
+    oldest connections without a complete request are aborted.
+
+    All calls of asyncio are passed on to uvicorn's own protocol. :func:`track_requests` records how
+    much of a request has arrived.
 
     Args:
-        others: All connections of the server.
-        options: Those by which uvicorn makes a protocol.
+        connections: All connections of the server.
+        options: Arguments of uvicorn's protocol.
     """
 
     def __init__(
-        self, others: set["Connection"], most: int, app_state: dict[str, Any], **options: Any
+        self,
+        connections: set["Connection"],
+        max_connections: int,
+        app_state: dict[str, Any],
+        **options: Any,
     ):
-        self.http = H11Protocol(app_state=app_state | {KEY: self}, **options)
-        self.others, self.most = others, most
+        self.http = H11Protocol(app_state=app_state | {CONNECTION_KEY: self}, **options)
+        self.connections, self.max_connections = connections, max_connections
         self.loop = asyncio.get_running_loop()
         self.unread_since: float | None = None
         self.wait_for_request()
 
     def wait_for_request(self) -> None:
+        """Start the time limit of the next request's head."""
         self.has_head = self.has_body = False
         self.since = self.loop.time()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        self.others.add(self)
+        self.connections.add(self)
         self.http.connection_made(transport)
-        self.watch = self.loop.call_later(1, self._end_if_silent)
-        unheard = [each for each in self.others if not each.has_body]
-        unheard.sort(key=lambda each: each.since)
-        # Those that are closing are here until the loop's next round: they are among the oldest.
-        for each in unheard[: max(len(self.others) - self.most, 0)]:
-            each.transport.abort()
+        self.timer = self.loop.call_later(1, self._abort_if_silent)
+        incomplete = [other for other in self.connections if not other.has_body]
+        incomplete.sort(key=lambda other: other.since)
+        # Closing connections are counted until the event loop's next iteration; they are among the
+        # oldest.
+        for other in incomplete[: max(len(self.connections) - self.max_connections, 0)]:
+            other.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.watch.cancel()
-        self.others.discard(self)
+        self.timer.cancel()
+        self.connections.discard(self)
         self.http.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -86,80 +94,83 @@ class Connection(asyncio.Protocol):
         self.http.resume_writing()
 
     def end(self) -> None:
-        """End when the server does: at once, if the client is still sending a body. Who is left
-        after a while is aborted, since uvicorn would cancel the application with a traceback."""
-        is_sending = self.has_head and not self.has_body
-        self.loop.call_later(0 if is_sending else SECONDS_TO_END, self.transport.abort)
+        """Abort the connection during shutdown: at once if its client is still sending a body.
 
-    def _end_if_silent(self) -> None:
+        Others have :data:`SHUTDOWN_TIMEOUT_S`; uvicorn would cancel them with a traceback.
+        """
+        is_sending = self.has_head and not self.has_body
+        self.loop.call_later(0 if is_sending else SHUTDOWN_TIMEOUT_S, self.transport.abort)
+
+    def _abort_if_silent(self) -> None:
         now, unread = self.loop.time(), self.unread_since
-        is_silent = not self.has_head and now - self.since >= SECONDS_FOR_A_HEAD
-        if is_silent or (unread is not None and now - unread >= SECONDS_TO_READ):
+        is_silent = not self.has_head and now - self.since >= HEAD_TIMEOUT_S
+        if is_silent or (unread is not None and now - unread >= READ_TIMEOUT_S):
             self.transport.abort()
         else:
-            self.watch = self.loop.call_later(1, self._end_if_silent)
+            self.timer = self.loop.call_later(1, self._abort_if_silent)
 
 
-def note_requests(app: Application) -> Application:
-    """Return an application that tells each :class:`Connection` how much of a request it has."""
+def track_requests(app: Application) -> Application:
+    """Wrap an application to tell each :class:`Connection` how much of its request has arrived."""
 
-    async def noting(scope: Message, receive: Receive, send: Send) -> None:
+    async def tracking(scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        connection = scope["state"].pop(KEY)
+        connection = scope["state"].pop(CONNECTION_KEY)
         connection.has_head, connection.has_body = True, scope["method"] != "POST"
 
-        async def receive_noting() -> Message:
+        async def receive_tracking() -> Message:
             message = await receive()
             connection.has_body = connection.has_body or not message.get("more_body", False)
             return message
 
         try:
-            await app(scope, receive_noting, send)
+            await app(scope, receive_tracking, send)
         finally:
             connection.wait_for_request()
 
-    return noting
+    return tracking
 
 
-def most_connections() -> tuple[int, int]:
-    """Return how many connections may be open, and how many are accepted in a round of the loop.
+def max_connections() -> tuple[int, int]:
+    """Return how many connections may be open, and how many are accepted per loop iteration.
 
-    An aborted connection keeps its descriptor for up to three rounds, in each of which others are
-    accepted: twice the number of connections are descriptors in a burst.
+    An aborted connection keeps its file descriptor for up to three iterations of the event loop,
+    while others are accepted. So a burst needs twice as many descriptors as connections.
 
     Raises:
-        RuntimeError: the process may open too few files.
+        RuntimeError: The process may open too few files.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = len(os.listdir("/dev/fd")) + OTHER_FILES
-    most = MOST_CONNECTIONS
+    used = len(os.listdir("/dev/fd")) + RESERVED_FILES
+    number = MAX_CONNECTIONS
     if limit != resource.RLIM_INFINITY:
-        most = min(most, (limit - taken) // 2)
-    if most < LEAST_CONNECTIONS:
+        number = min(number, (limit - used) // 2)
+    if number < MIN_CONNECTIONS:
         raise RuntimeError(
-            f"this process may open {limit} files, which leaves {max(most, 0)} connections for "
-            f"clients; expected {LEAST_CONNECTIONS}, of {taken + 2 * LEAST_CONNECTIONS} files: "
-            "raise it (ulimit -n 1024)"
+            f"this process may open {limit} files, enough for {max(number, 0)} client connections; "
+            f"{MIN_CONNECTIONS} connections need {used + 2 * MIN_CONNECTIONS} files: raise the "
+            "limit (ulimit -n 1024)"
         )
-    return most, most // 4
+    return number, number // 4
 
 
 def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], object]) -> None:
-    """Serve until the process is told to end, by SIGINT, SIGTERM or SIGHUP.
+    """Serve until the process gets SIGINT, SIGTERM or SIGHUP.
 
     Args:
-        on_exit: Called when it is told to, before what is being answered is waited for.
+        listener: Bound socket.
+        on_exit: Called at the signal, before the current requests are awaited.
 
     Raises:
-        RuntimeError: too few files may be opened.
+        RuntimeError: The process may open too few files.
     """
     connections: set[Connection] = set()
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            listener.listen(CONNECTIONS_THAT_WAIT)
+            listener.listen(LISTEN_BACKLOG)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             on_exit()
@@ -167,14 +178,14 @@ def run_server(app: Application, listener: socket.socket, on_exit: Callable[[], 
                 connection.end()
             await super().shutdown(sockets)
 
-    most, at_once = most_connections()
+    number, accepted_at_once = max_connections()
     options: dict[str, Any] = {"ws": "none", "lifespan": "on", "log_level": "warning"}
-    options["timeout_graceful_shutdown"] = 2 * SECONDS_TO_END  # Connection's is over before
-    options["http"] = partial(Connection, connections, most)
-    # asyncio accepts so many in a round of its loop, before it tells a protocol of any; how many
-    # wait in the kernel is set again afterwards.
-    options |= {"backlog": at_once, "loop": "asyncio"}
-    server = Server(uvicorn.Config(note_requests(app), **options))
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+    options["timeout_graceful_shutdown"] = 2 * SHUTDOWN_TIMEOUT_S  # longer than Connection.end's
+    options["http"] = partial(Connection, connections, number)
+    # asyncio accepts up to `backlog` connections per loop iteration before any protocol is called;
+    # Server.startup sets the kernel's backlog again.
+    options |= {"backlog": accepted_at_once, "loop": "asyncio"}
+    server = Server(uvicorn.Config(track_requests(app), **options))
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     server.run(sockets=[listener])

@@ -1,7 +1,7 @@
-"""Messages of requests as the model's chat template takes them; needs no torch.
+"""Convert the messages of requests to the form of the model's chat template; needs no torch.
 
-The template can say every order of roles, and nothing of an empty message. Messages of one role in
-a row are joined, since a turn has its images before its words and ends where another role speaks.
+The template takes roles in any order, but no empty messages. Consecutive messages of one role are
+joined, since a turn has its images before its text and ends where another role begins.
 """
 
 import json
@@ -14,14 +14,13 @@ from ...data.messages import IMAGE_PLACEHOLDER_RE, EDGE_PLACEHOLDERS_RE, describ
 from ...terminal_text import shorten
 from .limits import ApiError
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-TEXTS = ("text", "input_text", "output_text")
-IMAGES = ("image_url", "image", "input_image")
-BETWEEN = "\n\n"
-"""The texts of two messages that are joined."""
-# Keys that change nothing about an answer: the template shows no names, and the model sees images
-# in one size.
-IGNORED_OF_MESSAGES: tuple[str, ...] = (
+API_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+TEXT_TYPES = ("text", "input_text", "output_text")
+IMAGE_TYPES = ("image_url", "image", "input_image")
+MESSAGE_SEPARATOR = "\n\n"
+"""Between the texts of joined messages."""
+# Keys without effect on the answer: the template has no names, and the model one image size.
+IGNORED_MESSAGE_KEYS: tuple[str, ...] = (
     "cache_control",
     "id",
     "name",
@@ -29,24 +28,25 @@ IGNORED_OF_MESSAGES: tuple[str, ...] = (
     "status",
     "timestamp",
 )
-IGNORED_OF_PARTS: tuple[str, ...] = ("cache_control", "detail", "id", "max_pixels", "min_pixels")
-IGNORED_OF_PARTS += ("prompt_cache_breakpoint",)
-# Keys of what the server cannot do, which clients send back empty as they got them.
-NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = dict.fromkeys(
+IGNORED_PART_KEYS: tuple[str, ...] = ("cache_control", "detail", "id", "max_pixels", "min_pixels")
+IGNORED_PART_KEYS += ("prompt_cache_breakpoint",)
+# Keys of features that the server does not have; clients send them back empty, as they got them.
+NEUTRAL_MESSAGE_VALUES: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("annotations", "audio", "function_call", "reasoning", "reasoning_content", "refusal"), ()
 )
-NEUTRAL_OF_MESSAGES["tool_calls"] = ()
-NEUTRAL_OF_PARTS: dict[str, tuple[Any, ...]] = dict.fromkeys(("annotations", "logprobs"), ())
-AN_IMAGE = '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}'
-A_TEXT = '{"type": "text", "text": "..."}'
+NEUTRAL_MESSAGE_VALUES["tool_calls"] = ()
+NEUTRAL_PART_VALUES: dict[str, tuple[Any, ...]] = dict.fromkeys(("annotations", "logprobs"), ())
+IMAGE_EXAMPLE = '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}'
+TEXT_EXAMPLE = '{"type": "text", "text": "..."}'
 
 
 @dataclass
 class Turn:
-    """What one role says.
+    """Consecutive messages of one role, joined.
 
     Args:
-        key: Of the request, where it starts.
+        key: Key of the first message in the request.
+        images: Image files.
     """
 
     key: str
@@ -55,29 +55,29 @@ class Turn:
     texts: list[str]
 
     def as_message(self) -> dict[str, Any]:
-        """Return it in the form that the processor takes."""
-        words = BETWEEN.join(self.texts)
-        message: dict[str, Any] = {"role": self.role, "content": words}
+        """Return the turn as a message for the processor."""
+        text = MESSAGE_SEPARATOR.join(self.texts)
+        message: dict[str, Any] = {"role": self.role, "content": text}
         if len(self.images) == 1:
             message["image"] = self.images[0]
         elif self.images:
             parts = [{"type": "image", "image": image} for image in self.images]
-            message["content"] = [*parts, {"type": "text", "text": words}]
+            message["content"] = [*parts, {"type": "text", "text": text}]
         return message
 
 
-def read_messages(given: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the turns of a conversation that ends with what is to be answered.
+def read_messages(api_messages: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation for the processor, consecutive ones joined.
 
     Args:
-        given: Messages of OpenAI's API, each with its key in the request.
+        api_messages: Messages of OpenAI's API, each with its key in the request.
 
     Raises:
-        ApiError: names the key that is wrong.
+        ApiError: Names the key with the problem.
     """
     turns: list[Turn] = []
     key = ""
-    for key, message in given:
+    for key, message in api_messages:
         turn = _read_message(key, message)
         if turns and turns[-1].role == turn.role:
             turns[-1].images += turn.images
@@ -85,120 +85,143 @@ def read_messages(given: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str,
         elif turn.images or turn.texts:
             turns.append(turn)
     if not any(turn.role == "user" for turn in turns):
-        whole = key.partition("[")[0]
-        raise invalid(whole, "has no message of the user; expected one, to be answered")
+        list_key = key.partition("[")[0]
+        raise invalid_key(list_key, "has no message of the user; expected at least one")
     if turns[-1].role == "assistant":
-        told = "is of the assistant, and no message follows; expected a question of the user"
-        raise invalid(turns[-1].key, told)
+        problem = "is the last message and has the role assistant; expected a message of the user"
+        raise invalid_key(turns[-1].key, problem)
     return [turn.as_message() for turn in turns]
 
 
-def invalid(key: str, told: str, code: str | None = None) -> ApiError:
-    """Return the error about a key of a request."""
-    return ApiError(400, f"{key} {told}", key, code)
+def invalid_key(key: str, problem: str, code: str | None = None) -> ApiError:
+    """Return the error about a key of a request; the message is the key and its problem."""
+    return ApiError(400, f"{key} {problem}", key, code)
 
 
-def drop_neutral(
-    given: dict[str, Any],
+def drop_neutral_keys(
+    values: dict[str, Any],
     ignored: Sequence[str],
     neutral: dict[str, tuple[Any, ...]],
-    before: str = "",
+    prefix: str = "",
 ) -> dict[str, Any]:
     """Return the keys that may change an answer.
 
+    Keys with the value null are always dropped.
+
     Args:
-        neutral: Values that ask for nothing, of keys for which others are refused; an empty tuple
-            is 0, false, or what has nothing in it. So is null, of any key.
-        before: What stands before a key where errors name it.
+        ignored: Keys that are dropped, whatever their value.
+        neutral: Values that request nothing, by key. Such keys are dropped; their other values are
+            refused. An empty tuple stands for 0, false and empty values.
+        prefix: In front of the keys in error messages.
+
+    Raises:
+        ApiError: A key has a value that requests what the server cannot do.
     """
-    plain = {k: v for k, v in given.items() if v is not None and k not in ignored}
-    for key in neutral.keys() & plain.keys():
-        value, values = plain.pop(key), neutral[key]
-        # As JSON, where true is not 1.
-        same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in values)
-        if not (any(same) if values else not value):
-            expected = " or ".join(map(json.dumps, values)) or "nothing"
-            told = f"is {describe_value(value)}, which this server cannot do; expected {expected}"
-            raise invalid(before + key, told, "unsupported_parameter")
-    return plain
+    relevant = {k: v for k, v in values.items() if v is not None and k not in ignored}
+    for key in neutral.keys() & relevant.keys():
+        value, allowed = relevant.pop(key), neutral[key]
+        # As in JSON, where true is not 1.
+        same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in allowed)
+        if not (any(same) if allowed else not value):
+            expected = " or ".join(map(json.dumps, allowed)) or "no value"
+            problem = (
+                f"is {describe_value(value)}, which this server does not support; expected {expected}"
+            )
+            raise invalid_key(prefix + key, problem, "unsupported_parameter")
+    return relevant
 
 
-def _read_message(key: str, given: dict[str, Any]) -> Turn:
-    message = drop_neutral(given, IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES, f"{key}.")
+def _read_message(key: str, message: dict[str, Any]) -> Turn:
+    message = drop_neutral_keys(message, IGNORED_MESSAGE_KEYS, NEUTRAL_MESSAGE_VALUES, f"{key}.")
     if (kind := message.pop("type", "message")) != "message":
-        raise invalid(f"{key}.type", f'is {describe_value(kind)}; expected "message"')
-    said = message.pop("role", None)
-    role = ROLES.get(said) if isinstance(said, str) else None
+        raise invalid_key(f"{key}.type", f'is {describe_value(kind)}; expected "message"')
+    api_role = message.pop("role", None)
+    role = API_ROLES.get(api_role) if isinstance(api_role, str) else None
     if role is None:
+<<<<<<< HEAD
         raise invalid(
             f"{key}.role", f"is {describe_value(said)}; expected one of {', '.join(ROLES)}"
         )
+=======
+        roles = ", ".join(API_ROLES)
+        raise invalid_key(f"{key}.role", f"is {describe_value(api_role)}; expected one of {roles}")
+>>>>>>> m-w-inference
     content = message.pop("content", "" if role == "assistant" else None)
     _refuse_keys(message, f"{key}.", ("role", "content"))
-    where = f"{key}.content"
+    content_key = f"{key}.content"
     if isinstance(content, str):
         content = [content]
     elif isinstance(content, list):
-        content = [_read_part(f"{where}[{at}]", part) for at, part in enumerate(content)]
+        content = [
+            _read_content_part(f"{content_key}[{index}]", part)
+            for index, part in enumerate(content)
+        ]
     else:
-        raise invalid(where, f"is {describe_value(content)}; expected text or a list of parts")
-    return Turn(key, role, *_read_content(where, role, content))
+        raise invalid_key(content_key, f"is {describe_value(content)}; expected text or a list of parts")
+    return Turn(key, role, *_read_content(content_key, role, content))
 
 
 def _read_content(key: str, role: str, content: list[str | bytes]) -> tuple[list, list[str]]:
-    """Return the images of a message, and its text in a list, which is empty without one."""
+    """Return a message's images, and a list of its text, empty if there is none."""
     images = [part for part in content if isinstance(part, bytes)]
-    words = "".join(part for part in content if isinstance(part, str))
+    text = "".join(part for part in content if isinstance(part, str))
     if images and role != "user":
-        raise invalid(key, f"has an image and the role {role}: send images as the user")
-    shown = [isinstance(part, bytes) for part in content if isinstance(part, bytes) or part.strip()]
-    if True in shown and shown != sorted(shown, reverse=True) and shown != sorted(shown):
-        told = "has an image between texts: the model has all images of a message before its text; "
-        raise invalid(key, f"{told}send them first")
+        problem = f"has an image, but its role is {role}: send images with the role user"
+        raise invalid_key(key, problem)
+    # In order, without empty texts: all images must come before, or all after, the text.
+    is_image = [
+        isinstance(part, bytes) for part in content if isinstance(part, bytes) or part.strip()
+    ]
+    if images and is_image not in (sorted(is_image), sorted(is_image, reverse=True)):
+        problem = "has an image between texts, but the model sees all images before the text"
+        raise invalid_key(key, f"{problem}: send the images first")
     if role == "user":
-        words = _without_places(key, words, len(images))
-        if not words.strip() and not images:
-            raise invalid(key, "is empty; expected text or an image")
-    return images, [words] if words.strip() else []
+        text = _strip_placeholders(key, text, len(images))
+        if not text.strip() and not images:
+            raise invalid_key(key, "is empty; expected text or an image")
+    return images, [text] if text.strip() else []
 
 
-def _without_places(key: str, words: str, images: int) -> str:
-    """Return a text without the places of its images (``<image>``), as the model was trained."""
-    if len(IMAGE_PLACEHOLDER_RE.findall(words)) == images:
-        words = EDGE_PLACEHOLDERS_RE.sub("", words)
-    if left := IMAGE_PLACEHOLDER_RE.search(words):
-        told = f"has {left[0]} in its text and {images} images: an image is a part of its own, "
-        raise invalid(key, f"{told}{AN_IMAGE}, before the text; take {left[0]} out")
-    return words
+def _strip_placeholders(key: str, text: str, num_images: int) -> str:
+    """Return a text without image placeholders (``<image>``), as in training."""
+    if len(IMAGE_PLACEHOLDER_RE.findall(text)) == num_images:
+        text = EDGE_PLACEHOLDERS_RE.sub("", text)
+    if match := IMAGE_PLACEHOLDER_RE.search(text):
+        problem = f"has {match[0]} in its text and {num_images} images: remove {match[0]}, and send"
+        raise invalid_key(key, f"{problem} each image as a part before the text: {IMAGE_EXAMPLE}")
+    return text
 
 
-def _read_part(key: str, given: Any) -> str | bytes:
-    """Return a text, or the file of an image."""
-    if not isinstance(given, dict):
-        raise invalid(key, f"is {describe_value(given)}; expected {A_TEXT} or {AN_IMAGE}")
-    part = drop_neutral(given, IGNORED_OF_PARTS, NEUTRAL_OF_PARTS, f"{key}.")
+def _read_content_part(key: str, part: Any) -> str | bytes:
+    """Return a text or an image file."""
+    if not isinstance(part, dict):
+        raise invalid_key(key, f"is {describe_value(part)}; expected {TEXT_EXAMPLE} or {IMAGE_EXAMPLE}")
+    part = drop_neutral_keys(part, IGNORED_PART_KEYS, NEUTRAL_PART_VALUES, f"{key}.")
     kind = part.pop("type", None)
-    if kind in TEXTS:
+    if kind in TEXT_TYPES:
         text = part.pop("text", None)
         if not isinstance(text, str):
-            raise invalid(f"{key}.text", f"is {describe_value(text)}; expected text")
+            raise invalid_key(f"{key}.text", f"is {describe_value(text)}; expected text")
         _refuse_keys(part, f"{key}.", ("type", "text"))
         return text
-    if kind not in IMAGES:
-        raise invalid(f"{key}.type", f"is {describe_value(kind)}; expected {A_TEXT} or {AN_IMAGE}")
+    if kind not in IMAGE_TYPES:
+        raise invalid_key(
+            f"{key}.type", f"is {describe_value(kind)}; expected {TEXT_EXAMPLE} or {IMAGE_EXAMPLE}"
+        )
     name, url = next(iter(part.items()), ("", None))
-    # No other key: what stands there, the guard has not looked at.
+    # The guard has checked these keys only.
     if len(part) != 1 or name not in ("image_url", "image"):
-        told = f"is an image with the keys {', '.join(part) or 'type alone'}"
-        raise invalid(key, f"{told}; expected {AN_IMAGE}")
+        keys = f"the keys {', '.join(part)}" if part else "no image_url"
+        raise invalid_key(key, f"is an image with {keys}; expected {IMAGE_EXAMPLE}")
     if isinstance(url, dict):
-        url = drop_neutral(url, IGNORED_OF_PARTS, {})
+        url = drop_neutral_keys(url, IGNORED_PART_KEYS, {})
         url = url["url"] if [*url] == ["url"] else None
     if not isinstance(url, str):
-        raise invalid(f"{key}.{name}", f"is {describe_value(part[name])}; expected {AN_IMAGE}")
-    return decode_data_url(url)  # which the guard has read before
+        raise invalid_key(f"{key}.{name}", f"is {describe_value(part[name])}; expected {IMAGE_EXAMPLE}")
+    return decode_data_url(url)  # the guard has replaced other URLs
 
 
-def _refuse_keys(left: dict[str, Any], before: str, known: Sequence[str]) -> None:
-    for key in left:
-        raise invalid(before + shorten(key), f"is not read; expected {' and '.join(known)}")
+def _refuse_keys(keys: Iterable[str], prefix: str, known: Sequence[str]) -> None:
+    for key in keys:
+        problem = f"is not supported; expected only {' and '.join(known)}"
+        raise invalid_key(prefix + shorten(key), problem)

@@ -1,7 +1,6 @@
-"""Refuses requests before an application sees them: who asks, the size, what may be fetched.
+"""ASGI middleware that checks requests: host, API key, size, number and size of images, URLs.
 
-An ASGI middleware, of our own server and of vLLM's (``--middleware``), which has no such limits.
-Needs no torch.
+Our own server and vLLM's (``--middleware``), which has no such limits, use it. Needs no torch.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from .limits import MOST_VALUES, ApiError, ServerLimits, log
+from .limits import MAX_JSON_VALUES, ApiError, ServerLimits, log
 from .request_images import check_and_fetch_images
 
 Message = MutableMapping[str, Any]
@@ -21,40 +20,42 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
-BODY = "glm4v_patched.body"
-"""Key of the scope under which the application finds the JSON of the body."""
-HOLD = "glm4v_patched.hold"
-"""Key of what counts more bytes as those of a request, of what it refers to."""
+BODY_KEY = "glm4v_patched.body"
+"""Key of the ASGI scope for the parsed JSON of the body."""
+COUNT_BYTES_KEY = "glm4v_patched.count_bytes"
+"""Key of the ASGI scope for a function that counts more bytes towards a request, such as those of a
+stored response that it refers to."""
 OPEN_PATHS = ("/health", "/ping")
 PAGE_PATH = "/"
-"""Of the page of ``chat --web``, in which there is no key: it has to be shown to send one."""
-SECONDS_TO_SEND = 60
-READERS = 64
-"""Threads: so many that hosts from which images are fetched keep no other request waiting."""
-ONCE = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
-"""Headers of which a request has one at most: of two, other code would read the other one."""
-# Of a body that is too large so much is still read: a client that is sending does not see an answer
-# when the connection ends under it.
-MOST_BYTES_DROPPED = 256 * 10**6
+"""Path of ``chat --web``'s page, which needs no API key: it has to load before it can send one."""
+BODY_TIMEOUT_S = 60
+READER_THREADS = 64
+"""So many that fetching images from slow hosts delays no other request."""
+SINGLE_HEADERS = (b"authorization", b"content-length", b"content-type", b"host", b"origin")
+"""Headers that may occur only once: of two, a proxy and this server could read different ones."""
+# A body that is too large is still read up to this size: a client sees no response if the
+# connection is closed while it sends.
+MAX_DISCARDED_BYTES = 256 * 10**6
 
 
 class Guard:
-    """Lets a request through to ``app``, or answers it with an error of OpenAI's form.
+    """Pass a request on to ``app``, or answer it with an error in OpenAI's format.
 
-    A page of the web may lead its own name to this machine, and send to it from the browser of
-    whoever reads that page: what calls the server by other names is refused, and what is no JSON.
+    Requests for other host names and requests without JSON are refused: a web page in a user's
+    browser could send such requests to this machine (DNS rebinding, cross-site forms).
 
     Args:
-        limits: By default those of the environment (vLLM makes its middleware without arguments).
+        limits: By default from the environment, as vLLM creates its middleware without arguments.
     """
 
     def __init__(self, app: Application, limits: ServerLimits | None = None):
         self.app, self.limits = app, limits or ServerLimits.from_environment()
-        self.held: dict[int, int] = {}  # bytes of each request whose body arrives or is answered
-        self.arriving: dict[int, asyncio.Timeout] = {}  # the deadlines of bodies, oldest first
-        self.displaced: set[int] = set()
-        self.answered: set[int] = set()
-        self.readers = ThreadPoolExecutor(READERS, "reader")
+        # By the id of a request's scope:
+        self.buffered: dict[int, int] = {}  # bytes in memory, until the request is answered
+        self.deadlines: dict[int, asyncio.Timeout] = {}  # of arriving bodies, oldest first
+        self.evicted: set[int] = set()  # arriving bodies that were dropped
+        self.admitted: set[int] = set()  # requests that wait or are being answered
+        self.readers = ThreadPoolExecutor(READER_THREADS, "reader")
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -64,15 +65,15 @@ class Guard:
             if scope["type"] == "http":
                 receive = await self._admit(scope, receive)
         except ApiError as error:
-            await refusal(scope["path"], error)(scope, receive, send)
+            await error_response(scope["path"], error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
         finally:
-            self.held.pop(id(scope), None)
-            self.answered.discard(id(scope))
+            self.buffered.pop(id(scope), None)
+            self.admitted.discard(id(scope))
 
     async def _admit(self, scope: Message, receive: Receive) -> Receive:
-        """Return what gives the request to the application, or raise ``ApiError``."""
+        """Return the ASGI receive function for the application, or raise ``ApiError``."""
         check_headers(scope["headers"])
         if scope["path"] in OPEN_PATHS:
             return receive
@@ -83,125 +84,128 @@ class Guard:
         if scope["method"] != "POST":
             return receive
         content = await self._read_in_time(receive, id(scope))
-        most = self.limits.most_at_once
-        # Not before: slow bodies would keep others out.
-        if len(self.answered) >= most:
-            raise ApiError(429, f"{most} requests wait or are answered, and no more may: try later")
-        self.answered.add(id(scope))
+        max_requests = self.limits.max_requests
+        # Checked after the body has arrived: otherwise slow bodies would keep others out.
+        if len(self.admitted) >= max_requests:
+            raise ApiError(429, f"the server is busy with {max_requests} requests: try again later")
+        self.admitted.add(id(scope))
         loop = asyncio.get_running_loop()
-        parsing = loop.run_in_executor(self.readers, parse, content, self.limits)
-        scope[BODY], content = await parsing
-        scope[HOLD] = partial(self._hold, id(scope))
+        parsing = loop.run_in_executor(self.readers, parse_body, content, self.limits)
+        scope[BODY_KEY], content = await parsing
+        scope[COUNT_BYTES_KEY] = partial(self._count_bytes, id(scope))
         messages = [{"type": "http.request", "body": content, "more_body": False}]
 
-        async def again() -> Message:
+        async def receive_again() -> Message:
             return messages.pop() if messages else await receive()
 
-        return again
+        return receive_again
 
-    def _hold(self, key: int, size: int) -> None:
-        """Count more bytes as those of a request, or raise ``ApiError``."""
-        if sum(self.held.values()) + size > self.limits.max_held_bytes:
-            raise self._full(f"{size:,} more")
-        self.held[key] += size
+    def _count_bytes(self, key: int, size: int) -> None:
+        """Count more bytes towards a request, or raise ``ApiError``."""
+        if sum(self.buffered.values()) + size > self.limits.max_buffered_bytes:
+            raise self._out_of_memory(f"{size:,} more bytes")
+        self.buffered[key] += size
 
     async def _read_in_time(self, receive: Receive, key: int) -> bytes:
         try:
-            async with asyncio.timeout(SECONDS_TO_SEND) as deadline:
-                self.arriving[key] = deadline
+            async with asyncio.timeout(BODY_TIMEOUT_S) as deadline:
+                self.deadlines[key] = deadline
                 return await self._read(receive, key)
         except TimeoutError:
-            if key in self.displaced:
-                raise self._full("one that arrives slowly") from None
-            raise ApiError(408, f"the request did not arrive in {SECONDS_TO_SEND} s") from None
+            if key in self.evicted:
+                raise self._out_of_memory("one that arrives slowly") from None
+            raise ApiError(408, f"the request did not arrive within {BODY_TIMEOUT_S} s") from None
         finally:
-            self.arriving.pop(key, None)
-            self.displaced.discard(key)
+            self.deadlines.pop(key, None)
+            self.evicted.discard(key)
 
     def _check_key_and_type(self, scope: Message) -> None:
         headers = dict(scope["headers"])
         key = self.limits.api_key
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        is_right = secrets.compare_digest(given.strip(), (key or "").encode())
-        if key is not None and not (is_right and scheme.lower() == b"bearer"):
+        scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
+        is_correct = secrets.compare_digest(sent.strip(), (key or "").encode())
+        if key is not None and not (is_correct and scheme.lower() == b"bearer"):
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send the server's own as Authorization: Bearer "
-                "KEY",
+                "the API key is missing or wrong: send this server's key in the header "
+                "Authorization: Bearer KEY",
                 code="invalid_api_key",
             )
         if scope["method"] == "POST":
             require_json(headers)
 
     async def _read(self, receive: Receive, key: int) -> bytes:
-        parts, size, most = [], 0, self.limits.max_body_bytes
-        is_whole = is_full = False
-        while not is_whole and size <= most + MOST_BYTES_DROPPED:
+        chunks, size, max_bytes = [], 0, self.limits.max_body_bytes
+        is_complete = is_refused = False
+        while not is_complete and size <= max_bytes + MAX_DISCARDED_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ApiError(400, "the request ended before all of it was there")
-            parts.append(message.get("body", b""))
-            is_whole, size = not message.get("more_body", False), size + len(parts[-1])
-            self.held[key] = size
-            is_full = is_full or size > most or not self._make_room(key)
-            if is_full:
-                parts.clear()
-                self.held[key] = 0
-        if size > most:
+                raise ApiError(400, "the client disconnected before the request was complete")
+            chunks.append(message.get("body", b""))
+            is_complete, size = not message.get("more_body", False), size + len(chunks[-1])
+            self.buffered[key] = size
+            is_refused = is_refused or size > max_bytes or not self._evict_slow_bodies(key)
+            if is_refused:
+                chunks.clear()
+                self.buffered[key] = 0
+        if size > max_bytes:
             raise ApiError(
                 413,
-                f"the request has {size if is_whole else f'over {size}'} bytes; this server takes "
-                f"{most} (--max-body-mb): send fewer or smaller images",
+                f"the request has {size if is_complete else f'over {size}'} bytes, and this server "
+                f"accepts {max_bytes} (--max-body-mb): send fewer or smaller images",
                 code="request_too_large",
             )
-        if is_full:
-            raise self._full(f"{size:,} more")
-        return b"".join(parts)
+        if is_refused:
+            raise self._out_of_memory(f"{size:,} more bytes")
+        return b"".join(chunks)
 
-    def _make_room(self, key: int) -> bool:
-        """Return whether all bodies together are small enough, after those have been given up that
-        have been arriving for longest: slow ones would keep others out."""
-        over = sum(self.held.values()) - self.limits.max_held_bytes
-        for other, deadline in self.arriving.items():
-            if over > 0 and other not in (key, *self.displaced) and self.held.get(other):
-                over -= self.held[other]
-                self.held[other] = 0
-                self.displaced.add(other)
+    def _evict_slow_bodies(self, key: int) -> bool:
+        """Drop arriving bodies, oldest first, until all fit; return whether this one may stay.
+
+        Otherwise slow bodies would keep others out.
+        """
+        excess = sum(self.buffered.values()) - self.limits.max_buffered_bytes
+        for other, deadline in self.deadlines.items():
+            if excess > 0 and other not in (key, *self.evicted) and self.buffered.get(other):
+                excess -= self.buffered[other]
+                self.buffered[other] = 0
+                self.evicted.add(other)
                 deadline.reschedule(asyncio.get_running_loop().time())
-        return over <= 0 and key not in self.displaced
+        return excess <= 0 and key not in self.evicted
 
-    def _full(self, more: str) -> ApiError:
+    def _out_of_memory(self, refused: str) -> ApiError:
         return ApiError(
             429,
-            f"the requests that wait or are answered may have {self.limits.max_held_bytes:,} "
-            f"bytes, which leave no room for {more}: try later",
+            f"the server is busy: all current requests together may have "
+            f"{self.limits.max_buffered_bytes:,} bytes, too few for {refused}: try again later",
         )
 
 
-def parse(content: bytes, limits: ServerLimits) -> tuple[Any, bytes]:
-    """Return the JSON of a body, and the body, with images in place of what was fetched."""
-    # Before it is parsed: small values take a hundred times the memory that they have here. In
-    # base64 there is no such sign.
-    if (values := sum(map(content.count, b",[{"))) > MOST_VALUES:
+def parse_body(content: bytes, limits: ServerLimits) -> tuple[Any, bytes]:
+    """Return a body's JSON, and the body; images given by URL are fetched and put into both."""
+    # Before parsing: small values take a hundred times the memory of their text. Base64 contains
+    # none of these characters.
+    if (values := sum(map(content.count, b",[{"))) > MAX_JSON_VALUES:
         raise ApiError(
             413,
-            f"the request has {values:,} commas and opening brackets; this server takes "
-            f"{MOST_VALUES:,}: send less text",
+            f"the request has {values:,} commas and opening brackets, and this server accepts "
+            f"{MAX_JSON_VALUES:,}: send less text",
             code="request_too_large",
         )
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise ApiError(400, f"the body is a {type(body).__name__}; expected an object")
-    return (body, json.dumps(body).encode()) if check_and_fetch_images(body, limits) else (body, content)
+        raise ApiError(400, f"the body is a JSON {type(body).__name__}; expected an object")
+    has_changed = check_and_fetch_images(body, limits)
+    return body, json.dumps(body).encode() if has_changed else content
 
 
 def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raise ``ApiError`` if two readers could take a request for two different ones."""
+    """Raise ``ApiError`` if a proxy and this server could read the headers differently."""
     names = [name.lower() for name, _ in headers]
-    for name in ONCE:
+    for name in SINGLE_HEADERS:
         if (number := names.count(name)) > 1:
             raise ApiError(400, f"the request has {number} headers {name.decode()}; expected one")
     if b"transfer-encoding" in names and b"content-length" in names:
@@ -209,52 +213,52 @@ def check_headers(headers: Sequence[tuple[bytes, bytes]]) -> None:
 
 
 def require_json(headers: dict[bytes, bytes]) -> None:
-    """Raise ``ApiError`` for other types, which a page of the web may send to any machine without
-    asking."""
+    """Raise ``ApiError`` for other content types, which web pages may send to any server without
+    the browser asking first (CORS)."""
     kind = headers.get(b"content-type", b"").decode("latin-1")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, f"Content-Type is {kind!r}; expected application/json")
+        raise ApiError(415, f"the Content-Type is {kind!r}; expected application/json")
 
 
 def check_hosts(headers: dict[bytes, bytes], hosts: Sequence[str] | None) -> None:
-    """Raise ``ApiError`` if a request, or the page that sends it, is of another host."""
+    """Raise ``ApiError`` if the request's Host or Origin header names another host."""
     if hosts is None:
         return
     host = _without_port(headers.get(b"host", b""))
     origin = _without_port(headers.get(b"origin", b"").rpartition(b"://")[2])
-    told = ""
-    # An address in numbers is no name that leads elsewhere; a page may come from one.
-    if host not in hosts and address_of(host) is None:
-        told = f"called {host!r}"
+    problem = ""
+    # DNS rebinding needs a name, so numeric addresses are allowed.
+    if host not in hosts and parse_address(host) is None:
+        problem = f"the request is for the host {host!r}"
     elif b"origin" in headers and origin not in (host, *hosts):
-        address = address_of(origin)
+        address = parse_address(origin)
         if address is None or not address.is_loopback:
-            told = f"asked by a page of {origin!r}"
-    if told:
+            problem = f"the request comes from a web page of {origin!r}"
+    if problem:
         raise ApiError(
             403,
-            f"the server was {told}; expected an address of this machine in numbers, or "
-            f"{' or '.join(hosts)}: other names need a server that has an --api-key",
+            f"{problem}; expected a numeric address of this machine, or {' or '.join(hosts)}. To "
+            "use other names, start the server with --api-key",
         )
 
 
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an address in numbers, or None of a name."""
+def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a numeric address, or None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
 
 
-def _without_port(given: bytes) -> str:
-    host = given.decode("latin-1")
+def _without_port(header: bytes) -> str:
+    host = header.decode("latin-1")
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).strip("[]").lower()
 
 
-def refusal(path: str, error: ApiError) -> Any:
-    """The response to a request that is refused, of which a line is printed."""
-    from starlette.responses import JSONResponse  # which serve.py looks for
+def error_response(path: str, error: ApiError) -> Any:
+    """Return the response for a refused request, and print a line about it."""
+    from starlette.responses import JSONResponse  # serve.py checks first that it is installed
 
     log(path, error)
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else None

@@ -1,4 +1,4 @@
-"""The JSON of answers, whole and streamed, as OpenAI's API has them."""
+"""The JSON of OpenAI's API for answers, complete and streamed."""
 
 import json
 import time
@@ -7,122 +7,122 @@ from typing import Any
 
 from .answer_queue import AnswerEnd
 from .limits import ApiError
-from .requests import Wanted
+from .requests import ParsedRequest
 
 
 class TextReply:
-    """Of ``/v1/completions``, to one request."""
+    """The reply to one request of ``/v1/completions``."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    made_at = "created"
+    created_key = "created"
 
-    def __init__(self, wanted: Wanted):
-        self.include_usage = wanted.stream_options.include_usage
+    def __init__(self, request: ParsedRequest):
+        self.include_usage = request.stream_options.include_usage
         name = f"{self.prefix}-{uuid.uuid4().hex}"
-        self.head = {"id": name, self.made_at: int(time.time()), "model": wanted.model}
+        self.head = {"id": name, self.created_key: int(time.time()), "model": request.model}
 
-    def whole(self, text: str, end: AnswerEnd) -> dict[str, Any]:
+    def full_response(self, text: str, end: AnswerEnd) -> dict[str, Any]:
+        """Return the body of a reply that is not streamed."""
         usage = {"object": self.kind, "usage": self.usage(end)}
-        return self.head | usage | {"choices": [self.choice(text, end.reason, is_whole=True)]}
+        return self.head | usage | {"choices": [self.choice(text, end.reason, is_full=True)]}
 
     def begin(self) -> list[str]:
-        """Events before the answer."""
+        """Return the events before the answer."""
         return []
 
     def more(self, text: str) -> str:
-        """The event of more of the answer."""
+        """Return the event with the next text of the answer."""
         return self._chunk([self.choice(text)])
 
     def end(self, text: str, end: AnswerEnd) -> list[str]:
-        """Events after the answer, which was ``text``."""
+        """Return the events after the answer, which is ``text``."""
         usage = [self._chunk([], usage=self.usage(end))] if self.include_usage else []
         return [self._chunk([self.choice("", end.reason)]), *usage, "data: [DONE]\n\n"]
 
     def failed(self, error: ApiError) -> list[str]:
-        """Events in place of the rest of an answer."""
-        return [event(error.body())]
+        """Return the events in place of the rest of an answer."""
+        return [server_sent_event(error.body())]
 
-    def choice(
-        self, text: str, reason: str | None = None, is_whole: bool = False
-    ) -> dict[str, Any]:
+    def choice(self, text: str, reason: str | None = None, is_full: bool = False) -> dict[str, Any]:
+        """Return the only element of ``choices``: ``is_full`` for a reply that is not streamed."""
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
     def usage(self, end: AnswerEnd) -> dict[str, Any]:
-        told = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
-        return told | {"total_tokens": end.prompt_tokens + end.tokens}
+        """Return the numbers of tokens."""
+        usage = {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens}
+        return usage | {"total_tokens": end.prompt_tokens + end.tokens}
 
     def _chunk(self, choices: list[dict], **more: Any) -> str:
-        return event(self.head | {"object": self.chunk_kind, "choices": choices} | more)
+        return server_sent_event(self.head | {"object": self.chunk_kind, "choices": choices} | more)
 
 
 class ChatReply(TextReply):
-    """Of ``/v1/chat/completions``."""
+    """The reply to one request of ``/v1/chat/completions``."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def begin(self) -> list[str]:
         return [self._chunk([self.choice("") | {"delta": {"role": "assistant", "content": ""}}])]
 
-    def choice(
-        self, text: str, reason: str | None = None, is_whole: bool = False
-    ) -> dict[str, Any]:
+    def choice(self, text: str, reason: str | None = None, is_full: bool = False) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason}
-        if is_whole:
+        if is_full:
             return choice | {"message": {"role": "assistant", "content": text}}
         return choice | {"delta": {"content": text} if text else {}}
 
 
 class ResponseReply(TextReply):
-    """Of ``/v1/responses``."""
+    """The reply to one request of ``/v1/responses``."""
 
-    prefix, made_at = "resp", "created_at"
+    prefix, created_key = "resp", "created_at"
 
-    def __init__(self, wanted: Wanted):
-        super().__init__(wanted)
-        self.item = f"msg-{uuid.uuid4().hex}"
-        self.place = {"item_id": self.item, "output_index": 0, "content_index": 0}
-        self.number = 0
-        self.said = {"store": wanted.store, "previous_response_id": wanted.previous_response_id}
+    def __init__(self, request: ParsedRequest):
+        super().__init__(request)
+        self.item_id = f"msg-{uuid.uuid4().hex}"
+        self.content_key = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
+        self.sequence_number = 0
+        previous = request.previous_response_id
+        self.request_fields = {"store": request.store, "previous_response_id": previous}
 
     def begin(self) -> list[str]:
         item = self._item("", "in_progress") | {"content": []}
         return [
-            self._event("created", response=self.whole("")),
-            self._event("in_progress", response=self.whole("")),
+            self._event("created", response=self.full_response("")),
+            self._event("in_progress", response=self.full_response("")),
             self._event("output_item.added", output_index=0, item=item),
-            self._event("content_part.added", **self.place, part=self._part("")),
+            self._event("content_part.added", **self.content_key, part=self._part("")),
         ]
 
     def more(self, text: str) -> str:
-        return self._event("output_text.delta", **self.place, delta=text, logprobs=[])
+        return self._event("output_text.delta", **self.content_key, delta=text, logprobs=[])
 
     def failed(self, error: ApiError) -> list[str]:
-        told = error.body()["error"]
-        # Some clients look for the error inside of the event, some for its parts beside the type.
-        parts = {key: told[key] for key in ("code", "message", "param")}
-        reason = {"code": "server_error", "message": told["message"]}
-        response = self.whole("") | {"status": "failed", "error": reason}
+        body = error.body()["error"]
+        # Some clients read the key "error" of the event, others its fields beside the type.
+        fields = {key: body[key] for key in ("code", "message", "param")}
+        reason = {"code": "server_error", "message": body["message"]}
+        response = self.full_response("") | {"status": "failed", "error": reason}
         return [
-            self._named("error", **parts, error=told),
+            self._named("error", **fields, error=body),
             self._event("failed", response=response),
         ]
 
     def end(self, text: str, end: AnswerEnd) -> list[str]:
-        response = self.whole(text, end)
+        response = self.full_response(text, end)
         return [
-            self._event("output_text.done", **self.place, text=text, logprobs=[]),
-            self._event("content_part.done", **self.place, part=self._part(text)),
+            self._event("output_text.done", **self.content_key, text=text, logprobs=[]),
+            self._event("content_part.done", **self.content_key, part=self._part(text)),
             self._event("output_item.done", output_index=0, item=response["output"][0]),
             self._event(response["status"], response=response),
         ]
 
-    def whole(self, text: str, end: AnswerEnd | None = None) -> dict[str, Any]:
-        """Without an end, of an answer that is on its way."""
+    def full_response(self, text: str, end: AnswerEnd | None = None) -> dict[str, Any]:
+        """Return the response; without ``end``, of an answer in progress."""
         cut = end is not None and end.reason == "length"
         status = "in_progress" if end is None else "incomplete" if cut else "completed"
         return (
             self.head
-            | self.said
+            | self.request_fields
             | {
                 "object": "response",
                 "status": status,
@@ -151,18 +151,18 @@ class ResponseReply(TextReply):
         return self._named(f"response.{kind}", **values)
 
     def _named(self, name: str, **values: Any) -> str:
-        told = {"type": name, "sequence_number": self.number} | values
-        self.number += 1
-        return f"event: {name}\n{event(told)}"
+        event = {"type": name, "sequence_number": self.sequence_number} | values
+        self.sequence_number += 1
+        return f"event: {name}\n{server_sent_event(event)}"
 
     def _part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": []}
 
     def _item(self, text: str, status: str) -> dict[str, Any]:
-        said = {"type": "message", "role": "assistant", "content": [self._part(text)]}
-        return {"id": self.item, "status": status} | said
+        message = {"type": "message", "role": "assistant", "content": [self._part(text)]}
+        return {"id": self.item_id, "status": status} | message
 
 
-def event(value: dict[str, Any]) -> str:
-    """A server-sent event."""
+def server_sent_event(value: dict[str, Any]) -> str:
+    """Return the line of a server-sent event with JSON data."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"

@@ -1,7 +1,8 @@
-"""The images of a request, within the limits; needs no torch.
+"""Check and fetch the images of a request; needs no torch.
 
-Whoever is behind :class:`guard.Guard` reads data URLs alone: what a request names by http(s) is
-fetched here, or refused. Files of the server are never read for a client.
+Images that a request gives as http(s) URLs are fetched here and replaced by data URLs, or refused.
+So the application behind :class:`guard.Guard` sees data URLs only. Files of the server are never
+read for a client.
 """
 
 import base64
@@ -17,130 +18,152 @@ from ...data.fetching import fetch
 from ...data.image_files import decode_data_url
 from ...data.image_limits import TooLargeError, count_decoded_pixels, open_image
 from ...data.messages import describe_value
-from .limits import LARGEST_IMAGES, MOST_BYTES_OF_TEXT, MOST_DEPTH, ApiError, ServerLimits, key_of
+from .limits import (
+    MAX_JSON_DEPTH,
+    MAX_PIXELS_FACTOR,
+    MAX_TEXT_BYTES,
+    ApiError,
+    ServerLimits,
+    format_key,
+)
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's names of the formats that clients may send."""
-# Keys of OpenAI's API, and of vLLM's additions to it, under which something may be fetched.
-KEYS_OF_URLS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
-# Keys of a request in which nothing is fetched.
-NO_IMAGES = ("metadata", "tools")
-SECONDS_TO_FETCH = 60
-HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
+"""Pillow's names of the image formats that clients may send."""
+# Keys of OpenAI's API, and of vLLM's additions to it, whose value may be a URL to fetch.
+URL_KEYS = ("url", "image_url", "image", "video_url", "audio_url", "file_url")
+# Top-level keys without images.
+KEYS_WITHOUT_IMAGES = ("metadata", "tools")
+FETCH_TIMEOUT_S = 60
+SURROGATE_HALF = re.compile("[\ud800-\udfff]")
 
-# Of its size, which is judged here; for ever, as threads must not change it for a while.
+# Sizes are checked here. For good, as changing warning filters temporarily is not thread-safe.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
 def check_and_fetch_images(body: Any, limits: ServerLimits) -> bool:
-    """Check the images and the length of a request, and put what it has fetched into it.
+    """Check a request's images and text length, and replace URLs in it by the fetched images.
+
+    Args:
+        body: JSON of the request; changed in place.
 
     Returns:
         Whether the body was changed.
+
+    Raises:
+        ApiError: An image or a limit is the problem; names the key.
     """
-    images, size = _images_in(body)
-    if size > MOST_BYTES_OF_TEXT:
+    images, size = _collect_images(body)
+    if size > MAX_TEXT_BYTES:
         raise ApiError(
             413,
-            f"the request has {size:,} bytes of text; this server takes {MOST_BYTES_OF_TEXT:,}, "
-            "which is more than the model reads: send less",
+            f"the request has {size:,} bytes of text, and this server accepts "
+            f"{MAX_TEXT_BYTES:,}, which is more than the model's context length: send less",
             code="request_too_large",
         )
     if len(images) > limits.max_images:
         raise ApiError(
             400,
-            f"the messages have {len(images):,} images; this server takes "
+            f"the messages have {len(images):,} images, and this server accepts "
             f"{limits.max_images:,} (--max-images): send fewer",
-            key_of(images[0][1][:1]),
+            format_key(images[0][1][:1]),
             "too_many_images",
         )
     fetched = pixels = 0
-    for holder, place in images:
-        with _naming(key_of(place), limits):
-            content, is_fetched = _read(holder[place[-1]], limits, fetched)
+    for container, path in images:
+        with _name_key_in_errors(format_key(path), limits):
+            content, is_fetched = _read_image(container[path[-1]], limits, fetched)
             if is_fetched:
                 fetched += len(content)
                 encoded = base64.b64encode(content).decode()
-                holder[place[-1]] = f"data:image/any;base64,{encoded}"
+                container[path[-1]] = f"data:image/any;base64,{encoded}"
             with open_image(content, IMAGE_FORMATS) as image:
                 pixels += count_decoded_pixels(image, content, limits.max_pixels)
-    if pixels > (most := limits.max_pixels * LARGEST_IMAGES):
-        told = f"the messages have {len(images):,} images of {pixels / 1e6:.1f} million pixels"
-        option = f"{LARGEST_IMAGES} times --max-image-megapixels"
-        raise _too_large(told, most, option, key_of(images[0][1][:1]))
+    if pixels > (max_pixels := limits.max_pixels * MAX_PIXELS_FACTOR):
+        problem = f"the {len(images):,} images in the messages have {pixels / 1e6:.1f} megapixels"
+        option = f"{MAX_PIXELS_FACTOR} times --max-image-megapixels"
+        raise _image_too_large(problem, max_pixels, option, format_key(images[0][1][:1]))
     return fetched > 0
 
 
 @contextmanager
-def _naming(key: str, limits: ServerLimits) -> Iterator[None]:
-    """Raise what is wrong with an image as ``ApiError`` that names its key."""
+def _name_key_in_errors(key: str, limits: ServerLimits) -> Iterator[None]:
+    """Convert errors about an image to ``ApiError`` with its key."""
     try:
         yield
     except ApiError as error:
         raise ApiError(error.status, f"{key}: {error}", key, error.code) from None
     except (TooLargeError, Image.DecompressionBombError) as error:
-        told = f"{key}: an image {error}"
-        raise _too_large(told, limits.max_pixels, "--max-image-megapixels", key) from None
-    except Exception as error:  # Pillow raises whatever its readers raise
-        told = str(error) if type(error) is ValueError else type(error).__name__
-        told = f"{key}: it is no image that this server reads ({told})"
-        raise ApiError(400, told, key, "invalid_image") from None
+        problem = f"{key}: the image {error}"
+        raise _image_too_large(problem, limits.max_pixels, "--max-image-megapixels", key) from None
+    except Exception as error:  # Pillow's readers raise errors of many types
+        reason = str(error) if type(error) is ValueError else type(error).__name__
+        message = f"{key}: this is not an image that the server can read ({reason})"
+        raise ApiError(400, message, key, "invalid_image") from None
 
 
-def _images_in(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
-    """Return what holds each image of a request, and its place; and the bytes of all else."""
+def _collect_images(body: Any) -> tuple[list[tuple[Any, tuple]], int]:
+    """Return the container and path of each image in the JSON, and the bytes of all other text."""
     images: list[tuple[Any, tuple]] = []
     size = 0
-    waiting: list[tuple[Any, tuple, bool]] = [(body, (), True)]
-    while waiting:
-        value, where, has_images = waiting.pop()
-        if len(where) >= MOST_DEPTH:
-            raise ApiError(400, f"the body has over {MOST_DEPTH} levels; expected fewer")
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            place = (*where, key)
-            may_be = has_images and not (value is body and key in NO_IMAGES)
-            size += _size_of(key, place)
-            if isinstance(each, dict | list):
-                waiting.append((each, place, may_be))
-            elif isinstance(each, str) and may_be and key in KEYS_OF_URLS:
-                images.append((value, place))
+    stack: list[tuple[Any, tuple, bool]] = [(body, (), True)]
+    while stack:
+        container, parent_path, has_images = stack.pop()
+        if len(parent_path) >= MAX_JSON_DEPTH:
+            raise ApiError(
+                400, f"the body is nested more than {MAX_JSON_DEPTH} levels deep; expected fewer"
+            )
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            path = (*parent_path, key)
+            may_be_image = has_images and not (container is body and key in KEYS_WITHOUT_IMAGES)
+            size += _text_bytes(key, path)
+            if isinstance(value, dict | list):
+                stack.append((value, path, may_be_image))
+            elif isinstance(value, str) and may_be_image and key in URL_KEYS:
+                images.append((container, path))
             else:
-                size += _size_of(each, place)
+                size += _text_bytes(value, path)
     return images, size
 
 
-def _size_of(value: Any, place: tuple) -> int:
-    """Return the bytes of a text, or raise ``ApiError`` of one that no tokenizer reads."""
+def _text_bytes(value: Any, path: tuple) -> int:
+    """Return the bytes of a text; raise ``ApiError`` for one that no tokenizer can encode."""
     if not isinstance(value, str):
         return 0
-    if half := HALF_OF_A_PAIR.search(value):
-        key = key_of(place)
-        told = f"has {ascii(half[0])}, half of a surrogate pair and no character"
-        raise ApiError(400, f"{key} {told}", key)
+    if match := SURROGATE_HALF.search(value):
+        key = format_key(path)
+        problem = f"has {ascii(match[0])}, half of a surrogate pair, which is not a character"
+        raise ApiError(400, f"{key} {problem}", key)
     return len(value.encode())
 
 
-def _read(url: str, limits: ServerLimits, before: int) -> tuple[bytes, bool]:
-    """Return the file of an image, and whether it was fetched: after so many bytes ``before``."""
+def _read_image(url: str, limits: ServerLimits, fetched: int) -> tuple[bytes, bool]:
+    """Return an image file, and whether it was fetched.
+
+    Args:
+        fetched: Bytes fetched for this request before.
+    """
     if url[:5].lower() == "data:":
         return decode_data_url(url), False
     if not url[:8].lower().startswith(("http://", "https://")):
-        raise ValueError(f"it is {describe_value(url)}; expected data:image/...;base64,...")
+        raise ValueError(f"{describe_value(url)}; expected data:image/...;base64,...")
     if not limits.allow_urls:
         raise ApiError(
             400,
-            f"image is {describe_value(url)}: this server fetches no images (it was started "
-            "without --allow-urls); send it as data:image/...;base64,...",
+            f"the image is {describe_value(url)}, but this server does not fetch images (it was started "
+            "without --allow-urls): send it as data:image/...;base64,...",
             code="url_not_allowed",
         )
-    return fetch(url, limits.max_body_bytes - before, SECONDS_TO_FETCH), True
+    return fetch(url, limits.max_body_bytes - fetched, FETCH_TIMEOUT_S), True
 
 
-def _too_large(told: str, most: int, option: str, key: str | None = None) -> ApiError:
+def _image_too_large(
+    problem: str, max_pixels: int, option: str, key: str | None = None
+) -> ApiError:
     return ApiError(
         400,
-        f"{told}; this server takes {most / 1e6:g} million ({option}): make it smaller, the model "
-        "sees far fewer",
+        f"{problem}; this server accepts {max_pixels / 1e6:g} megapixels ({option}): send smaller "
+        "images, as the model sees far fewer pixels",
         key,
         "image_too_large",
     )

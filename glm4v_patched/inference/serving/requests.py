@@ -1,6 +1,6 @@
-"""Requests of OpenAI's API, checked; needs no torch.
+"""Parse and check requests of OpenAI's API; needs no torch.
 
-What the server cannot do is refused, unless the request asks for what it does anyway.
+Options that the server does not support are refused, unless their value requests nothing.
 """
 
 import json
@@ -11,15 +11,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ...data.messages import describe_value, images_of
-from ..questions import LEAST_PENALTY, LEAST_TEMPERATURE, MOST_PENALTY, Generation
-from .conversation import drop_neutral, invalid, read_messages
-from .limits import ApiError, ServerLimits, key_of
+from ..questions import MAX_PENALTY, MIN_PENALTY, MIN_TEMPERATURE, Generation
+from .conversation import drop_neutral_keys, invalid_key, read_messages
+from .limits import ApiError, ServerLimits, format_key
 from .request_images import check_and_fetch_images
 from .response_store import ResponseStore
 
-# Keys that change nothing about an answer: names for who asks and in which conversation, and what
-# other servers cache.
-IGNORED: tuple[str, ...] = (
+# Keys without effect on an answer: ids of users and conversations, and options of caches.
+IGNORED_KEYS: tuple[str, ...] = (
     "cache_salt",
     "chat_id",
     "conversation_id",
@@ -28,10 +27,10 @@ IGNORED: tuple[str, ...] = (
     "message_id",
     "metadata",
 )
-IGNORED += ("parent_id", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
-IGNORED += ("request_id", "safety_identifier", "session_id", "store", "user", "user_id")
-# Of what the server cannot do, the values that ask for nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+IGNORED_KEYS += ("parent_id", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+IGNORED_KEYS += ("request_id", "safety_identifier", "session_id", "store", "user", "user_id")
+# Unsupported keys, with the values that request nothing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
     "chat_template_kwargs": ({}, {"enable_thinking": False}),
@@ -51,58 +50,63 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-NEUTRAL["text"] += (NEUTRAL["text"][1] | NEUTRAL["text"][2],)
-# 0, false, or nothing in it.
-OFF = ["background", "conversation", "continue_final_message", "echo", "files", "functions"]
-OFF += ["filter_ids", "ignore_eos", "include", "include_stop_str_in_output", "logit_bias"]
-OFF += ["logprobs", "min_p", "min_tokens", "priority", "stop_token_ids", "suffix", "tool_ids"]
-OFF += ["tool_servers", "tools", "top_logprobs", "use_beam_search"]
-NEUTRAL |= dict.fromkeys(OFF, ())
-LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+NEUTRAL_VALUES["text"] += (NEUTRAL_VALUES["text"][1] | NEUTRAL_VALUES["text"][2],)
+# Unsupported keys that may be 0, false or empty.
+OFF_KEYS = ["background", "conversation", "continue_final_message", "echo", "files", "functions"]
+OFF_KEYS += ["filter_ids", "ignore_eos", "include", "include_stop_str_in_output", "logit_bias"]
+OFF_KEYS += ["logprobs", "min_p", "min_tokens", "priority", "stop_token_ids", "suffix", "tool_ids"]
+OFF_KEYS += ["tool_servers", "tools", "top_logprobs", "use_beam_search"]
+NEUTRAL_VALUES |= dict.fromkeys(OFF_KEYS, ())
+MAX_TOKENS_KEYS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ALIASES = ("glm-4v", "glm-4v-9b")
-"""What GLM-4's own clients call any glm-4v."""
-PLACEHOLDERS = ("dummy",)
-"""What huggingface_hub's client sends where it is given an address and no model."""
-MOST_TEMPERATURE = 100
+"""Names that GLM-4's own clients use for any glm-4v."""
+PLACEHOLDER_NAMES = ("dummy",)
+"""Names that huggingface_hub's client sends if it is given an address and no model."""
+MAX_TEMPERATURE = 100
 
 Text = Annotated[str, Field(min_length=1)]
-Texts = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
-"""Of a list, which may be one text."""
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+TextAsList = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+"""Accept one text in place of a list of texts."""
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_StrictModel):
+    """``stream_options`` of a request."""
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Request(_Strict):
-    """The keys of all requests; ``top_k`` and ``repetition_penalty`` are additions to OpenAI's API,
-    as vLLM has them."""
+class BaseRequest(_StrictModel):
+    """The keys that all requests share.
+
+    ``top_k`` and ``repetition_penalty`` are additions to OpenAI's API, the same as vLLM's.
+    """
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=MOST_PENALTY)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY)] | None = None
     presence_penalty: Penalty = 0
     frequency_penalty: Penalty = 0
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Annotated[list[Stop], Texts, Field(max_length=16)] = []
+    stop: Annotated[list[StopText], TextAsList, Field(max_length=16)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
 
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
-AsMessages = BeforeValidator(
-    lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+TextAsMessages = BeforeValidator(
+    lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
 )
+"""Accept one text in place of a list of messages."""
 Included = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -112,28 +116,28 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""Of what no answer here has."""
+"""Values of ``include``; the data that they request does not occur in answers of this server."""
 
 
-class ChatRequest(Request):
-    """Of ``/v1/chat/completions``."""
+class ChatRequest(BaseRequest):
+    """A request of ``/v1/chat/completions``."""
 
     messages: Messages
     max_tokens: AtLeastOne | None = None
     max_completion_tokens: AtLeastOne | None = None
 
 
-class TextRequest(Request):
-    """Of ``/v1/completions``, which continues a text."""
+class TextRequest(BaseRequest):
+    """A request of ``/v1/completions``, which continues a text."""
 
-    prompt: Annotated[list[Text], Texts, Field(min_length=1, max_length=1)]
+    prompt: Annotated[list[Text], TextAsList, Field(min_length=1, max_length=1)]
     max_tokens: AtLeastOne | None = None
 
 
-class ResponseRequest(Request):
-    """Of ``/v1/responses``."""
+class ResponseRequest(BaseRequest):
+    """A request of ``/v1/responses``."""
 
-    input: Annotated[Messages, AsMessages]
+    input: Annotated[Messages, TextAsMessages]
     instructions: str | None = None
     previous_response_id: Text | None = None
     store: bool = True
@@ -141,18 +145,18 @@ class ResponseRequest(Request):
     max_output_tokens: AtLeastOne | None = None
 
 
-Asking = ChatRequest | TextRequest | ResponseRequest
+AnyRequest = ChatRequest | TextRequest | ResponseRequest
 
 
-class Wanted(Request):
-    """What is to be answered.
+class ParsedRequest(BaseRequest):
+    """A parsed request of any endpoint.
 
     Args:
-        prompt: Messages as the processor takes them, with images as the bytes of files; or a text
-            to continue.
-        max_tokens: Of the answer, if the client says so.
-        key: Of the request, under which the prompt is.
+        prompt: Messages for the processor, with images as bytes of files; or a text to continue.
+        max_tokens: Of the answer, if the client sets it.
+        key: The request's key that has the prompt.
         items: Messages that are stored with the response.
+        store: Whether the response is stored.
     """
 
     prompt: list[dict] | str
@@ -164,125 +168,149 @@ class Wanted(Request):
     store: bool = False
     previous_response_id: str | None = None
 
-    def goes_with(self, other: "Wanted") -> bool:
-        """Whether both may be answered in one batch. What a seed draws depends on the batch."""
+    def can_batch_with(self, other: "ParsedRequest") -> bool:
+        """Return whether both may be answered in one batch.
+
+        Requests with a seed are answered alone, as what is sampled depends on the batch.
+        """
         one, two = (
-            (w.model, w.generation, w.penalties, isinstance(w.prompt, str)) for w in (self, other)
+            (r.model, r.generation, r.penalties, isinstance(r.prompt, str)) for r in (self, other)
         )
         return one == two and self.seed is None and other.seed is None
 
     @property
     def penalties(self) -> tuple[float, float]:
-        """OpenAI's, of tokens that the answer has: presence and frequency."""
+        """OpenAI's presence and frequency penalty."""
         return self.presence_penalty, self.frequency_penalty
 
     @property
-    def images(self) -> int:
+    def num_images(self) -> int:
+        """Number of images in the prompt."""
         return 0 if isinstance(self.prompt, str) else len(images_of(self.prompt))
 
 
-class Stored(NamedTuple):
-    """What a request may refer to, the limits of all that it then has, and what counts the bytes
-    that it is read for it."""
+class StoredContext(NamedTuple):
+    """Stored responses that a request may refer to.
+
+    Args:
+        limits: Limits of the request together with the stored messages.
+        count_bytes: Counts the bytes of stored messages towards the request.
+    """
 
     responses: ResponseStore
     limits: ServerLimits
-    hold: Callable[[int], None]
+    count_bytes: Callable[[int], None]
 
 
 def read_request(
-    kind: type[Asking],
+    request_type: type[AnyRequest],
     body: dict[str, Any],
     names: Sequence[str],
     defaults: Generation,
-    stored: Stored | None = None,
-) -> Wanted:
-    """Check the JSON of a request, whose images :class:`guard.Guard` has checked.
+    stored: StoredContext | None = None,
+) -> ParsedRequest:
+    """Parse the JSON of a request whose images :class:`guard.Guard` has checked.
 
     Args:
-        names: Of the models that are served; the first is that of a request without one.
-        defaults: What is generated where the request does not say.
-        stored: What a :class:`ResponseRequest` may refer to.
+        names: Names of the models that are served; requests without a model use the first.
+        defaults: Generation options that the request does not set.
+        stored: Responses that a :class:`ResponseRequest` may refer to.
+
+    Raises:
+        ApiError: Names the key with the problem.
     """
-    own = {k: v for k, v in body.items() if k in kind.model_fields and v is not None}
-    others = {key: value for key, value in body.items() if key not in kind.model_fields}
+    known = request_type.model_fields
+    values = {k: v for k, v in body.items() if k in known and v is not None}
+    others = {key: value for key, value in body.items() if key not in known}
     try:
-        request = kind.model_validate(own | drop_neutral(others, IGNORED, NEUTRAL))
+        values |= drop_neutral_keys(others, IGNORED_KEYS, NEUTRAL_VALUES)
+        request = request_type.model_validate(values)
     except ValidationError as error:
-        raise _as_api_error(error, kind) from None
-    lengths = {k: v for k, v in request if k in LENGTHS and v is not None}
-    if len({*lengths.values()}) > 1:
-        told = " and ".join(f"{key} is {value}" for key, value in lengths.items())
-        raise ApiError(400, f"{told}, which say the same: give one of them", "max_tokens")
-    given = {key: value for key, value in request if key in Request.model_fields}
-    given["model"] = model_called(request.model, names)
-    return Wanted.model_construct(
-        **given | _prompt(request, stored),
-        generation=_generation(request, defaults),
-        max_tokens=next(iter(lengths.values()), None),
+        raise _validation_error(error, request_type) from None
+    max_tokens = {k: v for k, v in request if k in MAX_TOKENS_KEYS and v is not None}
+    if len({*max_tokens.values()}) > 1:
+        both = " and ".join(f"{key} is {value}" for key, value in max_tokens.items())
+        raise ApiError(400, f"{both}, but both mean the same: send one of them", "max_tokens")
+    fields = {key: value for key, value in request if key in BaseRequest.model_fields}
+    fields["model"] = resolve_model_name(request.model, names)
+    return ParsedRequest.model_construct(
+        **fields | _parse_prompt(request, stored),
+        generation=_parse_generation(request, defaults),
+        max_tokens=next(iter(max_tokens.values()), None),
     )
 
 
-def _prompt(request: Asking, stored: Stored | None) -> dict[str, Any]:
-    """Return what is to be answered, in fields of :class:`Wanted`."""
+def _parse_prompt(request: AnyRequest, stored: StoredContext | None) -> dict[str, Any]:
+    """Return the prompt and related fields of :class:`ParsedRequest`."""
     if isinstance(request, TextRequest):
         return {"prompt": request.prompt[0], "key": "prompt"}
     if isinstance(request, ChatRequest):
-        return {"prompt": read_messages(_keyed("messages", request.messages)), "key": "messages"}
+        messages = read_messages(_with_keys("messages", request.messages))
+        return {"prompt": messages, "key": "messages"}
     assert stored is not None
-    before, own = [], []
-    if (earlier := request.previous_response_id) is not None:
-        text = stored.responses.conversation(earlier)
-        stored.hold(len(text))  # a small request may refer to a large one
-        before = json.loads(text)
-    for key, item in _keyed("input", request.input):
+    previous, own = [], []
+    if (previous_id := request.previous_response_id) is not None:
+        text = stored.responses.conversation(previous_id)
+        stored.count_bytes(len(text))  # a small request may refer to a large conversation
+        previous = json.loads(text)
+    for key, item in _with_keys("input", request.input):
         is_reference = item.get("type") == "item_reference" or [*item] == ["id"]
         own.append((key, stored.responses.item(str(item.get("id")), key) if is_reference else item))
-    items = [*before, *(item for _, item in own)]
-    if items != request.input:  # of which the guard has seen a part
+    items = [*previous, *(item for _, item in own)]
+    if items != request.input:  # the guard has only checked the request itself
         check_and_fetch_images({"input": items}, stored.limits)
     system = [("instructions", {"role": "system", "content": request.instructions or ""})]
-    said = [*system, *(("previous_response_id", item) for item in before), *own]
-    told = {"items": items, "store": request.store, "previous_response_id": earlier}
-    return told | {"prompt": read_messages(said), "key": "input"}
+    with_keys = [*system, *(("previous_response_id", item) for item in previous), *own]
+    return {
+        "items": items,
+        "store": request.store,
+        "previous_response_id": previous_id,
+        "prompt": read_messages(with_keys),
+        "key": "input",
+    }
 
 
-def _keyed(key: str, items: Sequence[dict]) -> list[tuple[str, dict]]:
-    return [(f"{key}[{number}]", item) for number, item in enumerate(items)]
+def _with_keys(key: str, items: Sequence[dict]) -> list[tuple[str, dict]]:
+    """Return each item of a list with its key in the request."""
+    return [(f"{key}[{index}]", item) for index, item in enumerate(items)]
 
 
-def _as_api_error(error: ValidationError, kind: type[Asking]) -> ApiError:
+def _validation_error(error: ValidationError, request_type: type[AnyRequest]) -> ApiError:
+    """Return the first of pydantic's errors for the client."""
     first = error.errors(include_url=False)[0]
-    key = key_of(first["loc"])
-    told = first["msg"]
+    key = format_key(first["loc"])
+    problem = first["msg"]
     if first["type"] == "extra_forbidden":
-        told = f"is not read; expected one of {', '.join(kind.model_fields)}"
+        problem = (
+            f"this key is not supported; expected one of {', '.join(request_type.model_fields)}"
+        )
     elif first["type"] != "missing":
-        told += f", and it is {describe_value(first['input'])}"
-    return ApiError(400, f"{key}: {told}", key)
+        problem += f", not {describe_value(first['input'])}"
+    return ApiError(400, f"{key}: {problem}", key)
 
 
-def model_called(name: str | None, names: Sequence[str]) -> str:
-    """Which of the models that are served a client means; raises ``ApiError`` if none."""
+def resolve_model_name(name: str | None, names: Sequence[str]) -> str:
+    """Return the served model that a client's name means, or raise ``ApiError``."""
     if name in names:
         return str(name)
-    if name is None or name in ALIASES or (name in PLACEHOLDERS and len(names) == 1):
+    if name is None or name in ALIASES or (name in PLACEHOLDER_NAMES and len(names) == 1):
         return names[0]
-    there = " and ".join(map(describe_value, names))
-    told = f"there is no model {describe_value(name)}; this server has {there}"
-    raise ApiError(404, told, "model", "model_not_found")
+    served = " and ".join(map(describe_value, names))
+    message = f"there is no model {describe_value(name)}; this server has {served}"
+    raise ApiError(404, message, "model", "model_not_found")
 
 
-def _generation(request: Request, defaults: Generation) -> Generation:
+def _parse_generation(request: BaseRequest, defaults: Generation) -> Generation:
+    """Return the request's generation options, completed by the server's defaults."""
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
-    given: dict[str, Any] = {k: v for k, v in request if k in names and v is not None}
-    if given.get("top_p") == 1:  # of all tokens: no choice among them
-        given["top_p"] = None
-    if given.get("top_k") in (-1, 0):  # vLLM's words for the same
-        given["top_k"] = None
-    if 0 in (given.get("temperature"), given.get("top_p")):  # the likeliest token alone
-        given |= {"temperature": None, "top_p": None, "top_k": None}
-    elif given.get("temperature", LEAST_TEMPERATURE) < LEAST_TEMPERATURE:
-        told = f"is {given['temperature']:g}; expected 0, for the likeliest tokens, or at least "
-        raise invalid("temperature", f"{told}{LEAST_TEMPERATURE:g}")
-    return replace(defaults, **given)
+    options: dict[str, Any] = {k: v for k, v in request if k in names and v is not None}
+    if options.get("top_p") == 1:  # all tokens
+        options["top_p"] = None
+    if options.get("top_k") in (-1, 0):  # vLLM's values for all tokens
+        options["top_k"] = None
+    if 0 in (options.get("temperature"), options.get("top_p")):  # greedy
+        options |= {"temperature": None, "top_p": None, "top_k": None}
+    elif options.get("temperature", MIN_TEMPERATURE) < MIN_TEMPERATURE:
+        problem = f"is {options['temperature']:g}; expected 0 (greedy), or at least"
+        raise invalid_key("temperature", f"{problem} {MIN_TEMPERATURE:g}")
+    return replace(defaults, **options)

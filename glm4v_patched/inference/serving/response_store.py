@@ -1,6 +1,6 @@
-"""Conversations of ``/v1/responses`` that later requests may refer to; in memory, within limits.
+"""A store of ``/v1/responses``' conversations, in memory, for later requests that refer to them.
 
-There is one API key, and ids are random: whoever knows an id has been sent it.
+All clients share one API key. Ids are random, so whoever knows an id has received it.
 """
 
 import json
@@ -11,27 +11,28 @@ from typing import Any
 from .limits import ApiError
 
 MAX_RESPONSES = 1000
-LARGEST_BODIES = 4
-"""The stored conversations may have the bytes of so many of the largest requests."""
+MAX_STORED_BODIES = 4
+"""Size limit of all stored conversations, in requests of the largest size."""
 MAX_ITEM_BYTES = 16 * 10**6
-"""Of all stored answers: their texts alone, which AI SDKs refer to."""
-CURE = (
-    "it was sent with store: false, has been dropped to make room or is from before the server "
-    "was started: send the messages themselves in input"
+"""Size limit of all stored answers (texts without images), which AI SDKs refer to."""
+NOT_STORED_CURE = (
+    "it was sent with store: false, was dropped to free memory, or is older than the server's "
+    "last start: send the messages themselves in input"
 )
 
 
-class Recent:
-    """A mapping of JSON values that drops the least recently used beyond its limits."""
+class LruStore:
+    """An LRU cache of JSON values, with limits of number and bytes."""
 
     def __init__(self, max_entries: int, max_bytes: int):
         self.max_entries, self.max_bytes = max_entries, max_bytes
-        # As text: of the same size in memory as in the count, and safe from changes.
+        # As text, whose size in memory is what is counted, and which callers cannot change.
         self._texts: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
     def put(self, key: str, value: Any) -> None:
+        """Store a value; drop the least recently used ones beyond the limits."""
         text = json.dumps(value).encode()
         with self._lock:
             self._texts[key] = text
@@ -41,7 +42,7 @@ class Recent:
                 self._bytes -= len(oldest)
 
     def get(self, key: str) -> bytes | None:
-        """Return the JSON of a value."""
+        """Return the JSON of a value, or None."""
         with self._lock:
             if key in self._texts:
                 self._texts.move_to_end(key)
@@ -49,41 +50,42 @@ class Recent:
 
 
 class ResponseStore:
-    """What ``previous_response_id`` and ``item_reference`` stand for.
+    """Stored responses, for ``previous_response_id`` and ``item_reference``.
 
     Args:
-        max_body_bytes: Of a request.
+        max_body_bytes: Largest size of a request.
     """
 
     def __init__(self, max_body_bytes: int):
-        max_bytes = LARGEST_BODIES * max_body_bytes
-        self._conversations = Recent(MAX_RESPONSES, max_bytes)
-        # Apart: clients that refer to items send their images again with every request.
-        self._items = Recent(MAX_RESPONSES * 16, MAX_ITEM_BYTES)
+        max_bytes = MAX_STORED_BODIES * max_body_bytes
+        self._conversations = LruStore(MAX_RESPONSES, max_bytes)
+        # Separate: clients that refer to items send their images again with every request.
+        self._items = LruStore(MAX_RESPONSES * 16, MAX_ITEM_BYTES)
 
     def save(self, items: list[dict[str, Any]], response: dict[str, Any]) -> None:
-        """Keep a response.
+        """Store a response.
 
         Args:
-            items: All messages that it answers.
-            response: As the client gets it.
+            items: All messages of the conversation before it.
+            response: The response as the client gets it.
         """
         self._conversations.put(response["id"], [*items, *response["output"]])
         for item in response["output"]:
             self._items.put(item["id"], item)
 
     def conversation(self, name: str) -> bytes:
-        """Return the JSON of the messages that ``previous_response_id`` stands for."""
-        found = self._conversations.get(name)
-        if found is None:
+        """Return the JSON of the messages that ``previous_response_id`` refers to."""
+        messages = self._conversations.get(name)
+        if messages is None:
             key = "previous_response_id"
-            told = f"{key}: there is no stored response {json.dumps(name)}; {CURE}"
-            raise ApiError(400, told, key, "previous_response_not_found")
-        return found
+            message = f"{key}: there is no stored response {json.dumps(name)}; {NOT_STORED_CURE}"
+            raise ApiError(400, message, key, "previous_response_not_found")
+        return messages
 
     def item(self, name: str, key: str) -> dict[str, Any]:
-        """Return the message that an ``item_reference`` at ``key`` stands for."""
-        found = self._items.get(name)
-        if found is None:
-            raise ApiError(404, f"{key}: there is no stored item {json.dumps(name)}; {CURE}", key)
-        return json.loads(found)
+        """Return the message that an ``item_reference`` at ``key`` refers to."""
+        item = self._items.get(name)
+        if item is None:
+            message = f"{key}: there is no stored item {json.dumps(name)}; {NOT_STORED_CURE}"
+            raise ApiError(404, message, key)
+        return json.loads(item)

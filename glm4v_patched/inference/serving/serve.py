@@ -1,6 +1,6 @@
-"""``glm4v-patched serve``: what is wrong is told, then one of two servers is started.
+"""``glm4v-patched serve``: check the options, then start our own server or vLLM's.
 
-Imports no torch before it must.
+torch is imported only after the checks.
 """
 
 import os
@@ -18,34 +18,37 @@ from ...models.find import find_source
 from ...option_fields import from_namespace
 from ...terminal_text import pip_install
 from ..questions import Generation, ModelOptions
-from .guard import address_of
-from .limits import MOST_MEGAPIXELS, ServerLimits
-from .vllm import environment_of, find_vllm, vllm_command
+from .guard import parse_address
+from .limits import MAX_MEGAPIXELS, ServerLimits
+from .vllm import find_vllm, vllm_command, vllm_environment
 
 LOCAL_NAME = "localhost"
 
 
 def serve(options: Namespace) -> None:
-    """Serve until the process is told to end."""
-    limits, generation = _limits(options), from_namespace(Generation, options)
-    asked = from_namespace(ModelOptions, options)
+    """Serve until the process is stopped."""
+    limits, generation = _server_limits(options), from_namespace(Generation, options)
+    model_options = from_namespace(ModelOptions, options)
     name = options.served_model_name or options.model
-    names = [name, *(each for each, _ in options.adapter)]
-    if twice := [each for each in {*names} if names.count(each) > 1]:
-        raise ValueError(f"--adapter {twice[0]}: another that is served has this name, too")
+    names = [name, *(adapter_name for adapter_name, _ in options.adapter)]
+    if repeated := [other for other in {*names} if names.count(other) > 1]:
+        raise ValueError(
+            f"--adapter {repeated[0]}: another model or adapter is served by this name; choose "
+            "another name"
+        )
     program = choose_vllm(options)
     if not program:
         require_packages("serve")
-    asked.place()
-    listener = listen(options.host, options.port)
-    base = asked.find()
-    others = find_adapters(base, dict(options.adapter), options.weights)
+    model_options.placement()
+    listener = open_listener(options.host, options.port)
+    base = model_options.find()
+    adapters = find_adapters(base, dict(options.adapter), options.weights)
     if program:
         address = options.host, options.port
-        command = vllm_command(program, base, name, others, address, generation)
+        command = vllm_command(program, base, name, adapters, address, generation)
         print(f"vLLM serves {name}: {shlex.join(command)}", flush=True)
         listener.close()
-        os.execve(program, command, environment_of(limits))
+        os.execve(program, command, vllm_environment(limits))
 
     from ..answer_worker import load_answerer
     from .answer_queue import AnswerQueue
@@ -53,60 +56,70 @@ def serve(options: Namespace) -> None:
     from .connections import run_server
 
     if limits.api_key is None and not is_local(options.host):
-        print(f"whoever reaches {options.host} may use this server: there is no --api-key")
-    if others:  # a recorded step has the adapters that it was recorded with
-        asked = replace(asked, cache="dynamic")
-    answerer = load_answerer(asked, base, generation)
-    answerer.model, using = with_adapters(answerer.model, base, others)
-    queue = AnswerQueue(dict.fromkeys(names, answerer), using)
+        print(f"anyone who can reach {options.host} may use this server: --api-key is not set")
+    if adapters:  # a CUDA graph always uses the adapters that were active at its capture
+        model_options = replace(model_options, cache="dynamic")
+    answerer = load_answerer(model_options, base, generation)
+    answerer.model, activate = add_adapters(answerer.model, base, adapters)
+    queue = AnswerQueue(dict.fromkeys(names, answerer), activate)
 
-    def tell() -> None:
+    def print_address() -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         print(f"{' and '.join(names)} is served at {url} (Ctrl-C ends it)", flush=True)
 
-    app = make_app(queue, generation, limits, tell)
-    run_server(app, listener, on_exit=queue.stop)  # else it would be waited for, and cut off
+    app = make_app(queue, generation, limits, print_address)
+    # Without on_exit, uvicorn would wait for the current answers and then cut them off.
+    run_server(app, listener, on_exit=queue.stop)
 
 
-def _limits(options: Namespace) -> ServerLimits:
-    if options.max_image_megapixels > MOST_MEGAPIXELS:
+def _server_limits(options: Namespace) -> ServerLimits:
+    if options.max_image_megapixels > MAX_MEGAPIXELS:
         raise ValueError(
-            f"--max-image-megapixels {options.max_image_megapixels}: more than "
-            f"{MOST_MEGAPIXELS} are refused by Pillow"
+            f"--max-image-megapixels {options.max_image_megapixels}: Pillow refuses images of more "
+            f"than {MAX_MEGAPIXELS} megapixels; give at most {MAX_MEGAPIXELS}"
         )
-    variable = "GLM4V_PATCHED_API_KEY"  # where other users do not see it
+    variable = "GLM4V_PATCHED_API_KEY"  # unlike a command, hidden from other users
     key = os.environ.get(variable) if options.api_key is None else options.api_key
     if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
-        where = variable if options.api_key is None else "--api-key"
-        raise ValueError(f"{where} is empty, or has spaces or letters beyond ASCII: give another")
-    limits = from_namespace(ServerLimits, options, api_key=key, hosts=hosts_of(options.host, key))
+        source = variable if options.api_key is None else "--api-key"
+        raise ValueError(
+            f"{source} is empty, or has spaces or characters outside of ASCII: give another key"
+        )
+    limits = from_namespace(ServerLimits, options, api_key=key, hosts=allowed_hosts(options.host, key))
     pixels = options.max_image_megapixels * 10**6
     return replace(limits, max_body_bytes=options.max_body_mb * 10**6, max_pixels=pixels)
 
 
 def choose_vllm(options: Namespace) -> str | None:
-    """vLLM's program, if it is to serve."""
+    """Return vLLM's program if vLLM is to serve, otherwise None.
+
+    Raises:
+        ValueError: --engine vllm with options that it does not support.
+        RuntimeError: --engine vllm, but vLLM is not installed.
+    """
     if options.engine == "transformers":
         return None
-    cannot = {
+    unsupported = {
         "--device cpu": options.device == "cpu",
-        "weights in fewer bytes": options.weights is not None,
+        f"--weights {options.weights}": options.weights is not None,
         "--port 0": options.port == 0,
     }
-    told = " and ".join(each for each, is_asked in cannot.items() if is_asked)
+    conflicts = " and ".join(option for option, is_set in unsupported.items() if is_set)
     program = find_vllm()
-    if program and not told:
+    if program and not conflicts:
         return program
     if options.engine == "auto":
         return None
-    if told:
+    if conflicts:
         raise ValueError(
-            f"--engine vllm does not take {told}; leave it out, or take --engine transformers"
+            f"--engine vllm does not support {conflicts}; leave it out, or use --engine "
+            "transformers"
         )
     raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
 
 
+<<<<<<< HEAD
 def find_adapters(
     base: ModelSource, adapters: Mapping[str, str], weights: str | None
 ) -> dict[str, ModelSource]:
@@ -118,63 +131,91 @@ def find_adapters(
         if found.adapters is None:
             raise ValueError(f"{told}: it is a model; expected LoRA adapters")
         if _place(found) != _place(base):
+=======
+def find_adapters(base: ModelSource, adapters: Mapping[str, str], weights: str | None) -> dict[str, ModelSource]:
+    """Find the adapters of the options --adapter, by name.
+
+    Args:
+        adapters: Folders by name.
+        weights: The option --weights.
+
+    Raises:
+        ValueError: A folder has no LoRA adapters, or adapters of another model than ``base``.
+    """
+    sources = {}
+    for name, folder in adapters.items():
+        option = f"--adapter {name}={folder}"
+        source = find_source(folder, weights=weights)
+        if source.adapters is None:
+            raise ValueError(f"{option}: this is a model; expected LoRA adapters")
+        if _base_identity(source) != _base_identity(base):
+>>>>>>> m-w-inference
             raise ValueError(
-                f"{told}: they are adapters of {found.model}, and the model that is served is "
-                f"{base.model}; expected one and the same"
+                f"{option}: these are adapters of {source.model}, but the model that is served is "
+                f"{base.model}; both must be the same"
             )
-        others[each] = found
-    return others
+        sources[name] = source
+    return sources
 
 
-def _place(base: ModelSource) -> tuple[str, str | None]:
+def _base_identity(base: ModelSource) -> tuple[str, str | None]:
+    """Return the base model's real path, or its id, and its revision."""
     is_folder = os.path.isdir(base.model)
     return os.path.realpath(base.model) if is_folder else base.model, base.revision
 
 
-def with_adapters(
-    model: Any, base: ModelSource, others: Mapping[str, ModelSource]
+def add_adapters(
+    model: Any, base: ModelSource, adapters: Mapping[str, ModelSource]
 ) -> tuple[Any, Callable[[str], AbstractContextManager]]:
-    """The model with all adapters on it, and a context for each name in which its own are used."""
-    if not others:
+    """Return the model with all adapters, and a function that returns a context for a name.
+
+    In that context, the model uses the adapters of that name only.
+    """
+    if not adapters:
         return model, lambda name: nullcontext()
 
     from ...engine.trainable import load_trainable_adapters
 
-    # Names of modules have no dots, those of clients may.
-    own = {name: f"adapters_{number}" for number, name in enumerate(others)}
-    for name, found in others.items():
-        assert found.adapters is not None
-        model = load_trainable_adapters(model, found.adapters, own[name])
+    # Client-side names may have dots, names of modules may not.
+    module_names = {name: f"adapters_{number}" for number, name in enumerate(adapters)}
+    for name, source in adapters.items():
+        assert source.adapters is not None
+        model = load_trainable_adapters(model, source.adapters, module_names[name])
     model.eval().requires_grad_(False)
 
     @contextmanager
-    def using(name: str) -> Iterator[None]:
-        if name not in own and base.adapters is None:
+    def activate(name: str) -> Iterator[None]:
+        if name not in module_names and base.adapters is None:
             with model.disable_adapter():
                 yield
         else:
-            model.set_adapter(own.get(name, "default"))
+            model.set_adapter(module_names.get(name, "default"))
             yield
 
-    return model, using
+    return model, activate
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, at once: until one listens, others may bind it, and would fail when
-    they have loaded a model. Connections wait in it until they are accepted."""
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket, or raise ``ValueError``.
+
+    It is opened before a model is loaded, so that a port in use is reported at once and nobody else
+    can take the port. Connections wait in it until they are accepted.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"--host {host} --port {port} cannot be listened at: {error}; give another, or "
-            "--port 0 for one that is free"
+            f"cannot listen on --host {host} --port {port}: {error}; give another, or --port 0 for "
+            "a free port"
         ) from None
 
 
-def hosts_of(host: str, api_key: str | None) -> list[str] | None:
-    """Names that clients may call the server by, where no key keeps the web's pages out: those of
-    this machine, if others reach it, and what it was told to listen at."""
+def allowed_hosts(host: str, api_key: str | None) -> list[str] | None:
+    """Return the host names that clients may use, or None for any if there is an API key.
+
+    These are localhost, ``host``, and this machine's name if other machines can reach the server.
+    """
     if api_key:
         return None
     others = () if is_local(host) else (socket.gethostname().lower(),)
@@ -182,6 +223,6 @@ def hosts_of(host: str, api_key: str | None) -> list[str] | None:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    address = address_of(host)
+    """Return whether only this machine can reach the address."""
+    address = parse_address(host)
     return host.lower() == LOCAL_NAME if address is None else address.is_loopback

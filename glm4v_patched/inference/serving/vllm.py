@@ -1,7 +1,7 @@
-"""``vllm serve`` with our plug-in, our limits, and the options of ``glm4v-patched serve``.
+"""The command ``vllm serve`` with our plug-in, limits and the options of ``glm4v-patched serve``.
 
-The plug-in (an entry point of this package) gives images the positions that they have; limits that
-vLLM does not have are kept by :class:`guard.Guard`, as its middleware. Imports no vLLM.
+The plug-in, an entry point of this package, gives images the right positions. Limits that vLLM does
+not have are enforced by :class:`guard.Guard`, as its middleware. Imports no vLLM.
 """
 
 import json
@@ -18,97 +18,121 @@ from ...models.weight_files import read_header
 from ...terminal_text import own_command, pip_install
 from ..questions import Generation
 from .guard import Guard
-from .limits import VARIABLE, ServerLimits
+from .limits import LIMITS_VARIABLE, ServerLimits
 from .requests import ALIASES
 
-GROUP = "vllm.general_plugins"
+PLUGIN_GROUP = "vllm.general_plugins"
 MIDDLEWARE = f"{Guard.__module__}.{Guard.__name__}"
-# What --max-lora-rank may be: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32.0, which cannot be
-# imported without torch. test_vllm_model.py compares them with the vLLM that is installed.
+# Values of --max-lora-rank: MaxLoRARanks in vllm/config/lora.py of vLLM 0.32.0, which cannot be
+# imported without torch. test_vllm_model.py compares them with the installed vLLM.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# vLLM seeds numpy, too, which takes no more.
-MOST_SEED = 2**32 - 1
-MOST_AT_ONCE = 1024
-"""Requests that vLLM answers or has waiting: of several times as many tokens as our own batches."""
-LARGEST_AT_ONCE = 64
-# vLLM takes an empty list for "any": no host has this name (RFC 6761).
+# vLLM also seeds numpy, which accepts no larger seed.
+MAX_VLLM_SEED = 2**32 - 1
+VLLM_MAX_REQUESTS = 1024
+"""Requests that are answered or wait; vLLM's batches have several times as many tokens as ours."""
+VLLM_MAX_BUFFERED_BODIES = 64
+# A name that no host has (RFC 6761): vLLM would read an empty list as "any".
 NO_DOMAIN = "fetching.is.invalid"
 
 
 def find_vllm() -> str | None:
-    """The program, of this Python's environment or on PATH."""
-    beside = Path(sys.executable).with_name("vllm")
-    return str(beside) if beside.is_file() else shutil.which("vllm")
+    """Return the path of vLLM's program, in this Python's environment or on PATH, or None."""
+    program = Path(sys.executable).with_name("vllm")
+    return str(program) if program.is_file() else shutil.which("vllm")
 
 
 def vllm_command(
     program: str,
     base: ModelSource,
     name: str,
-    others: Mapping[str, ModelSource],
+    adapters: Mapping[str, ModelSource],
     address: tuple[str, int],
     generation: Generation,
 ) -> list[str]:
-    """The command of vLLM's server."""
-    if not any(each.module.startswith("glm4v_patched.") for each in entry_points(group=GROUP)):
+    """Return the command that starts vLLM's server.
+
+    Args:
+        program: Path of vLLM's program.
+        name: Name of the model for clients.
+        adapters: Adapters that are served, too, by name.
+        address: Host and port.
+
+    Raises:
+        RuntimeError: Our plug-in is not installed.
+        ValueError: vLLM does not support the seed or an adapter.
+    """
+    plugins = entry_points(group=PLUGIN_GROUP)
+    if not any(plugin.module.startswith("glm4v_patched.") for plugin in plugins):
         raise RuntimeError(
-            f"vLLM would compute other positions than glm-4v has: this installation of "
-            f"glm4v-patched has no plug-in for it ({GROUP}); install it again: "
+            f"vLLM would compute wrong positions for glm-4v: this installation of glm4v-patched "
+            f"has no vLLM plug-in ({PLUGIN_GROUP}); install it again: "
             f"{pip_install('--force-reinstall', '--no-deps', 'glm4v-patched')}"
         )
-    if not 0 <= generation.seed <= MOST_SEED:
-        raise ValueError(f"--seed {generation.seed}: vLLM takes 0 to {MOST_SEED}")
+    if not 0 <= generation.seed <= MAX_VLLM_SEED:
+        raise ValueError(f"--seed {generation.seed}: expected 0 to {MAX_VLLM_SEED} with vLLM")
     command = [program, "serve", base.model, "--trust-remote-code"]
     command += ["--host", address[0], "--port", str(address[1])]
     if base.revision is not None:
         command += ["--revision", base.revision]
-    adapters = {key: found.adapters for key, found in others.items() if found.adapters}
-    names = [name, *(each for each in ALIASES if each not in (name, *adapters))]
+    folders = {key: source.adapters for key, source in adapters.items() if source.adapters}
+    names = [name, *(alias for alias in ALIASES if alias not in (name, *folders))]
     if base.adapters is not None:
-        adapters[name] = base.adapters
+        folders[name] = base.adapters
         names = [f"{name}:base"]
     command += ["--served-model-name", *names]
-    if adapters:
-        largest = max(map(_rank_for_vllm, adapters.values()))
-        command += ["--enable-lora", "--max-lora-rank", str(largest), "--lora-modules"]
-        command += [f"{key}={folder}" for key, folder in adapters.items()]
-        command += ["--max-loras", str(len(adapters))]
-    # What the model's folder says of sampling is for other uses, as in our other commands.
+    if folders:
+        max_rank = max(map(_rank_for_vllm, folders.values()))
+        command += ["--enable-lora", "--max-lora-rank", str(max_rank), "--lora-modules"]
+        command += [f"{key}={folder}" for key, folder in folders.items()]
+        command += ["--max-loras", str(len(folders))]
+    # As in our other commands, sampling options in the model's folder are not used.
     command += ["--generation-config", "vllm"]
     names = ["max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty"]
-    given = {name: value for name, value in generation.given().items() if name in names}
-    given |= {} if generation.do_sample else {"temperature": 0}
-    command += ["--override-generation-config", json.dumps(given)]
-    # Its pages of the API load scripts from elsewhere.
+    config = {key: value for key, value in generation.to_kwargs().items() if key in names}
+    config |= {} if generation.do_sample else {"temperature": 0}
+    command += ["--override-generation-config", json.dumps(config)]
+    # vLLM's API pages load scripts from other hosts.
     command += ["--seed", str(generation.seed), "--disable-fastapi-docs"]
-    # Its middleware fetches, and hands on data URLs.
+    # The middleware fetches images itself and passes on data URLs.
     return [*command, "--middleware", MIDDLEWARE, "--allowed-media-domains", NO_DOMAIN]
 
 
-def environment_of(limits: ServerLimits) -> dict[str, str]:
-    """The environment of vLLM's server; a key is not in its command, which other users see."""
-    limits = replace(limits, most_at_once=MOST_AT_ONCE, largest_at_once=LARGEST_AT_ONCE)
-    variables = {VARIABLE: limits.to_json(), "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
+def vllm_environment(limits: ServerLimits) -> dict[str, str]:
+    """Return the environment of vLLM's server, with limits and API key.
+
+    The key is not in the command, as other users of the machine can see that.
+    """
+    limits = replace(
+        limits, max_requests=VLLM_MAX_REQUESTS, max_buffered_bodies=VLLM_MAX_BUFFERED_BODIES
+    )
+    variables = {LIMITS_VARIABLE: limits.to_json(), "VLLM_MAX_IMAGE_PIXELS": str(limits.max_pixels)}
     if limits.api_key is not None:
         variables["VLLM_API_KEY"] = limits.api_key
     return os.environ | variables
 
 
 def _rank_for_vllm(folder: Path) -> int:
-    """The least of :data:`LORA_RANKS` that has room for adapters: the rest is zeros."""
+    """Return the smallest of :data:`LORA_RANKS` that fits adapters; vLLM pads with zeros.
+
+    Raises ``ValueError`` for adapters that vLLM would not apply correctly.
+    """
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     header = read_header(folder / ADAPTER_WEIGHTS)
-    fault = None
+    problem = None
     if on_tower := sum(".vision." in name for name in header):
-        fault = f"{on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
-        fault += "compute adapters"
-    # vLLM 0.32.0 reads them, others take no notice and scale by r and lora_alpha alone.
+        problem = (
+            f"{on_tower} of the adapters' weights are on the vision tower, where vLLM does not "
+        )
+        problem += "apply adapters"
+    # vLLM 0.32.0 reads them; other versions ignore them and scale by r and lora_alpha alone.
     elif patterns := [key for key in ("rank_pattern", "alpha_pattern") if config.get(key)]:
-        fault = f"the adapters have {' and '.join(patterns)}, which not every vLLM heeds"
+        problem = f"the adapters have {' and '.join(patterns)}, which some vLLM versions ignore"
     elif config["r"] > LORA_RANKS[-1]:
-        fault = f"the adapters have rank {config['r']}, and vLLM takes {LORA_RANKS[-1]} at most"
-    if fault:
+        problem = (
+            f"the adapters have rank {config['r']}, but vLLM supports at most {LORA_RANKS[-1]}"
+        )
+    if problem:
         merge = own_command("merge", str(folder), "--out", "merged")
-        cure = f"merge them ({merge}) and serve that, or take --engine transformers"
-        raise ValueError(f"{folder}: {fault}; {cure}")
-    return next(each for each in LORA_RANKS if each >= config["r"])
+        cure = f"merge them ({merge}) and serve the result, or use --engine transformers"
+        raise ValueError(f"{folder}: {problem}; {cure}")
+    return next(rank for rank in LORA_RANKS if rank >= config["r"])

@@ -1,7 +1,7 @@
-"""Writes what clients send: ``python -m tests.inference.clients.record NAME COMMAND...``.
+"""Record what clients send: ``python -m tests.inference.clients.record NAME COMMAND...``.
 
-COMMAND is one of ``talks.py`` or ``talks.mjs`` and its client; address, key and stop are put behind
-it, then what follows ``--``. The server is ours, with answers that need no model; ids are counted.
+COMMAND is ``talks.py`` or ``talks.mjs`` and a client. Address, key and stop are appended to it,
+then the arguments after ``--``. Our own server answers, without a model and with numbered ids.
 """
 
 import json
@@ -33,10 +33,10 @@ def main(name: str, command: list[str]) -> None:
             body = json.loads(b"".join(message["body"] for message in messages))
             requests.append({"path": scope["path"], "body": body})
 
-        async def again():
+        async def receive_again():
             return messages.pop(0) if messages else await receive()
 
-        await app(scope, again, send)
+        await app(scope, receive_again, send)
 
     with pytest.MonkeyPatch.context() as patch:
         numbered_ids(patch)
@@ -47,12 +47,12 @@ def main(name: str, command: list[str]) -> None:
             thread.join(0.05)
         port = server.servers[0].sockets[0].getsockname()[1]
         at = command.index("--") if "--" in command else len(command)
-        told = [f"http://127.0.0.1:{port}/v1", "none", STOP]
-        ran = subprocess.run([*command[:at], *told, *command[at + 1 :]], capture_output=True)
+        arguments = [f"http://127.0.0.1:{port}/v1", "none", STOP]
+        ran = subprocess.run([*command[:at], *arguments, *command[at + 1 :]], capture_output=True)
         server.should_exit = True
         thread.join()
     print(ran.stderr.decode()[-3000:])
-    answers = json.loads(ran.stdout.splitlines()[-1])  # some say more
+    answers = json.loads(ran.stdout.splitlines()[-1])  # some clients print more lines before
     print(json.dumps(answers, indent=1))
     lines = ",\n  ".join(json.dumps(request) for request in requests)
     text = f'{{\n "answers": {json.dumps(answers)},\n "requests": [\n  {lines}\n ]\n}}\n'

@@ -31,26 +31,26 @@ def data_url(image: bytes) -> str:
 
 
 def parts_of(text: str, image: bytes | None) -> str | list[dict[str, Any]]:
-    shown = {"type": "image_url", "image_url": {"url": data_url(image)}} if image else None
-    return [shown, {"type": "text", "text": text}] if shown else text
+    image_part = {"type": "image_url", "image_url": {"url": data_url(image)}} if image else None
+    return [image_part, {"type": "text", "text": text}] if image_part else text
 
 
 def openai_chat(url: str, key: str) -> Callable:
     import openai
 
     client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-    said: list[dict] = []
+    messages: list[dict] = []
 
     def ask(text, image=None, stream=False, stop=None):
-        said.append({"role": "user", "content": parts_of(text, image)})
-        given = {"model": MODEL, "messages": said, "stop": stop}
+        messages.append({"role": "user", "content": parts_of(text, image)})
+        arguments = {"model": MODEL, "messages": messages, "stop": stop}
         if stream:  # not .stream(), which raises where an answer is cut
-            chunks = client.chat.completions.create(**given, stream=True)
-            told = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            said.append({"role": "assistant", "content": told})
-            return told
-        message = client.chat.completions.create(**given).choices[0].message
-        said.append(message.model_dump())
+            chunks = client.chat.completions.create(**arguments, stream=True)
+            answer_text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            messages.append({"role": "assistant", "content": answer_text})
+            return answer_text
+        message = client.chat.completions.create(**arguments).choices[0].message
+        messages.append(message.model_dump())
         return message.content
 
     return ask
@@ -68,9 +68,9 @@ def openai_responses(url: str, key: str) -> Callable:
         content: list[dict] = [{"type": "input_text", "text": text}]
         if image:
             content.insert(0, {"type": "input_image", "image_url": data_url(image)})
-        given = {"model": MODEL, "input": [{"role": "user", "content": content}]}
-        given |= {"previous_response_id": last, "extra_body": {"stop": stop}}
-        response = client.responses.create(**given, stream=stream)
+        arguments = {"model": MODEL, "input": [{"role": "user", "content": content}]}
+        arguments |= {"previous_response_id": last, "extra_body": {"stop": stop}}
+        response = client.responses.create(**arguments, stream=stream)
         if stream:
             *_, last_event = response
             response = last_event.response
@@ -92,8 +92,8 @@ def openai_responses_not_stored(url: str, key: str) -> Callable:
         if image:
             content.insert(0, {"type": "input_image", "image_url": data_url(image)})
         items.append({"role": "user", "content": content})
-        given = {"model": MODEL, "input": items, "store": False, "extra_body": {"stop": stop}}
-        response = client.responses.create(**given, stream=stream)
+        arguments = {"model": MODEL, "input": items, "store": False, "extra_body": {"stop": stop}}
+        response = client.responses.create(**arguments, stream=stream)
         if stream:
             *_, last_event = response
             response = last_event.response
@@ -108,17 +108,19 @@ def huggingface_hub(url: str, key: str) -> Callable:
     from huggingface_hub import InferenceClient
 
     client = InferenceClient(base_url=url, api_key=key)
-    said: list = []
+    messages: list = []
 
     def ask(text, image=None, stream=False, stop=None):
-        said.append({"role": "user", "content": parts_of(text, image)})
-        reply = client.chat_completion(said, stream=stream, stop=stop)
+        messages.append({"role": "user", "content": parts_of(text, image)})
+        reply = client.chat_completion(messages, stream=stream, stop=stop)
         if stream:
-            told = "".join(chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices)
+            answer_text = "".join(
+                chunk.choices[0].delta.content or "" for chunk in reply if chunk.choices
+            )
         else:
-            told = reply.choices[0].message.content
-        said.append({"role": "assistant", "content": told})
-        return told
+            answer_text = reply.choices[0].message.content
+        messages.append({"role": "assistant", "content": answer_text})
+        return answer_text
 
     return ask
 
@@ -133,15 +135,15 @@ def _pydantic_ai(model: Any) -> Callable:
         nonlocal history
         prompt = [text, BinaryContent(image, media_type="image/png")] if image else text
         settings = {"stop_sequences": stop} if stop else {}
-        given = {"message_history": history, "model_settings": settings}
+        arguments = {"message_history": history, "model_settings": settings}
         if stream:
-            reply = agent.run_stream_sync(prompt, **given)
-            told = reply.get_output()
+            reply = agent.run_stream_sync(prompt, **arguments)
+            answer_text = reply.get_output()
         else:
-            reply = agent.run_sync(prompt, **given)
-            told = reply.output
+            reply = agent.run_sync(prompt, **arguments)
+            answer_text = reply.output
         history = reply.all_messages()
-        return told
+        return answer_text
 
     return ask
 
@@ -165,7 +167,7 @@ def smolagents(url: str, key: str) -> Callable:
     from smolagents import ChatMessage, OpenAIServerModel
 
     model = OpenAIServerModel(MODEL, api_base=url, api_key=key)
-    said: list = []
+    messages: list = []
 
     def ask(text, image=None, stream=False, stop=None):
         content: list[dict] = [{"type": "text", "text": text}]
@@ -173,14 +175,16 @@ def smolagents(url: str, key: str) -> Callable:
             content = parts_of(text, image)
         elif image:
             content.insert(0, {"type": "image", "image": Image.open(io.BytesIO(image))})
-        said.append(ChatMessage(role="user", content=content))
+        messages.append(ChatMessage(role="user", content=content))
         if stream:
-            chunks = model.generate_stream(said, stop_sequences=stop)
-            told = "".join(chunk.content or "" for chunk in chunks)
+            chunks = model.generate_stream(messages, stop_sequences=stop)
+            answer_text = "".join(chunk.content or "" for chunk in chunks)
         else:
-            told = model.generate(said, stop_sequences=stop).content
-        said.append(ChatMessage(role="assistant", content=[{"type": "text", "text": told}]))
-        return told
+            answer_text = model.generate(messages, stop_sequences=stop).content
+        messages.append(
+            ChatMessage(role="assistant", content=[{"type": "text", "text": answer_text}])
+        )
+        return answer_text
 
     return ask
 
@@ -190,16 +194,16 @@ def langchain_openai(url: str, key: str, **how) -> Callable:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(model=MODEL, base_url=url, api_key=key, max_retries=0, **how)
-    said: list = [SystemMessage("Be short.")]
+    messages: list = [SystemMessage("Be short.")]
 
     def ask(text, image=None, stream=False, stop=None):
-        said.append(HumanMessage(content=parts_of(text, image)))
+        messages.append(HumanMessage(content=parts_of(text, image)))
         if stream:
-            first, *rest = model.stream(said, stop=stop)
+            first, *rest = model.stream(messages, stop=stop)
             reply = sum(rest, start=first)
         else:
-            reply = model.invoke(said, stop=stop)
-        said.append(reply)
+            reply = model.invoke(messages, stop=stop)
+        messages.append(reply)
         return reply.text
 
     return ask
@@ -212,14 +216,19 @@ def langchain_openai_responses(url: str, key: str) -> Callable:
 def litellm(url: str, key: str) -> Callable:
     from litellm import completion, stream_chunk_builder
 
-    said: list = []
+    messages: list = []
 
     def ask(text, image=None, stream=False, stop=None):
-        said.append({"role": "user", "content": parts_of(text, image)})
-        given = {"model": f"openai/{MODEL}", "messages": said, "api_base": url, "api_key": key}
-        reply = completion(**given, stream=stream, stop=stop)
+        messages.append({"role": "user", "content": parts_of(text, image)})
+        arguments = {
+            "model": f"openai/{MODEL}",
+            "messages": messages,
+            "api_base": url,
+            "api_key": key,
+        }
+        reply = completion(**arguments, stream=stream, stop=stop)
         reply = stream_chunk_builder([*reply]) if stream else reply
-        said.append(reply.choices[0].message.model_dump())
+        messages.append(reply.choices[0].message.model_dump())
         return reply.choices[0].message.content or ""
 
     return ask
@@ -231,16 +240,20 @@ def llama_index(url: str, key: str) -> Callable:
 
     how = {"is_chat_model": True, "temperature": 0, "max_retries": 0}
     model = OpenAILike(model=MODEL, api_base=url, api_key=key, **how)
-    said: list = []
+    messages: list = []
 
     def ask(text, image=None, stream=False, stop=None):
         blocks: list = [TextBlock(text=text)]
         if image:
             blocks.insert(0, ImageBlock(image=image, image_mimetype="image/png"))
-        said.append(ChatMessage(role="user", blocks=blocks))
-        given = {"stop": stop} if stop else {}
-        reply = [*model.stream_chat(said, **given)][-1] if stream else model.chat(said, **given)
-        said.append(reply.message)
+        messages.append(ChatMessage(role="user", blocks=blocks))
+        arguments = {"stop": stop} if stop else {}
+        reply = (
+            [*model.stream_chat(messages, **arguments)][-1]
+            if stream
+            else model.chat(messages, **arguments)
+        )
+        messages.append(reply.message)
         return reply.message.content or ""
 
     return ask
@@ -248,23 +261,23 @@ def llama_index(url: str, key: str) -> Callable:
 
 def hold(begin: Callable[[str, str], Callable], url: str, key: str, stop: str) -> dict[str, Any]:
     """Hold all conversations of a client."""
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, stream in (("whole", False), ("streamed", True)):
         ask = begin(url, key)
-        told[name] = [ask(QUESTION, png(), stream=stream)]
-        told[name] += [ask(text, stream=stream) for text in NEXT]
+        results[name] = [ask(QUESTION, png(), stream=stream)]
+        results[name] += [ask(text, stream=stream) for text in NEXT]
     ask = begin(url, key)
     try:
-        told["stopped"] = [ask(QUESTION, png(), stop=[stop]), ask(NEXT[0])]
+        results["stopped"] = [ask(QUESTION, png(), stop=[stop]), ask(NEXT[0])]
     except Exception as error:  # pydantic-ai takes no empty answer
-        told["stopped"] = [type(error).__name__]
+        results["stopped"] = [type(error).__name__]
     try:
         begin(url, key)(QUESTION, BROKEN)
     except Exception as error:
-        told["error"] = {"type": type(error).__name__, "message": str(error)}
-    return told
+        results["error"] = {"type": type(error).__name__, "message": str(error)}
+    return results
 
 
 if __name__ == "__main__":
-    client, *given = sys.argv[1:]
-    print(json.dumps(hold(globals()[client], *given)))
+    client, *arguments = sys.argv[1:]
+    print(json.dumps(hold(globals()[client], *arguments)))

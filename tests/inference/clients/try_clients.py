@@ -22,7 +22,7 @@ KEY = "none"
 NODE = os.environ.get("CLIENTS_OF_NODE")
 """The folder into which npm installed its clients."""
 MODULES = {"llama_index": "llama_index.llms.openai_like"}
-# What a client's first message says, where it has one.
+# The system message of clients that have one.
 SYSTEM = {
     "pydantic_ai": "Be short.\n\nBe kind.",
     "pydantic_ai_responses": "Be kind.\n\nBe short.",
@@ -37,8 +37,8 @@ def url(files, tmp_path_factory):
     command = [sys.executable, "-m", "glm4v_patched", "serve", str(files.model), "--device", "cpu"]
     command += ["--port", "0", "--served-model-name", talks.MODEL, "--max-new-tokens", "8"]
     log = tmp_path_factory.mktemp("clients") / "serve.log"
-    with serving(command, r"is served at (\S+)", log) as (found, _):
-        yield found
+    with serving(command, r"is served at (\S+)", log) as (address, _):
+        yield address
     assert "Traceback" not in log.read_text()
 
 
@@ -53,16 +53,16 @@ def installed(client: str) -> bool:
 
 
 def answers(url: str, system: str | None, *questions: list[dict]) -> list[str]:
-    """What is right: each turn asked with the words of those before, by ``openai``."""
+    """Return the expected answers: each turn is asked with all previous ones, by ``openai``."""
     client = openai.OpenAI(base_url=url, api_key=KEY, max_retries=0)
-    said = [{"role": "system", "content": system}] if system else []
-    told = []
+    messages = [{"role": "system", "content": system}] if system else []
+    texts = []
     for question in questions:
-        said += question
-        reply = client.chat.completions.create(model=talks.MODEL, messages=said)
-        told.append(reply.choices[0].message.content)
-        said.append({"role": "assistant", "content": told[-1]})
-    return told
+        messages += question
+        reply = client.chat.completions.create(model=talks.MODEL, messages=messages)
+        texts.append(reply.choices[0].message.content)
+        messages.append({"role": "assistant", "content": texts[-1]})
+    return texts
 
 
 @pytest.mark.parametrize("client", RECORDED)
@@ -79,14 +79,14 @@ def test_a_client_talks_with_our_server(client, url):
     command += [url, KEY, expected[0][:1], *([NODE] if command[0] == "node" else [])]
     ended = run_with_limit(command, 120, cpu_environment() | {"PATH": os.environ["PATH"]})
     assert ended.status == 0, ended.output
-    told = json.loads(ended.output.splitlines()[-1])
-    assert told["whole"] == told["streamed"] == expected
+    results = json.loads(ended.output.splitlines()[-1])
+    assert results["whole"] == results["streamed"] == expected
     if recorded["stopped"][0] == "":
         joined = about(data_url(talks.png()), text=f"{talks.QUESTION}\n\n{talks.NEXT[0]}")
-        assert told["stopped"] == ["", *answers(url, system, joined)]
+        assert results["stopped"] == ["", *answers(url, system, joined)]
     elif len(recorded["stopped"]) == 1:
-        assert told["stopped"] == recorded["stopped"]
+        assert results["stopped"] == recorded["stopped"]
     else:  # its API has none
-        assert told["stopped"] == expected[:2]
-    assert told["error"]["type"] == recorded["error"]["type"]
-    assert "no image" in told["error"]["message"]
+        assert results["stopped"] == expected[:2]
+    assert results["error"]["type"] == recorded["error"]["type"]
+    assert "not an image" in results["error"]["message"]
