@@ -1,11 +1,11 @@
-"""Fine-tuning glm-4v-9b: modeling code that people can train. Importing this changes nothing."""
+"""Fine-tune glm-4v-9b with modeling code that can be trained. Importing this changes nothing."""
 
 import importlib
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "applied", "apply", "revert"]
 
-_HOMES = {
+_DEFINING_MODULES = {
     "applied": "patch.auto_classes",
     "apply": "patch.auto_classes",
     "revert": "patch.auto_classes",
@@ -13,7 +13,7 @@ _HOMES = {
 
 
 def __getattr__(name: str):
-    # Late, because they import torch and transformers.
-    if name not in _HOMES:
+    # Imported on first use, because these modules import torch and transformers.
+    if name not in _DEFINING_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_DEFINING_MODULES[name]}", __name__), name)

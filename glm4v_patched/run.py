@@ -1,4 +1,4 @@
-"""``python -m glm4v_patched.run``: see :mod:`glm4v_patched.patch.run`, which does it."""
+"""``python -m glm4v_patched.run``: the entry point of :mod:`glm4v_patched.patch.run`."""
 
 from .patch.run import main
 
