@@ -1,9 +1,9 @@
-"""Times attention's backends by shape on one GPU.
+"""Measure the backends of attention by shape, on one GPU.
 
-``python docs/benchmarks/attention_speed.py --out FILE``. Shapes are the real model's with
-1120 x 1120 images, bf16. A row a shape, backend, width of a head and way of sharing keys:
-``forward_ms``, ``both_ms`` (forward and backward) and ``tflops_both``, of the work that the shape's
-own width needs.
+``python docs/benchmarks/attention_speed.py --out FILE``. Shapes are the real model's with 1120 x
+1120 images, bf16. There is a row for each shape, backend, padded head size and way of sharing keys,
+with ``forward_ms``, ``both_ms`` (forward and backward) and ``tflops_both``, counting the FLOP of
+the unpadded head size.
 """
 
 import argparse
@@ -31,12 +31,12 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "chosen": None,
 }
-TILE = 128  # the width to which a head's channels are padded for a trial
-SECONDS = 0.25  # for each figure, about
+TILE = 128  # head size to which channels are padded for comparison
+SECONDS = 0.25  # approximate duration of each measurement
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Milliseconds of a call, of the mean of 3 to 20."""
+    """Return the mean milliseconds of 3 to 20 calls."""
     for _ in range(2):
         function()
     torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def attend(shape: str, width: int, repeated: bool, *heads: Tensor) -> Tensor:
-    """Attention ``(B, H, L, C)`` with heads padded to ``width`` and keys repeated, or shared."""
+    """Compute attention ``(B, H, L, C)``, with heads padded to ``width``."""
     _, queries, keys, channels, _, causal = SHAPES[shape]
     query, key, value = (pad(x, (0, width - channels)) for x in heads)
     if repeated:
@@ -71,12 +71,12 @@ def attend(shape: str, width: int, repeated: bool, *heads: Tensor) -> Tensor:
 def rows_of(shape: str) -> list[dict]:
     batch, queries, keys, channels, length, causal = SHAPES[shape]
 
-    def drawn(heads: int) -> Tensor:  # as the model has them: heads behind positions in memory
+    def random_heads(heads: int) -> Tensor:  # in memory, (B, L, H, C), as in the model
         x = torch.randn(batch, length, heads, channels, device="cuda", dtype=torch.bfloat16)
         return x.transpose(1, 2)
 
-    heads = [drawn(count).requires_grad_() for count in (queries, keys, keys)]
-    towards = drawn(queries)
+    heads = [random_heads(count).requires_grad_() for count in (queries, keys, keys)]
+    output_gradient = random_heads(queries)
     flop = 4 * batch * queries * length**2 * channels / (2 if causal else 1)
     rows = []
     for width in dict.fromkeys((channels, TILE)):
@@ -89,7 +89,7 @@ def rows_of(shape: str) -> list[dict]:
                     return attend(shape, width, repeated, *heads)
 
                 def both(forward=forward) -> None:
-                    torch.autograd.grad(forward(), heads, towards)
+                    torch.autograd.grad(forward(), heads, output_gradient)
 
                 with sdpa_kernel(backend) if backend else nullcontext():
                     try:
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the rows")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("it times kernels of a GPU, and there is none")
+        parser.error("this measures GPU kernels, and there is no GPU")
     rows = [row for shape in SHAPES for row in rows_of(shape)]
     options.out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 

@@ -1,14 +1,14 @@
-"""vLLM's answers beside those of this package's model: ids, positions, logits, greedy tokens.
+"""Compare vLLM's answers with our model's: prompt ids, position ids, logits, greedy tokens.
 
-``python docs/benchmarks/compare_with_vllm.py`` makes a small model with random weights
-(100 ids inside each image), loads it in a vLLM of this process and asks it and our model about
-text, an image, two images in one question, and three in three turns. The plug-in takes part as
-it does in ``vllm serve``; with ``VLLM_PLUGINS=`` before the command it does not. A line for each
-conversation; ``--out`` has all of it as JSON.
+``python docs/benchmarks/compare_with_vllm.py`` builds a small model with random weights (100 image
+tokens per image), loads it in vLLM in this process, and asks vLLM and our model about text, an
+image, two images in one question, and three in three turns. The plug-in is active as in ``vllm
+serve``; ``VLLM_PLUGINS=`` before the command disables it. A line is printed for each conversation;
+``--out`` writes everything as JSON.
 
-``--model FOLDER`` takes another model, ``--dtype bfloat16`` another precision, ``--engine JSON``
-further arguments of ``vllm.LLM``, ``--adapters`` also asks LoRA adapters of the language model and
-tries to load some of the tower.
+``--model FOLDER`` selects another model, ``--dtype bfloat16`` another precision, ``--engine JSON``
+further arguments of ``vllm.LLM``. ``--adapters`` also compares LoRA adapters of the language model,
+and tries to load some of the vision tower.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-# One process: positions are read off its model.
+# vLLM's model runs in this process, because a hook reads its position ids.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
@@ -42,13 +42,13 @@ CHAT = {"use_tqdm": False, "tokenization_kwargs": {"add_special_tokens": False}}
 QUESTION = {"type": "text", "text": "Which color is it?"}
 
 
-def conversations(images: list[Image.Image], kind: str) -> dict[str, list[dict]]:
-    """Conversations, by name, with their images in parts of this ``kind``."""
+def make_conversations(images: list[Image.Image], kind: str) -> dict[str, list[dict]]:
+    """Return conversations by name; their images are message parts of this ``kind``."""
     parts = [{"type": kind, kind: image} for image in images]
 
     def turns(*contents) -> list[dict]:
         roles = ("user", "assistant")
-        return [{"role": roles[i % 2], "content": each} for i, each in enumerate(contents)]
+        return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
     return {
         "text": turns("Hello"),
@@ -62,7 +62,7 @@ def conversations(images: list[Image.Image], kind: str) -> dict[str, list[dict]]
 
 
 def build(folder: Path) -> None:
-    """A model whose answers follow from its images, in fp32, and its processor."""
+    """Save a model in fp32 whose answers depend on its images, and its processor."""
     texts = [QUESTION["text"], "And which shape?", "Hello", "red", "blue"]
     processor = build_processor(texts, image_side=SIDE)
     config = tiny_config(processor.tokenizer)
@@ -72,7 +72,7 @@ def build(folder: Path) -> None:
     }
     torch.manual_seed(0)
     model = GLM4VForCausalLM(ChatGLMConfig(**(config.to_dict() | {"vision_config": vision})))
-    # Random weights of the tiny model's size say one token for ever.
+    # With the tiny model's own initialization, it would repeat one token forever.
     for name, weight in model.named_parameters():
         if "word_embeddings" in name or "output_layer" in name:
             nn.init.normal_(weight, std=0.1)
@@ -81,7 +81,7 @@ def build(folder: Path) -> None:
 
 
 def build_adapters(folder: Path, model: Path, targets: str) -> None:
-    """LoRA that changes what the model says, as peft saves it."""
+    """Save LoRA adapters that change the model's answers."""
     from peft import LoraConfig, get_peft_model
 
     base = GLM4VForCausalLM.from_pretrained(model, dtype="auto")
@@ -96,7 +96,7 @@ def build_adapters(folder: Path, model: Path, targets: str) -> None:
 def load_vllm(model: Path, dtype: str, num_images: int, **options):
     from vllm import LLM
 
-    # Few tokens a step: images are computed in several.
+    # With so few tokens per step, the prefill of an image takes several steps.
     return LLM(
         str(model),
         **{
@@ -116,25 +116,25 @@ def load_vllm(model: Path, dtype: str, num_images: int, **options):
 
 
 def hook(positions: list[Tensor], model: nn.Module) -> None:
-    """Keep the positions that the layers of vLLM's model get."""
+    """Collect the position ids that the layers of vLLM's model receive."""
     model.transformer.encoder.register_forward_pre_hook(
-        lambda module, given, named: positions.append(named["position_ids"].clone()),
+        lambda module, args, kwargs: positions.append(kwargs["position_ids"].clone()),
         with_kwargs=True,
     )
 
 
-def vllm_answers(llm, asked: dict[str, list[dict]], adapters: Path | None = None) -> dict:
+def vllm_answers(llm, conversations: dict[str, list[dict]], adapters: Path | None = None) -> dict:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=-1)
     lora = LoRARequest("adapters", 1, str(adapters)) if adapters else None
-    outputs = llm.chat(list(asked.values()), greedy, lora_request=lora, **CHAT)
-    return dict(zip(asked, outputs, strict=True))
+    outputs = llm.chat(list(conversations.values()), greedy, lora_request=lora, **CHAT)
+    return dict(zip(conversations, outputs, strict=True))
 
 
 def vllm_positions(llm, conversation: list[dict]) -> list[int] | None:
-    """Positions of one row, its new token excluded; none where the model is compiled."""
+    """Return the position ids of a prompt; fails if vLLM has compiled the model."""
     from vllm import SamplingParams
 
     positions: list[Tensor] = []
@@ -173,31 +173,40 @@ def our_answer(model: nn.Module, processor: ChatGLMProcessor, conversation: list
     }
 
 
-def compared(name: str, ours: dict, theirs, fill_id: int, image_id: int, never: list[int]) -> dict:
-    """How far both answers agree; logits up to the first token that differs, but for those of ids
-    that are ``never`` drawn: without the plug-in vLLM draws them."""
+def compare_answers(
+    name: str, ours: dict, theirs, fill_id: int, image_id: int, never: list[int]
+) -> dict:
+    """Compare both answers; logits are compared up to the first token that differs.
+
+    Args:
+        never: Tokens that are never generated. Their logits are left out, as vLLM without the
+            plug-in generates them.
+    """
     ids = [image_id if token == fill_id else token for token in ours["ids"]]
-    given = theirs.outputs[0]
-    tokens = list(given.token_ids)
+    output = theirs.outputs[0]
+    tokens = list(output.token_ids)
     same = next((i for i in range(NEW_TOKENS) if tokens[i] != ours["tokens"][i]), NEW_TOKENS)
-    width = ours["logits"].shape[1]
-    logits = torch.tensor([[step[i].logprob for i in range(width)] for step in given.logprobs])
+    vocab_size = ours["logits"].shape[1]
+    logits = torch.tensor(
+        [[step[i].logprob for i in range(vocab_size)] for step in output.logprobs]
+    )
     after_equal_ids = min(same + 1, NEW_TOKENS)
-    is_drawn = torch.ones(width, dtype=torch.bool)
-    is_drawn[never] = False
-    apart = (logits - ours["logits"])[:after_equal_ids, is_drawn].abs().max().item()
+    can_be_generated = torch.ones(vocab_size, dtype=torch.bool)
+    can_be_generated[never] = False
+    both = (logits - ours["logits"])[:after_equal_ids, can_be_generated]
+    difference = both.abs().max().item()
     return {
         "conversation": name,
         "ids": len(ids),
         "ids_equal": ids == list(theirs.prompt_token_ids),
         "same_tokens": same,
         "largest_logit": ours["logits"].abs().max().item(),
-        "logit_difference": apart,
+        "logit_difference": difference,
         "not_drawn": logits.isneginf().all(0).nonzero().flatten().tolist() == sorted(never),
     }
 
 
-def said(row: dict) -> str:
+def describe(row: dict) -> str:
     text = (
         f"{row['conversation']}: {row['ids']} ids {'equal' if row['ids_equal'] else 'DIFFER'}, "
         f"{row['same_tokens']} of {NEW_TOKENS} tokens equal, logits (up to "
@@ -219,7 +228,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         rows = run(Path(name), arguments)
-    print(*map(said, rows["rows"]), sep="\n")
+    print(*map(describe, rows["rows"]), sep="\n")
     if arguments.adapters:
         print(f"adapters of the tower: {rows['tower_adapters']}")
     if arguments.out:
@@ -245,8 +254,8 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict:
     ours = ours.to(arguments.device).eval()
     processor = ChatGLMProcessor.from_pretrained(model_folder)
     image_id = ours.config.pad_token_id
-    as_ours = conversations(images, "image")
-    as_theirs = conversations(images, "image_pil")
+    as_ours = make_conversations(images, "image")
+    as_theirs = make_conversations(images, "image_pil")
     if not is_plugged_in:
         as_theirs = {name: as_theirs[name] for name in list(as_theirs)[:3]}
 
@@ -256,11 +265,11 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict:
         for name, answer in vllm_answers(llm, as_theirs, adapters).items():
             expected = our_answer(model, processor, as_ours[name])
             ids = processor.image_token_id, image_id
-            row = compared(title + name, expected, answer, *ids, never_generated_ids(ours.config))
+            row = compare_answers(title + name, expected, answer, *ids, never_generated_ids(ours.config))
             if adapters is None and options.get("enforce_eager", True):
-                found = vllm_positions(llm, as_theirs[name])
-                row["positions_equal"] = found == expected["positions"]
-                row["position_difference"] = found[-1] - expected["positions"][-1]
+                positions = vllm_positions(llm, as_theirs[name])
+                row["positions_equal"] = positions == expected["positions"]
+                row["position_difference"] = positions[-1] - expected["positions"][-1]
             report["rows"].append(row)
 
     compare("", ours)

@@ -1,14 +1,15 @@
-"""What is lost in fp8, int8 and int4: right answers of one trained model, exported in each.
+"""Measure the accuracy that one trained model loses by exports to fp8, int8 and int4.
 
-``PYTHONPATH=. python docs/benchmarks/export_formats.py --out FOLDER`` draws colored shapes, has a
-glm-4v of 300 million random weights learn to name them, and exports it in each format by
+``PYTHONPATH=. python docs/benchmarks/export_formats.py --out FOLDER`` draws colored shapes, trains
+a randomly initialized glm-4v of 300 million weights to name them, and exports it in each format by
 :func:`export.export`, as ``glm4v-patched export --evaluate`` does. ``FOLDER/export_formats.json``
-gets right answers before and after, those with swapped images, bytes and seconds. What was drawn
-and trained is kept: a run that was stopped goes on. ``--by-vllm``, in an environment that has vLLM
-and this package, asks all of FOLDER's models once more by it, and adds what it says to the file.
+gets the accuracy before and after the export, also with swapped images, the bytes and the seconds.
+Images and the trained model are reused if the script is started again. ``--by-vllm``, in an
+environment with vLLM and this package, evaluates all of FOLDER's models by vLLM and adds the
+scores.
 
-``--size real`` exports a model of the published size with random weights, whose answers say
-nothing: bytes, seconds and the GPU's peak memory.
+``--size real`` exports a model of the published size with random weights and measures bytes,
+seconds and the GPU's peak memory only.
 """
 
 import argparse
@@ -45,8 +46,8 @@ class Task:
 
 MID = SIZES["mid"]
 CONFIG = ChatGLMConfig()  # the published sizes
-OF_A_SIZE = [*MID.language, "padded_vocab_size", "seq_length"]
-REAL = {name: getattr(CONFIG, name) for name in OF_A_SIZE}
+SIZE_FIELDS = [*MID.language, "padded_vocab_size", "seq_length"]
+REAL = {name: getattr(CONFIG, name) for name in SIZE_FIELDS}
 REAL_TOWER = {name: getattr(CONFIG.vision, name) for name in MID.tower}
 TASKS = {
     "real": Task(CONFIG.vision.image_size, 32, 1, 0, 1, 0.0, "bf16", 32, REAL, REAL_TOWER),
@@ -56,7 +57,7 @@ TASKS = {
 
 
 def train(folder: Path, task: Task, device: str) -> None:
-    """The model in ``trained``; rows in ``train.jsonl`` and ``held_out.jsonl``."""
+    """Write the data (``train.jsonl``, ``held_out.jsonl``), and train the model ``trained``."""
     from glm4v_patched.data.rows import write_conversations
     from glm4v_patched.demo.images import draw_data_set
     from glm4v_patched.demo.tiny_model import build_processor, save, tiny_config
@@ -65,9 +66,9 @@ def train(folder: Path, task: Task, device: str) -> None:
         if not (folder / f"{name}.jsonl").exists():
             rows = draw_data_set(folder / name, number, seed=seed, side=task.side)
             write_conversations(folder / f"{name}.jsonl", rows)
-            words = [message["content"] for row in rows for message in row]
+            texts = [message["content"] for messages in rows for message in messages]
             if name == "train":
-                processor = build_processor(words, task.side)
+                processor = build_processor(texts, task.side)
                 config = tiny_config(processor.tokenizer, task.side, task.language, task.tower)
                 torch.manual_seed(0)
                 if task.steps:
@@ -75,7 +76,7 @@ def train(folder: Path, task: Task, device: str) -> None:
                     if task.precision == "bf16":
                         model = model.bfloat16()
                     save(model, processor, folder / "initial")
-                else:  # too large to be made on a CPU, or in fp32
+                else:  # too large to be built on a CPU, or in fp32
                     with torch.device(device):
                         model = build_random_model(config, dtype=torch.bfloat16)
                     save(model, processor, folder / "trained")
@@ -94,9 +95,9 @@ def train(folder: Path, task: Task, device: str) -> None:
         },
     }
     (folder / "recipe.json").write_text(json.dumps(recipe, indent=1))
-    asked = ["train", str(folder / "recipe.json"), "--device", device, "--processes", "1"]
-    if run([*asked, "--overwrite"]) != 0:
-        raise SystemExit("it was not trained: see above")
+    arguments = ["train", str(folder / "recipe.json"), "--device", device, "--processes", "1"]
+    if run([*arguments, "--overwrite"]) != 0:
+        raise SystemExit("the training failed; its error is printed above")
 
 
 def export_all(folder: Path, task: Task, device: str) -> dict:
@@ -104,7 +105,7 @@ def export_all(folder: Path, task: Task, device: str) -> dict:
     from glm4v_patched.inference.export import export
     from glm4v_patched.inference.questions import AnswerOptions, Generation
 
-    asked = AnswerOptions(
+    request = AnswerOptions(
         model=str(folder / "trained"),
         data=DataSource(str(folder / "held_out.jsonl")),
         device=device,
@@ -116,12 +117,12 @@ def export_all(folder: Path, task: Task, device: str) -> dict:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         report = export(
-            asked.model,
+            request.model,
             name,
             DataSource(str(folder / "train.jsonl")),
             folder / name,
             rows=task.calibration,
-            evaluation=asked if task.steps else None,
+            evaluation=request if task.steps else None,
             device=device,
         )
         figures = {"seconds": round(report.seconds, 1)}
@@ -132,14 +133,14 @@ def export_all(folder: Path, task: Task, device: str) -> dict:
             continue
         for when, scores in (("before", report.before), ("after", report.after)):
             size = report.bytes_before if when == "before" else report.bytes_after
-            kept = ("exact_match", "exact_match_swapped", "rows")
-            figures[when] = {"bytes": size} | {key: scores[key] for key in kept}
+            names = ("exact_match", "exact_match_swapped", "rows")
+            figures[when] = {"bytes": size} | {key: scores[key] for key in names}
         rows[name] = figures
     return rows
 
 
 def ask_by_vllm(folder: Path) -> dict:
-    """Right answers of the trained model and of each export, by vLLM with the plug-in."""
+    """Return the accuracy of the trained model and of each export in vLLM with the plug-in."""
     from PIL import Image
     from vllm import LLM, SamplingParams
 
@@ -155,9 +156,9 @@ def ask_by_vllm(folder: Path) -> dict:
     chats = []
     for question in questions:
         [image] = images_of(question.prompt)
-        shown = {"type": "image_pil", "image_pil": Image.open(image).convert("RGB")}
-        asked = {"type": "text", "text": text_of(question.prompt[-1])}
-        chats.append([{"role": "user", "content": [shown, asked]}])
+        image_part = {"type": "image_pil", "image_pil": Image.open(image).convert("RGB")}
+        text_part = {"type": "text", "text": text_of(question.prompt[-1])}
+        chats.append([{"role": "user", "content": [image_part, text_part]}])
     greedy = SamplingParams(temperature=0, max_tokens=8)
     scores = {}
     for name in ("trained", *(name for name in EXPORT_FORMATS if (folder / name).exists())):
@@ -171,14 +172,14 @@ def ask_by_vllm(folder: Path) -> dict:
         )
         # vLLM 0.26 tokenizes a chat with a second [gMASK]<sop> otherwise.
         options = {"tokenization_kwargs": {"add_special_tokens": False}, "use_tqdm": False}
-        outputs = [each.outputs[0] for each in llm.chat(chats, greedy, **options)]
+        outputs = [result.outputs[0] for result in llm.chat(chats, greedy, **options)]
         lines = [
-            AnswerLine(question, each.text.strip(), each.finish_reason)
-            for question, each in zip(questions, outputs, strict=True)
+            AnswerLine(question, output.text.strip(), output.finish_reason)
+            for question, output in zip(questions, outputs, strict=True)
         ]
-        found = compute_scores(lines, METRICS)
-        scores[name] = {key: found[key] for key in ("exact_match", "exact_match_swapped", "rows")}
-        print(f"{name} by vLLM: right {found['exact_match']:.3f}", flush=True)
+        metrics = compute_scores(lines, METRICS)
+        scores[name] = {key: metrics[key] for key in ("exact_match", "exact_match_swapped", "rows")}
+        print(f"{name} by vLLM: right {metrics['exact_match']:.3f}", flush=True)
         del llm
     return {"version": version("vllm"), **scores}
 
@@ -189,14 +190,14 @@ def main() -> None:
     parser.add_argument("--size", choices=TASKS, default="mid", help="tiny is to try the script")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     for name in ("rows", "held_out", "steps"):
-        told = "another number than the size's own"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=told)
+        help_text = "replaces the size's own number"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=help_text)
     parser.add_argument("--train-only", action="store_true", help="export nothing")
-    parser.add_argument("--by-vllm", action="store_true", help="ask what was exported before")
+    parser.add_argument("--by-vllm", action="store_true", help="evaluate the existing exports")
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("rows", "held_out", "steps")}
-    given = {name: number for name, number in given.items() if number is not None}
-    folder, task = options.out.resolve(), replace(TASKS[options.size], **given)
+    changes = {name: getattr(options, name) for name in ("rows", "held_out", "steps")}
+    changes = {name: number for name, number in changes.items() if number is not None}
+    folder, task = options.out.resolve(), replace(TASKS[options.size], **changes)
     folder.mkdir(parents=True, exist_ok=True)
     if options.train_only:
         return train(folder, task, options.device)
@@ -209,8 +210,8 @@ def main() -> None:
         require_compressor()
     except RuntimeError as error:
         parser.error(str(error))
-    if there := [name for name in EXPORT_FORMATS if (folder / name).exists()]:
-        parser.error(f"{folder / there[0]} is there; give another --out, or move it away")
+    if existing := [name for name in EXPORT_FORMATS if (folder / name).exists()]:
+        parser.error(f"{folder / existing[0]} exists; give another --out, or move it away")
     last = "training.json" if task.steps else "tokenizer_config.json"
     if not (folder / "trained" / last).is_file():
         train(folder, task, options.device)

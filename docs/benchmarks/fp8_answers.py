@@ -1,10 +1,10 @@
-"""What fp8 changes in answers: logits, by the kind of layer that is held so, and likeliest tokens.
+"""Measure how fp8 weights change logits and greedy tokens, by the kind of layer.
 
-``PYTHONPATH=. python docs/benchmarks/fp8_answers.py MODEL DATA --out FILE`` gives a model rows that
-end with their answers, as training does, and compares the logits at the answers' tokens with those
-in bf16: with each kind of layer in fp8 alone, and with all, as ``--weights fp8`` has them.
-``FILE`` gets, for each, the relative distance of all logits and how many of the tokens would have
-been drawn otherwise after the same text.
+``PYTHONPATH=. python docs/benchmarks/fp8_answers.py MODEL DATA --out FILE`` runs a model on
+conversations with their answers, as training does, and compares the logits at the answers' tokens
+with those in bf16: with only one kind of layer in fp8, and with all, as in ``--weights fp8``. For
+each, ``FILE`` gets the relative distance of all logits, and the number of positions whose most
+likely token changes.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from glm4v_patched.remote.loss import IGNORE_INDEX
 
 
 def logits_of_answers(loaded: LoadedModel, conversations: list[list[dict]], rows: int) -> Tensor:
-    """``(T, V)`` fp32, of the tokens that are learned."""
+    """Return the logits of the supervised tokens, ``(tokens, vocabulary)`` in fp32."""
     model, processor = loaded
-    collate, found = ConversationCollator(processor), []
+    collate, supervised = ConversationCollator(processor), []
     for first in range(0, len(conversations), rows):
         batch = collate(conversations[first : first + rows])
         labels = batch.pop("labels")[:, 1:]
@@ -36,18 +36,18 @@ def logits_of_answers(loaded: LoadedModel, conversations: list[list[dict]], rows
             batch["pixel_values"] = pixels.to(model.dtype)
         with torch.no_grad():
             logits = model(**{name: x.to(model.device) for name, x in batch.items()}).logits
-        found.append(logits[:, :-1].cpu()[labels != IGNORE_INDEX].float())
-    return torch.cat(found)
+        supervised.append(logits[:, :-1].cpu()[labels != IGNORE_INDEX].float())
+    return torch.cat(supervised)
 
 
 def kind_of(name: str) -> str:
-    """Return the tower and the name of a layer, without what LoRA adds."""
+    """Return tower and name of a linear layer, without the suffix that LoRA adds."""
     inner = name.removesuffix(".base_layer").rpartition(".")[2]
     return f"{'tower' if '.vision.' in name else 'language'}.{inner}"
 
 
-def held(model: str, device: str) -> Iterator[tuple[str, LoadedModel]]:
-    """The model with the layers of one kind in fp8, one kind after the other, and with all."""
+def models_in_fp8(model: str, device: str) -> Iterator[tuple[str, LoadedModel]]:
+    """Yield the model with one kind of layer in fp8, for each kind, and with all of them."""
     base = find_source(model)
     in_fp8 = load_with_processor(base, device, "fp8").model.named_modules()
     names = [name for name, module in in_fp8 if isinstance(module, Fp8StoredLinear)]
@@ -65,9 +65,9 @@ def held(model: str, device: str) -> Iterator[tuple[str, LoadedModel]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder of a model or of adapters")
-    parser.add_argument("data", type=Path, help="rows that end with their answers")
+    parser.add_argument("data", type=Path, help="conversations with answers")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--rows", type=int, default=256, help="of the file, the first ones")
+    parser.add_argument("--rows", type=int, default=256, help="number of conversations to use")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
@@ -82,11 +82,11 @@ def main() -> None:
     report["versions"] = versions(("torch", "transformers", "fa3-fwd"))
     if options.device != "cpu":
         report["gpu"] = torch.cuda.get_device_name()
-    for kind, loaded in held(options.model, options.device):
-        found = logits_of_answers(loaded, conversations, options.batch_size)
+    for kind, loaded in models_in_fp8(options.model, options.device):
+        logits = logits_of_answers(loaded, conversations, options.batch_size)
         report[kind] = {
-            "relative_distance": ((found - exact).norm() / exact.norm()).item(),
-            "other_tokens": int((found.argmax(1) != exact.argmax(1)).sum()),
+            "relative_distance": ((logits - exact).norm() / exact.norm()).item(),
+            "other_tokens": int((logits.argmax(1) != exact.argmax(1)).sum()),
         }
         print(kind, report[kind], flush=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,25 +1,25 @@
-"""Loss curves of fast settings beside those of plain ones: do they differ by more than seeds do?
+"""Compare loss curves of fast and plain settings: do they differ by more than seeds do?
 
-``PYTHONPATH=. python docs/benchmarks/loss_curve.py --out FILE --image FILE`` has ``train`` run
-recipes on drawn images, for all weights of a model of 300 million random ones: two seeds with
-each kind of settings (:data:`PATHS`). A seed decides the initial weights and the order of the data.
-All curves, settings, versions and the verdict go to ``--out``; the exit status is 1 if the verdict
-is not what it should be, 2 if a training failed.
+``PYTHONPATH=. python docs/benchmarks/loss_curve.py --out FILE --image FILE`` trains all 300 million
+weights of a randomly initialized model by recipes on drawn images, with two seeds for each kind of
+settings (:data:`PATHS`). The seed decides the initial weights and the order of the data. All
+curves, settings, versions and the verdict are written to ``--out``. The exit status is 1 if the
+verdict is not as expected, 2 if a training failed.
 
 The verdict (:func:`judge`): the distance of two curves is the root mean square of their difference,
 both smoothed by a running mean of 10 steps, over all steps and again over the last quarter. The
 noise is the distance of the two plain seeds. For each seed, both distances of the fast curve from
-the plain one of that seed must be below the noise. ``--also blank`` adds a control that must not:
-the fast path with every image blank. ``--also fp8`` trains the fast path in fp8, with both seeds,
-which must lie within the noise as the fast path does. With ``--reference fast`` the plain path is
-not trained, and all others are compared with the fast one. ``--lora-after N`` compares adapters of
+the plain one of that seed must be below the noise. ``--also blank`` adds a control that must
+differ: the fast path with every image blank. ``--also fp8`` trains the fast path in fp8, with both
+seeds, which must lie within the noise as the fast path does. With ``--reference fast`` the plain
+path is not trained, and all others are compared with the fast one. ``--lora-after N`` compares
+adapters of
 the language model instead: all weights are trained for N steps on other wordings first, once, and
 every path then trains adapters on those, of which a seed decides the initial weights.
 
-No answer's wording can be learned by heart: it is drawn anew each time that a sample is seen. At
-its end each training answers questions about images that it has not seen: ``right`` is the share
-of exact answers. Only the control's may be lower than the reference's lower seed by more than
-:data:`ROUGHLY`.
+The wording of an answer cannot be memorized, because it is sampled anew each time. At its end, each
+training answers questions about unseen images; ``right`` is the share of exact answers. Only the
+control's may be lower than the reference's lower seed by more than :data:`RIGHT_TOLERANCE`.
 """
 
 import argparse
@@ -52,11 +52,11 @@ SEEDS = (0, 1)
 WARM_UP = 20
 WINDOW = 10
 VERSIONS = ("torch", "transformers", "deepspeed")
-# The answer's wording, here with its share, does not follow from the image. So the loss ends
-# above zero, and curves can be compared to their end. The held-out rows have the commonest one.
+# Wordings of answers with their weights. They do not follow from the image, so the loss ends above
+# zero and curves can be compared to their end. The held-out samples have the most frequent one.
 WORDINGS = {"{answer}": 6, "It is {answer}.": 3, "One sees {answer}.": 1}
-ROUGHLY = 0.01
-# What adapters are trained after, and the name of that training.
+RIGHT_TOLERANCE = 0.01
+# Name and wordings of the training of all weights that precedes the adapters'.
 FIRST = "first"
 FIRST_WORDINGS = {"Answer: {answer}": 4, "Surely {answer}!": 1}
 # ``engine`` of the recipes.
@@ -71,8 +71,13 @@ PATHS |= {"blank": PATHS["fast"], "fp8": PATHS["fast"] | {"fp8": True}}
 
 @dataclass(frozen=True)
 class Size:
-    """A model, as changes to :func:`tiny_model.tiny_config`, and how it is trained: ``samples`` is
-    how many images are drawn to train on, and ``held_out`` how many beside them."""
+    """A model and its training.
+
+    Args:
+        language, tower: Overrides of :func:`tiny_model.tiny_config`.
+        samples: Number of training images.
+        held_out: Number of further images for the evaluation.
+    """
 
     language: dict
     tower: dict
@@ -111,22 +116,26 @@ SIZES = {
 
 
 def prepare(folder: Path, size: Size, rows: int, first_rows: int) -> None:
-    """Write what all trainings read: for every seed its model (``seed N``) and rows (``N.jsonl``,
-    and ``blank N.jsonl`` of blank images), ``held_out.jsonl``, and ``first.jsonl`` with
-    :data:`FIRST_WORDINGS`."""
-    drawn = draw_data_set(folder / "images", size.samples, 0, size.image_side)
+    """Write the inputs of all trainings.
+
+    For every seed N: its model (``seed N``), its samples (``N.jsonl``), and the same with blank
+    images (``blank N.jsonl``). Once: ``held_out.jsonl``, and ``first.jsonl`` with
+    :data:`FIRST_WORDINGS`.
+    """
+    samples = draw_data_set(folder / "images", size.samples, 0, size.image_side)
     unseen = draw_data_set(folder / "unseen", size.held_out, 1, size.image_side)
-    sets = {"held_out": unseen, FIRST: seen(drawn, FIRST_WORDINGS, first_rows, 0)}
+    sets = {"held_out": unseen, FIRST: shuffled_epochs(samples, FIRST_WORDINGS, first_rows, 0)}
     blank = folder / "blank.png"
     Image.new("RGB", (size.image_side, size.image_side)).save(blank)
     for seed in SEEDS:
-        sets[f"{seed}"] = seen(drawn, WORDINGS, rows, seed)
+        sets[f"{seed}"] = shuffled_epochs(samples, WORDINGS, rows, seed)
         sets[f"blank {seed}"] = [
             [question | {"image": str(blank)}, answer] for question, answer in sets[f"{seed}"]
         ]
-    for name, of_set in sets.items():
-        write_conversations(folder / f"{name}.jsonl", of_set)
-    texts = [m["content"] for of_set in sets.values() for messages in of_set for m in messages]
+    for name, conversations in sets.items():
+        write_conversations(folder / f"{name}.jsonl", conversations)
+    every = [messages for conversations in sets.values() for messages in conversations]
+    texts = [message["content"] for messages in every for message in messages]
     processor = build_processor(texts, size.image_side)
     config = tiny_config(processor.tokenizer, size.image_side, size.language, size.tower)
     for seed in SEEDS:
@@ -134,20 +143,23 @@ def prepare(folder: Path, size: Size, rows: int, first_rows: int) -> None:
         save(GLM4VForCausalLM(config).to(torch.bfloat16), processor, folder / f"seed {seed}")
 
 
-def seen(drawn: list, wordings: dict[str, int], rows: int, seed: int) -> list:
-    """Samples in the order of shuffled epochs, each time in a wording drawn by its share."""
-    rng, epochs = random.Random(seed), math.ceil(rows / len(drawn))
-    found = [rng.sample(drawn, len(drawn)) for _ in range(epochs)]
-    of_rows = deepcopy([messages for epoch in found for messages in epoch][:rows])
-    for messages in of_rows:
+def shuffled_epochs(samples: list, wordings: dict[str, int], rows: int, seed: int) -> list:
+    """Return ``rows`` samples in shuffled epochs, each in a wording sampled by its weight."""
+    rng, num_epochs = random.Random(seed), math.ceil(rows / len(samples))
+    epochs = [rng.sample(samples, len(samples)) for _ in range(num_epochs)]
+    conversations = deepcopy([messages for epoch in epochs for messages in epoch][:rows])
+    for messages in conversations:
         [wording] = rng.choices([*wordings], [*wordings.values()])
         messages[-1]["content"] = wording.format(answer=messages[-1]["content"])
-    return of_rows
+    return conversations
 
 
 def train(recipe: dict, options: argparse.Namespace) -> dict:
-    """Have ``train`` run a recipe; what its ``training.json`` says of it. Raises ``RuntimeError``
-    with the end of what was printed."""
+    """Run ``glm4v-patched train`` with a recipe, and return figures of its ``training.json``.
+
+    Raises:
+        RuntimeError: the training failed; the message has the end of its output.
+    """
     file, out = Path(recipe["out"]).with_suffix(".json"), Path(recipe["out"])
     file.write_text(json.dumps(recipe))
     command = python_module_command("glm4v_patched", "train", str(file))
@@ -169,7 +181,7 @@ def train(recipe: dict, options: argparse.Namespace) -> dict:
 
 
 def recipe_of(name: str, size: Size, seed: int, folder: Path, options: argparse.Namespace) -> dict:
-    """The recipe of a training, by the names of its path and seed."""
+    """Return the recipe of a training."""
     trained, model, rows = "full", f"seed {seed}", f"{seed}.jsonl"
     engine, steps, rate = PATHS.get(name, PATHS["fast"]), options.steps, size.learning_rate
     if name == "blank":
@@ -203,32 +215,31 @@ def recipe_of(name: str, size: Size, seed: int, folder: Path, options: argparse.
 
 
 def runs_on_cpu(processes: int) -> bool:
-    """True unless there is a GPU for each process."""
+    """Return whether there are fewer GPUs than processes."""
     return torch.cuda.device_count() < processes
 
 
 def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
-    """Compare all curves with the reference's of their seed, and that with its seeds' noise.
+    """Compare each curve with the reference of its seed, and the distance with the seeds' noise.
 
     Args:
         curves: By path and seed. The reference (:func:`reference_of`) with both seeds, and others.
 
     Returns:
-        ``noise``, and for each other curve its ``distance``, both ``[all steps, last quarter]``;
+        ``noise``, and for each other curve its ``distance``, both ``[all steps, last quarter]``,
         whether it lies ``within`` the noise, and whether that is ``as_it_should`` be.
-
     """
     reference = reference_of(curves)
     with_seeds = curves[reference]
     noise = distance(*with_seeds.values())
     verdict = {"reference": reference, "noise": noise, "curves": {}}
-    for name, of_path in curves.items():
-        for seed, curve in of_path.items() if name != reference else ():
-            far = distance(curve, with_seeds[seed])
-            # A distance that is no number is not below.
-            within = all(d < n for d, n in zip(far, noise, strict=True))
+    for name, by_seed in curves.items():
+        for seed, curve in by_seed.items() if name != reference else ():
+            distances = distance(curve, with_seeds[seed])
+            # False if a distance is NaN.
+            within = all(d < n for d, n in zip(distances, noise, strict=True))
             verdict["curves"][f"{name}, seed {seed}"] = {
-                "distance": far,
+                "distance": distances,
                 "within": within,
                 "as_it_should": within != (name == "blank"),
             }
@@ -237,24 +248,24 @@ def judge(curves: dict[str, dict[int, list[float]]]) -> dict:
 
 
 def judge_answers(runs: list[dict], reference: str) -> dict:
-    """The share of ``right`` answers of each path and seed, and whether it is ``as_it_should``."""
+    """Return the share of ``right`` answers by path and seed, and if it is ``as_it_should`` be."""
     shares: dict[str, list[float]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
         shares.setdefault(run["path"], []).append(run["right"])
-    least = min(shares[reference]) - ROUGHLY
-    lowest = min(min(of) for name, of in shares.items() if name != "blank")
-    return {"right": shares, "as_it_should": lowest >= least}
+    minimum = min(shares[reference]) - RIGHT_TOLERANCE
+    lowest = min(min(right) for name, right in shares.items() if name != "blank")
+    return {"right": shares, "as_it_should": lowest >= minimum}
 
 
 def reference_of(curves: dict[str, dict[int, list[float]]]) -> str:
-    """The path that all others are compared with: ``plain``, or ``fast`` where that is missing."""
+    """Return the path that all others are compared with: ``plain`` if it was trained."""
     return "plain" if "plain" in curves else "fast"
 
 
 def distance(curve: list[float], other: list[float]) -> list[float]:
-    """Root mean square of the smoothed curves' difference: over all steps, over the last quarter.
+    """Return the RMS difference of the smoothed curves, over all steps and over the last quarter.
 
-    The last quarter holds no average that reaches back before it.
+    Averages that include earlier steps are not part of the last quarter.
     """
     difference = smoothed_difference(curve, other)
     last = difference[-max(len(curve) // 4 - WINDOW + 1, 1) :]
@@ -266,12 +277,12 @@ def smoothed_difference(curve: list[float], other: list[float]) -> list[float]:
 
 
 def smooth(curve: list[float]) -> list[float]:
-    """Means of :data:`WINDOW` steps, each at its last step."""
+    """Return the running mean over :data:`WINDOW` steps."""
     return [statistics.fmean(curve[end - WINDOW : end]) for end in range(WINDOW, len(curve) + 1)]
 
 
 def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
-    """All curves; below, how far each is from the reference's of its seed, in the seeds' band."""
+    """Plot all curves, and below them their differences to the reference with the seeds' band."""
     from matplotlib.figure import Figure
 
     colors = {
@@ -283,14 +294,14 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
     figure = Figure(figsize=(8, 6.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     reference = reference_of(curves)
-    apart = [abs(d) for d in smoothed_difference(*curves[reference].values())]
-    steps = range(WINDOW, WINDOW + len(apart))
+    noise = [abs(d) for d in smoothed_difference(*curves[reference].values())]
+    steps = range(WINDOW, WINDOW + len(noise))
     band = f"{reference} seed 0 - {reference} seed 1, ±"
-    below.fill_between(steps, [-d for d in apart], apart, color="0.85", label=band)
-    for name, of_path in curves.items():
-        for (seed, curve), color in zip(of_path.items(), colors[name], strict=False):
+    below.fill_between(steps, [-d for d in noise], noise, color="0.85", label=band)
+    for name, by_seed in curves.items():
+        for (seed, curve), color in zip(by_seed.items(), colors[name], strict=False):
             label = f"{name}, seed {seed}"
-            wide = name == reference  # the others lie on top of it
+            wide = name == reference  # the others are drawn on top of it
             above.plot(
                 range(1, len(curve) + 1),
                 curve,
@@ -311,26 +322,26 @@ def draw(curves: dict[str, dict[int, list[float]]], path: Path) -> None:
 
 
 def describe(verdict: dict) -> str:
-    """The verdict in lines."""
+    """Return the verdict as text."""
 
     def two(numbers: list[float]) -> str:
         return f"{numbers[0]:.4g} over all steps, {numbers[1]:.4g} over the last quarter"
 
     lines = [f"noise ({verdict['reference']}, seed 0 to seed 1): {two(verdict['noise'])}"]
     for name, row in verdict["curves"].items():
-        place = "within" if row["within"] else "OUTSIDE of"
-        should = "" if row["as_it_should"] else ", and should not be"
-        lines.append(f"{name}: {two(row['distance'])}: {place} the noise{should}")
+        position = "within" if row["within"] else "OUTSIDE of"
+        remark = "" if row["as_it_should"] else ", which is not expected"
+        lines.append(f"{name}: {two(row['distance'])}: {position} the noise{remark}")
     answers = verdict["answers"]
     for name, shares in answers["right"].items():
         lines.append(f"{name}: right answers {', '.join(f'{share:.3f}' for share in shares)}")
     if not answers["as_it_should"]:
-        lines.append(f"fewer answers are right than of {verdict['reference']}, and should not be")
+        lines.append(f"a path has fewer right answers than {verdict['reference']}, unexpectedly")
     return "\n".join(lines)
 
 
 def write(report: dict, path: Path) -> None:
-    """JSON with a line for each entry and for each training."""
+    """Write JSON with one line for each entry and each training."""
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()]
     runs = ",\n".join(json.dumps(run) for run in report["runs"])
     lines[list(report).index("runs")] = f'"runs": [\n{runs}\n]'
@@ -346,31 +357,36 @@ def curves_of(report: dict) -> dict[str, dict[int, list[float]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file for all that was seen")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of all results")
     parser.add_argument("--image", type=Path, required=True, help="PNG file of the curves")
     parser.add_argument("--size", choices=SIZES, default="mid")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--learning-rate", type=float, help="another than the size's own")
-    parser.add_argument("--lora-learning-rate", type=float, help="of adapters, if it is another")
+    parser.add_argument("--learning-rate", type=float, help="replaces the size's own")
+    parser.add_argument(
+        "--lora-learning-rate", type=float, help="learning rate of adapters, if it differs"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--also", nargs="+", choices=["blank", "fp8"], default=[])
     parser.add_argument(
-        "--reference", choices=["plain", "fast"], default="plain", help="what gives the noise"
+        "--reference",
+        choices=["plain", "fast"],
+        default="plain",
+        help="the path whose two seeds give the noise",
     )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one training")
     parser.add_argument(
         "--at-once",
         type=int,
         default=1,
-        help="trainings that share the processors; their steps then take longer",
+        help="trainings that run concurrently; their steps then take longer",
     )
     parser.add_argument(
         "--lora-after",
         type=int,
         default=0,
         metavar="STEPS",
-        help="compare adapters, on a model of which all weights were trained for so many steps",
+        help="compare adapters, on a model whose weights were all trained for STEPS steps before",
     )
     options = parser.parse_args()
     if options.lora_learning_rate is not None and not options.lora_after:
@@ -399,34 +415,35 @@ def main() -> int:
 
 
 def train_all(options: argparse.Namespace) -> dict:
-    """Train on every path with every seed that is asked for. The report is written after each."""
+    """Train every requested path and seed; the report is written after each training."""
     size = SIZES[options.size]
     if options.learning_rate is not None:
         size = replace(size, learning_rate=options.learning_rate)
     first = ["plain", "fast"] if options.reference == "plain" else ["fast"]
-    wanted = [(name, seed) for name in first for seed in SEEDS]
+    requested = [(name, seed) for name in first for seed in SEEDS]
     for name in options.also:
-        wanted += [(name, seed) for seed in (SEEDS if name == "fp8" else SEEDS[:1])]
+        requested += [(name, seed) for seed in (SEEDS if name == "fp8" else SEEDS[:1])]
     report = {
         "command": "python " + shlex.join(sys.argv),
         "processes": options.processes,
         "steps": options.steps,
         "size": asdict(size),
-        "paths": {name: PATHS[name] for name in dict(wanted)},
+        "paths": {name: PATHS[name] for name in dict(requested)},
         "seed": "initial weights and order of samples",
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
         "runs": [],
     }
     with tempfile.TemporaryDirectory() as name:
-        folder, a_step = Path(name), options.processes * size.micro_batch
-        prepare(folder, size, options.steps * a_step, options.lora_after * a_step)
+        folder, batch = Path(name), options.processes * size.micro_batch
+        prepare(folder, size, options.steps * batch, options.lora_after * batch)
         if options.lora_after:
             report["first"] = train_one(FIRST, size, SEEDS[0], folder, options)
             print(summary(report["first"]), flush=True)
         with ThreadPoolExecutor(options.at_once) as pool:
             trainings = [
-                pool.submit(train_one, path, size, seed, folder, options) for path, seed in wanted
+                pool.submit(train_one, path, size, seed, folder, options)
+                for path, seed in requested
             ]
             failed = None
             for training in as_completed(trainings):
@@ -435,7 +452,7 @@ def train_all(options: argparse.Namespace) -> dict:
                 except CancelledError:
                     continue
                 except RuntimeError as error:
-                    # Those that run are waited for, and kept.
+                    # Trainings that run already are finished and stored.
                     failed = failed or error
                     pool.shutdown(wait=False, cancel_futures=True)
                     continue
@@ -455,13 +472,13 @@ def summary(run: dict) -> str:
 
 
 def train_one(name: str, size: Size, seed: int, folder: Path, options: argparse.Namespace) -> dict:
-    """One training, as a run of the report."""
+    """Train, and return an entry of the report's ``runs``."""
     start = time.time()
     try:
-        found = train(recipe_of(name, size, seed, folder, options), options)
+        figures = train(recipe_of(name, size, seed, folder, options), options)
     except RuntimeError as error:
         raise RuntimeError(f"{name}, seed {seed}: {error}") from error
-    return {"path": name, "seed": seed, "total_s": round(time.time() - start)} | found
+    return {"path": name, "seed": seed, "total_s": round(time.time() - start)} | figures
 
 
 if __name__ == "__main__":

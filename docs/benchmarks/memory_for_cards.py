@@ -1,8 +1,8 @@
-"""Prints what the planner says fits: the largest micro-batch for each number and size of cards.
+"""Print the largest micro-batch that fits, by the memory plan, for numbers and sizes of GPUs.
 
-``python docs/benchmarks/memory_for_cards.py`` needs no GPU: it asks ``engine/memory_plan.py``, as
-``train`` does, for rows of one image and 512 ids of text. The table of docs/questions.md is its
-output. Estimates err by up to 15 % (tests/engine/test_memory_plan.py has measured peaks).
+``python docs/benchmarks/memory_for_cards.py`` needs no GPU: it uses ``engine/memory_plan.py``, as
+``train`` does, for samples of one image and 512 text tokens. The table of docs/questions.md is its
+output. Estimates are off by up to 15 % (tests/engine/test_memory_plan.py has measured peaks).
 """
 
 import argparse
@@ -20,32 +20,33 @@ from glm4v_patched.engine.memory_plan import (
 from glm4v_patched.engine.options import TRAINED, EngineOptions
 from glm4v_patched.remote.configuration_chatglm import ChatGLMConfig
 
-# GiB that are free on a card that is sold as so many GB.
+# Free GiB of a GPU by its nominal size in GB.
 FREE = {24: 23.5, 48: 47.4, 80: 79.1}
 
 
 def largest_batch(
     config: ChatGLMConfig, trained: str, cards: int, free: float, length: int
 ) -> tuple[int, float]:
-    """Rows of a card's batch, 0 if not even one fits, and bytes of the optimizer in the machine's
-    memory."""
-    # Several cards with 4-bit weights each hold all of them; one card needs no ZeRO but to offload.
+    """Return the largest micro-batch (0 if none fits) and the bytes of offloaded state."""
+    # 4-bit weights are replicated on every GPU; a single GPU needs ZeRO only to offload.
     stages = [0] if trained == "qlora" else [0, 3] if cards == 1 else [3]
-    room = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
+    usable = (free - NON_TORCH_BYTES) * (1 - ALLOCATOR_OVERHEAD)
     for rows, stage in product((16, 8, 4, 2, 1), stages):
         batch = Batch(num_sequences=rows, sequence_length=length, processes=cards)
-        asked = EngineOptions(trained=trained, zero_stage=stage)
-        decided = decide_options(config, asked, batch, free)
-        if estimate_peak_bytes(config, decided, batch) <= room:
+        requested = EngineOptions(trained=trained, zero_stage=stage)
+        decided = decide_options(config, requested, batch, free)
+        if estimate_peak_bytes(config, decided, batch) <= usable:
             return rows, offloaded_bytes(config, decided)
     return 0, 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cards", type=int, nargs="+", default=[1, 2, 4, 8], help="how many")
+    parser.add_argument(
+        "--cards", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of GPUs"
+    )
     parser.add_argument("--gigabytes", type=int, nargs="+", default=[*FREE], choices=[*FREE])
-    parser.add_argument("--text-tokens", type=int, default=512, help="ids beside the image")
+    parser.add_argument("--text-tokens", type=int, default=512, help="text tokens of a sample")
     options = parser.parse_args()
     config = ChatGLMConfig()
     length = config.vision.num_image_tokens + 2 + options.text_tokens
@@ -56,8 +57,8 @@ def main() -> None:
             for trained in TRAINED:
                 free = FREE[gigabytes] * GIB
                 rows, in_ram = largest_batch(config, trained, cards, free, length)
-                told = f"{rows}, {in_ram / 1e9:.0f} GB" if in_ram else str(rows)
-                cells.append(told if rows else "-")
+                cell = f"{rows}, {in_ram / 1e9:.0f} GB" if in_ram else str(rows)
+                cells.append(cell if rows else "-")
             print(f"| {cards} x {gigabytes} GB | {' | '.join(cells)} |")
 
 

@@ -1,7 +1,7 @@
-"""Draws lines of made-up text as small images, for :mod:`reading_task`. Needs no torch.
+"""Draw lines of made-up text as small images, for :mod:`reading_task`. Imports no torch.
 
-A line is a word of random letters, consonants and vowels in turn, or ends in a number: what is not
-seen cannot be guessed. The fonts are the twelve text faces of DejaVu, which matplotlib brings.
+A line is a word of alternating random consonants and vowels, and may end in a number, so it cannot
+be guessed. The fonts are the twelve text faces of DejaVu, which matplotlib includes.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ SIZES_OF_FONTS = 22, 30
 MARGINS = 3, 10
 DOWN = 8
 ROWS_A_TASK = 500
-# Shorter ones are few, and many of them come again and again.
+# There are too few shorter lines: many of them occur several times.
 SHORTEST_HELD_OUT = 5
-ONE_IN = 20
+HELD_OUT_ONE_IN = 20
 
 
 @dataclass(frozen=True)
 class Script:
-    """What words are made of; ``last`` may end one."""
+    """The letters of words; those of ``last`` may end a word."""
 
     consonants: str
     vowels: str
@@ -56,27 +56,27 @@ SCRIPTS = {
 
 @dataclass(frozen=True)
 class Share:
-    """Some rows of a set: lines of ``shortest`` to ``longest`` characters."""
+    """A part of a data set: ``rows`` lines of ``shortest`` to ``longest`` characters."""
 
     rows: int
     script: str
     shortest: int
     longest: int
     plain: float = 0.0
-    """So many of them are drawn plainly: :func:`draw_line`."""
+    """Share of the lines that are drawn without noise, see :func:`draw_line`."""
     held_out: bool = False
-    """Whether its lines are those of :func:`is_held_out`, or all others."""
+    """Whether :func:`is_held_out` is true for its lines, or false."""
 
 
 def make_text(script: Script, length: int, rng: random.Random) -> str:
-    """A word of ``length`` characters; one in six of four or more ends in a number."""
+    """Return a word of ``length`` characters; from 4 on, one in six ends in a number."""
     if length == 1:
         return rng.choice(script.characters)
     digits = rng.randint(1, 3) if length >= 4 and rng.random() < 1 / 6 else 0
     begin = rng.randrange(2)
     word = [
-        rng.choice(script.vowels if place % 2 else script.consonants)
-        for place in range(begin, begin + length - digits)
+        rng.choice(script.vowels if index % 2 else script.consonants)
+        for index in range(begin, begin + length - digits)
     ]
     if length >= 3 and not digits and rng.random() < 0.3:
         word[-1] = rng.choice(script.last)
@@ -84,9 +84,11 @@ def make_text(script: Script, length: int, rng: random.Random) -> str:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a line is never trained on."""
+    """Return whether a line is reserved for the evaluation."""
     digest = hashlib.sha256(text.encode()).digest()
-    return len(text) >= SHORTEST_HELD_OUT and int.from_bytes(digest[:8], "big") % ONE_IN == 0
+    return (
+        len(text) >= SHORTEST_HELD_OUT and int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+    )
 
 
 @cache
@@ -103,11 +105,10 @@ def font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 
 def draw_line(text: str, side: int, rng: random.Random, plain: bool = False) -> Image.Image:
-    """A gray square of ``side`` pixels with the line in it: from the left, halfway down, but never
-    in quite the same place, and in one of several sizes.
+    """Draw a line on a gray square of ``side`` pixels, at a random position near the middle left.
 
     Args:
-        plain: Black on white, without blur and noise.
+        plain: Draw black on white, without blur and noise.
     """
     file = rng.choice(font_files())
     margin = rng.uniform(*MARGINS)
@@ -115,11 +116,11 @@ def draw_line(text: str, side: int, rng: random.Random, plain: bool = False) -> 
     while font(file, size).getbbox(text)[2] > side - margin - MARGINS[0]:
         size -= 1
     face = font(file, size)
-    ground, ink = 255, 0
+    background, ink = 255, 0
     if not plain:
         dark, bright = rng.randint(0, 80), rng.randint(175, 255)
-        ground, ink = (bright, dark) if rng.random() < 0.8 else (dark, bright)
-    image = Image.new("L", (side, side), ground)
+        background, ink = (bright, dark) if rng.random() < 0.8 else (dark, bright)
+    image = Image.new("L", (side, side), background)
     height = side / 2 + rng.uniform(-DOWN, DOWN)
     ImageDraw.Draw(image).text((margin, height), text, font=face, fill=ink, anchor="lm")
     if plain:
@@ -130,7 +131,7 @@ def draw_line(text: str, side: int, rng: random.Random, plain: bool = False) -> 
 
 
 def draw_rows(share: Share, seed: int, folder: Path, side: int) -> list[dict]:
-    """Draw a share as JPEG files in ``folder``; returns its rows, for a file beside it."""
+    """Draw a share as JPEG files in ``folder``, and return its conversations."""
     rng, rows = random.Random(seed), []
     for number in range(share.rows):
         while True:
@@ -147,17 +148,17 @@ def draw_rows(share: Share, seed: int, folder: Path, side: int) -> list[dict]:
 
 
 def draw_set(file: Path, shares: Sequence[Share], seed: int, side: int, processes: int) -> int:
-    """Draw a set of rows, the shares mixed: JSONL, and a folder of images beside it.
+    """Write a data set of shuffled shares: a JSONL file, and a folder of images beside it.
 
     Returns:
         The number of rows.
 
     Raises:
-        ValueError: a share is to be held out, and has lines too short for that.
+        ValueError: a held-out share has lines that are too short.
     """
     folder = file.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = []
+    tasks = []
     for share in shares:
         if share.held_out and share.shortest < SHORTEST_HELD_OUT:
             raise ValueError(
@@ -166,17 +167,17 @@ def draw_set(file: Path, shares: Sequence[Share], seed: int, side: int, processe
             )
         for start in range(0, share.rows, ROWS_A_TASK):
             number = min(ROWS_A_TASK, share.rows - start)
-            parts.append(Share(**vars(share) | {"rows": number}))
-    seeds = [seed * 10**6 + part for part in range(len(parts))]
-    rest = [folder] * len(parts), [side] * len(parts)
+            tasks.append(Share(**vars(share) | {"rows": number}))
+    seeds = [seed * 10**6 + index for index in range(len(tasks))]
+    rest = [folder] * len(tasks), [side] * len(tasks)
     if processes == 1:
-        drawn = map(draw_rows, parts, seeds, *rest)
-        rows = [row for part in drawn for row in part]
+        rows = [row for share_rows in map(draw_rows, tasks, seeds, *rest) for row in share_rows]
     else:
-        # Not forked: this process may have threads.
+        # Spawned, because this process may have threads.
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            rows = [row for part in pool.map(draw_rows, parts, seeds, *rest) for row in part]
+            results = pool.map(draw_rows, tasks, seeds, *rest)
+            rows = [row for share_rows in results for row in share_rows]
     random.Random(seed).shuffle(rows)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    file.write_text(text, encoding="utf-8")  # last: who finds it finds all of its images
+    file.write_text(text, encoding="utf-8")  # written last: if it exists, so do all images
     return len(rows)

@@ -1,4 +1,4 @@
-"""The sizes of :mod:`reading_task`, and its folder: commands are run there, and figures kept."""
+"""The sizes of :mod:`reading_task`, and its task: a folder, its commands and its report."""
 
 import json
 import os
@@ -21,10 +21,11 @@ REPORT = "reading_task.json"
 
 @dataclass(frozen=True)
 class Size:
-    """A task. ``language`` and ``tower`` are changes to :func:`tiny_model.tiny_config`.
+    """The model, the data and the trainings of a task.
 
-    ``steps``, ``rate`` and ``batch`` (rows a process) are those of training all weights, ``lora_``
-    those of the adapters.
+    ``language`` and ``tower`` override fields of :func:`tiny_model.tiny_config`. ``steps``,
+    ``rate`` and ``batch`` (samples per process) apply to the training of all weights, ``lora_*`` to
+    adapters.
     """
 
     side: int
@@ -34,7 +35,7 @@ class Size:
     greek: tuple[Share, ...]
     held_out: int
     watched: int
-    """Held-out rows of their own, which are answered while it trains."""
+    """Number of further held-out samples, which are answered during training."""
     batch: int
     steps: int
     rate: float
@@ -107,7 +108,7 @@ class Failed(RuntimeError):
 
 @dataclass
 class Task:
-    """A task in its folder, and all that is known of it."""
+    """A task: its folder, its report and its running commands."""
 
     folder: Path
     size: Size
@@ -148,9 +149,9 @@ class Task:
         self.say(f"glm4v-patched {shlex.join(arguments)}")
         environment = gpu_environment()
         if gpu is not None and self.gpus:
-            given = os.environ.get("CUDA_VISIBLE_DEVICES")
-            seen = given.split(",") if given else [str(n) for n in range(self.gpus)]
-            environment |= {"CUDA_VISIBLE_DEVICES": seen[gpu % self.gpus]}
+            variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+            visible = variable.split(",") if variable else [str(n) for n in range(self.gpus)]
+            environment |= {"CUDA_VISIBLE_DEVICES": visible[gpu % self.gpus]}
         with self.log_of(name).open("a") as log:
             process = subprocess.Popen(
                 [PYTHON, "-m", "glm4v_patched", *arguments],
@@ -165,7 +166,7 @@ class Task:
         return process
 
     def stop(self) -> None:
-        """Press Ctrl-C in all commands that still run, and wait for them."""
+        """Send SIGINT to all commands that still run, and wait for them."""
         for process in self.running:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
@@ -183,8 +184,11 @@ class Task:
         self.wait(name, self.start(name, *arguments))
 
     def run_side_by_side(self, commands: dict[str, list[str]]) -> None:
-        """Those that answer, each on a GPU of its own. Raises :class:`Failed` when all have ended,
-        if one failed."""
+        """Run commands concurrently; those that answer get one GPU each.
+
+        Raises:
+            Failed: one of them failed; raised when all have ended.
+        """
         processes = {}
         for number, (name, arguments) in enumerate(commands.items()):
             gpu = None if arguments[0] in ("train", "merge") else number

@@ -1,22 +1,23 @@
-"""A real small task from its images to a merged model, through the commands that users run.
+"""Run a small real task from its images to a merged model, by the commands that users run.
 
 ``PYTHONPATH=. python docs/benchmarks/reading_task.py --out FOLDER`` draws lines of made-up text
-(:mod:`reading_lines`), has a glm-4v of 300 million random weights learn to read them, and LoRA on
-top of it another script. Every step but drawing and random weights is a command of glm4v-patched
-in a process of its own. Its phases (:data:`PHASES`):
+(:mod:`reading_lines`), trains a randomly initialized glm-4v of 300 million weights to read them,
+and then LoRA adapters for another script. All steps except drawing and initialization are commands
+of glm4v-patched in separate processes. The phases (:data:`PHASES`):
 
-1. ``draw``: the sets, by as many processes as there are cores.
-2. ``build``: the model folder, with random weights.
-3. ``train``: Latin lines; stopped by Ctrl-C after the checkpoint at half of the steps, and resumed.
-4. ``lora``: Greek lines, as adapters. Meanwhile the model is evaluated, with right and with swapped
-   images, on held-out lines: Latin ones, and Greek ones, of which it has seen single letters
-   alone.
-5. ``merge``: the adapters into the model, while they are evaluated on Greek; both answer it.
-6. ``fp32``: merged and answered once more in fp32, where merging hardly rounds.
+1. ``draw``: draw the data sets, by as many processes as there are cores.
+2. ``build``: write the model with random weights.
+3. ``train``: train on Latin lines, stop by Ctrl-C after the checkpoint at half the steps, and
+   resume.
+4. ``lora``: train adapters on Greek lines. Meanwhile the model is evaluated, with right and with
+   swapped images, on held-out Latin and Greek lines; of Greek it was trained on single letters
+   only.
+5. ``merge``: merge the adapters while they are evaluated on Greek; then compare answers of both.
+6. ``fp32``: merge and answer once more in fp32, where merging hardly rounds.
 
-All figures are in ``FOLDER/reading_task.json``, written again after each phase, with images
-beside it. What is there is not done again: a run that was killed goes on when it is called again.
-The exit status is 1 if it has not learned to read, 2 if a phase failed.
+All figures are in ``FOLDER/reading_task.json``, rewritten after each phase, with plots beside it.
+Finished steps are not repeated if the script is started again. The exit status is 1 if the model
+has not learned to read, 2 if a phase failed.
 """
 
 import argparse
@@ -44,17 +45,17 @@ VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "peft", "pillow"
 ACCURATE, GUESSED, EQUAL_IN_BF16 = 0.9, 0.05, 0.95
 LENGTHS = 5, 7  # of held-out lines
 MAX_NEW_TOKENS = 16
-MOST_PROCESSES = 48
-FEW_ROWS = 100  # are drawn before another process has started
-WARM_UP = 0.15  # of all steps
-LARGEST_IMAGE = 200_000  # bytes
+MAX_PROCESSES = 48
+FEW_ROWS = 100  # drawn in this process, which is faster than to start others
+WARM_UP = 0.15  # share of all steps
+MAX_IMAGE_BYTES = 200_000
 
 
 # Phases; each returns its figures.
 
 
 def draw(task: Task) -> dict:
-    size, processes = task.size, min(cores(), MOST_PROCESSES)
+    size, processes = task.size, min(cores(), MAX_PROCESSES)
     held_out = {
         name: (Share(size.held_out, name, *LENGTHS, held_out=True),) for name in ("latin", "greek")
     }
@@ -81,7 +82,7 @@ def build(task: Task) -> dict:
     from glm4v_patched.demo.tiny_model import build_processor, save, tiny_config
     from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 
-    # Letters alone: no token is more than one of them.
+    # Trained on single letters, so that no token has more than one.
     letters = [letter for script in SCRIPTS.values() for letter in script.characters]
     size = task.size
     processor = build_processor(letters, size.side)
@@ -100,7 +101,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def _replace(folder: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder that is there whole, or not at all."""
+    """Write a folder atomically: it is complete or does not exist."""
     partial = folder.with_name(f"{folder.name}.partial")
     for old in (partial, folder):
         shutil.rmtree(old, ignore_errors=True)
@@ -109,7 +110,7 @@ def _replace(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def recipe(task: Task, name: str, changes: dict) -> str:
-    """Write a recipe; its trainer's fields are those of ``changes`` and what both have."""
+    """Write a recipe of ``changes`` and the settings that both trainings share."""
     size = task.size
     engine = {
         # A single process on the CPU needs no DeepSpeed.
@@ -122,11 +123,11 @@ def recipe(task: Task, name: str, changes: dict) -> str:
     }
     trainer = {
         "per_device_train_batch_size": size.batch,
-        # New weights learn a letter's frequency first. Where the rate is high by then, they also
-        # learn to ignore the images, and are long in learning to look.
+        # Random weights learn the letters' frequencies first. If the rate is already high then,
+        # they also learn to ignore the images, and take long to use them.
         "warmup_steps": WARM_UP,
         "adam_beta2": 0.98,
-        "dataloader_drop_last": True,  # batches of another size would be compiled anew
+        "dataloader_drop_last": True,  # a smaller last batch would be compiled again
         **changes.pop("trainer"),
     }
     file = task.folder / f"{name}.json"
@@ -160,10 +161,10 @@ def train(task: Task) -> dict:
             },
         },
     )
-    kept = task.report.setdefault("stopped", {})
+    stopped = task.report.setdefault("stopped", {})
     if not (out / "training.json").is_file() and not _checkpoint(out, half).is_file():
-        kept.clear()
-        kept.update(_train_until_stopped(task, settings, _checkpoint(out, half)))
+        stopped.clear()
+        stopped.update(_train_until_stopped(task, settings, _checkpoint(out, half)))
         task.write()
     started = time.monotonic()
     if not _finished(out):
@@ -185,7 +186,7 @@ def _finished(out: Path) -> bool:
 
 
 def _train_until_stopped(task: Task, settings: str, checkpoint: Path) -> dict:
-    """Train until a checkpoint is complete, and press Ctrl-C."""
+    """Train until a checkpoint is complete, then send SIGINT."""
     started = time.monotonic()
     process = task.start("train_1", "train", settings, *task.everywhere, "--overwrite")
     while process.poll() is None and not checkpoint.is_file():
@@ -198,7 +199,7 @@ def _train_until_stopped(task: Task, settings: str, checkpoint: Path) -> dict:
 
 
 def _course(task: Task, out: Path, *logs: str) -> dict:
-    """What ``training.json`` says, and how fast the progress bar said that it was."""
+    """Return the history in ``training.json``, and the speed that the progress bar printed."""
     report = json.loads((out / "training.json").read_text())
     speeds = [
         float(number)
@@ -268,7 +269,7 @@ def merge(task: Task) -> dict:
 
 
 def _compare(task: Task, adapters: str, merged: str) -> dict:
-    """Have adapters and the merged model answer the same rows."""
+    """Compare the answers of adapters and of the merged model to the same questions."""
     rows = ["--data", "data/held_out_greek.jsonl"]
     task.run_side_by_side(
         {
@@ -279,22 +280,23 @@ def _compare(task: Task, adapters: str, merged: str) -> dict:
             for model in (adapters, merged)
         }
     )
-    told = (task.folder / "answers" / f"{name}.jsonl" for name in (adapters, merged))
-    answers, of_merged = ([json.loads(line) for line in file.open()] for file in told)
-    pairs = list(zip(answers, of_merged, strict=True))
+    files = (task.folder / "answers" / f"{name}.jsonl" for name in (adapters, merged))
+    answers, merged_answers = ([json.loads(line) for line in file.open()] for file in files)
+    pairs = list(zip(answers, merged_answers, strict=True))
     different = [(a["answer"], b["answer"]) for a, b in pairs if a["answer"] != b["answer"]]
-    said = re.findall(r"its logits differ .*", task.log_of(merged).read_text())
+    logits = re.findall(r"its logits differ .*", task.log_of(merged).read_text())
     return {
         "rows": len(pairs),
         "equal_answers": 1 - len(different) / len(pairs),
         "different": different[:10],
-        "exact_match_merged": sum(b["answer"] == b["reference"] for b in of_merged) / len(pairs),
-        "logits": said[-1] if said else None,
+        "exact_match_merged": sum(b["answer"] == b["reference"] for b in merged_answers)
+        / len(pairs),
+        "logits": logits[-1] if logits else None,
     }
 
 
 def fp32(task: Task) -> dict:
-    """As ``merge``, of the same weights in fp32."""
+    """Repeat ``merge`` with the same weights in fp32."""
     if task.size.precision == "fp32":
         return {"the same as": "merge"}
     base, adapters = task.folder / "latin_fp32", task.folder / "greek_fp32"
@@ -313,16 +315,16 @@ def _write_in_fp32(model: Path, folder: Path) -> None:
     from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
     from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 
-    whole = GLM4VForCausalLM.from_pretrained(model, dtype=torch.float32)
-    save(whole, ChatGLMProcessor.from_pretrained(model), folder)
+    loaded = GLM4VForCausalLM.from_pretrained(model, dtype=torch.float32)
+    save(loaded, ChatGLMProcessor.from_pretrained(model), folder)
 
 
 def _copy_adapters(adapters: Path, base: str, folder: Path) -> None:
-    """As ones of another base; what was known of theirs (``training.json``) stays behind."""
+    """Copy adapters for another base model, without their ``training.json``."""
     folder.mkdir()
-    of_processor = ("tokenizer", "processor", "preprocessor", "chat_template")
+    processor_files = ("tokenizer", "processor", "preprocessor", "chat_template")
     for file in adapters.iterdir():
-        if file.is_file() and file.name.startswith(("adapter_", *of_processor)):
+        if file.is_file() and file.name.startswith(("adapter_", *processor_files)):
             shutil.copyfile(file, folder / file.name)
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text())
@@ -339,10 +341,10 @@ PHASES: dict[str, Callable[[Task], dict]] = {
 }
 
 
-def run_phases(task: Task, wanted: Sequence[str]) -> None:
-    """Those that the report does not hold yet. Raises :class:`Failed`."""
+def run_phases(task: Task, names: Sequence[str]) -> None:
+    """Run the phases that are not in the report yet. Raises :class:`Failed`."""
     phases = task.report.setdefault("phases", {})
-    for name in wanted:
+    for name in names:
         if name in phases:
             task.say(f"{name}: is done")
             continue
@@ -353,14 +355,14 @@ def run_phases(task: Task, wanted: Sequence[str]) -> None:
         task.report["seconds"] = round(sum(phase["seconds"] for phase in phases.values()), 1)
         task.write()
         draw_images(task)
-        shown = {key: value for key, value in figures.items() if not isinstance(value, list)}
-        task.say(f"{name}: done in {phases[name]['seconds']} s: {shown}")
+        scalars = {key: value for key, value in figures.items() if not isinstance(value, list)}
+        task.say(f"{name}: done in {phases[name]['seconds']} s: {scalars}")
         if name in ("lora", "merge"):
             task.say(f"accuracy: {task.report['accuracy']}")
 
 
 def draw_images(task: Task) -> None:
-    """``reading_loss.png`` and ``reading_sheet.png``, as far as there is something to show."""
+    """Draw ``reading_loss.png`` and ``reading_sheet.png``, as far as there are data."""
     phases = task.report["phases"]
     courses = {name: phases[name] for name in ("train", "lora") if name in phases}
     if courses:
@@ -384,9 +386,9 @@ def _draw_courses(courses: dict[str, dict], path: Path) -> None:
         plot.grid(alpha=0.3)
         if evaluations := course["evaluations"]:
             right = plot.twinx()
-            seen = [(e["step"], e["eval_exact_match"]) for e in evaluations]
+            points = [(e["step"], e["eval_exact_match"]) for e in evaluations]
             label = "held-out lines read"
-            right.plot(*zip(*seen, strict=True), "o-", color="tab:green", label=label)
+            right.plot(*zip(*points, strict=True), "o-", color="tab:green", label=label)
             right.set(ylim=(-0.02, 1.02), ylabel=label)
             plot.plot([], "o-", color="tab:green", label=label)
         if "checkpoint" in course:
@@ -397,40 +399,42 @@ def _draw_courses(courses: dict[str, dict], path: Path) -> None:
 
 
 def _copy_small(image: Path, copy: Path) -> None:
-    """With as many colors as fit into :data:`LARGEST_IMAGE`."""
+    """Copy an image with as many colors as fit into :data:`MAX_IMAGE_BYTES`."""
     from PIL import Image
 
     with Image.open(image) as image:
         for colors in (256, 128, 64, 32, 16, 8):
             image.convert("RGB").quantize(colors).save(copy, optimize=True)
-            if copy.stat().st_size < LARGEST_IMAGE:
+            if copy.stat().st_size < MAX_IMAGE_BYTES:
                 return
 
 
 def verdict(report: dict) -> list[str]:
-    """What is not as it should be, of what was measured."""
-    found = []
+    """Return a line for each measured figure that is not as expected."""
+    problems = []
     for name in ("latin", "greek"):
         if not (scores := report.get("accuracy", {}).get(name)):
             continue
         if scores["exact_match"] <= ACCURATE:
-            found.append(f"{name}: {scores['exact_match']:.3f} of lines are read, not {ACCURATE}")
+            problems.append(
+                f"{name}: {scores['exact_match']:.3f} of lines are read, not {ACCURATE}"
+            )
         if scores["exact_match_swapped"] >= GUESSED:
-            found.append(f"{name}: {scores['exact_match_swapped']:.3f} with swapped images")
-    for phase, least in (("merge", EQUAL_IN_BF16), ("fp32", 1)):
+            problems.append(f"{name}: {scores['exact_match_swapped']:.3f} with swapped images")
+    for phase, minimum in (("merge", EQUAL_IN_BF16), ("fp32", 1)):
         share = report["phases"].get(phase, {}).get("equal_answers", 1)
-        if share < least:
-            found.append(f"{phase}: {share:.3f} of the answers are equal, not {least}")
-    return found
+        if share < minimum:
+            problems.append(f"{phase}: {share:.3f} of the answers are equal, not {minimum}")
+    return problems
 
 
 def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
-    """The task of a folder, new or begun. Raises :class:`Failed` if that was another one."""
+    """Start or continue the task of a folder. Raises :class:`Failed` if its settings differ."""
     size = SIZES[options.size]
     changes = {"steps": options.steps, "lora_steps": options.lora_steps, "rate": options.rate}
     changes |= {"batch": options.batch, "compile": options.compile, "held_out": options.held_out}
-    given = {name: value for name, value in changes.items() if value is not None}
-    size = Size(**vars(size) | given)
+    changes = {name: value for name, value in changes.items() if value is not None}
+    size = Size(**vars(size) | changes)
     options.out.mkdir(parents=True, exist_ok=True)
     gpus = 0 if options.device == "cpu" else options.gpus
     task = Task(options.out.resolve(), size, gpus)
@@ -438,13 +442,13 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
     file = task.folder / REPORT
     if file.exists():
         task.report = json.loads(file.read_text(encoding="utf-8"))
-        there = {name: task.report[name] for name in now}
-        if there != now:
-            raise Failed(f"{file} is of another task, {there}, not {now}: give another --out")
+        stored = {name: task.report[name] for name in now}
+        if stored != now:
+            raise Failed(f"{file} has the settings {stored}, not {now}: give another --out")
         return _on_this_machine(task)
-    given_as = ["FOLDER" if text == str(options.out) else text for text in arguments]
+    words = ["FOLDER" if text == str(options.out) else text for text in arguments]
     task.report = {
-        "command": f"python docs/benchmarks/reading_task.py {shlex.join(given_as)}",
+        "command": f"python docs/benchmarks/reading_task.py {shlex.join(words)}",
         **now,
         "versions": {name: version(name) for name in VERSIONS}
         | {"python": sys.version.split()[0], "glm4v-patched": __version__},
@@ -453,22 +457,22 @@ def open_task(options: argparse.Namespace, arguments: Sequence[str]) -> Task:
 
 
 def _on_this_machine(task: Task) -> Task:
-    found = find_gpus().devices if task.gpus else ()
-    task.report |= {"device": f"{task.gpus} x {found[0].name}" if found else "cpu"}
+    gpus = find_gpus().devices if task.gpus else ()
+    task.report |= {"device": f"{task.gpus} x {gpus[0].name}" if gpus else "cpu"}
     task.report |= {"cores": cores()}
     return task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for all that is written")
+    parser.add_argument("--out", type=Path, required=True, help="folder of all outputs")
     parser.add_argument("--size", choices=SIZES, default="mid")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--phase", nargs="+", choices=PHASES, default=[*PHASES])
     changes = {"steps": int, "lora-steps": int, "batch": int, "held-out": int, "rate": float}
-    for name, what in changes.items():
-        parser.add_argument(f"--{name}", type=what, help="another than the size's own")
+    for name, kind in changes.items():
+        parser.add_argument(f"--{name}", type=kind, help="replaces the size's own")
     parser.add_argument("--no-compile", dest="compile", action="store_const", const=False)
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
@@ -487,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     wrong = verdict(task.report)
-    task.say("\n".join(wrong) or "all is as it should be")
+    task.say("\n".join(wrong) or "all figures are as expected")
     return 1 if wrong and options.size != "tiny" else 0
 
 

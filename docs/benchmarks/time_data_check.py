@@ -1,8 +1,8 @@
-"""Times the check of a data set.
+"""Measure the check of a data set.
 
-``python docs/benchmarks/time_data_check.py NUMBER`` checks so many rows of text twice: anew, and
-remembered; and prints seconds and memory, of the check and then of a process that trains on the
-rows. ``NUMBER WIDTH HEIGHT``: each row has a JPEG of noise.
+``python docs/benchmarks/time_data_check.py NUMBER`` checks NUMBER rows of text twice, the second
+time with the image cache, and prints seconds and memory of both checks and then of a process that
+trains on the rows. With ``NUMBER WIDTH HEIGHT``, each row has a JPEG of noise.
 """
 
 import argparse
@@ -37,19 +37,22 @@ print(f"a training process: {time.perf_counter() - started:.1f} s, {used / 1024:
 
 def draw(folder: Path, number: int, size: list[int]) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
-    with (folder / "rows.jsonl").open("w") as file:  # none held: memory is measured
+    with (folder / "rows.jsonl").open(
+        "w"
+    ) as file:  # rows are not kept in memory, which is measured
         for row in range(number):
-            asked = {"role": "user", "content": f"What is {row}? " + "word " * 40}
+            question = {"role": "user", "content": f"What is {row}? " + "word " * 40}
             if size:
-                asked["image"] = str(folder / f"{row:05}.jpg")
-                Image.fromarray(np.roll(noise, row, axis=1)).save(asked["image"], quality=90)
+                question["image"] = str(folder / f"{row:05}.jpg")
+                Image.fromarray(np.roll(noise, row, axis=1)).save(question["image"], quality=90)
             answer = {"role": "assistant", "content": f"It is {row}. " + "word " * 40}
-            file.write(json.dumps({"messages": [asked, answer]}) + "\n")
+            file.write(json.dumps({"messages": [question, answer]}) + "\n")
 
 
 def cpu_seconds() -> float:
-    used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(of.ru_utime + of.ru_stime for of in used)
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    usages = [resource.getrusage(who) for who in processes]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def main(number: int, size: list[int]) -> None:
@@ -58,14 +61,14 @@ def main(number: int, size: list[int]) -> None:
         folder = Path(name)
         draw(folder, number, size)
         sources = [DataSource(str(folder / "rows.jsonl"))]
-        time.sleep(2.1)  # a file that has only just changed is not remembered
+        time.sleep(2.1)  # files that changed in the last two seconds are not cached
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for which in ("first", "next"):
+        for label in ("first", "next"):
             before, started = cpu_seconds(), time.perf_counter()
             checked = check_sources(sources, processor, 8192, image_cache=folder / "memory")
             wall, used = time.perf_counter() - started, cpu_seconds() - before
             more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
-            print(f"{which}: {used:.1f} s of CPU, {wall:.1f} s, {more:.0f} MiB more", flush=True)
+            print(f"{label}: {used:.1f} s of CPU, {wall:.1f} s, {more:.0f} MiB more", flush=True)
         checked.write(folder / "data.json")
         subprocess.run([sys.executable, "-c", TRAIN, str(folder / "data.json")], check=True)
 
@@ -73,8 +76,8 @@ def main(number: int, size: list[int]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("number", type=int, help="rows")
-    parser.add_argument("size", type=int, nargs="*", help="width and height of each one's image")
-    given = parser.parse_args()
-    if len(given.size) not in (0, 2):
-        parser.error("an image has a width and a height")
-    main(given.number, given.size)
+    parser.add_argument("size", type=int, nargs="*", help="width and height of each row's image")
+    options = parser.parse_args()
+    if len(options.size) not in (0, 2):
+        parser.error("give both width and height of the images, or neither")
+    main(options.number, options.size)

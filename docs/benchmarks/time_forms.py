@@ -1,9 +1,9 @@
-"""Times how long rows of images with questions take to read, in every form of files.
+"""Measure how long rows of images with questions take to read, in every file format.
 
-``PYTHONPATH=. python docs/benchmarks/time_forms.py NUMBER`` makes so many rows in each form, in a
-temporary folder, by the tools that people make them with, and prints for each what a
-recipe needs beside ``train`` and the seconds until all of its rows are read (with the import of
-``datasets``, where it is needed first; images are not decoded).
+``PYTHONPATH=. python docs/benchmarks/time_forms.py NUMBER`` writes NUMBER rows in each format to a
+temporary folder, by the tools that people use. It prints the recipe fields that each format needs
+besides ``train``, and the seconds until all rows are read (including the import of ``datasets``
+where it is first needed; images are not decoded).
 """
 
 import argparse
@@ -31,8 +31,8 @@ def main(number: int) -> None:
             seconds = time.perf_counter() - started
             assert len(rows) == number, name
             needed = yaml.safe_dump(fields, default_flow_style=True, sort_keys=False, width=1000)
-            told = f"`{needed.strip()[1:-1]}`" if fields else "nothing"
-            print(f"| {name} | {told} | {seconds:.1f} |", flush=True)
+            cell = f"`{needed.strip()[1:-1]}`" if fields else "nothing"
+            print(f"| {name} | {cell} | {seconds:.1f} |", flush=True)
             os.chdir("/")
 
 

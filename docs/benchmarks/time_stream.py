@@ -1,8 +1,8 @@
-"""Times the first step of a training whose rows are streamed, on one process of the CPU.
+"""Measure the time to the first step of a training with streamed rows, on the CPU.
 
-``python docs/benchmarks/time_stream.py NUMBER`` writes so many rows that show one small image,
-and trains with ``data.check: first 1000``. It prints the seconds from the command to the first
-step, and how much more memory the training's process takes at most than with 20 rows.
+``python docs/benchmarks/time_stream.py NUMBER`` writes NUMBER rows with the same small image and
+trains with ``data.check: first 1000``. It prints the seconds from the command to the first step,
+and how much higher the training process's peak memory is than with 20 rows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROW = [
 
 
 def train(folder: Path, number: int, steps: int) -> tuple[float, float]:
-    """Seconds until the line of the first step, and MiB of the training process at most."""
+    """Return the seconds until the first step is logged, and the process's peak memory in MiB."""
     rows, recipe = folder / f"{number}.jsonl", folder / f"{number}.yaml"
     with rows.open("w") as file:
         file.writelines(json.dumps({"id": n, "messages": ROW}) + "\n" for n in range(number))
@@ -78,12 +78,12 @@ def main(number: int, steps: int) -> None:
         [image] = (folder / "images").iterdir()
         image.rename(folder / "images" / "0000.png")
         _, few = train(folder, 20, steps)
-        seconds, most = train(folder, number, steps)
-        print(f"{number:,} rows: first step after {seconds:.1f} s, {most - few:.0f} MiB more")
+        seconds, peak = train(folder, number, steps)
+        print(f"{number:,} rows: first step after {seconds:.1f} s, {peak - few:.0f} MiB more")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("number", type=int, help="rows with an image")
-    parser.add_argument("--steps", type=int, default=1200, help="of the training")
+    parser.add_argument("--steps", type=int, default=1200, help="training steps")
     main(**vars(parser.parse_args()))

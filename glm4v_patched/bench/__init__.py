@@ -1,1 +1,1 @@
-"""Measures training of this model, at any size, on the reader's own machine."""
+"""Benchmarks of training, generation and ``answer``, at any model size, on the user's machine."""

@@ -1,7 +1,7 @@
-"""Rows of how fast ``answer`` goes from files to a file of answers.
+"""Measures how fast the command ``answer`` turns a file of questions into a file of answers.
 
-What is measured is the command itself, started twice: the second start finds what the first one
-left (files in the system's cache, compiled kernels). Weights are random, or a folder's own.
+The command is started twice per batch size and the second start is measured, so that the files are
+in the page cache and kernels are compiled. Weights are random unless a folder is given.
 """
 
 import argparse
@@ -16,17 +16,21 @@ from ..engine.environment import python_module_command, training_environment
 from ..installed_versions import versions
 from ..models.quantized_weights import check_weights_option
 from .settings import TrainingSettings
-from .training import device_name, run
+from .training import device_name, run_and_log
 
-# What answer.describe_speed() says.
+# The line of answer.describe_speed().
 SPEED_LINE = re.compile(r"rows answered in ([\d.]+) s, the first after ([\d.]+) s")
-# Options of the others that count here, too.
+# Options of training and generation that apply here, too.
 SHARED_OPTIONS = {"batch", "new_tokens", "prompt_tokens", "cache", "model", "config"}
 
 
 def measure_answers(options: argparse.Namespace) -> Iterator[dict]:
-    """A row of each batch. Raises ``ValueError`` for what cannot be measured, before anything
-    runs, and ``RuntimeError`` where nothing could be written to be answered."""
+    """Yield the measurement of each batch size.
+
+    Raises:
+        ValueError: the options cannot be measured; raised before anything runs.
+        RuntimeError: the model and the questions could not be written.
+    """
     from ..models.placement import place_processes  # imports pydantic
 
     place_processes(1, options.device)
@@ -34,33 +38,38 @@ def measure_answers(options: argparse.Namespace) -> Iterator[dict]:
     for batch in options.batch:
         if options.answer_rows < 2 * batch:
             raise ValueError(
-                f"--answer-rows {options.answer_rows} with --batch {batch}: expected at least "
-                f"{2 * batch}, since the first batch's time has the loading in it"
+                f"--answer-rows {options.answer_rows} is too small for --batch {batch}; expected "
+                f"at least {2 * batch}: the first batch is not measured, as its time includes "
+                "loading the model"
             )
-    # Of their text, half is the reference, which is not read.
-    tokens, of_model = 2 * options.prompt_tokens, {"model": options.model, "config": options.config}
-    written = TrainingSettings(from_files=options.answers, text_tokens=tokens, **of_model)
+    # Half of a sample's text is its reference answer, which is not part of the prompt.
+    settings = TrainingSettings(
+        from_files=options.answers,
+        text_tokens=2 * options.prompt_tokens,
+        model=options.model,
+        config=options.config,
+    )
     with tempfile.TemporaryDirectory() as name:
-        arguments = [name, written.text(), str(options.answer_rows)]
+        arguments = [name, settings.to_json(), str(options.answer_rows)]
         command = python_module_command("glm4v_patched.bench.samples", *arguments)
         environment = training_environment(1, options.device == "cpu")
-        if error := run(command, Path(name), environment, options.timeout):
-            raise RuntimeError(f"the model and its rows were not written: {error}")
+        if error := run_and_log(command, Path(name), environment, options.timeout):
+            raise RuntimeError(f"the model and its questions could not be written: {error}")
         for batch in options.batch:
             yield _measure_batch(options, Path(name), batch)
 
 
 def _measure_batch(options: argparse.Namespace, folder: Path, batch: int) -> dict:
-    """A row, of the second of two starts."""
+    """Start ``answer`` twice, and return the measurement of the second start."""
     on_cpu, out = options.device == "cpu", folder / "answers.jsonl"
-    same = ["--cache", options.cache, "--device", options.device]
-    same += ["--weights", options.weights] if options.weights else []
-    asked = [options.model or str(folder / "model"), "--data", str(folder / "train.jsonl")]
-    asked += ["--batch-size", str(batch), "--max-new-tokens", str(options.new_tokens), *same]
-    asked += ["--processes", "1", "--out", str(out)]
-    command = python_module_command("glm4v_patched", "answer", *asked)
-    own = ["--answer-rows", str(options.answer_rows), "--batch", str(batch)]
-    own += ["--new-tokens", str(options.new_tokens), *same]
+    shared = ["--cache", options.cache, "--device", options.device]
+    shared += ["--weights", options.weights] if options.weights else []
+    arguments = [options.model or str(folder / "model"), "--data", str(folder / "train.jsonl")]
+    arguments += ["--batch-size", str(batch), "--max-new-tokens", str(options.new_tokens)]
+    arguments += [*shared, "--processes", "1", "--out", str(out)]
+    command = python_module_command("glm4v_patched", "answer", *arguments)
+    bench_arguments = ["--answer-rows", str(options.answer_rows), "--batch", str(batch)]
+    bench_arguments += ["--new-tokens", str(options.new_tokens), *shared]
     row = {
         "workload": "answers",
         "weights": options.weights or "bf16",
@@ -70,18 +79,21 @@ def _measure_batch(options: argparse.Namespace, folder: Path, batch: int) -> dic
         "new_tokens": options.new_tokens,
         "device": device_name(on_cpu),
         "versions": versions(("torch", "transformers", "fa3-fwd", "glm4v-patched")),
-        "command": shlex.join(["glm4v-patched", "bench", "--answers", options.answers, *own]),
+        "command": shlex.join(
+            ["glm4v-patched", "bench", "--answers", options.answers, *bench_arguments]
+        ),
     }
     for _ in range(2):
         out.unlink(missing_ok=True)
         began = time.monotonic()
-        error = run(command, folder, training_environment(1, on_cpu), options.timeout)
+        error = run_and_log(command, folder, training_environment(1, on_cpu), options.timeout)
         row["command_s"] = time.monotonic() - began
-        found = SPEED_LINE.search((folder / "printed.txt").read_text(errors="replace"))
-        if error or found is None:
-            return row | {"error": error or "answer said nothing of its speed"}
-        took, row["first_answer_s"] = map(float, found.groups())
-        # Of the batches after the first one, whose time has the loading in it.
-        after_first = max(took - row["first_answer_s"], 0.1)  # as finely as it is said
+        speed = SPEED_LINE.search((folder / "printed.txt").read_text(errors="replace"))
+        if error or speed is None:
+            return row | {"error": error or "answer did not print its speed"}
+        total, row["first_answer_s"] = map(float, speed.groups())
+        # Without the first batch, whose time includes loading the model. Times are printed with
+        # one decimal.
+        after_first = max(total - row["first_answer_s"], 0.1)
         row["answers_per_s"] = (options.answer_rows - batch) / after_first
     return row

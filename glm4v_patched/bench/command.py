@@ -1,4 +1,4 @@
-"""``glm4v-patched bench``: prints and writes rows as they are measured, or shows old ones."""
+"""``glm4v-patched bench``: measure, print and store rows, or print the table of stored rows."""
 
 import argparse
 import time
@@ -10,71 +10,93 @@ from ..inference.questions import ModelOptions
 from ..option_fields import add_option, add_options
 from ..paths import require_apart, to_path
 from . import answers, generation, training
-from .settings import ProcessSettings, TrainingSettings, GenerationSettings, image_size
-from .table import append_measurements, cells_of, insert_table, markdown_table, read_measurements, require_same_kind
+from .settings import GenerationSettings, ProcessSettings, TrainingSettings, image_size
+from .table import (
+    append_measurements,
+    cells_of,
+    insert_table,
+    markdown_table,
+    read_measurements,
+    require_same_kind,
+)
 
-# By option, what measures, and the options that are not heeded by it; nothing else is refused.
-COMMON_OPTIONS = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out", "rows"}
-TRAINING_OPTIONS = {each.name for of in (TrainingSettings, EngineSection) for each in fields(of)}
+# Options of all workloads.
+COMMON_OPTIONS = {"command", "run", "parser", "commands", "rest", "device", "timeout", "out"}
+COMMON_OPTIONS |= {"rows"}
+TRAINING_OPTIONS = {
+    field.name for section in (TrainingSettings, EngineSection) for field in fields(section)
+}
 TRAINING_OPTIONS |= {"gpus", "into"}
-ANSWER_OPTIONS = {"answers", "answer_rows", "weights", *answers.KNOWN}
+ANSWER_OPTIONS = {"answers", "answer_rows", "weights", *answers.SHARED_OPTIONS}
+# For each workload, the function that measures and its options; all others are refused.
 WORKLOADS = {
-    "answers": (answers.measure, ANSWER_OPTIONS),
+    "answers": (answers.measure_answers, ANSWER_OPTIONS),
     "generate": (
-        generation.measure,
-        {each.name for each in fields(GenerationSettings)} | {"generate"},
+        generation.measure_generation,
+        {field.name for field in fields(GenerationSettings)} | {"generate"},
     ),
-    "training": (training.measure, TRAINING_OPTIONS),
+    "training": (training.measure_training, TRAINING_OPTIONS),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``glm4v-patched bench``."""
     add = parser.add_argument
-    for each in fields(TrainingSettings):
-        if each.metadata:
-            add_option(parser, each, several=each.name in training.VARIED_SETTINGS)
-    for each in (*fields(EngineSection), *fields(ProcessSettings)):
-        add_option(parser, each)
-    add("--out", type=to_path, metavar="FILE", help="JSON array that rows are added to, one a line")
-    shown = "measure nothing: table of these rows"
-    add("--rows", type=to_path, nargs="+", metavar="FILE", help=shown)
-    add(
-        "--into", type=to_path, metavar="FILE", help="with --rows: put the table into this Markdown"
-    )
+    for field in fields(TrainingSettings):
+        if field.metadata:
+            add_option(parser, field, several=field.name in training.VARIED_SETTINGS)
+    for field in (*fields(EngineSection), *fields(ProcessSettings)):
+        add_option(parser, field)
+    out = "append the measured rows to this JSON file"
+    add("--out", type=to_path, metavar="FILE", help=out)
+    rows = "measure nothing; print the table of the rows in these files"
+    add("--rows", type=to_path, nargs="+", metavar="FILE", help=rows)
+    into = "with --rows: write the table into this Markdown file"
+    add("--into", type=to_path, metavar="FILE", help=into)
     group = parser.add_argument_group("--generate")
-    add = group.add_argument
-    add("--generate", action="store_true", help="measure generation, not training")
-    for each in fields(GenerationSettings):
-        if each.metadata:
-            add_option(group, each)
+    group.add_argument(
+        "--generate", action="store_true", help="measure generation instead of training"
+    )
+    for field in fields(GenerationSettings):
+        if field.metadata:
+            add_option(group, field)
     add_options(parser, ModelOptions, ["weights"])
     add = parser.add_argument_group("--answers").add_argument
-    told = "measure answer, with JPEG files of this size; --batch, --new-tokens, --weights, --model"
-    add("--answers", metavar="WxH", type=image_size, help=told)
-    add("--answer-rows", type=int, default=64, metavar="N", help="rows of the file (default: 64)")
+    answers_help = "measure the command answer, with JPEG files of this size; takes --batch, "
+    answers_help += "--new-tokens, --weights and --model"
+    add("--answers", metavar="WxH", type=image_size, help=answers_help)
+    rows = "number of questions (default: 64)"
+    add("--answer-rows", type=int, default=64, metavar="N", help=rows)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is asked for, or show the rows of files. Raises ``ValueError`` before anything
-    runs if settings contradict each other or this machine cannot measure them."""
-    kind = next((name for name in ("answers", "generate") if getattr(options, name)), "training")
-    measure, known = WORKLOADS[kind]
-    for name in sorted(vars(options).keys() - known - COMMON_OPTIONS):
+    """Measure, or print the table of stored rows.
+
+    Raises:
+        ValueError: options contradict each other, or this machine cannot measure them; raised
+            before anything runs.
+    """
+    workload = next(
+        (name for name in ("answers", "generate") if getattr(options, name)), "training"
+    )
+    measure, workload_options = WORKLOADS[workload]
+    for name in sorted(vars(options).keys() - workload_options - COMMON_OPTIONS):
         if getattr(options, name) != options.parser.get_default(name):
-            raise ValueError(f"--{name.replace('_', '-')} is not of {kind}: leave it out")
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} has no effect on measurements of {workload}: leave it out")
     if options.out and options.model:
         require_apart(options.out, [("the model's folder", options.model)], "--out")
     if options.rows:
         _print_table(options)
     elif options.into:
-        raise ValueError("--into writes the table of rows that are there: name them with --rows")
+        raise ValueError("--into writes the table of stored rows: name their files with --rows")
     else:
-        _measure_and_print(options, kind, measure)
+        _measure_and_print(options, workload, measure)
 
 
 def _print_table(options: argparse.Namespace) -> None:
     if options.out:
-        raise ValueError("--out takes what is measured, and --rows measures nothing: drop one")
+        raise ValueError("--out stores new measurements, and --rows measures nothing: drop one")
     rows = [row for path in options.rows for row in read_measurements(path)]
     if options.into:
         insert_table(markdown_table(rows), options.into)
@@ -82,9 +104,9 @@ def _print_table(options: argparse.Namespace) -> None:
         print(markdown_table(rows), end="")
 
 
-def _measure_and_print(options: argparse.Namespace, kind: str, measure: Any) -> None:
+def _measure_and_print(options: argparse.Namespace, workload: str, measure: Any) -> None:
     if options.out:
-        require_same_kind(options.out, kind)
+        require_same_kind(options.out, workload)
     number, start = 0, time.monotonic()
     for number, row in enumerate(measure(options), 1):
         cells = cells_of(row)
@@ -95,4 +117,5 @@ def _measure_and_print(options: argparse.Namespace, kind: str, measure: Any) -> 
             print(row["error"])
         if options.out:
             append_measurements(options.out, [row])
-    print(f"{number:,} rows measured in {time.monotonic() - start:.0f} s")
+    rows = f"{number:,} row{'s' * (number != 1)}"
+    print(f"{rows} measured in {time.monotonic() - start:.0f} s")

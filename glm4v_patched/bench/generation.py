@@ -1,4 +1,4 @@
-"""Rows of generation: a process of its own builds the model with random weights, and measures."""
+"""Measures generation in a separate process, which builds the model with random weights."""
 
 import argparse
 import json
@@ -12,35 +12,39 @@ from ..engine.environment import python_module_command, training_environment
 from ..engine.options import REQUIRED_PACKAGES, require_packages
 from ..option_fields import to_cli_arguments
 from .settings import GenerationSettings
-from .training import run
+from .training import run_and_log
 
 
 def measure_generation(options: argparse.Namespace) -> Iterator[dict]:
-    """A row of each batch; ``error`` where it could not be measured. Raises ``ValueError`` for what
-    cannot be measured, and ``RuntimeError`` for what is not installed, before anything runs."""
-    asked = {each.name: getattr(options, each.name) for each in fields(GenerationSettings)}
-    speed = GenerationSettings(**asked | {"batch": tuple(options.batch)})
+    """Yield the measurement of each batch size; ``error`` has the reason where it failed.
+
+    Raises:
+        ValueError: the options cannot be measured; raised before anything runs.
+        RuntimeError: a package is missing; raised before anything runs.
+    """
+    values = {field.name: getattr(options, field.name) for field in fields(GenerationSettings)}
+    settings = GenerationSettings(**values | {"batch": tuple(options.batch)})
     if options.weights is not None:
         require_packages(options.weights, f"--weights {options.weights}")
     from ..models.placement import place_processes  # imports pydantic
 
     place_processes(1, options.device)
-    settings = asdict(speed) | {"cache": speed.resolved_cache}
-    settings["packages"] = [
+    job = asdict(settings) | {"cache": settings.resolved_cache}
+    job["packages"] = [
         "torch",
         "transformers",
         "fa3-fwd",
-        *REQUIRED_PACKAGES.get(speed.weights or "", []),
+        *REQUIRED_PACKAGES.get(settings.weights or "", []),
     ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        out, environment = folder / "rows.json", training_environment(1, speed.device == "cpu")
-        worker = ("glm4v_patched.bench.generation_worker", json.dumps(settings), str(out))
-        limit = options.timeout * len(speed.batch)
-        error = run(python_module_command(*worker), folder, environment, limit)
+        out, environment = folder / "rows.json", training_environment(1, settings.device == "cpu")
+        worker = ("glm4v_patched.bench.generation_worker", json.dumps(job), str(out))
+        timeout = options.timeout * len(settings.batch)
+        error = run_and_log(python_module_command(*worker), folder, environment, timeout)
         rows = json.loads(out.read_text()) if out.exists() else []
-    missing = {*speed.batch} - {row["batch"] for row in rows}
+    missing = {*settings.batch} - {row["batch"] for row in rows}
     rows += [{"batch": batch, "error": error} for batch in sorted(missing)]
-    command = "glm4v-patched bench --generate " + shlex.join(to_cli_arguments(speed))
-    common = {"workload": "generate", "weights": speed.weights, "command": command}
+    command = "glm4v-patched bench --generate " + shlex.join(to_cli_arguments(settings))
+    common = {"workload": "generate", "weights": settings.weights, "command": command}
     yield from (common | row for row in rows)

@@ -1,4 +1,4 @@
-"""Measures generation: the process that ``generation.py`` starts.
+"""Process that measures generation, started by ``generation.py``.
 
 ``python -m glm4v_patched.bench.generation_worker SETTINGS OUT``.
 """
@@ -18,14 +18,14 @@ from ..installed_versions import versions
 
 
 def measure_batches(settings: dict, out: Path) -> None:
-    """Build the model, measure every batch, and write a row after each."""
+    """Build the model, measure every batch size, and write the rows to ``out`` after each."""
     device = torch.device(settings["device"])
     torch.manual_seed(0)
     bandwidth = copy_bandwidth(device)
-    model = build(settings)
+    model = build_benchmark_model(settings)
     weights = weight_bytes_per_step(model)
-    same = ("new_tokens", "prompt_tokens", "cache")
-    common: dict[str, Any] = {name: settings[name] for name in same}
+    copied = ("new_tokens", "prompt_tokens", "cache")
+    common: dict[str, Any] = {name: settings[name] for name in copied}
     common |= {"device": device_label(device), "weights_gb": weights / 1e9}
     common["bandwidth_gb_s"] = bandwidth / 1e9
     common["versions"] = versions(settings["packages"])
@@ -41,9 +41,11 @@ def measure_batches(settings: dict, out: Path) -> None:
         out.write_text(json.dumps(rows))
 
 
-def build(settings: dict) -> Any:
-    """Ours, with random weights in bf16, made on the device; fp32 on a CPU. Those of the layers are
-    then held as the settings say, one after the other."""
+def build_benchmark_model(settings: dict) -> Any:
+    """Build our model on the device with random weights, in bf16 (fp32 on a CPU).
+
+    The weights of its layers are then quantized, one layer after the other, if ``weights`` is set.
+    """
     from ..engine.trainable import build_random_model
     from ..models.loading import build_on_device
     from ..remote.configuration_chatglm import ChatGLMConfig
@@ -59,60 +61,64 @@ def build(settings: dict) -> Any:
 
 
 def measure_batch(model: Any, settings: dict, batch: int, device: torch.device) -> dict:
-    """Seconds to the first token, and tokens a second after it."""
+    """Measure the seconds to the first token and the tokens per second after it."""
     inputs = image_prompts(model.config, settings, batch, device)
-    new, caches, positions = settings["new_tokens"], None, 0
+    new_tokens, caches, length = settings["new_tokens"], None, 0
     if settings["cache"] != "dynamic":
         from ..inference.decoding.static_cache import StaticCaches
 
         caches = StaticCaches(model, length_multiple=256)
-        images = model.config.vision.num_image_tokens + 2
-        positions = images + settings["prompt_tokens"] + new
+        image_tokens = model.config.vision.num_image_tokens + 2
+        length = image_tokens + settings["prompt_tokens"] + new_tokens
 
-    def seconds(tokens: int) -> float:
+    def time_generate(tokens: int) -> float:
         synchronize(device)
         began = time.perf_counter()
-        given = {} if caches is None else caches.generate_kwargs(batch, positions)
+        cache_options = {} if caches is None else caches.generate_kwargs(batch, length)
         with torch.no_grad():
             ids = model.generate(
-                **inputs, **given, max_new_tokens=tokens, do_sample=False, eos_token_id=None,
-                pad_token_id=model.config.pad_token_id,
+                **inputs, **cache_options, max_new_tokens=tokens, do_sample=False,
+                eos_token_id=None, pad_token_id=model.config.pad_token_id,
             )  # fmt: skip
         synchronize(device)
         assert ids.shape[1] == inputs["input_ids"].shape[1] + tokens
         return time.perf_counter() - began
 
-    # At first a step is recorded.
-    ready = seconds(min(6, new)) + seconds(min(6, new))
+    # The first runs capture the CUDA graph of a decode step.
+    ready = time_generate(min(6, new_tokens)) + time_generate(min(6, new_tokens))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    firsts = [seconds(1) for _ in range(settings["repeats"])]
-    wholes = [seconds(new) for _ in range(settings["repeats"])]
-    first, whole = statistics.median(firsts), statistics.median(wholes)
-    if whole <= first:
+    first_times = [time_generate(1) for _ in range(settings["repeats"])]
+    answer_times = [time_generate(new_tokens) for _ in range(settings["repeats"])]
+    first, answer = statistics.median(first_times), statistics.median(answer_times)
+    if answer <= first:
         raise RuntimeError(
-            f"{new} tokens took {whole:.3f} s and the first {first:.3f} s: the machine is too busy "
-            "to be measured; ask for more --new-tokens"
+            f"{new_tokens} tokens took {answer:.3f} s and the first one {first:.3f} s: the machine "
+            "is too busy for a measurement; give more --new-tokens"
         )
-    steps_per_s = (new - 1) / (whole - first)
+    steps_per_s = (new_tokens - 1) / (answer - first)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     return {
         "tokens_per_s": batch * steps_per_s,
         "steps_per_s": steps_per_s,
         "first_token_s": first,
-        "answers_s": {"fastest": min(wholes), "slowest": max(wholes)},
+        "answers_s": {"fastest": min(answer_times), "slowest": max(answer_times)},
         "ready_s": ready,
         "peak_allocated_gib": peak,
     }
 
 
 def image_prompts(config: Any, settings: dict, batch: int, device) -> dict[str, Tensor]:
-    """Rows of text around an image each, whose place is one id between begin and end."""
+    """Return prompts of random text with one unexpanded image placeholder each.
+
+    ``input_ids`` and ``attention_mask`` are ``(batch, prompt_tokens + 3)``.
+    """
     generator = torch.Generator().manual_seed(0)
     begin, end = config.boi_token_id, config.eoi_token_id
     image = torch.tensor([[begin, config.pad_token_id, end]]).repeat(batch, 1)
-    most = min(begin, config.pad_token_id)
-    text = torch.randint(0, most, (batch, settings["prompt_tokens"]), generator=generator)
+    first_special = min(begin, config.pad_token_id)
+    shape = (batch, settings["prompt_tokens"])
+    text = torch.randint(0, first_special, shape, generator=generator)
     ids = torch.cat((text[:, :2], image, text[:, 2:]), dim=1)
     side = config.vision.image_size
     pixels = torch.randn(batch, 3, side, side, generator=generator)
@@ -123,27 +129,30 @@ def image_prompts(config: Any, settings: dict, batch: int, device) -> dict[str, 
 
 
 def weight_bytes_per_step(model: Any) -> int:
-    """Of the weights that one decoding step reads: the language model's, without its embeddings."""
+    """Return the bytes of weights that a decode step reads: the language model's, no embeddings."""
     return sum(
-        stored_bytes(each)
-        for name, each in [*model.named_parameters(), *model.named_buffers()]  # scales of fp8
+        stored_bytes(tensor)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]  # fp8 scales
         if ".encoder." in name or ".output_layer." in name
     )
 
 
 def stored_bytes(weight: Any) -> int:
-    """Of a weight, with its scales where bitsandbytes holds it in fewer bytes. Nothing has been
-    computed with it: LLM.int8's layers then take the scales away from their weights."""
-    parts: list[Tensor] = []
+    """Return the bytes of a weight, including the scales of weights quantized by bitsandbytes.
+
+    Must be called before the first forward, in which LLM.int8 moves the scales off the weight.
+    """
+    scales: list[Tensor] = []
     if type(weight).__name__ == "Params4bit":
-        parts = [each for each in weight.quant_state.as_dict().values() if torch.is_tensor(each)]
+        state = weight.quant_state.as_dict()
+        scales = [value for value in state.values() if torch.is_tensor(value)]
     elif type(weight).__name__ == "Int8Params":
-        parts = [weight.SCB]
-    return sum(each.numel() * each.element_size() for each in (weight, *parts))
+        scales = [weight.SCB]
+    return sum(tensor.numel() * tensor.element_size() for tensor in (weight, *scales))
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Return the memory bandwidth of a copy on the device, in bytes read and written per second."""
     size = 2**32 if device.type == "cuda" else 2**27
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target, times = torch.empty_like(source), []
@@ -157,11 +166,13 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for all queued work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def device_label(device: torch.device) -> str:
+    """Return the name of the GPU, or ``cpu``."""
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 

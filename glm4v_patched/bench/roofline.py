@@ -1,7 +1,7 @@
-"""The sizes of a measurement, the useful work of a sample, and what the device could do of it.
+"""Useful FLOP of a training step, and the FLOP/s that the device reaches in matrix products.
 
-Useful is what training needs without computing anything twice: a forward pass, once more for the
-gradients of activations, once more for those of weights. A multiply-add counts as 2.
+Useful FLOP exclude everything that is computed again (activation checkpointing): one forward pass,
+and as much again each for the gradients of activations and of weights. A multiply-add counts as 2.
 """
 
 from math import prod
@@ -19,13 +19,21 @@ from ..patch.config_json import read_json_object, why_not_glm4v
 from ..remote.configuration_chatglm import ChatGLMConfig
 from .settings import TrainingSettings
 
-# Passes over (vision tower, language model): forward, and what flows back through it.
-PASSES_PER_STEP = {"full": (3, 3), "lm": (1, 3), "lora_lm": (1, 2), "lora_all": (2, 2), "qlora": (1, 2)}
+# Passes over (vision tower, language model): forward, gradients of activations, and of weights.
+PASSES_PER_STEP = {
+    "full": (3, 3),
+    "lm": (1, 3),
+    "lora_lm": (1, 2),
+    "lora_all": (2, 2),
+    "qlora": (1, 2),
+}
 
 
-def config_of(settings: TrainingSettings) -> ChatGLMConfig:
-    """That of ``--model``, or the real size, unless a file says otherwise, which need not say what
-    it is of."""
+def benchmark_config(settings: TrainingSettings) -> ChatGLMConfig:
+    """Return the config of ``--model`` or ``--config``, or of the full-size model.
+
+    The file of ``--config`` may leave out the model type.
+    """
     if settings.model is not None:
         return load_model_config(ModelSource(settings.model))
     if settings.config is None:
@@ -37,52 +45,60 @@ def config_of(settings: TrainingSettings) -> ChatGLMConfig:
 
 
 def benchmark_batch(settings: TrainingSettings, config: ChatGLMConfig, processes: int) -> Batch:
-    """Of one of so many processes."""
+    """Return the shape of the batch of one process.
+
+    Args:
+        processes: The number of processes.
+    """
     lengths = [config.vision.num_image_tokens + 2 + text for text in settings.text_lengths()]
-    rows, of_row, images = len(lengths), lengths[0], 1
+    count, longest, images = len(lengths), lengths[0], 1
     if settings.packed:
-        rows, of_row, images = 1, sum(lengths), len(lengths)
-    return Batch(num_sequences=rows, sequence_length=of_row, images_per_sequence=images, processes=processes)
+        count, longest, images = 1, sum(lengths), len(lengths)
+    return Batch(num_sequences=count, sequence_length=longest, images_per_sequence=images, processes=processes)
 
 
 def useful_flop(config: ChatGLMConfig, settings: TrainingSettings) -> float:
-    """Floating-point operations of one training step, a sample of one image and some text."""
-    tower_passes, language_passes = PASSES_PER_STEP[settings.trained]
-    tower = 0.0 if settings.reuse_features else tower_passes * vision_flop(config)
-    rows = [language_flop(config, text, num_supervised(text)) for text in settings.text_lengths()]
-    return tower + language_passes * mean(rows)
+    """Return the mean FLOP of one sample in a training step; a sample has one image."""
+    vision_passes, language_passes = PASSES_PER_STEP[settings.trained]
+    vision = 0.0 if settings.reuse_features else vision_passes * vision_flop(config)
+    language = [
+        language_flop(config, text, num_supervised(text)) for text in settings.text_lengths()
+    ]
+    return vision + language_passes * mean(language)
 
 
 def num_supervised(text_tokens: int) -> int:
-    """Of a sample's text, how much is learned: its second half."""
+    """Return the number of supervised tokens of a sample: the second half of its text."""
     return text_tokens - text_tokens // 2
 
 
 def vision_flop(config: ChatGLMConfig) -> float:
-    """One image forward, through the adapter."""
+    """Return the FLOP of one image in a forward pass of vision tower and projector."""
     vision = config.vision
     tokens, (layer, _) = vision.num_positions, linear_layer_shapes(config)
     attention = 4 * tokens**2 * vision.hidden_size
     layers = vision.num_hidden_layers * (2 * tokens * sum(map(prod, layer.values())) + attention)
-    adapter_weights = count_projection(config) - 5 * config.hidden_size  # without biases and norms
-    return layers + 2 * vision.num_image_tokens * adapter_weights
+    # Without biases and norms.
+    projector_weights = count_projection(config) - 5 * config.hidden_size
+    return layers + 2 * vision.num_image_tokens * projector_weights
 
 
-def language_flop(config: ChatGLMConfig, text_tokens: int, num_supervised: int) -> float:
-    """One row forward; the output layer only where a token is learned."""
-    positions, (_, layer) = config.vision.num_image_tokens + 2 + text_tokens, linear_layer_shapes(config)
-    causal = 2 * positions**2 * config.num_attention_heads * config.kv_channels
-    layers = config.num_layers * (2 * positions * sum(map(prod, layer.values())) + causal)
-    return layers + 2 * num_supervised * config.hidden_size * config.padded_vocab_size
+def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: int) -> float:
+    """Return the FLOP of one sample in a forward pass; the head runs at supervised tokens only."""
+    tokens, (_, layer) = config.vision.num_image_tokens + 2 + text_tokens, linear_layer_shapes(config)
+    causal = 2 * tokens**2 * config.num_attention_heads * config.kv_channels
+    layers = config.num_layers * (2 * tokens * sum(map(prod, layer.values())) + causal)
+    return layers + 2 * supervised_tokens * config.hidden_size * config.padded_vocab_size
 
 
 def measured_ceiling(side: int, products: int) -> float:
-    """FLOP/s of bf16 matrix products of this side, one after the other, on random data.
+    """Measure the FLOP/s of bf16 matrix products on random data.
 
-    The roofline is that of 20, which are over before a GPU that has rested gets hot.
+    Args:
+        side: Rows and columns of the matrices.
+        products: Number of products. The roofline uses 20, which end before a cool GPU heats up.
     """
-    left = torch.randn(side, side, device=local_device(), dtype=torch.bfloat16)
-    right = torch.randn_like(left)
-    names = {"left": left, "right": right}
-    timer = Timer("left @ right", globals=names, num_threads=torch.get_num_threads())
-    return 2 * side**3 / timer.timeit(products).mean  # some to warm up come first
+    a = torch.randn(side, side, device=local_device(), dtype=torch.bfloat16)
+    b = torch.randn_like(a)
+    timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+    return 2 * side**3 / timer.timeit(products).mean  # timeit warms up first

@@ -1,8 +1,8 @@
-"""What a measured training reads: a batch that lies in memory, or conversations about JPEG files.
+"""Samples of a measured training: a constant batch in memory, or conversations about JPEG files.
 
-Both have the same number of positions and of supervised tokens, so that their speeds show what
-reading images costs. ``python -m glm4v_patched.bench.samples FOLDER SETTINGS SAMPLES`` writes a
-model with random weights, the conversations and their images.
+Both have the same number of tokens and of supervised tokens, so the difference of their speeds is
+the cost of reading images. ``python -m glm4v_patched.bench.samples FOLDER SETTINGS SAMPLES`` writes
+a model with random weights, the conversations and their images.
 """
 
 import random
@@ -27,7 +27,7 @@ from ..models.loading import load_processor
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.loss import IGNORE_INDEX
 from ..remote.processing_chatglm import ChatGLMProcessor
-from .roofline import config_of, num_supervised
+from .roofline import benchmark_config, num_supervised
 from .settings import TrainingSettings, image_size
 
 NUM_IMAGE_FILES = 16
@@ -35,18 +35,20 @@ JPEG_QUALITY = 90
 
 
 class ConstantBatchCollator:
-    """A collator whose every batch is the same one, whatever samples it is given.
+    """A collator that always returns the same batch and ignores the samples.
 
-    Its samples have one image and then text, of which the second half is supervised. They are
-    padded, or packed into one sequence.
+    Each sample of the batch is one image and then text, whose second half is supervised. Samples
+    are padded, or packed into one sequence.
     """
 
     def __init__(self, config: ChatGLMConfig, settings: TrainingSettings, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        most = min(config.boi_token_id, config.pad_token_id)  # text has smaller ids
+        first_special = min(config.boi_token_id, config.pad_token_id)
         image = torch.tensor([config.boi_token_id, config.pad_token_id, config.eoi_token_id])
         lengths = settings.text_lengths()
-        texts = [torch.randint(0, most, (length,), generator=generator) for length in lengths]
+        texts = [
+            torch.randint(0, first_special, (length,), generator=generator) for length in lengths
+        ]
         ids = [torch.cat((image, text)) for text in texts]
         labels = [sample.clone() for sample in ids]
         for sample, length in zip(labels, lengths, strict=True):
@@ -68,23 +70,32 @@ class ConstantBatchCollator:
         return dict(self.batch)
 
 
-def config_and_processor(settings: TrainingSettings) -> tuple[ChatGLMConfig, ChatGLMProcessor | None]:
-    """Of the model that is trained; a batch in memory needs no processor. Random weights have one
-    that knows letters, and a config for its special tokens."""
-    sizes = config_of(settings)
+def config_and_processor(
+    settings: TrainingSettings,
+) -> tuple[ChatGLMConfig, ChatGLMProcessor | None]:
+    """Return the config and the processor of the trained model.
+
+    The processor is ``None`` for a batch in memory. With random weights, it has a vocabulary of
+    letters, and the config has that vocabulary's special tokens.
+    """
+    config = benchmark_config(settings)
     if settings.from_files is None:
-        return sizes, None
+        return config, None
     if settings.model is not None:
-        return sizes, load_processor(ModelSource(settings.model))
+        return config, load_processor(ModelSource(settings.model))
     alphabet = [" " + " ".join(string.ascii_lowercase)]
-    processor = build_processor(alphabet, sizes.vision.image_size, sizes.seq_length)
-    return ChatGLMConfig(**sizes.to_dict() | special_token_ids(processor.tokenizer)), processor
+    processor = build_processor(alphabet, config.vision.image_size, config.seq_length)
+    return ChatGLMConfig(**config.to_dict() | special_token_ids(processor.tokenizer)), processor
 
 
-def conversations(
+def make_conversations(
     processor: ChatGLMProcessor, settings: TrainingSettings, folder: Path, samples: int
 ) -> list[list[dict]]:
-    """So many conversations, each about one of the JPEG files that are written to the folder."""
+    """Write JPEG files to ``folder`` and return conversations, each about one of them.
+
+    Args:
+        samples: The number of conversations.
+    """
     images = _write_images(folder, settings, samples)
     generator, lengths = random.Random(0), settings.text_lengths()
     return [
@@ -94,13 +105,14 @@ def conversations(
 
 
 def _write_images(folder: Path, settings: TrainingSettings, samples: int) -> list[str]:
-    """Of soft colors with noise on them, so that one is decoded as slowly as a photograph."""
+    """Write blurred colors with noise, which take as long to decode as photographs."""
     width, height = map(int, image_size(settings.from_files or "").split("x"))
     generator, images = random.Random(0), []
     for number in range(min(NUM_IMAGE_FILES, samples)):
-        soft = Image.frombytes("RGB", (40, 30), generator.randbytes(40 * 30 * 3))
+        colors = Image.frombytes("RGB", (40, 30), generator.randbytes(40 * 30 * 3))
+        blurred = colors.resize((width, height), Image.Resampling.BICUBIC)
         noise = Image.effect_noise((width, height), 12).convert("RGB")
-        image = Image.blend(soft.resize((width, height), Image.Resampling.BICUBIC), noise, 0.25)
+        image = Image.blend(blurred, noise, 0.25)
         images.append(str(folder / f"{number:02}.jpg"))
         image.save(images[-1], quality=JPEG_QUALITY)
     return images
@@ -109,34 +121,43 @@ def _write_images(folder: Path, settings: TrainingSettings, samples: int) -> lis
 def _conversation(
     processor: ChatGLMProcessor, image: str, text_tokens: int, generator: random.Random
 ) -> list[dict]:
-    """One with so many text tokens beside the image, of which the second half is supervised."""
+    """Return a conversation of one image and ``text_tokens``, whose second half is supervised."""
 
-    def words(number: int) -> str:
+    def letters(number: int) -> str:
         return " ".join(generator.choices(string.ascii_lowercase, k=number))
 
-    def conversation(asked: int, answered: int) -> list[dict]:
-        user = {"role": "user", "image": image, "content": words(asked)}
-        return [user, {"role": "assistant", "content": words(answered)}]
+    def conversation(question_length: int, answer_length: int) -> list[dict]:
+        user = {"role": "user", "image": image, "content": letters(question_length)}
+        return [user, {"role": "assistant", "content": letters(answer_length)}]
 
-    [least] = ConversationCollator(processor).measure([conversation(1, 1)])
-    answered = num_supervised(text_tokens) - least.learned + 1
-    asked = processor.num_image_tokens + 2 + text_tokens - least.positions - answered + 2
-    if min(asked, answered) < 1:
-        raise ValueError(f"--text-tokens {text_tokens} leaves no room for question and answer")
-    return conversation(asked, answered)
+    [smallest] = ConversationCollator(processor).measure([conversation(1, 1)])
+    answer = num_supervised(text_tokens) - smallest.learned + 1
+    question = processor.num_image_tokens + 2 + text_tokens - smallest.positions - answer + 2
+    if min(question, answer) < 1:
+        raise ValueError(
+            f"--text-tokens {text_tokens} is too small for a question and an answer in the chat "
+            "format; give more"
+        )
+    return conversation(question, answer)
 
 
-def write(folder: Path, settings: TrainingSettings, samples: int) -> None:
-    """Write ``train.jsonl`` and its images; and the folder ``model``, if there is no other one."""
+def write_benchmark_data(folder: Path, settings: TrainingSettings, samples: int) -> None:
+    """Write ``train.jsonl`` and its images, and the folder ``model`` unless one is named.
+
+    Args:
+        samples: The number of conversations.
+    """
     config, processor = config_and_processor(settings)
-    assert processor is not None, "of samples that are read from files"
+    assert processor is not None, "only for samples that are read from files"
     if settings.model is None:
         torch.manual_seed(0)
         with local_device():
             save(build_random_model(config, dtype=torch.bfloat16), processor, folder / "model")
-    made = conversations(processor, settings, folder, samples)
-    write_conversations(folder / "train.jsonl", made, overwrite=True)
+    dialogs = make_conversations(processor, settings, folder, samples)
+    write_conversations(folder / "train.jsonl", dialogs, overwrite=True)
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), TrainingSettings.read(sys.argv[2]), int(sys.argv[3]))
+    write_benchmark_data(
+        Path(sys.argv[1]), TrainingSettings.from_json(sys.argv[2]), int(sys.argv[3])
+    )

@@ -1,4 +1,4 @@
-"""Rows of training: each is measured in processes of its own, even if they fail."""
+"""Measures training; a measurement has its own processes, so its failure stops no other one."""
 
 import argparse
 import json
@@ -22,82 +22,104 @@ from ..installed_versions import versions
 from ..option_fields import to_cli_arguments
 from .settings import FULL_SIZE_ON_CPU, TrainingSettings, in_bench_terms
 
-# A row is measured for each combination of their values.
+# These take several values; every combination is measured.
 VARIED_SETTINGS = ("trained", "micro_batch", "text_tokens")
-# Whose versions a row names.
+# Packages whose versions are stored with a row.
 VERSIONED_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes")
 
 
 def measure_training(options: argparse.Namespace) -> Iterator[dict]:
-    """A row of each combination. Raises ``ValueError`` for what cannot be measured, and
-    ``RuntimeError`` for what is not installed, before anything runs."""
+    """Yield the measurement of each combination of settings.
+
+    Raises:
+        ValueError: the options cannot be measured; raised before anything runs.
+        RuntimeError: a package is missing; raised before anything runs.
+    """
     for choice in (*options.trained, options.optimizer):
         require_packages(choice)
-    asked, gpus, on_cpu = requested_settings(options), options.gpus, options.device == "cpu"
-    _require_machine(asked, gpus, on_cpu)
-    for settings in asked:
+    combinations = requested_settings(options)
+    gpus, on_cpu = options.gpus, options.device == "cpu"
+    _require_machine(combinations, gpus, on_cpu)
+    for settings in combinations:
         yield measure_in_processes(settings, gpus, options.timeout, on_cpu)
 
 
 def requested_settings(options: argparse.Namespace) -> list[TrainingSettings]:
-    """Of every combination."""
+    """Return the settings of every combination that the command line asks for."""
 
-    def asked(section: type) -> dict[str, Any]:
-        return {each.name: getattr(options, each.name) for each in fields(section) if each.metadata}
+    def values(section: type) -> dict[str, Any]:
+        return {
+            field.name: getattr(options, field.name) for field in fields(section) if field.metadata
+        }
 
-    engine, common = EngineSection(**asked(EngineSection)), asked(TrainingSettings)
+    engine, common = EngineSection(**values(EngineSection)), values(TrainingSettings)
     return [
         TrainingSettings(**common | dict(zip(VARIED_SETTINGS, varied, strict=True)), engine=engine)
         for varied in product(*(common[name] for name in VARIED_SETTINGS))
     ]
 
 
-def _require_machine(measurements: Sequence[TrainingSettings], processes: int, on_cpu: bool) -> None:
-    """Raise ``ValueError`` with a line for each thing that this machine lacks, as a recipe would be
-    refused. What may fit is tried: only what is surely too large is refused."""
+def _require_machine(
+    combinations: Sequence[TrainingSettings], processes: int, on_cpu: bool
+) -> None:
+    """Refuse what a recipe would be refused for on this machine.
+
+    A measurement is refused for memory only if it certainly does not fit.
+
+    Raises:
+        ValueError: has one line for each problem.
+    """
     from ..finetune.preflight import find_device_problems
     from ..models.placement import Device, place_processes
 
     device: Device = "cpu" if on_cpu else "cuda"
-    asked = measurements[0]
+    first = combinations[0]
     try:
-        place_processes(processes, device, asked.engine.zero_stage)
+        place_processes(processes, device, first.engine.zero_stage)
     except ValueError as error:
         raise ValueError(in_bench_terms(str(error))) from None
-    found = find_device_problems(asked.recipe_fields(), device, processes)
-    faults = [in_bench_terms(fault.text) for fault in found]
-    if on_cpu and asked.config is None and asked.model is None:
-        faults.append(FULL_SIZE_ON_CPU)
-    if not faults:
-        faults = [line for asked in measurements if (line := _memory_problem(asked, processes, on_cpu))]
-    if faults:
-        raise ValueError("\n".join(dict.fromkeys(faults)))
+    recipe_problems = find_device_problems(first.recipe_fields(), device, processes)
+    problems = [in_bench_terms(problem.text) for problem in recipe_problems]
+    if on_cpu and first.config is None and first.model is None:
+        problems.append(FULL_SIZE_ON_CPU)
+    if not problems:
+        problems = [
+            problem
+            for settings in combinations
+            if (problem := _memory_problem(settings, processes, on_cpu))
+        ]
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
 def _memory_problem(settings: TrainingSettings, processes: int, on_cpu: bool) -> str:
-    # Late, for they import torch: the checks before are answered at once.
+    """Return why a training does not fit into memory; empty if it may fit."""
+    # Imported here, because they import torch; the checks before them are answered at once.
     from ..engine.memory_check import find_memory_problem
     from ..engine.memory_plan import apply_memory_limit
-    from .roofline import benchmark_batch, config_of
+    from .roofline import benchmark_batch, benchmark_config
 
     free = 0.0 if on_cpu else min(gpu.memory for gpu in find_gpus().devices[:processes])
-    config = config_of(settings)
+    config = benchmark_config(settings)
     free = apply_memory_limit(free, settings.engine.memory_limit)
     batch = benchmark_batch(settings, config, processes)
-    told = find_memory_problem(config, settings.engine_options(), batch, free)
-    at = f"{settings.trained}, micro-batch {settings.micro_batch}, on {processes} processes"
-    return told and f"{at}: {in_bench_terms(told)}"
+    problem = find_memory_problem(config, settings.engine_options(), batch, free)
+    count = f"{processes} process{'es' * (processes != 1)}"
+    measurement = f"{settings.trained}, micro-batch {settings.micro_batch}, on {count}"
+    return problem and f"{measurement}: {in_bench_terms(problem)}"
 
 
 def command_of(settings: TrainingSettings, gpus: int, on_cpu: bool) -> str:
-    """The shortest command line that measures this one row."""
+    """Return the shortest command line that repeats this measurement."""
     arguments = ["--trained", settings.trained, "--gpus", str(gpus)]
     arguments += [*to_cli_arguments(settings, but=["trained", "engine"]), *to_cli_arguments(settings.engine)]
     return "glm4v-patched bench " + shlex.join([*arguments, *["--device", "cpu"] * on_cpu])
 
 
-def measure_in_processes(settings: TrainingSettings, gpus: int, timeout: float, on_cpu: bool) -> dict:
-    """One row; ``error`` says what went wrong where the processes failed or hung."""
+def measure_in_processes(
+    settings: TrainingSettings, gpus: int, timeout: float, on_cpu: bool
+) -> dict:
+    """Measure in new processes; ``error`` has the reason if they failed or timed out."""
     row = {
         "workload": settings.trained,
         "gpus": gpus,
@@ -115,32 +137,41 @@ def measure_in_processes(settings: TrainingSettings, gpus: int, timeout: float, 
         out = folder / "row.json"
         worker, environment = ["glm4v_patched.bench.worker"], single_process_environment(on_cpu)
         if settings.engine.zero_stage:
-            launcher = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # at a free port
+            launcher = ["--standalone", "--nproc_per_node", str(gpus), "-m"]  # uses a free port
             worker = ["torch.distributed.run", *launcher, *worker]
             environment = training_environment(gpus, on_cpu)
-        command = python_module_command(*worker, settings.text(), str(out))
-        error = run(command, folder, environment, timeout)
-        found = json.loads(out.read_text()) if out.exists() else {"error": error}
-    if "error" not in found:
-        found["versions"] = versions((*VERSIONED_PACKAGES, "glm4v-patched"))
-    return row | found
+        command = python_module_command(*worker, settings.to_json(), str(out))
+        error = run_and_log(command, folder, environment, timeout)
+        figures = json.loads(out.read_text()) if out.exists() else {"error": error}
+    if "error" not in figures:
+        figures["versions"] = versions((*VERSIONED_PACKAGES, "glm4v-patched"))
+    return row | figures
 
 
 def device_name(on_cpu: bool) -> str:
+    """Return the name of the first GPU, or ``cpu``."""
     return "cpu" if on_cpu else find_gpus().devices[0].name
 
 
-def run(command: list[str], folder: Path, environment: Mapping[str, str], timeout: float) -> str:
-    """Run a command, which prints to ``folder/printed.txt``; what went wrong, the line that says
-    so or the last ones; empty if nothing did."""
+def run_and_log(
+    command: list[str], folder: Path, environment: Mapping[str, str], timeout: float
+) -> str:
+    """Run a command with its output in ``folder/printed.txt``.
+
+    Args:
+        timeout: Seconds after which the command is stopped.
+
+    Returns:
+        An empty string on success; else the line of the output with the error, or its last lines.
+    """
     printed = folder / "printed.txt"
     with printed.open("w") as file:
         status = run_with_timeout(timeout, command, environment, file)
     if status == 0:
         return ""
-    late = [f"not done after {timeout:.0f} s"] * (status is None)
+    timed_out = [f"not done after {timeout:.0f} s"] * (status is None)
     lines = [line for line in printed.read_text(errors="replace").splitlines() if line.strip()]
     memory = [line for line in lines if "OutOfMemoryError" in line]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     last = "\n".join(lines[-5:]) or f"ended with status {status} and printed nothing"
-    return (memory or late or errors or [last])[-1][:600]
+    return (memory or timed_out or errors or [last])[-1][:600]

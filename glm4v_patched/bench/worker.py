@@ -1,8 +1,8 @@
-"""Measures one training: what every process of a group runs.
+"""Process that measures training; with several GPUs, each of them runs one.
 
 ``python -m glm4v_patched.bench.worker SETTINGS OUT``, with ZeRO under ``torch.distributed.run``.
-The loop is that of a recipe (:mod:`finetune.assembly`); here are only a model with random weights,
-samples, and a callback that looks at the clock.
+The training loop is a recipe's (:mod:`finetune.assembly`), with a model with random weights, with
+generated samples, and with a callback that times the steps.
 """
 
 import json
@@ -34,21 +34,21 @@ from ..finetune.training_arguments import LoopOptions, engine_arguments
 from ..remote.configuration_chatglm import ChatGLMConfig
 from ..remote.modeling_chatglm import GLM4VForCausalLM
 from .roofline import benchmark_batch, measured_ceiling, useful_flop
-from .samples import ConstantBatchCollator, config_and_processor, conversations
+from .samples import ConstantBatchCollator, config_and_processor, make_conversations
 from .settings import TrainingSettings
 
 LEARNING_RATE = 1e-5
 
 
 class StepTimer(TrainerCallback):
-    """Seconds of each step after those to warm up: reading its batch is in them, logging is not."""
+    """Collect the seconds of each step after the warm-up, including reading, without logging."""
 
     def __init__(self, warm_up: int):
         self.warm_up = warm_up
         self.seconds: list[float] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._began = timer()  # once the GPU is done
+        self._began = timer()  # this timer waits for the GPU
 
     def on_step_end(self, args, state, control, **kwargs):
         ended = timer()
@@ -63,27 +63,27 @@ class StepTimer(TrainerCallback):
 
 
 def measure_steps(settings: TrainingSettings) -> dict:
-    """Train a model with random weights, and return what was seen."""
+    """Train a model with random weights, and return speed, memory and losses."""
     on_gpu = local_device().type == "cuda"
     ceiling = measured_ceiling(*(8192, 20) if on_gpu else (512, 3))
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
-        timed = StepTimer(settings.warm_up)
-        trainer, options, config = _build_benchmark_trainer(settings, Path(folder), timed)
+        step_timer = StepTimer(settings.warm_up)
+        trainer, options, config = _build_benchmark_trainer(settings, Path(folder), step_timer)
         trainer.train()
     require_learning(trainer)
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
     allocated, reserved = (peak / GIB if on_gpu else None for peak in peaks)
-    median, work = statistics.median(timed.seconds), useful_flop(config, settings)
+    median, flop = statistics.median(step_timer.seconds), useful_flop(config, settings)
     rate = settings.micro_batch / median
-    positions = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
-    fastest, slowest = min(timed.seconds), max(timed.seconds)
+    tokens = config.vision.num_image_tokens + 2 + statistics.mean(settings.text_lengths())
+    fastest, slowest = min(step_timer.seconds), max(step_timer.seconds)
     return {
         "samples_per_s_per_gpu": rate,
-        "tokens_per_s_per_gpu": rate * positions,
-        "roofline_share": rate * work / ceiling,
+        "tokens_per_s_per_gpu": rate * tokens,
+        "roofline_share": rate * flop / ceiling,
         "step_s": {"median": median, "fastest": fastest, "slowest": slowest},
-        "useful_tflop_per_sample": work / 1e12,
+        "useful_tflop_per_sample": flop / 1e12,
         "ceiling_tflops": ceiling / 1e12,
         "peak_allocated_gib": allocated,
         "peak_reserved_gib": reserved,
@@ -94,16 +94,21 @@ def measure_steps(settings: TrainingSettings) -> dict:
 
 
 def _build_benchmark_trainer(
-    settings: TrainingSettings, folder: Path, timed: StepTimer
+    settings: TrainingSettings, folder: Path, step_timer: StepTimer
 ) -> tuple[RecipeTrainer, EngineOptions, ChatGLMConfig]:
-    """The recipe's trainer of the model and the samples, in processes that have joined."""
+    """Join the process group, and build the recipe's trainer with model and samples.
+
+    Returns:
+        The trainer, the engine options with "auto" resolved, and the model's config.
+    """
     config, processor = config_and_processor(settings)
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    batch, asked = benchmark_batch(settings, config, processes), settings.engine_options()
-    require_fp8(asked, config)
+    batch = benchmark_batch(settings, config, processes)
+    requested = settings.engine_options()
+    require_fp8(requested, config)
     if torch.cuda.is_available():
-        join_process_group(asked)  # all of them decide by the least of what is free
-    options = decide_options(config, asked, batch, min_free_gpu_memory(asked.memory_limit))
+        join_process_group(requested)  # min_free_gpu_memory is the minimum over all processes
+    options = decide_options(config, requested, batch, min_free_gpu_memory(requested.memory_limit))
     steps = settings.warm_up + settings.steps
     arguments = init_training(
         options,
@@ -120,16 +125,16 @@ def _build_benchmark_trainer(
             "disable_tqdm": True,
         },
     )
-    samples: Any = range(settings.micro_batch * processes * steps)  # each once
+    samples: Any = range(settings.micro_batch * processes * steps)  # one epoch
     collator: Any = ConstantBatchCollator(config, settings, seed=arguments.process_index)
     if processor is not None:
-        samples = conversations(processor, settings, folder, len(samples))
+        samples = make_conversations(processor, settings, folder, len(samples))
         collator = ConversationCollator(processor)
     trainer = build_trainer(
         partial(prepare_model, options, _model_builder(settings, config, options)),
         arguments,
         LoopOptions(max_nonfinite_steps=1, worker_start=worker_start(options.offload)),
-        callbacks=[timed],
+        callbacks=[step_timer],
         reuse_features=settings.reuse_features,
         train_dataset=samples,
         data_collator=collator,
@@ -140,28 +145,31 @@ def _build_benchmark_trainer(
 def _model_builder(
     settings: TrainingSettings, config: ChatGLMConfig, options: EngineOptions
 ) -> Callable[..., GLM4VForCausalLM]:
-    """What is given what ``from_pretrained`` is: that of a folder, or random weights."""
+    """Return a function that builds the model and takes the keyword arguments of from_pretrained.
+
+    It loads the weights of ``settings.model``, or makes random ones.
+    """
     if settings.model is not None:
         return partial(GLM4VForCausalLM.from_pretrained, settings.model)
 
-    def build(**given: Any) -> GLM4VForCausalLM:
-        # Under ZeRO-3 DeepSpeed itself puts every new weight on the GPU, sharded.
+    def build(**kwargs: Any) -> GLM4VForCausalLM:
+        # Under ZeRO-3, DeepSpeed itself moves every new weight to the GPU and shards it.
         with nullcontext() if options.zero_stage == 3 else local_device():
-            return build_random_model(config, **given)
+            return build_random_model(config, **kwargs)
 
     return build
 
 
 def require_learning(trainer: RecipeTrainer) -> None:
-    """Raise ``RuntimeError`` for a training in which nothing can have been learned."""
+    """Raise ``RuntimeError`` if the training diverged or all gradients were 0."""
     if trainer.divergence.verdict is not None:
         raise RuntimeError(trainer.divergence.verdict)
     if not any(entry.get("grad_norm") for entry in trainer.state.log_history):
-        raise RuntimeError("the gradients of all steps were 0: nothing was learned")
+        raise RuntimeError("the gradients of all steps were 0, so no weight was trained")
 
 
 if __name__ == "__main__":
-    row = measure_steps(TrainingSettings.read(sys.argv[1]))
+    row = measure_steps(TrainingSettings.from_json(sys.argv[1]))
     if int(os.environ.get("RANK", 0)) == 0:
         Path(sys.argv[2]).write_text(json.dumps(row))
     exit_process()

@@ -1,1 +1,1 @@
-"""The published code against ours, on the same weights and the same rows."""
+"""Compares the published code with ours, on the same weights and the same samples."""

@@ -1,4 +1,4 @@
-"""A Python on which the published code works, and the process that it runs in; needs no torch."""
+"""The Python and the environment that the published code runs in. Imports no torch."""
 
 import hashlib
 import json
@@ -10,38 +10,40 @@ from packaging.version import Version
 
 from ..terminal_text import printable
 
-# What the published code was made for, and works with.
+# Versions of transformers that the published code works with.
 RECOMMENDED_TRANSFORMERS = "4.44.2"
-OLDEST_TRANSFORMERS, FIRST_BROKEN_TRANSFORMERS = "4.42", "4.45"
+MIN_TRANSFORMERS, FIRST_BROKEN_TRANSFORMERS = "4.42", "4.45"
 PYTHON_CURE = (
-    f"give --python PATH of an environment with transformers {RECOMMENDED_TRANSFORMERS}, accelerate, tiktoken, "
-    "pillow and torch (docs/troubleshooting.md)"
+    f"give --python PATH of an environment with transformers {RECOMMENDED_TRANSFORMERS}, "
+    "accelerate, tiktoken, pillow and torch (docs/troubleshooting.md)"
 )
-# What the process is given of this one's environment. Tokens have many names: all else is left out.
+# The only environment variables that are passed on: tokens have too many names to be filtered out.
 PASSED_VARIABLES: tuple[str, ...] = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
 PASSED_VARIABLES += ("LANG", "LC_ALL", "TMPDIR", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
 
 
 def describe_code(folder: Path) -> str:
-    """Which files of code would run, and how."""
+    """Describe the files of code that would run, and what they would have access to."""
     files = sorted(folder.glob("*.py"))
-    told = [
+    lines = [
         f"  {printable(file.name)} ({file.stat().st_size:,} bytes, sha256 "
         f"{hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
         for file in files
     ]
     return (
-        f"code in {printable(str(folder))}, which is not this package's:\n" + "\n".join(told) + "\n"
-        "It runs as you, in a process of its own: without your tokens and your home folder in its "
-        "environment, with the Hub switched off. Nothing keeps it from your files or your network."
+        f"code in {printable(str(folder))}, which is not this package's:\n"
+        + "\n".join(lines)
+        + "\nIt runs under your user, in a separate process: without your tokens and your home "
+        "folder in its environment, with the Hub switched off. It can still reach your files and "
+        "your network."
     )
 
 
 def find_python_versions(python: str) -> str:
-    """The transformers that a Python has.
+    """Return which transformers and torch a Python has, as text.
 
     Raises:
-        RuntimeError: it is none, or none with which the published code works.
+        RuntimeError: it cannot be run, or the published code does not work with its transformers.
     """
     code = "import json, transformers, torch, safetensors; print(json.dumps("
     code += "[transformers.__version__, torch.__version__]))"
@@ -54,19 +56,23 @@ def find_python_versions(python: str) -> str:
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2] or f"it ended with status {done.returncode}"
         raise RuntimeError(f"{python} cannot be used: {last}; {PYTHON_CURE}")
-    found, torch = json.loads(done.stdout.splitlines()[-1])
-    if not Version(OLDEST_TRANSFORMERS) <= Version(found) < Version(FIRST_BROKEN_TRANSFORMERS):
+    transformers, torch = json.loads(done.stdout.splitlines()[-1])
+    if not Version(MIN_TRANSFORMERS) <= Version(transformers) < Version(FIRST_BROKEN_TRANSFORMERS):
         raise RuntimeError(
-            f"{python} has transformers {found}; the published code works with "
-            f">={OLDEST_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}; {PYTHON_CURE}"
+            f"{python} has transformers {transformers}; the published code works with "
+            f">={MIN_TRANSFORMERS},<{FIRST_BROKEN_TRANSFORMERS}; {PYTHON_CURE}"
         )
-    return f"transformers {found}, torch {torch}"
+    return f"transformers {transformers}, torch {torch}"
 
 
 def isolated_environment(home: Path) -> dict[str, str]:
-    """Without tokens: neither in variables, nor where the Hub's client would look for them."""
-    kept = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
-    return kept | {
+    """Return an environment without tokens, in variables or in files of the Hub's client.
+
+    Args:
+        home: An empty folder that becomes the home folder.
+    """
+    passed = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
+    return passed | {
         "HOME": str(home),
         "HF_HOME": str(home / "huggingface"),
         "HF_HUB_OFFLINE": "1",

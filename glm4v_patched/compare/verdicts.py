@@ -1,4 +1,4 @@
-"""What two models computed of the same rows, line by line: who agrees, and who is wrong."""
+"""Verdicts on the outputs of the published code and ours: whether they agree, and who is wrong."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,20 +13,29 @@ SAME: Final = "same"
 ORIGINAL_WRONG: Final = "the original is wrong"
 DIFFERENT: Final = "DIFFERENT"
 OURS_WRONG: Final = "OURS IS WRONG"
+# Names of the cases that inputs.py writes.
 PADDED_CASE, SWAPPED_CASE = "batch", "swapped"
 SINGLE_CASES = ("image", "other image")
-# Of logits (largest difference), of losses, of gradients (norm of the difference against the norm).
-# In fp32 the two add in another order: 3e-5 were measured (docs/numerics.md). In bf16 the published
-# code's own logits are off by up to 0.25, and its loss is rounded to bf16.
+# For logits (largest difference), losses, and gradients (norm of the difference, relative to the
+# norm). In fp32 the two add in another order: 3e-5 was measured (docs/numerics.md). In bf16 the
+# published code's own logits are off by up to 0.25, and its loss is rounded to bf16.
 COMPARE_TOLERANCES = {"fp32": (1e-3, 1e-4, 1e-3), "bf16": (0.5, 0.05, 0.15)}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """``note`` says in words what is behind a verdict."""
+    """One line of the report.
 
-    row: str
-    what: str
+    Args:
+        sample: The sample or batch.
+        quantity: Which of its outputs is compared.
+        original, ours: The values of both models, as text.
+        verdict: Whether the values agree.
+        note: The reason for the verdict, if it needs one.
+    """
+
+    sample: str
+    quantity: str
     original: str
     ours: str
     verdict: Verdict
@@ -35,172 +44,221 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What the worker wrote: ``told`` of each case, and ``tensors`` as ``case/name``."""
+    """Outputs of one model, as its worker wrote them.
 
-    told: Mapping[str, Mapping[str, Any]]
+    Args:
+        results: For each case, the loss, the answer's tokens and the errors.
+        tensors: Logits and gradients, named ``case/name``.
+    """
+
+    results: Mapping[str, Mapping[str, Any]]
     tensors: Mapping[str, Tensor]
 
-    def error(self, case: str, what: str) -> str | None:
-        found = self.told[case].get(what)
-        return found["error"] if isinstance(found, dict) else None
+    def error(self, case: str, name: str) -> str | None:
+        """Return the error that this result ended with, or ``None``."""
+        result = self.results[case].get(name)
+        return result["error"] if isinstance(result, dict) else None
 
     def loss(self, case: str) -> float | None:
-        found = self.told[case].get("loss")
-        return found if isinstance(found, float) else None
+        """Return the loss of a case; ``None`` if it has none or ended with an error."""
+        result = self.results[case].get("loss")
+        return result if isinstance(result, float) else None
 
     def gradients(self, case: str) -> dict[str, Tensor]:
-        start = f"{case}/gradient/"
-        return {k[len(start) :]: t for k, t in self.tensors.items() if k.startswith(start)}
+        """Return the gradients of a case by the names of their weights."""
+        prefix = f"{case}/gradient/"
+        return {k[len(prefix) :]: t for k, t in self.tensors.items() if k.startswith(prefix)}
 
 
 def compare_outputs(
-    original: ModelOutputs, ours: ModelOutputs, learned: Mapping[str, int], precision: str
+    original: ModelOutputs, ours: ModelOutputs, supervised: Mapping[str, int], precision: str
 ) -> list[Comparison]:
-    """Args:
-    learned: Labels of each case, by which losses of single rows make that of their batch.
+    """Compare all outputs of the two models.
+
+    Args:
+        supervised: Number of supervised tokens of each case. They weight the losses of single
+            samples, whose mean is the loss of their batch.
+        precision: Key of ``COMPARE_TOLERANCES``.
     """
-    both = _OutputPair(original, ours, learned, *COMPARE_TOLERANCES[precision])
-    lines = []
-    for case, row in (("text", "text"), ("image", "image")):
-        lines += [both.logits(case, row), both.loss(case, row), both.gradients(case, row)]
-    lines += both.padded()
-    lines += [both.answer("prompt text", "text"), both.answer("prompt image", "image")]
-    return lines
+    pair = _OutputPair(original, ours, supervised, *COMPARE_TOLERANCES[precision])
+    comparisons = []
+    for case in ("text", "image"):
+        comparisons += [pair.logits(case), pair.loss(case), pair.gradients(case)]
+    comparisons += pair.padded_batch()
+    comparisons += [pair.answer("prompt text", "text"), pair.answer("prompt image", "image")]
+    return comparisons
 
 
 @dataclass(frozen=True)
 class _OutputPair:
     original: ModelOutputs
     ours: ModelOutputs
-    learned: Mapping[str, int]
-    of_logits: float
-    of_loss: float
-    of_gradients: float
+    supervised: Mapping[str, int]
+    logits_tolerance: float
+    loss_tolerance: float
+    gradient_tolerance: float
 
-    def logits(self, case: str, row: str) -> Comparison:
-        if failed := self._failed(case, "logits", row, "logits"):
-            return failed
-        there, here = (m.tensors[f"{case}/logits"] for m in (self.original, self.ours))
-        off = (there - here).abs().max().item()
-        return self._line(row, "logits", _span(there), _span(here), off, self.of_logits)
+    @property
+    def models(self) -> tuple[ModelOutputs, ModelOutputs]:
+        return self.original, self.ours
 
-    def loss(self, case: str, row: str) -> Comparison:
-        if failed := self._failed(case, "loss", row, "loss"):
-            return failed
-        there, here = self.original.loss(case), self.ours.loss(case)
-        assert there is not None and here is not None
-        off = abs(there - here)
-        return self._line(row, "loss", f"{there:.5f}", f"{here:.5f}", off, self.of_loss)
-
-    def gradients(self, case: str, row: str) -> Comparison:
-        if failed := self._failed(case, "loss", row, "gradients"):
-            return failed
-        there, here = self.original.gradients(case), self.ours.gradients(case)
-        counts = f"of {len(there)} weights", f"of {len(here)} weights"
-        if there.keys() != here.keys():
-            names = ", ".join(sorted(there.keys() ^ here.keys())[:2])
-            return Comparison(row, "gradients", *counts, DIFFERENT, f"only one model has: {names}")
-        off = max_or_nan(
-            ((there[n] - here[n]).norm() / there[n].norm().clamp_min(1e-12)).item() for n in there
+    def logits(self, case: str) -> Comparison:
+        if failure := self._failure(case, "logits", case, "logits"):
+            return failure
+        theirs, ours = (model.tensors[f"{case}/logits"] for model in self.models)
+        error = (theirs - ours).abs().max().item()
+        return self._within(
+            case, "logits", _span(theirs), _span(ours), error, self.logits_tolerance
         )
-        return self._line(row, "gradients", *counts, off, self.of_gradients)
 
-    def padded(self) -> Iterator[Comparison]:
-        """Rows of a batch against the same rows alone, of either model."""
-        row, note = "padded batch", "a row gives something else beside a longer one"
-        yield self._each(row, "logits, to rows alone", "logits", self._logits_off, note)
-        yield self._each(row, "loss, to rows alone", "loss", self._loss_off, note)
-        if self.original.error(PADDED_CASE, "loss") or self.ours.error(PADDED_CASE, "loss"):
+    def loss(self, case: str) -> Comparison:
+        if failure := self._failure(case, "loss", case, "loss"):
+            return failure
+        theirs, ours = self.original.loss(case), self.ours.loss(case)
+        assert theirs is not None and ours is not None
+        texts = f"{theirs:.5f}", f"{ours:.5f}"
+        return self._within(case, "loss", *texts, abs(theirs - ours), self.loss_tolerance)
+
+    def gradients(self, case: str) -> Comparison:
+        if failure := self._failure(case, "loss", case, "gradients"):
+            return failure
+        theirs, ours = self.original.gradients(case), self.ours.gradients(case)
+        texts = f"{len(theirs)} weights", f"{len(ours)} weights"
+        if theirs.keys() != ours.keys():
+            names = ", ".join(sorted(theirs.keys() ^ ours.keys())[:2])
+            return Comparison(
+                case, "gradients", *texts, DIFFERENT, f"only one model has gradients of: {names}"
+            )
+        error = max_or_nan(
+            ((theirs[n] - ours[n]).norm() / theirs[n].norm().clamp_min(1e-12)).item()
+            for n in theirs
+        )
+        return self._within(case, "gradients", *texts, error, self.gradient_tolerance)
+
+    def padded_batch(self) -> Iterator[Comparison]:
+        """Compare samples in a padded batch with the same samples alone, for each model."""
+        sample, note = "padded batch", "a sample has another result when a longer one is beside it"
+        logits, loss = "logits, error to samples alone", "loss, error to samples alone"
+        yield self._self_comparison(
+            sample, logits, "logits", self._batch_logits_error, self.logits_tolerance, note
+        )
+        yield self._self_comparison(
+            sample, loss, "loss", self._batch_loss_error, self.loss_tolerance, note
+        )
+        if any(model.error(PADDED_CASE, "loss") for model in self.models):
             return
-        changes = [self._change_by_images(each) for each in (self.original, self.ours)]
-        seen = [0 < change < math.inf for change in changes]  # of NaN nothing can be said
-        verdict: Verdict = SAME if all(seen) else (ORIGINAL_WRONG if seen[1] else OURS_WRONG)
-        note = "" if seen[0] else "it loses the images of padded rows, without an error"
+        changes = [self._change_by_images(model) for model in self.models]
+        uses_images = [0 < change < math.inf for change in changes]  # false for NaN, too
+        verdict = _verdict_by_validity(uses_images)
+        note = "" if uses_images[0] else "it loses the images of padded samples, without an error"
         if not all(map(math.isfinite, changes)):
             note = "a loss is NaN or infinite"
-        words = [f"{change:.5f}" for change in changes]
-        yield Comparison(row, "loss, other images", words[0], words[1], verdict, note)
+        texts = [f"{change:.5f}" for change in changes]
+        yield Comparison(sample, "loss, change by other images", texts[0], texts[1], verdict, note)
         counts = [
             sum(
                 ".vision." in name and bool(gradient.any() and gradient.isfinite().all())
-                for name, gradient in found.items()
+                for name, gradient in model.gradients(PADDED_CASE).items()
             )
-            for found in (self.original.gradients(PADDED_CASE), self.ours.gradients(PADDED_CASE))
+            for model in self.models
         ]
-        verdict = SAME if all(counts) else (ORIGINAL_WRONG if counts[1] else OURS_WRONG)
-        note = "" if all(counts) else "nothing of the vision tower learns, or its gradients are NaN"
-        words = [f"of {count} weights" for count in counts]
-        yield Comparison(row, "tower's gradients", words[0], words[1], verdict, note)
+        verdict = _verdict_by_validity([count > 0 for count in counts])
+        note = "" if all(counts) else "all gradients of the vision tower are 0, or one is NaN"
+        texts = [f"{count} weights" for count in counts]
+        yield Comparison(sample, "vision tower's gradients", texts[0], texts[1], verdict, note)
 
-    def _each(
-        self, row: str, name: str, what: str, off_of: Callable[["Computed"], float], note: str
+    def _self_comparison(
+        self,
+        sample: str,
+        quantity: str,
+        result: str,
+        error_of: Callable[["ModelOutputs"], float],
+        tolerance: float,
+        note: str,
     ) -> Comparison:
-        """How far each model is off from itself."""
-        tolerance = self.of_logits if what == "logits" else self.of_loss
-        words, wrong, notes = [], [], []
-        for each in (self.original, self.ours):
-            error = each.error(PADDED_CASE, what)
-            off = float("inf") if error else off_of(each)
-            words.append("fails" if error else f"off by {off:.2g}")
-            wrong.append(not off <= tolerance)  # a NaN is wrong, too
-            notes.append(error or note)
-        if wrong[1]:
-            return Comparison(row, name, words[0], words[1], OURS_WRONG, notes[1])
-        if wrong[0]:
-            return Comparison(row, name, words[0], words[1], ORIGINAL_WRONG, notes[0])
-        return Comparison(row, name, words[0], words[1], SAME)
+        """Compare each model with itself: its batch with its single samples."""
+        texts, valid, notes = [], [], []
+        for model in self.models:
+            message = model.error(PADDED_CASE, result)
+            error = float("inf") if message else error_of(model)
+            texts.append("fails" if message else f"{error:.2g}")
+            valid.append(error <= tolerance)  # false for NaN, too
+            notes.append(message or note)
+        verdict = _verdict_by_validity(valid)
+        reason = "" if verdict == SAME else notes[verdict == OURS_WRONG]
+        return Comparison(sample, quantity, texts[0], texts[1], verdict, reason)
 
-    def _logits_off(self, each: ModelOutputs) -> float:
-        alone = [each.tensors[f"{case}/logits"][0] for case in SINGLE_CASES]
-        batch = each.tensors[f"{PADDED_CASE}/logits"]
+    def _batch_logits_error(self, model: ModelOutputs) -> float:
+        alone = [model.tensors[f"{case}/logits"][0] for case in SINGLE_CASES]
+        batch = model.tensors[f"{PADDED_CASE}/logits"]
         return max_or_nan((a - b).abs().max().item() for a, b in zip(alone, batch, strict=True))
 
-    def _loss_off(self, each: ModelOutputs) -> float:
-        """To the mean over all labels of both rows."""
-        counts = [self.learned[case] for case in SINGLE_CASES]
-        losses, batch = [each.loss(case) for case in SINGLE_CASES], each.loss(PADDED_CASE)
+    def _batch_loss_error(self, model: ModelOutputs) -> float:
+        """Compare the batch's loss with the mean over all supervised tokens of its samples."""
+        counts = [self.supervised[case] for case in SINGLE_CASES]
+        losses, batch = [model.loss(case) for case in SINGLE_CASES], model.loss(PADDED_CASE)
         if batch is None or None in losses:
             return float("inf")
         pairs = zip(losses, counts, strict=True)
         return abs(batch - sum((loss or 0.0) * count for loss, count in pairs) / sum(counts))
 
-    def _change_by_images(self, each: ModelOutputs) -> float:
-        there, other = each.loss(PADDED_CASE), each.loss(SWAPPED_CASE)
-        return abs(there - other) if there is not None and other is not None else 0.0
+    def _change_by_images(self, model: ModelOutputs) -> float:
+        """Return how much the batch's loss changes when its images are swapped."""
+        batch, swapped = model.loss(PADDED_CASE), model.loss(SWAPPED_CASE)
+        return abs(batch - swapped) if batch is not None and swapped is not None else 0.0
 
-    def answer(self, case: str, row: str) -> Comparison:
-        if failed := self._failed(case, "answer", row, "answer"):
-            return failed
-        there, here = self.original.told[case]["answer"], self.ours.told[case]["answer"]
+    def answer(self, case: str, sample: str) -> Comparison:
+        quantity = "answer (greedy tokens)"
+        if failure := self._failure(case, "answer", sample, quantity):
+            return failure
+        theirs, ours = (model.results[case]["answer"] for model in self.models)
         note = ""
         if error := self.original.error(case, "generate"):
-            note = f"the original's generate fails here ({error}); drawn without a cache"
-        verdict: Verdict = SAME if there == here else DIFFERENT
-        logits = [each.tensors.get(f"{case}/logits") for each in (self.original, self.ours)]
-        if not all(each.isfinite().all() for each in logits if each is not None):
-            verdict, note = DIFFERENT, "logits are NaN or infinite: these ids are no answer"
-        return Comparison(row, "answer (greedy ids)", _ids(there), _ids(here), verdict, note)
+            note = f"the original's generate fails ({error}); it was decoded without a cache"
+        verdict: Verdict = SAME if theirs == ours else DIFFERENT
+        logits = [model.tensors.get(f"{case}/logits") for model in self.models]
+        if not all(tensor.isfinite().all() for tensor in logits if tensor is not None):
+            verdict, note = DIFFERENT, "logits are NaN or infinite: these tokens are no answer"
+        return Comparison(
+            sample, quantity, _first_tokens(theirs), _first_tokens(ours), verdict, note
+        )
 
-    def _failed(self, case: str, what: str, row: str, name: str) -> Comparison | None:
-        there, here = self.original.error(case, what), self.ours.error(case, what)
-        if here is not None:
-            return Comparison(row, name, "fails" if there else "", "fails", OURS_WRONG, here)
-        if there is not None:
+    def _failure(self, case: str, result: str, sample: str, quantity: str) -> Comparison | None:
+        """Return the line of a result that one of the models failed to compute, else ``None``."""
+        their_error, our_error = self.original.error(case, result), self.ours.error(case, result)
+        if our_error is not None:
+            original = "fails" if their_error else ""
+            return Comparison(sample, quantity, original, "fails", OURS_WRONG, our_error)
+        if their_error is not None:
             loss = self.ours.loss(case)
-            ours = f"{loss:.5f}" if name == "loss" and loss is not None else "computes it"
-            return Comparison(row, name, "fails", ours, ORIGINAL_WRONG, there)
+            ours = f"{loss:.5f}" if quantity == "loss" and loss is not None else "computes it"
+            return Comparison(sample, quantity, "fails", ours, ORIGINAL_WRONG, their_error)
         return None
 
-    def _line(
-        self, row: str, what: str, there: str, here: str, off: float, tolerance: float
+    def _within(
+        self,
+        sample: str,
+        quantity: str,
+        original: str,
+        ours: str,
+        difference: float,
+        tolerance: float,
     ) -> Comparison:
-        # Not "off > tolerance": a NaN is no agreement.
-        verdict: Verdict = SAME if off <= tolerance else DIFFERENT
-        return Comparison(row, what, there, here, verdict, f"off by {off:.2g}, up to {tolerance:g}")
+        # Written so that NaN is DIFFERENT.
+        verdict: Verdict = SAME if difference <= tolerance else DIFFERENT
+        note = f"difference {difference:.2g}, tolerance {tolerance:g}"
+        return Comparison(sample, quantity, original, ours, verdict, note)
+
+
+def _verdict_by_validity(valid: list[bool]) -> Verdict:
+    """Return the verdict from whether (the original's, our) result is valid."""
+    if all(valid):
+        return SAME
+    return ORIGINAL_WRONG if valid[1] else OURS_WRONG
 
 
 def max_or_nan(numbers: Iterable[float]) -> float:
-    """Return the highest number; NaN if there is one, which Python's ``max`` may pass over."""
+    """Return the maximum; NaN if there is one, which Python's ``max`` may ignore."""
     return torch.tensor([*numbers], dtype=torch.float64).max().item()
 
 
@@ -208,16 +266,17 @@ def _span(logits: Tensor) -> str:
     return f"{logits.min().item():.2f} to {logits.max().item():.2f}"
 
 
-def _ids(ids: list[int]) -> str:
+def _first_tokens(ids: list[int]) -> str:
     return " ".join(map(str, ids[:4])) + (" ..." if len(ids) > 4 else "")
 
 
-def format_comparisons(lines: list[Comparison]) -> str:
-    header = ("row", "what", "original", "ours", "verdict")
-    cells = [header, *((x.row, x.what, x.original, x.ours, x.verdict) for x in lines)]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(header))]
+def format_comparisons(comparisons: list[Comparison]) -> str:
+    """Format comparisons as a text table, with each note on a line below its row."""
+    header = ("sample", "quantity", "original", "ours", "verdict")
+    cells = [header, *((x.sample, x.quantity, x.original, x.ours, x.verdict) for x in comparisons)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     text = []
-    for row, note in zip(cells, ["", *(line.note for line in lines)], strict=True):
+    for row, note in zip(cells, ["", *(item.note for item in comparisons)], strict=True):
         padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         text.append("  ".join(padded).rstrip())
         if note:

@@ -1,1 +1,1 @@
-"""The main job in miniature: a tiny model learns to see, and a fresh process judges it."""
+"""The demo: a tiny model is trained on drawn images, and tested in a fresh process."""

@@ -1,10 +1,10 @@
-"""The main job in miniature: fine-tune a tiny glm-4v, and test that it uses the images.
+"""``glm4v-patched demo``: fine-tune a tiny glm-4v, and test that it uses the images.
 
-1. A data set of images with questions is drawn and written to files.
-2. A tiny model with random weights is saved, and trained from those files on several processes
-   with DeepSpeed ZeRO-3, bf16 and activation checkpointing.
-3. A fresh process that cannot import this package loads what was saved and answers questions about
-   images it has not seen: before training, after it, and with the images swapped.
+1. Draw a data set of images with questions, and write it to files.
+2. Save a tiny model with random weights, and train it from those files on several processes with
+   DeepSpeed ZeRO-3, bf16 and activation checkpointing.
+3. Load the saved models in a fresh process that cannot import this package, and let them answer
+   questions about unseen images: before training, after it, and with the images swapped.
 """
 
 import json
@@ -37,23 +37,25 @@ from .tiny_model import IMAGE_SIDE, build_from_scratch
 NUM_TRAIN, NUM_HELD_OUT = 2400, 96
 MICRO_BATCH, LEARNING_RATE, SEED = 16, 2e-3, 0
 ZERO_STAGE: Final = 3
-# What it writes to its folder, and what says that it did.
+# Files and folders that the demo writes; MARKER_FILE marks them as the demo's.
 OUTPUT_NAMES = ["data", "initial", "trained", "requests.json", "replies.json"]
 OUTPUT_NAMES += ["loss.png", "answers.png", "metrics.json"]
 MARKER_FILE = "demo.txt"
-# Run as a file and never imported: it makes this package unimportable.
+# Run as a script and never imported, because it makes this package unimportable.
 ANSWER_SCRIPT = Path(__file__).with_name("fresh_process.py")
 
 
 def place_demo(processes: int | None, device: Device | None) -> Placement:
-    """Two processes by default, or one where there is one GPU; on the CPU where there is none.
+    """Choose processes and device: by default two processes, one if there is a single GPU.
+
+    Without a GPU, the CPU is used.
 
     Raises:
-        RecipeError: there are GPUs, but fewer than the processes that are asked for.
+        RecipeError: there are GPUs, but fewer than ``processes``.
     """
     gpus = find_gpus()
     if device is None and not gpus.devices:
-        print(f"the demo runs on the CPU, as there is no GPU: {gpus.reason}", flush=True)
+        print(f"the demo runs on the CPU, because there is no GPU: {gpus.reason}", flush=True)
         device = "cpu"
     if processes is None:
         processes = 1 if device != "cpu" and len(gpus) == 1 else 2
@@ -61,65 +63,72 @@ def place_demo(processes: int | None, device: Device | None) -> Placement:
 
 
 def run_demo(out: Path, placement: Placement, steps: int) -> dict:
-    """Run it; returns the figures that also go to ``out/metrics.json``.
+    """Run the demo, and return the figures that it also writes to ``out/metrics.json``.
 
     Args:
-        out: Folder for all that is written; what an earlier demo left there is replaced.
+        out: Folder of all outputs; files of an earlier demo are overwritten.
+        placement: Processes and device.
+        steps: Training steps.
 
     Raises:
-        ValueError: ``out`` holds what is not the demo's and would be replaced.
+        ValueError: a file in ``out`` would be overwritten that no demo has written.
         RuntimeError: training cannot run or failed.
     """
     require_deepspeed()
     with locked(out):
         out = out.resolve()
         _require_replaceable(out)
-        (out / MARKER_FILE).write_text("What lies beside this file was written by glm4v-patched demo.\n")
+        (out / MARKER_FILE).write_text("glm4v-patched demo has written the files of this folder.\n")
         return _train_and_evaluate(out, placement, steps)
 
 
 def _require_replaceable(out: Path) -> None:
-    """Raises ``ValueError`` if the demo would write over another's files."""
+    """Raise ``ValueError`` if the demo would overwrite files that no demo has written."""
     present = [name for name in OUTPUT_NAMES if os.path.lexists(out / name)]
     cure = "expected --out to be another folder"
     if present and not (out / MARKER_FILE).is_file():
-        raise ValueError(f"{out} holds {', '.join(present)}, which no demo has written; {cure}")
+        raise ValueError(
+            f"{out} contains {', '.join(present)}, not written by a demo, which would be "
+            f"overwritten; {cure}"
+        )
     for name in present:
         if (out / name).is_symlink():
-            raise ValueError(f"{out / name} is a link, and would be written through; {cure}")
+            raise ValueError(
+                f"{out / name} is a symbolic link, whose target would be overwritten; {cure}"
+            )
 
 
 def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
     started = time.time()
-    disable_progress_bar()  # of files of a tiny model
-    rows = _write_data_set(out / "data", "train", NUM_TRAIN, SEED)
+    disable_progress_bar()  # loading a tiny model needs none
+    train_file = _write_data_set(out / "data", "train", NUM_TRAIN, SEED)
     held_out = read_conversations(_write_data_set(out / "data", "held_out", NUM_HELD_OUT, SEED + 1))
-    build_from_scratch(out / "initial", read_conversations(rows), SEED)
-    print(f"data: {rows}, {len(held_out)} conversations held out", flush=True)
+    build_from_scratch(out / "initial", read_conversations(train_file), SEED)
+    print(f"data: {train_file}, {len(held_out)} conversations held out", flush=True)
 
     recipe = Recipe(
         model=str(out / "initial"),
         out=str(out / "trained"),
-        data=Data(train=str(rows)),
-        # Not by memory, which would suffice for no checkpoint at all.
+        data=Data(train=str(train_file)),
+        # Full checkpointing is set, because "auto" would choose none for such a small model.
         engine=EngineSection(zero_stage=ZERO_STAGE, tower="full", language="full", offload=False),
         trainer=TrainerFields(
             max_steps=steps,
-            # A single process has the samples of two: with half of them 300 steps do not suffice.
+            # A single process takes the samples of two: with half as many, 300 steps are too few.
             per_device_train_batch_size=MICRO_BATCH * (2 if placement.processes == 1 else 1),
             learning_rate=LEARNING_RATE,
             seed=SEED,
         ),
     )
+    processes = f"{placement.processes} process{'es' * (placement.processes != 1)}"
     print(
-        f"training {steps} steps on {placement.processes} processes, ZeRO-{ZERO_STAGE}, bf16, "
-        "activation checkpointing",
+        f"training {steps} steps on {processes}, ZeRO-{ZERO_STAGE}, bf16, activation checkpointing",
         flush=True,
     )
     launch(resolve_recipe(recipe), placement, overwrite=True)
     report = json.loads((out / "trained" / "training.json").read_text())
 
-    questions = [make_question(row, messages) for row, messages in enumerate(held_out)]
+    questions = [make_question(index, messages) for index, messages in enumerate(held_out)]
     swapped = swap_images(questions, digest_image_files(questions))
     before, after, after_swapped = _answer_in_fresh_process(
         out,
@@ -148,23 +157,30 @@ def _train_and_evaluate(out: Path, placement: Placement, steps: int) -> dict:
 
 
 def _write_data_set(folder: Path, name: str, number: int, seed: int) -> Path:
-    """A file of so many conversations about images beside it."""
+    """Write ``number`` conversations and their images, and return the file of conversations."""
     conversations = draw_data_set(folder / name, number, seed, IMAGE_SIDE)
     write_conversations(folder / f"{name}.jsonl", conversations, overwrite=True)
     return folder / f"{name}.jsonl"
 
 
-def _answer_in_fresh_process(out: Path, requests: list[tuple[Path, list[Question]]]) -> list[list[str]]:
-    asked, answered = out / "requests.json", out / "replies.json"
-    listed = [{"model": str(m), "prompts": [q.prompt for q in asks]} for m, asks in requests]
-    asked.write_text(json.dumps(listed))
-    done = subprocess.run([sys.executable, str(ANSWER_SCRIPT), str(asked), str(answered)], check=False)
+def _answer_in_fresh_process(
+    out: Path, requests: list[tuple[Path, list[Question]]]
+) -> list[list[str]]:
+    """Return the answers to each list of questions by the model in its folder."""
+    request_file, reply_file = out / "requests.json", out / "replies.json"
+    listed = [
+        {"model": str(folder), "prompts": [question.prompt for question in questions]}
+        for folder, questions in requests
+    ]
+    request_file.write_text(json.dumps(listed))
+    command = [sys.executable, str(ANSWER_SCRIPT), str(request_file), str(reply_file)]
+    done = subprocess.run(command, check=False)
     if done.returncode:
         raise RuntimeError(
-            f"the process that judges the saved model failed with exit status {done.returncode}; "
-            f"the error above says why (its questions: {asked})"
+            f"the process that answers with the saved model failed with exit status "
+            f"{done.returncode}; its error is printed above (its questions: {request_file})"
         )
-    return json.loads(answered.read_text())
+    return json.loads(reply_file.read_text())
 
 
 def _accuracy(answers: list[str], questions: list[Question]) -> float:

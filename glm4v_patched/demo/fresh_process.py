@@ -1,7 +1,7 @@
-"""Answer questions about images with a saved folder and nothing of this package.
+"""Answer questions about images with saved models, without this package.
 
-Run as a file in a fresh process: ``python fresh_process.py REQUESTS ANSWERS``. The package is made
-impossible to import first, so what works here works for whoever downloads the folder.
+Run as a script in a fresh process: ``python fresh_process.py REQUESTS ANSWERS``. It first makes the
+package unimportable, so what works here works for everybody who downloads the folder.
 ``REQUESTS`` is JSON: ``[{"model": folder, "prompts": [messages, ...]}, ...]``; ``ANSWERS`` gets
 ``[[answer, ...], ...]``.
 """
@@ -21,6 +21,7 @@ MAX_NEW_TOKENS = 32
 
 
 def answer_prompts(folder: str, prompts: list[list[dict]]) -> list[str]:
+    """Return the greedy answers of the model in ``folder`` to prompts in chat format."""
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     if torch.cuda.is_available():
@@ -37,13 +38,14 @@ def answer_prompts(folder: str, prompts: list[list[dict]]) -> list[str]:
         ).to(model.device)
         with torch.no_grad():
             ids = model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        new = ids[:, batch["input_ids"].shape[1] :]
-        answers += [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
+        new_ids = ids[:, batch["input_ids"].shape[1] :]
+        texts = processor.batch_decode(new_ids, skip_special_tokens=True)
+        answers += [text.strip() for text in texts]
     return answers
 
 
 if __name__ == "__main__":
-    disable_progress_bar()  # of files of a tiny model
+    disable_progress_bar()  # loading a tiny model needs none
     requests = json.loads(Path(sys.argv[1]).read_text())
     replies = [answer_prompts(request["model"], request["prompts"]) for request in requests]
     Path(sys.argv[2]).write_text(json.dumps(replies, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Draws the demo's data set: one colored shape an image, and a question about it."""
+"""The demo's data set: images of one colored shape, with a question about each."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,14 @@ QUESTIONS = {
 
 
 def draw_data_set(folder: Path, number: int, seed: int, side: int) -> list[list[dict]]:
-    """Draw ``number`` images as PNG files of ``side`` pixels, one conversation about each."""
+    """Draw images and return a conversation about each.
+
+    Args:
+        folder: Where the PNG files are written.
+        number: The number of images.
+        seed: Seed of colors, shapes and questions.
+        side: Width and height of the images, in pixels.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     conversations = []
@@ -42,22 +49,22 @@ def draw_data_set(folder: Path, number: int, seed: int, side: int) -> list[list[
 
 
 def draw_shape(color: str, shape: str, side: int, rng: random.Random) -> Image.Image:
-    """A shape of random size and place on a dark ground."""
-    ground = tuple(rng.randint(0, 40) for _ in range(3))
-    image = Image.new("RGB", (side, side), ground)
+    """Draw a shape of random size and position on a dark background."""
+    background = tuple(rng.randint(0, 40) for _ in range(3))
+    image = Image.new("RGB", (side, side), background)
     draw = ImageDraw.Draw(image)
     size = rng.uniform(0.82, 0.92) * side
-    left, top = (rng.uniform(0.05, 0.95) * (side - size) for _ in range(2))
-    right, bottom = left + size, top + size
+    x0, y0 = (rng.uniform(0.05, 0.95) * (side - size) for _ in range(2))
+    x1, y1 = x0 + size, y0 + size
     fill = COLORS[color]
     if shape == "circle":
-        draw.ellipse((left, top, right, bottom), fill=fill)
+        draw.ellipse((x0, y0, x1, y1), fill=fill)
     elif shape == "square":
-        draw.rectangle((left, top, right, bottom), fill=fill)
+        draw.rectangle((x0, y0, x1, y1), fill=fill)
     elif shape == "triangle":
-        draw.polygon([(left + size / 2, top), (left, bottom), (right, bottom)], fill=fill)
+        draw.polygon([(x0 + size / 2, y0), (x0, y1), (x1, y1)], fill=fill)
     else:
         arm = size / 3
-        draw.rectangle((left, top + arm, right, bottom - arm), fill=fill)
-        draw.rectangle((left + arm, top, right - arm, bottom), fill=fill)
+        draw.rectangle((x0, y0 + arm, x1, y1 - arm), fill=fill)
+        draw.rectangle((x0 + arm, y0, x1 - arm, y1), fill=fill)
     return image

@@ -20,7 +20,6 @@ from ..remote.tokenization_chatglm import SPLIT_PATTERN, ChatGLM4Tokenizer
 IMAGE_SIDE = 56
 PATCH_SIDE = 14
 
-
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -32,7 +31,7 @@ def build_from_scratch(folder: Path, conversations: list[list[dict]], seed: int)
 
 
 def save(model: GLM4VForCausalLM, processor: ChatGLMProcessor, folder: Path) -> None:
-    """Save a model and its processor for ``from_pretrained``; its answers are not drawn."""
+    """Save a model and its processor for ``from_pretrained``, with greedy decoding as default."""
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=model.config.eos_token_id,
@@ -45,9 +44,14 @@ def save(model: GLM4VForCausalLM, processor: ChatGLMProcessor, folder: Path) -> 
 def build_processor(
     texts: list[str], image_side: int = IMAGE_SIDE, max_length: int = 1024
 ) -> ChatGLMProcessor:
-    """For images of ``image_side`` pixels, and a byte-level BPE over ``texts``.
+    """Build a processor whose vocabulary is a byte-level BPE trained on ``texts``.
 
-    It has the split pattern and special tokens of glm-4v; rows have at most ``max_length`` ids.
+    It has the split pattern and the special tokens of glm-4v.
+
+    Args:
+        texts: Training texts of the BPE.
+        image_side: Width and height of images, in pixels.
+        max_length: The tokenizer's maximum length, in tokens.
     """
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -68,7 +72,7 @@ def build_processor(
 
 
 def special_token_ids(tokenizer: ChatGLM4Tokenizer) -> dict[str, Any]:
-    """What a config says of a tokenizer's special tokens."""
+    """Return the config fields with the ids of a tokenizer's special tokens."""
     vocabulary = tokenizer.get_vocab()
     ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
     return {
@@ -86,11 +90,13 @@ def tiny_config(
     language: Mapping[str, Any] = NO_OVERRIDES,
     tower: Mapping[str, Any] = NO_OVERRIDES,
 ) -> ChatGLMConfig:
-    """A config for this tokenizer and images of ``image_side`` pixels.
+    """Build the config of a tiny model.
 
     Args:
-        language, tower: Fields of the config and of its ``vision_config`` that differ from those
-            of the tiny model.
+        tokenizer: Determines the vocabulary size and the special tokens.
+        image_side: Width and height of images, in pixels.
+        language, tower: Fields of the config and of its ``vision_config`` that override the tiny
+            model's.
     """
     vision = {
         "hidden_size": 96,
@@ -100,7 +106,7 @@ def tiny_config(
         "patch_size": PATCH_SIDE,
         "image_size": image_side,
         "num_positions": (image_side // PATCH_SIDE) ** 2 + 1,
-        # The published 8 scales image vectors of a trained tower; new ones start small.
+        # The published value, 8, fits the image embeddings of a trained tower; new ones are small.
         "scaling_factor": 1,
     }
     fields = {

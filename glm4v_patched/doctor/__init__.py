@@ -1,1 +1,1 @@
-"""What will fail here, before it fails: the machine, and a recipe on it."""
+"""Finds what would make a training fail, before it starts: on this machine, and with a recipe."""

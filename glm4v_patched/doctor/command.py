@@ -1,6 +1,7 @@
-"""``glm4v-patched doctor``."""
+"""``glm4v-patched doctor``: check this machine, its packages and a recipe."""
 
 import argparse
+import sys
 import time
 from itertools import islice
 
@@ -13,38 +14,48 @@ from .packages import check_packages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=to_path, nargs="?", metavar="RECIPE", help="check it, too")
-    instead = "instead of what the file says, as for train"
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help=instead)
+    """Add the arguments of ``glm4v-patched doctor``."""
+    recipe = "also check this recipe on this machine"
+    parser.add_argument("recipe", type=to_path, nargs="?", metavar="RECIPE", help=recipe)
+    overrides = "replace fields of the recipe, as for train"
+    parser.add_argument("overrides", nargs="*", metavar="field=value", help=overrides)
     parser.add_argument("--processes", type=int, metavar="N", help="as for train")
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="as for train")
-    rows = "only show the first N rows of each set, as the model would learn them"
+    rows = "only print the first N rows of each data set, with their supervised tokens marked"
     parser.add_argument("--rows", type=int, metavar="N", help=rows)
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was found; 1 if something will fail."""
+    """Print the findings; return 1 if training will fail."""
     if options.rows is not None:
-        return _show_rows(options)
+        return _print_rows(options)
     start = time.perf_counter()
-    found = [*check_packages(), *check_machine(options.device == "cpu")]
+    findings = [*check_packages(), *check_machine(options.device == "cpu")]
     if options.recipe is not None:
+        message = f"checking {options.recipe}: all rows are read and all images decoded"
+        print(printable(message), file=sys.stderr, flush=True)
         from .recipe import check_recipe
 
         overrides = [*options.overrides, *options.rest]
-        found += check_recipe(options.recipe, overrides, options.processes, options.device)
+        findings += check_recipe(options.recipe, overrides, options.processes, options.device)
     seconds = time.perf_counter() - start
-    told = findings_to_json(found, seconds) if options.json else format_findings(found, seconds)
-    print(printable(told, allow="\n"))
-    return int(any(each.verdict == FAILS for each in found))
+    report = (findings_to_json if options.json else format_findings)(findings, seconds)
+    print(printable(report, allow="\n"))
+    return int(any(finding.verdict == FAILS for finding in findings))
 
 
-def _show_rows(options: argparse.Namespace) -> int:
-    """Print the first rows of each set, with what is learned of them between ``[[`` and ``]]`` or
-    why they cannot be used; 1 if some cannot."""
+def _print_rows(options: argparse.Namespace) -> int:
+    """Print the first rows of each data set; return 1 if some cannot be used.
+
+    The supervised tokens are between ``[[`` and ``]]``. A row that cannot be used is printed with
+    the reason.
+    """
     if options.recipe is None or options.rows < 1:
-        raise ValueError(f"--rows {options.rows} is for the data of a recipe: name one, and N >= 1")
+        raise ValueError(
+            f"--rows {options.rows} prints rows of a recipe's data: name a recipe, and at least 1 "
+            "row"
+        )
     from ..data.rows import RowProblem, row_location, iter_rows
     from ..finetune.recipe.model import resolve_base
     from ..finetune.recipe.sections import Recipe
@@ -57,13 +68,13 @@ def _show_rows(options: argparse.Namespace) -> int:
     processor, unusable = load_processor(pin_revision(resolve_base(recipe))), 0
     for source in recipe.data.all_sources():
         for row in islice(iter_rows(source), options.rows):
-            told = f"{row_location(source, row.line)}:"
+            text = f"{row_location(source, row.line)}:"
             try:
                 if isinstance(row, RowProblem):
                     raise ValueError(row.text)
-                told += "".join(f"\n  image {image}" for image in row.images)
-                told += f"\n{show_sample(processor, row.messages)}"
+                text += "".join(f"\n  image {image}" for image in row.images)
+                text += f"\n{show_sample(processor, row.messages)}"
             except (ValueError, OSError) as error:
-                told, unusable = f"{told}\n  {error}", unusable + 1
-            print(printable(told, allow="\n\t"), flush=True)
+                text, unusable = f"{text}\n  {error}", unusable + 1
+            print(printable(text, allow="\n\t"), flush=True)
     return int(unusable > 0)

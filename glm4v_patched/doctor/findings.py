@@ -1,4 +1,4 @@
-"""What was found, as a table and as JSON."""
+"""Findings of the checks, and their formats: a text table and JSON."""
 
 import json
 import textwrap
@@ -14,39 +14,51 @@ TABLE_WIDTH = 100
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one check: ``fails`` is what a training will end with; a warning is what it may end with,
-    or what makes it slow. ``cure`` is empty where there is nothing to be done."""
+    """Result of one check.
+
+    Args:
+        check: Name of the check.
+        verdict: ``fails`` if training will fail; ``warning`` if it may fail or will be slow.
+        detail: What was found.
+        cure: What to do about it; empty if there is nothing to do.
+    """
 
     check: str
     verdict: Literal["ok", "warning", "fails"]
-    found: str
+    detail: str
     cure: str = ""
 
 
-def finding_from_error(check: str, verdict: Literal["warning", "fails"], text: str) -> Finding:
-    """Of a message as this package's errors are: what is wrong, then ``; expected`` and the cure,
-    or a sentence or a command behind a colon."""
-    for sign in ("; ", ": "):
-        found, divided, cure = text.rpartition(sign)
-        if divided and cure.startswith(("expected", "run ", "install ", "download ", "pip ")):
-            return Finding(check, verdict, found, cure)
-    return Finding(check, verdict, text)
+def finding_from_error(check: str, verdict: Literal["warning", "fails"], message: str) -> Finding:
+    """Split an error message of this package into detail and cure.
+
+    The cure follows the last ``; `` or ``: `` if it begins with "expected" or with a command.
+    """
+    for separator in ("; ", ": "):
+        detail, matched, cure = message.rpartition(separator)
+        if matched and cure.startswith(("expected", "run ", "install ", "download ", "pip ")):
+            return Finding(check, verdict, detail, cure)
+    return Finding(check, verdict, message)
 
 
 def format_findings(findings: Sequence[Finding], seconds: float) -> str:
-    """What will fail comes last, where it is read first."""
+    """Format findings as a table; those that fail come last, where they are read first.
+
+    Args:
+        seconds: How long the checks took.
+    """
     order = (OK, WARNING, FAILS)
-    ordered = sorted(findings, key=lambda each: order.index(each.verdict))
-    width = max(len(each.check) for each in findings)
+    ordered = sorted(findings, key=lambda finding: order.index(finding.verdict))
+    width = max(len(finding.check) for finding in findings)
     lines = []
-    for each in ordered:
-        start = f"{each.verdict:<8}{each.check:<{width}}  "
-        lines += _wrapped(start, each.found)
-        if each.cure:
-            # In one line: often it is a command to be copied.
-            lines.append(" " * (len(start) - 2) + "> " + each.cure)
-    failing = sum(each.verdict == FAILS for each in findings)
-    warnings = sum(each.verdict == WARNING for each in findings)
+    for finding in ordered:
+        prefix = f"{finding.verdict:<8}{finding.check:<{width}}  "
+        lines += _wrap(prefix, finding.detail)
+        if finding.cure:
+            # Never wrapped: often it is a command to be copied.
+            lines.append(" " * (len(prefix) - 2) + "> " + finding.cure)
+    failing = sum(finding.verdict == FAILS for finding in findings)
+    warnings = sum(finding.verdict == WARNING for finding in findings)
     lines.append(
         f"{len(findings)} checks in {seconds:.1f} s: {failing} will fail, "
         f"{warnings} warning{'' if warnings == 1 else 's'}"
@@ -54,22 +66,24 @@ def format_findings(findings: Sequence[Finding], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _wrapped(start: str, text: str) -> list[str]:
-    width = max(TABLE_WIDTH - len(start), 40)
+def _wrap(prefix: str, text: str) -> list[str]:
+    """Wrap a text behind a prefix; its further lines are indented by the prefix's length."""
+    width = max(TABLE_WIDTH - len(prefix), 40)
     lines: list[str] = []
     for line in text.splitlines():
-        # A path stays whole, so that it can be copied.
+        # Paths are not broken, so that they can be copied.
         lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
     first, *others = lines or [""]
-    return [start + first, *(" " * len(start) + line for line in others)]
+    return [prefix + first, *(" " * len(prefix) + line for line in others)]
 
 
 def findings_to_json(findings: Sequence[Finding], seconds: float) -> str:
+    """Return findings as JSON: ``fails`` (whether any does), ``seconds`` and ``findings``."""
     return json.dumps(
         {
-            "fails": any(each.verdict == FAILS for each in findings),
+            "fails": any(finding.verdict == FAILS for finding in findings),
             "seconds": round(seconds, 2),
-            "findings": [asdict(each) for each in findings],
+            "findings": [asdict(finding) for finding in findings],
         },
         indent=2,
         ensure_ascii=False,

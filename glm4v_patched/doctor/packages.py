@@ -1,6 +1,6 @@
-"""Versions of Python and of packages, against what this package and they themselves allow.
+"""Checks of the versions of Python and of installed packages.
 
-Read from what pip wrote; nothing is imported.
+They are read from the metadata that pip installed; no package is imported.
 """
 
 import platform
@@ -19,12 +19,28 @@ from ..terminal_text import pip_install
 from .findings import FAILS, OK, WARNING, Finding
 
 DISTRIBUTION = "glm4v-patched"
-# A version of one of these that another one does not allow ends in errors far from their cause.
-INTERDEPENDENT_PACKAGES = ["torch", "transformers", "deepspeed", "accelerate", "peft", "torchvision", "torchaudio"]
-INTERDEPENDENT_PACKAGES += ["tokenizers", "huggingface-hub", "safetensors", "bitsandbytes", "liger-kernel", "triton"]
+# If a version of one of these is outside the range of another one, errors occur far from the cause.
+INTERDEPENDENT_PACKAGES = [
+    "torch",
+    "transformers",
+    "deepspeed",
+    "accelerate",
+    "peft",
+    "torchvision",
+    "torchaudio",
+]
+INTERDEPENDENT_PACKAGES += [
+    "tokenizers",
+    "huggingface-hub",
+    "safetensors",
+    "bitsandbytes",
+    "liger-kernel",
+    "triton",
+]
 
 
 def check_packages() -> Iterator[Finding]:
+    """Yield the findings about Python and the packages."""
     yield from _check_requirements()
     yield from _check_interdependence()
 
@@ -36,19 +52,20 @@ def _installed_version(name: str) -> str | None:
 
 
 def _check_requirements() -> Iterator[Finding]:
+    """Check Python and all packages against this package's own requirements."""
     if _installed_version(DISTRIBUTION) is not None:
-        wanted = [Requirement(text) for text in requires(DISTRIBUTION) or []]
+        requirements = [Requirement(text) for text in requires(DISTRIBUTION) or []]
         python = SpecifierSet(metadata(DISTRIBUTION)["Requires-Python"])
     else:
-        text = f"{DISTRIBUTION} is not installed by pip, so that nothing says which versions it needs"
+        text = f"{DISTRIBUTION} is not installed by pip, so the versions it needs are unknown"
         yield Finding("packages", WARNING, text, pip_install("glm4v-patched[train]"))
-        wanted, python = [Requirement(SUPPORTED_DEEPSPEED)], SpecifierSet()
-    found = platform.python_version()
-    if Version(found) in python:
-        yield Finding("Python", OK, found)
+        requirements, python = [Requirement(SUPPORTED_DEEPSPEED)], SpecifierSet()
+    python_version = platform.python_version()
+    if Version(python_version) in python:
+        yield Finding("Python", OK, python_version)
     else:
-        yield Finding("Python", FAILS, found, f"expected Python {python}")
-    for requirement in wanted:
+        yield Finding("Python", FAILS, python_version, f"expected Python {python}")
+    for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": "train"}):
             yield _check_requirement(requirement)
 
@@ -56,36 +73,47 @@ def _check_requirements() -> Iterator[Finding]:
 def _check_requirement(requirement: Requirement) -> Finding:
     name, range_ = requirement.name, requirement.specifier
     cure = pip_install(f"{name}{range_}")
-    if (installed := _installed_version(name)) is None:
-        return Finding(name, FAILS, "is not installed", cure)
-    found = Version(installed)
-    if range_.contains(found, prereleases=True):
-        return Finding(name, OK, str(found))
-    # DeepSpeed's names change with its versions, and training refuses to start.
+    if (text := _installed_version(name)) is None:
+        return Finding(name, FAILS, "it is not installed", cure)
+    installed = Version(text)
+    if range_.contains(installed, prereleases=True):
+        return Finding(name, OK, str(installed))
     is_older = any(
-        each.operator in (">=", "==", ">") and not each.contains(found) for each in range_
+        specifier.operator in (">=", "==", ">") and not specifier.contains(installed)
+        for specifier in range_
     )
+    # Training refuses to start with untested versions of DeepSpeed, whose private names change.
     verdict: Any = FAILS if is_older or name == "deepspeed" else WARNING
-    return Finding(name, verdict, f"{found}, tested with {str(range_) or 'any'}", cure)
+    tested = str(range_) or "any version"
+    return Finding(name, verdict, f"{installed} is installed, tested with {tested}", cure)
 
 
 def _check_interdependence() -> Iterator[Finding]:
-    there = {name: found for name in INTERDEPENDENT_PACKAGES if (found := _installed_version(name)) is not None}
-    is_sound = True
-    for name in there:
+    """Check the requirements that installed packages have of each other."""
+    versions = {
+        name: installed
+        for name in INTERDEPENDENT_PACKAGES
+        if (installed := _installed_version(name)) is not None
+    }
+    is_consistent = True
+    for name in versions:
         for requirement in map(Requirement, requires(name) or []):
-            found = there.get(canonicalize_name(requirement.name))
+            installed = versions.get(canonicalize_name(requirement.name))
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if not (applies and found) or requirement.specifier.contains(found, prereleases=True):
+            if not (applies and installed):
                 continue
-            is_sound = False
-            needs = f"{name} {there[name]} needs {requirement.name}{requirement.specifier}"
+            if requirement.specifier.contains(installed, prereleases=True):
+                continue
+            is_consistent = False
+            text = f"{name} {versions[name]} needs {requirement.name}{requirement.specifier}"
+            text += f", and {installed} is installed"
             cure = pip_install("--upgrade", name)
             if name.startswith("torch"):
-                cure += f"; or, where it is not used: pip uninstall {name}"
-            # torchvision, built for another torch, cannot be imported, nor then transformers.
-            is_pinned = any(each.operator == "==" for each in requirement.specifier)
+                cure += f"; or, if you do not need it: pip uninstall {name}"
+            # A torchvision built for another torch makes the import of transformers fail.
+            is_pinned = any(specifier.operator == "==" for specifier in requirement.specifier)
             verdict: Any = FAILS if is_pinned else WARNING
-            yield Finding("versions together", verdict, f"{needs}, and {found} is installed", cure)
-    if is_sound:
-        yield Finding("versions together", OK, "none of these packages refuses another one")
+            yield Finding("versions together", verdict, text, cure)
+    if is_consistent:
+        text = "the packages are compatible with each other"
+        yield Finding("versions together", OK, text)

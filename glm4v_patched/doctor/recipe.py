@@ -1,4 +1,4 @@
-"""A recipe on this machine: its fields, model, data, folder and memory."""
+"""Checks of a recipe on this machine: fields, model, data, output folder and memory."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,14 @@ from ..models.base import ModelSource
 from ..models.placement import Device
 from .findings import FAILS, OK, WARNING, Finding, finding_from_error
 
-# What a tokenizer that cannot be loaded raises, too.
+# Errors of users, and those that loading a damaged tokenizer raises.
 CHECK_ERRORS = (ValueError, OSError, KeyError, TypeError, ImportError)
-# Faults that say nothing of model and data.
+# Model and data can be checked in spite of problems with these.
 MACHINE_OPTIONS = {"--device", "--processes", "engine"}
-MEMORY_CURE = "fewer rows (trainer.per_device_train_batch_size), shorter ones, more GPUs with "
-MEMORY_CURE += "engine.zero_stage: 3, engine.optimizer: adamw_8bit, or another trained: lora_lm, qlora"
+MEMORY_CURE = (
+    "use a smaller trainer.per_device_train_batch_size, shorter samples, more GPUs with "
+    "engine.zero_stage: 3, engine.optimizer: adamw_8bit, or trained: lora_lm or qlora"
+)
 
 
 def check_recipe(
@@ -31,61 +33,71 @@ def check_recipe(
     processes: int | None = None,
     device: Device = "cuda",
 ) -> list[Finding]:
-    """What the launcher would refuse, all of it, and what only shows when training has begun. Rows
-    are read and images decoded, as before a training."""
-    found: list[Finding] = []
+    """Return what the launcher would refuse, and what would fail only after the start.
+
+    All rows are read and all images decoded, as before a training.
+
+    Args:
+        path, overrides, processes, device: The arguments of ``train``.
+    """
+    findings: list[Finding] = []
 
     @contextmanager
-    def looking_at(what: str) -> Iterator[None]:
+    def errors_as_findings(check_name: str) -> Iterator[None]:
         try:
             yield
         except CHECK_ERRORS as error:
-            found.append(finding_from_error(what, FAILS, str(error)))
+            findings.append(finding_from_error(check_name, FAILS, str(error)))
 
     try:
         recipe, placement = validate_recipe(path, overrides, processes, device)
-        found.append(Finding("recipe", OK, f"{path}: {placement.processes} processes"))
+        count = placement.processes
+        text = f"{path} is valid, for {count} process{'es' * (count != 1)}"
+        findings.append(Finding("recipe", OK, text))
     except RecipeError as error:
-        found += [finding_from_error("recipe", FAILS, line) for line in str(error).splitlines()]
+        findings += [finding_from_error("recipe", FAILS, line) for line in str(error).splitlines()]
         recipe, placement = error.recipe_and_placement
         if recipe is None or error.names - MACHINE_OPTIONS:
-            text = "not looked at: the recipe has to be right first"
-            return [*found, Finding("model, data, memory", WARNING, text)]
-    except RuntimeError as error:  # transformers, of which it has a field, cannot be imported
+            text = "not checked, because the recipe has errors"
+            return [*findings, Finding("model, data, memory", WARNING, text)]
+    except RuntimeError as error:  # transformers, whose TrainingArguments it has, is not importable
         return [finding_from_error("recipe", FAILS, str(error))]
     job = resolve_recipe(recipe)
-    with looking_at("folder (out)"):
+    with errors_as_findings("folder (out)"):
         require_lockable(job.out)
         require_usable(job.out, job.inputs, job.trainer.length, job.has_adapters)
-        found.append(Finding("folder (out)", OK, f"{job.out} can be written, and has no run"))
-    with looking_at("model"):
+        text = f"{job.out} is writable and contains no run"
+        findings.append(Finding("folder (out)", OK, text))
+    with errors_as_findings("model"):
         job = require_model(job)
-        found.append(Finding("model", OK, "its weights have the names and shapes of a glm-4v"))
-    if found[-1].verdict == FAILS:
-        return found
-    # Late, for they import torch.
+        text = "its weights have the names and shapes of a glm-4v"
+        findings.append(Finding("model", OK, text))
+    if findings[-1].verdict == FAILS:
+        return findings
+    # Imported here, because they import torch.
     from ..finetune.plan import check_data, make_plan
     from ..finetune.summary import describe_data, describe_memory, describe_policies
 
-    # It prints which rows are left out, and --json is for programs.
-    with looking_at("data"), redirect_stdout(sys.stderr):
+    # check_data prints the rows that are left out, which must not end up in the JSON of --json.
+    with errors_as_findings("data"), redirect_stdout(sys.stderr):
         checked = check_data(job)
-        told = describe_data(checked, job.data.is_streamed)
-        found.append(Finding("data", WARNING if checked.skipped else OK, told))
-        found += [Finding("data, warning", WARNING, doubt) for doubt in checked.find_warnings()]
+        text = describe_data(checked, job.data.is_streamed)
+        findings.append(Finding("data", WARNING if checked.skipped else OK, text))
+        findings += [Finding("data warnings", WARNING, line) for line in checked.find_warnings()]
         if placement is not None:
-            with looking_at("memory and disk"):
+            with errors_as_findings("memory and disk"):
                 plan = make_plan(job, placement, checked)
                 plan.require_memory_and_disk()
-                told = f"{describe_memory(plan) or 'a step fits'} ({describe_policies(plan)})"
-                fits = Finding("memory and disk", OK, told)
-                found.append(replace(fits, verdict=WARNING, cure=MEMORY_CURE) if plan.is_tight else fits)
-                found += _implementations(job.base, plan.options)
-    return found
+                text = f"{describe_memory(plan) or 'a step fits'} ({describe_policies(plan)})"
+                fits = Finding("memory and disk", OK, text)
+                tight = replace(fits, verdict=WARNING, cure=MEMORY_CURE)
+                findings.append(tight if plan.is_tight else fits)
+                findings += _describe_implementations(job.base, plan.options)
+    return findings
 
 
-def _implementations(base: ModelSource, options: EngineOptions) -> Iterator[Finding]:
-    """Which implementations modules get in training and in answers, of a model without weights."""
+def _describe_implementations(base: ModelSource, options: EngineOptions) -> Iterator[Finding]:
+    """List the implementations of modules in training and inference, by a model on ``meta``."""
     import torch
 
     from ..engine.implementations import (
@@ -104,5 +116,5 @@ def _implementations(base: ModelSource, options: EngineOptions) -> Iterator[Find
             if use.purpose == TRAINING:
                 model = select_weights(model, options.trained, options.lora)
         use_implementations(model, use)
-        told = "\n".join(summarize_explanations(explain_implementations(model, use)))
-        yield Finding(f"implementations: {use.purpose}", OK, told)
+        text = "\n".join(summarize_explanations(explain_implementations(model, use)))
+        yield Finding(f"implementations: {use.purpose}", OK, text)

@@ -1,4 +1,4 @@
-"""What frameworks need to know of glm-4v, told to each by its own mechanism.
+"""Plug-ins that register glm-4v with training frameworks, each by that framework's own mechanism.
 
-Importing a module of this package changes nothing; its ``register`` does.
+Importing a module of this package changes nothing; calling its ``register`` does.
 """

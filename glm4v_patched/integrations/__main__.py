@@ -1,4 +1,4 @@
-"""``python -m glm4v_patched.integrations ms-swift`` prints the file for its --external_plugins."""
+"""``python -m glm4v_patched.integrations ms-swift``: print the file for its --external_plugins."""
 
 import sys
 from pathlib import Path

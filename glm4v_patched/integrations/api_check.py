@@ -1,19 +1,34 @@
-"""Checks that a framework still has what its plug-in overrides."""
+"""Check that a framework still has the names that its plug-in overrides or calls."""
 
 import importlib.metadata
 from collections.abc import Iterable
 
 from ..terminal_text import pip_install
 
+# The versions of the frameworks that the plug-ins are tested with.
+TESTED_AXOLOTL, TESTED_LLAMAFACTORY, TESTED_MS_SWIFT = "0.19.0", "0.9.5", "4.6.0"
+
 
 def require_members(owner: object, names: Iterable[str], package: str, tested: str) -> None:
-    """Raise ``RuntimeError`` if a class or module of a package lacks some of the names, with the
-    version that the plug-in was tested with: a renamed method would never be called, in silence."""
+    """Require that a class or module of a framework has these attributes.
+
+    An overridden method that the framework has renamed would silently never be called.
+
+    Args:
+        owner: The class or module.
+        names: Attributes that the plug-in overrides or calls.
+        package: The framework's distribution.
+        tested: The version of it that the plug-in is tested with.
+
+    Raises:
+        RuntimeError: an attribute is missing.
+    """
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
-        found = importlib.metadata.version(package)
-        shown = getattr(owner, "__qualname__", getattr(owner, "__name__", owner))
+        installed = importlib.metadata.version(package)
+        owner_name = getattr(owner, "__qualname__", getattr(owner, "__name__", owner))
         raise RuntimeError(
-            f"{package} {found} has no {', '.join(missing)} in {shown}, which glm4v_patched needs; "
-            f"install the version it is tested with: {pip_install(f'{package}=={tested}')}"
+            f"{package} {installed} has no {', '.join(missing)} in {owner_name}, which "
+            "glm4v_patched needs; install the version it is tested with: "
+            f"{pip_install(f'{package}=={tested}')}"
         )

@@ -1,23 +1,29 @@
-"""Where images stand in a message: ``<image>``, as ms-swift and LLaMA-Factory write it."""
+"""The image tag ``<image>`` in messages, as ms-swift and LLaMA-Factory write it."""
 
 import re
 
 IMAGE_TAG = "<image>"
 BEGIN_OF_IMAGE, END_OF_IMAGE = "<|begin_of_image|>", "<|end_of_image|>"
-# In the published form, which a model or vLLM grows itself.
+# The published placeholder of three tokens, which the model or vLLM expands itself.
 UNEXPANDED_IMAGE = f"{BEGIN_OF_IMAGE}<|endoftext|>{END_OF_IMAGE}"
 LEADING_TAGS = re.compile(rf"(?:\s*{IMAGE_TAG})*")
 
 
 def move_images_first(content: str) -> tuple[int, str]:
-    """How many places stand at the beginning and end of a message, and its words without them and
-    the space around (LLaVA's "<image>\\n"): the model is used to images before the words. Places
-    between words stay, and with them those at the end, so that images keep their order."""
+    r"""Split a message into its images and its text: the model is used to images before text.
+
+    Image tags at the beginning and the end are taken out, with the space around them (LLaVA writes
+    ``<image>\n``). If there are tags between words, those and all tags after them stay in the text,
+    so that the images keep their order.
+
+    Returns:
+        The number of tags taken out, and the remaining text.
+    """
     if IMAGE_TAG not in content:
         return 0, content
-    before = LEADING_TAGS.match(content)[0]  # type: ignore[index]  # which may be empty
-    words, place, behind = content[len(before) :].partition(IMAGE_TAG)
-    behind = place + behind
-    if behind.replace(IMAGE_TAG, "").strip():  # there are words behind a place
-        words, behind = words + behind, ""
-    return (before + behind).count(IMAGE_TAG), words.strip()
+    leading = LEADING_TAGS.match(content)[0]  # type: ignore[index]  # it may be empty
+    text, tag, trailing = content[len(leading) :].partition(IMAGE_TAG)
+    trailing = tag + trailing
+    if trailing.replace(IMAGE_TAG, "").strip():  # there are words behind a tag
+        text, trailing = text + trailing, ""
+    return (leading + trailing).count(IMAGE_TAG), text.strip()

@@ -1,7 +1,7 @@
-"""glm-4v's images for LLaMA-Factory: ``template: glm4`` takes them where the model is a glm-4v.
+"""Images of glm-4v in LLaMA-Factory's ``template: glm4``.
 
-``python -m glm4v_patched.run llamafactory-cli train ...`` registers it by itself. A script of its
-own calls :func:`register` and that of ``llamafactory_composite``.
+``python -m glm4v_patched.run llamafactory-cli train ...`` registers it by itself; other scripts
+call :func:`register` here and in ``llamafactory_composite``.
 """
 
 import logging
@@ -16,16 +16,15 @@ import glm4v_patched
 
 from ..remote.image_processing_chatglm import as_image
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
-from .api_check import require_members
+from .api_check import TESTED_LLAMAFACTORY, require_members
 from .image_tags import BEGIN_OF_IMAGE, END_OF_IMAGE, IMAGE_TAG, UNEXPANDED_IMAGE, move_images_first
 
 logger = logging.getLogger(__name__)
 
 PLUGIN_NAME = "glm4v_9b"
 PATCHED_TEMPLATE = "glm4"
-TESTED = "0.9.5"
-# Pieces that are encoded one by one, as the model's own chat template does: the line feed after a
-# role never becomes one token with what follows it.
+# Slots are tokenized one by one, as the model's own chat template does it: the line feed after a
+# role never merges with the text behind it into one token.
 TEMPLATE_SLOTS = {
     "format_user": ["<|user|>\n", "{{content}}", "<|assistant|>"],
     "format_assistant": ["\n", "{{content}}"],
@@ -36,22 +35,27 @@ TEMPLATE_SLOTS = {
 
 @dataclass
 class GLM4VPlugin(mm_plugin.BasePlugin):
-    """An image is begin id, a fill id for each of its positions, end id, before the words."""
+    """Write the tokens of each image before the text of its message.
+
+    An image is a begin token, one image token for each of its embeddings, and an end token.
+    """
 
     def process_messages(self, messages, images, videos, audios, processor):
         self._validate_input(processor, images, videos, audios)
         self._validate_messages(messages, images, videos, audios)
         image = UNEXPANDED_IMAGE
         if self.expand_mm_tokens:
-            image = BEGIN_OF_IMAGE + processor.image_token * processor.num_image_tokens + END_OF_IMAGE
+            image = (
+                BEGIN_OF_IMAGE + processor.image_token * processor.num_image_tokens + END_OF_IMAGE
+            )
         messages = deepcopy(messages)
         for message in messages:
-            number, words = move_images_first(message["content"])
-            message["content"] = image * number + words.replace(IMAGE_TAG, image)
+            num_images, text = move_images_first(message["content"])
+            message["content"] = image * num_images + text.replace(IMAGE_TAG, image)
         return messages
 
     def _regularize_images(self, images, **options):
-        """At full size: the model's processor is to see more than ``image_max_pixels``."""
+        """Load images at full size: the model's processor resizes, not ``image_max_pixels``."""
         sources = [
             image["bytes"] or image["path"] if isinstance(image, dict) else image
             for image in images
@@ -60,29 +64,34 @@ class GLM4VPlugin(mm_plugin.BasePlugin):
 
 
 class GLM4VTemplate(Template):
-    """LLaMA-Factory's glm4, which the text models of GLM-4 have too: these it leaves as it is."""
+    """LLaMA-Factory's template ``glm4``, extended for glm-4v.
+
+    It stays as it is for the text models of GLM-4, which use the same template.
+    """
 
     def fix_special_tokens(self, tokenizer):
         super().fix_special_tokens(tokenizer)
-        if not isinstance(tokenizer, ChatGLM4Tokenizer):  # that of another model
+        if not isinstance(tokenizer, ChatGLM4Tokenizer):  # another model's tokenizer
             return
         self.mm_plugin = mm_plugin.get_mm_plugin(PLUGIN_NAME, image_token="<|begin_of_video|>")
         for name, slots in TEMPLATE_SLOTS.items():
             setattr(self, name, StringFormatter(slots=slots))
         logger.info(
-            "glm4 takes glm-4v's images, at full size: image_max_pixels and image_min_pixels "
-            "have no effect"
+            "template glm4 passes images to glm-4v at full size: image_max_pixels and "
+            "image_min_pixels have no effect"
         )
 
 
 def register() -> None:
-    """Register the plug-in, and have the template ``glm4`` use it. Again does nothing."""
+    """Register the plug-in for the template ``glm4``; calling it again changes nothing."""
     if PLUGIN_NAME in mm_plugin.PLUGINS:
         return
     glm4v_patched.apply()
     methods = ("_validate_input", "_validate_messages", "_regularize_images")
-    require_members(mm_plugin.BasePlugin, methods, "llamafactory", TESTED)
-    require_members(Template, ["fix_special_tokens"], "llamafactory", TESTED)
-    require_members(TEMPLATES[PATCHED_TEMPLATE], TEMPLATE_SLOTS, "llamafactory", TESTED)
+    require_members(mm_plugin.BasePlugin, methods, "llamafactory", TESTED_LLAMAFACTORY)
+    require_members(Template, ["fix_special_tokens"], "llamafactory", TESTED_LLAMAFACTORY)
+    require_members(
+        TEMPLATES[PATCHED_TEMPLATE], TEMPLATE_SLOTS, "llamafactory", TESTED_LLAMAFACTORY
+    )
     mm_plugin.register_mm_plugin(PLUGIN_NAME, GLM4VPlugin)
     TEMPLATES[PATCHED_TEMPLATE] = GLM4VTemplate(**vars(TEMPLATES[PATCHED_TEMPLATE]))

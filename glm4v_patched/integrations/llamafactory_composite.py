@@ -1,27 +1,27 @@
-"""The parts of glm-4v, for LLaMA-Factory's ``freeze_*`` and ``lora_target: all``."""
+"""Register glm-4v's submodules with LLaMA-Factory, for ``freeze_*`` and ``lora_target: all``."""
 
 from llamafactory.model.model_utils import visual
 
-from .api_check import require_members
+from .api_check import TESTED_LLAMAFACTORY, require_members
 
-TESTED = "0.9.5"
 VISION_TOWER = "transformer.vision"
 
 
 def register() -> None:
-    """Tell what the tower, its projector and the language model are. Again does nothing.
+    """Register vision tower, projector and language model; calling it again changes nothing.
 
-    Text models that share the model type "chatglm" have only the last of these.
+    Text models that share the model type "chatglm" have only the language model.
     """
     names = ["_register_composite_model", "COMPOSITE_MODELS"]
-    require_members(visual, names, "llamafactory", TESTED)
+    require_members(visual, names, "llamafactory", TESTED_LLAMAFACTORY)
     visual._register_composite_model(
         model_type="chatglm",
         projector_keys=[f"{VISION_TOWER}.linear_proj", f"{VISION_TOWER}.conv"],
         vision_model_keys=[
-            f"{VISION_TOWER}.{part}" for part in ("patch_embedding", "transformer", "boi", "eoi")
+            f"{VISION_TOWER}.{module}"
+            for module in ("patch_embedding", "transformer", "boi", "eoi")
         ],
         language_model_keys=[
-            f"transformer.{part}" for part in ("encoder", "embedding", "output_layer")
+            f"transformer.{module}" for module in ("encoder", "embedding", "output_layer")
         ],
     )

@@ -1,11 +1,11 @@
-"""glm-4v for ms-swift 4: how it is loaded, what its parts are called, how a chat becomes ids.
+"""Register glm-4v with ms-swift 4: its loader, the names of its submodules, its chat template.
 
 ``python -m glm4v_patched.run swift sft ...`` registers it by itself. Without that command::
 
     swift sft --external_plugins $(python -m glm4v_patched.integrations ms-swift) ...
 
-It takes the place of ms-swift's own ``chatglm4v``, which fits the published code. cogagent-9b,
-which shares that name there, is then called ``chatglm4v_of_swift``.
+It replaces ms-swift's own model type ``chatglm4v``, which fits the published code only. cogagent-9b
+has the same model type there; it is renamed to ``chatglm4v_of_swift``.
 """
 
 from copy import deepcopy
@@ -36,62 +36,63 @@ from transformers import AutoProcessor
 import glm4v_patched
 
 from ..patch.config_json import read_json_object, why_not_glm4v
-from ..patch.patch_set import PatchSet, AttributePatch
+from ..patch.patch_set import AttributePatch, PatchSet
 from ..remote.image_processing_chatglm import as_image
-from .api_check import require_members
+from .api_check import TESTED_MS_SWIFT, require_members
 from .image_tags import BEGIN_OF_IMAGE, END_OF_IMAGE, IMAGE_TAG, UNEXPANDED_IMAGE, move_images_first
 
 SWIFT_TYPE = "chatglm4v"
 STOCK_SWIFT_TYPE = "chatglm4v_of_swift"
-TESTED = "4.6.0"
-# A noncharacter, at which a text is cut before it is encoded: as in the model's own chat template,
-# the line feed after a role never becomes one token with what follows it.
+# A noncharacter that splits a text before it is tokenized: as in the model's own chat template, the
+# line feed after a role never merges with the text behind it into one token.
 PIECE_BREAK = "\ufdd1"
 
 
 class GLM4VLoader(ModelLoader):
-    """By the Auto classes, which ``apply`` has patched."""
+    """Load config and processor by the Auto classes, which ``apply`` has patched."""
 
     def get_config(self, model_dir):
         if reason := _glm4v_folder_problem(model_dir):
             raise ValueError(
-                f"{model_dir}: its config.json is not a glm-4v's: {reason}. cogagent-9b has "
-                f"--model_type and --template {STOCK_SWIFT_TYPE} while glm4v_patched is in force"
+                f"{model_dir}: its config.json is not a glm-4v's: {reason}. For cogagent-9b, give "
+                f"--model_type and --template {STOCK_SWIFT_TYPE} while this plug-in is registered"
             )
         return super().get_config(model_dir)
 
     def get_processor(self, model_dir, config):
-        # swift takes AutoTokenizer where a folder has no preprocessor_config.json, as the
-        # published repository has none.
+        # Without a preprocessor_config.json, swift would load AutoTokenizer, and the published
+        # repository has no such file.
         return AutoProcessor.from_pretrained(model_dir)
 
 
 class GLM4VTemplate(Template):
-    """Makes the ids that the model's own processor makes, and learns what a recipe learns.
+    """Encode as the model's own processor does, and supervise the tokens that a recipe supervises.
 
-    An image is begin id, a fill id for each of its positions, end id. A turn begins with a
-    line feed, which is drawn and learned, as the prompt ends with the role.
+    An image is a begin token, one image token for each of its embeddings, and an end token. The
+    prompt ends with the role, so the line feed after it is generated and supervised.
     """
 
-    placeholder_tokens = [BEGIN_OF_IMAGE, END_OF_IMAGE]  # what truncation keeps; the fill id is added
-    support_padding_free = True  # positions that begin again part the samples of a row
+    # Truncation never cuts these; swift adds the image token.
+    placeholder_tokens = [BEGIN_OF_IMAGE, END_OF_IMAGE]
+    # Packed samples are separated where position_ids restart at 0.
+    support_padding_free = True
 
     @staticmethod
     def _load_image(image, load_images):
-        # swift's own leaves images lying that EXIF says to turn.
+        # swift's own method ignores the EXIF orientation.
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
-        found = load_file(image)
-        return as_image(found.getvalue() if isinstance(found, BytesIO) else found)
+        source = load_file(image)
+        return as_image(source.getvalue() if isinstance(source, BytesIO) else source)
 
     def replace_tag(self, media_type, index, inputs):
         if media_type != "image":
-            raise ValueError(f"glm-4v takes images, no {media_type}")
-        if self.mode in ("vllm", "lmdeploy", "sglang"):  # these grow the row themselves
+            raise ValueError(f"a sample contains {media_type}; glm-4v takes only images")
+        if self.mode in ("vllm", "lmdeploy", "sglang"):  # these expand the placeholder themselves
             return [UNEXPANDED_IMAGE]
         begin, end = self.tokenizer.convert_tokens_to_ids([BEGIN_OF_IMAGE, END_OF_IMAGE])
-        fill = [self.processor.image_token_id] * self.processor.num_image_tokens
-        return [[begin, *fill, end]]
+        image_tokens = [self.processor.image_token_id] * self.processor.num_image_tokens
+        return [[begin, *image_tokens, end]]
 
     def _swift_prepare_inputs(self, inputs):
         super()._swift_prepare_inputs(inputs)
@@ -100,8 +101,8 @@ class GLM4VTemplate(Template):
         for message in inputs.messages:
             content = message["content"]
             if message["role"] == "user" and isinstance(content, str):
-                number, words = move_images_first(content)
-                message["content"] = f"{IMAGE_TAG * number}{PIECE_BREAK}{words}" if number else words
+                number, text = move_images_first(content)
+                message["content"] = f"{IMAGE_TAG * number}{PIECE_BREAK}{text}" if number else text
             elif message["role"] == "assistant":
                 message["content"] = _start_on_new_line(content)
 
@@ -118,8 +119,8 @@ class GLM4VTemplate(Template):
         begin = self.tokenizer.convert_tokens_to_ids(BEGIN_OF_IMAGE)
         if (number := encoded["input_ids"].count(begin)) != len(inputs.images):
             raise ValueError(
-                f"a row has {len(inputs.images)} images and {number} times {BEGIN_OF_IMAGE}: take that "
-                "token out of its texts"
+                f"a sample's number of images is {len(inputs.images)}, and that of "
+                f"{BEGIN_OF_IMAGE} tokens is {number}: remove the token from its texts"
             )
         if encoded.get("labels") is not None and self.use_chat_template:
             self._supervise_turn_ends(encoded)
@@ -133,27 +134,27 @@ class GLM4VTemplate(Template):
         return self.is_training and last["role"] == "assistant" and last["content"] is not None
 
     def _supervise_turn_ends(self, encoded: dict[str, Any]) -> None:
-        """The next role ends an answer within a conversation: that is drawn, too."""
+        """Supervise the role token that follows an answer: the model generates it to stop."""
         roles = self.tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
         ids, labels, scale = encoded["input_ids"], encoded["labels"], encoded.get("loss_scale")
-        for at in range(1, len(ids)):
-            if ids[at] in roles and labels[at - 1] >= 0 > labels[at]:
-                labels[at] = ids[at]
+        for index in range(1, len(ids)):
+            if ids[index] in roles and labels[index - 1] >= 0 > labels[index]:
+                labels[index] = ids[index]
                 if scale is not None:
-                    scale[at] = scale[at - 1]
+                    scale[index] = scale[index - 1]
 
     def decode_generate_ids(self, *args, **kwargs):
         return super().decode_generate_ids(*args, **kwargs).removeprefix("\n")
 
 
 def register() -> None:
-    """Register the model and its template. Again does nothing."""
+    """Register the model and its template; calling it again changes nothing."""
     if _patches.is_applied:
         return
     glm4v_patched.apply()
     methods = ("_encode", "_load_image", "_swift_prepare_inputs", "_tokenize")
-    require_members(Template, (*methods, "decode_generate_ids"), "ms-swift", TESTED)
-    require_members(ModelLoader, ("get_processor", "get_config"), "ms-swift", TESTED)
+    require_members(Template, (*methods, "decode_generate_ids"), "ms-swift", TESTED_MS_SWIFT)
+    require_members(ModelLoader, ("get_processor", "get_config"), "ms-swift", TESTED_MS_SWIFT)
     _register_template()
     _register_model()
     _patches.apply()
@@ -187,11 +188,14 @@ def _register_model() -> None:
         if any(model.hf_model_id == "zai-org/glm-4v-9b" for model in group.models)
     ]
     if not glm4v:
-        raise RuntimeError(f"ms-swift's model type {SWIFT_TYPE} has no glm-4v-9b: install {TESTED}")
+        raise RuntimeError(
+            f"ms-swift's model type {SWIFT_TYPE} has no glm-4v-9b; install the version that "
+            f"glm4v_patched is tested with: ms-swift=={TESTED_MS_SWIFT}"
+        )
     stock.model_groups = [group for group in stock.model_groups if group not in glm4v]
     stock.model_type, stock.template = STOCK_SWIFT_TYPE, STOCK_SWIFT_TYPE
     stock.candidate_templates = [STOCK_SWIFT_TYPE]
-    stock.model_arch = stock.model_arch.arch_name  # from which registering made a record
+    stock.model_arch = stock.model_arch.arch_name  # register_model looks it up by name again
     register_model(stock)
     register_model_arch(
         MultiModelKeys(
@@ -227,7 +231,10 @@ def _glm4v_folder_problem(folder: str) -> str | None:
 
 
 def _match_by_config(original):
-    """swift goes by the name of a folder, or by an architecture, which six others share."""
+    """Make swift recognize a glm-4v by its config.
+
+    swift itself goes by the folder's name, or by the architecture, which six other models share.
+    """
 
     def get_matched_model_meta(model_id_or_path):
         if _glm4v_folder_problem(model_id_or_path) is None:
@@ -237,22 +244,24 @@ def _match_by_config(original):
     return get_matched_model_meta
 
 
-_patches = PatchSet([AttributePatch("swift.model.model_meta", "get_matched_model_meta", _match_by_config)])
+_patches = PatchSet(
+    [AttributePatch("swift.model.model_meta", "get_matched_model_meta", _match_by_config)]
+)
 
 
 def _check_image_tags(inputs: StdTemplateInputs) -> None:
-    """swift takes what places are left over for text, and the model would learn to read that."""
+    """Refuse a sample with more image tags than images: swift would tokenize them as text."""
     texts = [inputs.system, *(message["content"] for message in inputs.messages)]
-    places = sum(text.count(IMAGE_TAG) for text in texts if isinstance(text, str))
-    if places > len(inputs.images):
+    num_tags = sum(text.count(IMAGE_TAG) for text in texts if isinstance(text, str))
+    if num_tags > len(inputs.images):
         raise ValueError(
-            f"a row has {len(inputs.images)} images and {places} places for them ({IMAGE_TAG}) in "
-            'its messages: give each its image, in "images"'
+            f"a sample's number of images is {len(inputs.images)}, and that of {IMAGE_TAG} tags in "
+            f'its messages is {num_tags}: give each tag its image, in "images"'
         )
 
 
 def _start_on_new_line(content: Any) -> Any:
-    """An answer begins on a new line; ids that the model drew have it already."""
+    """Begin an answer on a new line; token ids that the model generated contain it already."""
     if isinstance(content, str):
         return f"\n{PIECE_BREAK}{content}"
     if isinstance(content, list) and content and isinstance(content[0], str):

@@ -1,7 +1,7 @@
-"""glm-4v's class for OpenRLHF, whose reward models and critics begin with ``AutoModel``'s table.
+"""Register glm-4v with OpenRLHF, whose reward models and critics are built from ``AutoModel``.
 
-``python -m glm4v_patched.run -m openrlhf.cli.train_rm ...`` registers it by itself. Without it:
-``KeyError: 'ChatGLMConfig'``, as for every model whose code is not transformers' own.
+``python -m glm4v_patched.run -m openrlhf.cli.train_rm ...`` registers it by itself. Without it,
+OpenRLHF raises ``KeyError: 'ChatGLMConfig'``, as for every model outside transformers.
 """
 
 from transformers import AutoModel
@@ -13,6 +13,6 @@ from ..remote.modeling_chatglm import ChatGLMModel
 
 
 def register() -> None:
-    """Enter the model without a head. Again does nothing."""
+    """Register the headless model with ``AutoModel``; calling it again changes nothing."""
     glm4v_patched.apply()
     AutoModel.register(ChatGLMConfig, ChatGLMModel, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Makes other people's code use this model: the Auto classes, and models that are built already."""
+"""Patches that make other people's code use this model: Auto classes, peft, child processes."""

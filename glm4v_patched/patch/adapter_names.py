@@ -1,6 +1,7 @@
-"""Names of modules that people and frameworks give to peft by habit, where this model has others.
+"""Checks of ``target_modules`` and ``modules_to_save`` in peft configs for this model.
 
-peft leaves out a name that fits no module, without a word if another one fits.
+People and frameworks pass module names of other models by habit. peft ignores a name that matches
+no module as long as another name matches one, so part of the adapter would be missing silently.
 """
 
 import functools
@@ -14,20 +15,20 @@ from ..remote.modeling_chatglm import ChatGLMPreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-# Which are the same thing under another name.
+# Names of other models for modules that this model has under its own name.
 MODULE_ALIASES = {"embed_tokens": "word_embeddings", "lm_head": "output_layer"}
 ALL_LINEAR = "all-linear"
-# peft adds both to modules_to_save of every classifier or reward model, whatever its head's name.
+# peft adds both to modules_to_save of every classifier or reward model, whatever its head is named.
 HEAD_NAMES = ("classifier", "score")
 
 
 def check_module_names(inject_adapter: Callable) -> Callable:
-    """For peft's ``BaseTuner.inject_adapter``: names that fit nothing are an error there."""
+    """Wrap peft's ``BaseTuner.inject_adapter`` so that unknown module names raise an error."""
 
     @functools.wraps(inject_adapter)
     def checked(self, model, adapter_name, *args, **kwargs):
         config = self.peft_config[adapter_name]
-        # One that is loaded to be used has been made with whatever names it has.
+        # A saved adapter that is loaded for inference keeps whatever names it was trained with.
         if isinstance(model, ChatGLMPreTrainedModel) and not config.inference_mode:
             resolve_module_names(model, config)
         return inject_adapter(self, model, adapter_name, *args, **kwargs)
@@ -36,8 +37,11 @@ def check_module_names(inject_adapter: Callable) -> Callable:
 
 
 def resolve_module_names(model: nn.Module, config) -> None:
-    """Give the names in a peft config that mean the same their own, in place; ``ValueError`` for
-    those that fit no module, with those that are meant."""
+    """Replace aliases in a peft config by this model's module names, in place.
+
+    Raises:
+        ValueError: a name matches no module, or matches a module and another one inside it.
+    """
     modules = [name for name, _ in model.named_modules()]
     for option in ("modules_to_save", "target_modules"):
         names = getattr(config, option, None)
@@ -49,43 +53,48 @@ def resolve_module_names(model: nn.Module, config) -> None:
             if not any(re.fullmatch(names, module) for module in modules):
                 raise ValueError(_unknown_names_message(option, [names]))
             continue
-        known = [name if _matches_module(name, modules) else MODULE_ALIASES.get(name, name) for name in names]
-        if known != list(names):
-            logger.warning("%s: %s are called %s here", option, [*names], known)
-            setattr(config, option, type(names)(known))
+        resolved = [
+            name if _matches_module(name, modules) else MODULE_ALIASES.get(name, name)
+            for name in names
+        ]
+        if resolved != list(names):
+            logger.warning("%s: %s are called %s in this model", option, [*names], resolved)
+            setattr(config, option, type(names)(resolved))
         has_head = any(_matches_module(name, modules) for name in HEAD_NAMES)
         heads = HEAD_NAMES if option == "modules_to_save" and has_head else ()
-        unknown = [name for name in known if name not in heads and not _matches_module(name, modules)]
+        unknown = [
+            name for name in resolved if name not in heads and not _matches_module(name, modules)
+        ]
         if unknown:
             raise ValueError(_unknown_names_message(option, unknown))
         if option == "modules_to_save":
-            _refuse_nested(known, modules)
+            _refuse_nested(resolved, modules)
 
 
 def _refuse_nested(names: Iterable[str], modules: list[str]) -> None:
-    """peft would wrap a module and another one inside of it, and save what cannot be loaded."""
+    """Refuse a name that matches nested modules: peft would save what it cannot load again."""
     for name in names:
-        fitting = [module for module in modules if _matches_module(name, [module])]
-        for outer in fitting:
-            inner = [module for module in fitting if module.startswith(f"{outer}.")]
+        matches = [module for module in modules if _matches_module(name, [module])]
+        for outer in matches:
+            inner = [module for module in matches if module.startswith(f"{outer}.")]
             if inner:
                 raise ValueError(
-                    f"modules_to_save names {name!r}, which fits {outer} and {inner[0]} inside of "
-                    f"it: say {'.'.join(outer.split('.')[-2:])!r} for the whole"
+                    f"modules_to_save names {name!r}, which fits {outer} and {inner[0]} inside it: "
+                    f"say {'.'.join(outer.split('.')[-2:])!r} for the outer module"
                 )
 
 
 def _matches_module(name: str, modules: list[str]) -> bool:
-    """As peft compares them."""
+    """Return whether peft would match ``name`` with one of the modules."""
     return any(module == name or module.endswith(f".{name}") for module in modules)
 
 
 def _unknown_names_message(option: str, unknown: Iterable[str]) -> str:
     return (
-        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v: "
-        "there are query_key_value (for q_proj, k_proj, v_proj), dense (o_proj), dense_h_to_4h "
-        "(gate_proj, up_proj) and dense_4h_to_h (down_proj) in the language model "
-        "(transformer.encoder), these and fc1, fc2 and gate_proj in the vision tower "
-        "(transformer.vision), linear_proj between them, and word_embeddings and output_layer; or "
-        "say 'all-linear'"
+        f"{option} names {', '.join(map(repr, sorted(unknown)))}, which fit no module of glm-4v. "
+        "Its modules are query_key_value (for q_proj, k_proj, v_proj), dense (o_proj), "
+        "dense_h_to_4h (gate_proj, up_proj) and dense_4h_to_h (down_proj) in the language model "
+        "(transformer.encoder); the same names and fc1, fc2 and gate_proj in the vision tower "
+        "(transformer.vision); linear_proj between the two; word_embeddings and output_layer. "
+        "'all-linear' selects all linear layers"
     )

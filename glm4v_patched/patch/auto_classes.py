@@ -1,9 +1,9 @@
-"""``apply()``: transformers' Auto classes give our classes for every glm-4v, and for nothing else.
+"""``apply()``: make transformers' Auto classes return our classes for every glm-4v.
 
-Registering our classes would not do: "chatglm" is the model type of other models too, and
-transformers 4 prefers the code of a repository to what is registered. So each Auto class gets a
-``from_pretrained`` that looks at what the repository holds and either loads our class, which needs
-no trust in anybody's code, or does what it did before.
+Registering our classes is not enough: other models share the model type "chatglm", and
+transformers 4 prefers a repository's own code to registered classes. So ``from_pretrained`` of each
+Auto class is replaced. The replacement looks at the repository's files: for a glm-4v it loads our
+class, without ``trust_remote_code``; for everything else it calls the original.
 """
 
 import functools
@@ -35,22 +35,22 @@ from ..remote.processing_chatglm import DOWNLOAD_OPTIONS, ChatGLMProcessor
 from ..remote.tokenization_chatglm import ChatGLM4Tokenizer
 from ..terminal_text import pip_install
 from .adapter_names import check_module_names
-from .patch_set import PatchSet, AttributePatch
+from .patch_set import AttributePatch, PatchSet
 from .repository import IMAGE_PROCESSOR_CONFIG_FILE, Repository, is_glm4v
 
 logger = logging.getLogger(__name__)
 
-# Some are of newer transformers only.
+# Some exist in newer transformers only.
 AUTO_MODEL_CLASSES = [
     name for name in AUTO_MAP if name.startswith("AutoModel") and hasattr(transformers, name)
 ]
 
-# Where torchvision is absent, transformers 5.8 to 5.17 have a placeholder at the usual place, which
-# refuses everything. Ours needs no torchvision.
+# Without torchvision, transformers 5.8 to 5.17 export a placeholder class that refuses everything.
+# Our image processor needs no torchvision, so the defining module's class is patched.
 AUTO_IMAGE_PROCESSOR = "transformers.models.auto.image_processing_auto:AutoImageProcessor"
 AUTO_VIDEO_PROCESSOR = "transformers.models.auto.video_processing_auto:AutoVideoProcessor"
 
-# Where the Auto classes get the code of repositories from, each under a name of its own.
+# Modules of the Auto classes that import get_class_from_dynamic_module under their own names.
 REMOTE_CODE_IMPORTERS = [
     f"transformers.models.auto.{module}"
     for module in (
@@ -62,13 +62,19 @@ REMOTE_CODE_IMPORTERS = [
     )
 ]
 
-# What the Auto classes take for themselves and our classes have no use for.
-AUTO_CLASS_KWARGS = ("trust_remote_code", "code_revision", "use_fast", "tokenizer_type", "_from_auto")
+# Keyword arguments of the Auto classes that our classes do not take.
+AUTO_CLASS_KWARGS = (
+    "trust_remote_code",
+    "code_revision",
+    "use_fast",
+    "tokenizer_type",
+    "_from_auto",
+)
 
 
 @dataclass(frozen=True)
 class _ApplyOptions:
-    """What ``apply`` takes; ``None`` leaves the default."""
+    """Arguments of ``apply``; ``None`` leaves the default."""
 
     fused_linear_cross_entropy: bool | None = None
     attn_implementation: str | None = None
@@ -82,13 +88,13 @@ class _ApplyOptions:
 
     @property
     def loading_kwargs(self) -> dict[str, str]:
-        """What from_pretrained and from_config take, unless it is said there."""
+        """Default keyword arguments of from_pretrained and from_config; the caller's win."""
         name = self.attn_implementation
         return {} if name is None else {"attn_implementation": name}
 
 
 class _PatchState:
-    """What is in force: of one process, whoever asked for it."""
+    """The patches of this process, shared by all callers of ``apply``."""
 
     lock = threading.RLock()
     patches: PatchSet | None = None
@@ -96,7 +102,10 @@ class _PatchState:
 
 
 def require_tested_transformers(version: str) -> None:
-    """Raise ``ImportError`` for another; the model's code, which replaces nothing, only warns."""
+    """Raise ``ImportError`` for an untested version.
+
+    The model's own code only warns of such a version, because it replaces nothing.
+    """
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(version, prereleases=True):
         raise ImportError(
             f"apply() replaces methods of transformers {TESTED_TRANSFORMERS} and found {version}; "
@@ -107,26 +116,26 @@ def require_tested_transformers(version: str) -> None:
 def apply(
     *, fused_linear_cross_entropy: bool | None = None, attn_implementation: str | None = None
 ) -> None:
-    """From now on the Auto classes give this package's classes for every glm-4v.
+    """Make the Auto classes of transformers return this package's classes for every glm-4v.
 
-    ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
-    ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` (of transformers 5),
-    ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor``,
-    ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for folders and for
-    repositories of the Hub; other models are loaded as before. ``AutoVideoProcessor`` refuses a
-    glm-4v. Adapters that peft saves get our code beside them. Applying again changes nothing. A
-    method that was taken from an Auto class before (``load = AutoModel.from_pretrained``) raises
-    ``RuntimeError`` for a glm-4v with code of its own.
+    Patched are ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``, ``AutoModelForSeq2SeqLM``,
+    ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` (transformers 5),
+    ``AutoModelForSequenceClassification``, ``AutoTokenizer``, ``AutoProcessor`` and
+    ``AutoImageProcessor``, with and without ``trust_remote_code=True``, for local folders and Hub
+    repositories. Other models load as before. ``AutoVideoProcessor`` refuses a glm-4v. peft saves
+    our code beside the adapters of a glm-4v. Calling ``apply`` again changes nothing. A method that
+    was taken from an Auto class before (``load = AutoModel.from_pretrained``) raises
+    ``RuntimeError`` for a glm-4v that ships its own code.
 
     Args:
         fused_linear_cross_entropy: In training, compute the loss in chunks without the logits of
             all positions (``config.skip_logits``); the output's ``logits`` is then ``None``.
-        attn_implementation: For models that are loaded without saying which.
+        attn_implementation: Attention of models that are loaded without this keyword.
 
     Raises:
-        ValueError: a value of another type; options that contradict those in force.
-        ImportError: transformers is none of those that are tested.
-        AttributeError: transformers has moved something; nothing was patched.
+        ValueError: an argument has the wrong type, or contradicts an earlier ``apply``.
+        ImportError: this version of transformers is not tested.
+        AttributeError: transformers has renamed an attribute; nothing was patched.
     """
     options = _ApplyOptions(fused_linear_cross_entropy, attn_implementation)
     with _PatchState.lock:
@@ -136,19 +145,21 @@ def apply(
             patches.apply()
             _PatchState.patches, _PatchState.options = patches, options
         for name, value in asdict(options).items():
-            # Not said before is off.
-            if value is not None and (getattr(_PatchState.options, name) or None) != (
-                value or None
-            ):
+            # None and False both mean off.
+            current = getattr(_PatchState.options, name) or None
+            if value is not None and current != (value or None):
                 raise ValueError(
-                    f"applied already with {_PatchState.options}, which {name}={value!r} "
-                    "contradicts: revert() first"
+                    f"apply({name}={value!r}) contradicts {name}={current!r}, which is in force: "
+                    "call revert() first"
                 )
 
 
 def revert() -> None:
-    """Undo :func:`apply`; models that were loaded stay as they are. ``RuntimeError`` if somebody
-    replaced one of the same attributes since, with its name."""
+    """Undo :func:`apply`; models that are already loaded do not change.
+
+    Raises:
+        RuntimeError: somebody replaced one of the same attributes since; nothing is undone.
+    """
     with _PatchState.lock:
         if _PatchState.patches is not None:
             _PatchState.patches.revert()
@@ -157,13 +168,13 @@ def revert() -> None:
 
 @contextmanager
 def applied(**options: Any) -> Iterator[None]:
-    """:func:`apply` for a block; what was in force before it stays in force after it."""
-    begins = _PatchState.patches is None
+    """Call :func:`apply` for a ``with`` block; patches from before the block outlive it."""
+    was_unpatched = _PatchState.patches is None
     apply(**options)
     try:
         yield
     finally:
-        if begins:
+        if was_unpatched:
             revert()
 
 
@@ -173,8 +184,8 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
     )
     classes["AutoModelForSequenceClassification"] = ChatGLMForSequenceClassification
     loaders: dict[str, Callable] = {
-        "AutoConfig": lambda name, /, **given: ChatGLMConfig.from_pretrained(
-            name, name_or_path=name, **given
+        "AutoConfig": lambda name, /, **kwargs: ChatGLMConfig.from_pretrained(
+            name, name_or_path=name, **kwargs
         ),
         **{name: partial(_load_model, options, model) for name, model in classes.items()},
         "AutoTokenizer": _load_tokenizer,
@@ -183,30 +194,40 @@ def _attribute_patches(options: _ApplyOptions) -> list[AttributePatch]:
         "AutoVideoProcessor": _refuse_videos,
     }
     owners = {name: f"transformers:{name}" for name in loaders}
-    owners |= {"AutoImageProcessor": AUTO_IMAGE_PROCESSOR, "AutoVideoProcessor": AUTO_VIDEO_PROCESSOR}
-    swaps = [
+    owners |= {
+        "AutoImageProcessor": AUTO_IMAGE_PROCESSOR,
+        "AutoVideoProcessor": AUTO_VIDEO_PROCESSOR,
+    }
+    patches = [
         AttributePatch(owners[name], "from_pretrained", partial(_dispatch, load))
         for name, load in loaders.items()
     ]
-    # In this order: on the way to the class, transformers 5.8 puts a new module in its own place.
-    there, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
-    if package.AutoImageProcessor is not there:  # which keeps the placeholder, to be put back
-        swaps.append(AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: there))
+    # The class is resolved first: doing so, transformers 5.8 replaces its own module object.
+    defined, package = map(pkgutil.resolve_name, (AUTO_IMAGE_PROCESSOR, "transformers"))
+    if package.AutoImageProcessor is not defined:  # the patch remembers the placeholder
+        patches.append(
+            AttributePatch("transformers", "AutoImageProcessor", lambda placeholder: defined)
+        )
     for name, model in classes.items():
-        make = partial(_build_model, options, model)
-        swaps.append(AttributePatch(owners[name], "from_config", partial(_dispatch_config, make)))
-    swaps += [
-        AttributePatch(module, "get_class_from_dynamic_module", _refuse_code) for module in REMOTE_CODE_IMPORTERS
+        build = partial(_build_model, options, model)
+        patches.append(
+            AttributePatch(owners[name], "from_config", partial(_dispatch_config, build))
+        )
+    patches += [
+        AttributePatch(module, "get_class_from_dynamic_module", _refuse_remote_code)
+        for module in REMOTE_CODE_IMPORTERS
     ]
     if is_peft_available():
-        swaps.append(AttributePatch("peft:PeftModel", "save_pretrained", _save_code_with_adapters))
+        patches.append(
+            AttributePatch("peft:PeftModel", "save_pretrained", _save_code_with_adapters)
+        )
         tuner = "peft.tuners.tuners_utils:BaseTuner"
-        swaps.append(AttributePatch(tuner, "inject_adapter", check_module_names))
-    return swaps
+        patches.append(AttributePatch(tuner, "inject_adapter", check_module_names))
+    return patches
 
 
 def _dispatch(load: Callable, original: classmethod) -> classmethod:
-    """A ``from_pretrained`` that calls ``load`` for a glm-4v and the original for all else."""
+    """Return a ``from_pretrained`` that calls ``load`` for a glm-4v, else the original."""
 
     @functools.wraps(original.__func__)
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -219,39 +240,43 @@ def _dispatch(load: Callable, original: classmethod) -> classmethod:
         if not is_ours:
             return original.__func__(cls, pretrained_model_name_or_path, *args, **kwargs)
         if repository.hub_timeout is not None:
-            logger.warning("%s: what is in the cache is loaded", repository.hub_timeout)
+            logger.warning("%s: the files in the cache are loaded", repository.hub_timeout)
             kwargs["local_files_only"] = True
         return load(pretrained_model_name_or_path, *args, **_drop_auto_kwargs(kwargs))
 
     return classmethod(from_pretrained)
 
 
-def _dispatch_config(make: Callable, original: classmethod) -> classmethod:
+def _dispatch_config(build: Callable, original: classmethod) -> classmethod:
+    """Return a ``from_config`` that calls ``build`` for a glm-4v, else the original."""
+
     @functools.wraps(original.__func__)
     def from_config(cls, /, config, **kwargs):
         if not (isinstance(config, PretrainedConfig) and is_glm4v(config.to_dict())):
             return original.__func__(cls, config, **kwargs)
-        return make(config, **_drop_auto_kwargs(kwargs))
+        return build(config, **_drop_auto_kwargs(kwargs))
 
     return classmethod(from_config)
 
 
-def _drop_auto_kwargs(options: dict) -> dict:
-    return {name: value for name, value in options.items() if name not in AUTO_CLASS_KWARGS}
+def _drop_auto_kwargs(kwargs: dict) -> dict:
+    return {name: value for name, value in kwargs.items() if name not in AUTO_CLASS_KWARGS}
 
 
-def _refuse_code(original: Callable) -> Callable:
-    """No code of a glm-4v's repository gets in by a way around the patched methods, and then meets
-    our config."""
+def _refuse_remote_code(original: Callable) -> Callable:
+    """Refuse to import the code of a glm-4v's repository, which our config would not fit.
+
+    The patched methods never import it; methods taken from Auto classes earlier would.
+    """
 
     @functools.wraps(original)
     def get_class_from_dynamic_module(class_reference, repository, /, *args, **kwargs):
         if Repository(repository, kwargs).contains_glm4v():
             raise RuntimeError(
                 f"{class_reference} of {repository} would be loaded beside this package's code "
-                "for glm-4v: either a from_pretrained or from_config was taken from its Auto class "
-                "before apply(), which then has to be called earlier; or it is that of an Auto "
-                f"class without one of ours, which there are for {', '.join(AUTO_MODEL_CLASSES)}"
+                "for glm-4v. Either from_pretrained or from_config was taken from an Auto class "
+                "before apply(): call apply() earlier. Or this Auto class is not supported for "
+                f"glm-4v: use one of {', '.join(AUTO_MODEL_CLASSES)}"
             )
         return original(class_reference, repository, *args, **kwargs)
 
@@ -287,20 +312,26 @@ def _load_image_processor(name_or_path, *args, config=None, **kwargs):
     if repository.read(IMAGE_PROCESSOR_CONFIG_FILE) is not None:
         return ChatGLMImageProcessor.from_pretrained(name_or_path, *args, **kwargs)
     # The published repository has no such file.
-    where = {option: kwargs.pop(option) for option in DOWNLOAD_OPTIONS if option in kwargs}
-    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **where)).vision
+    download = {option: kwargs.pop(option) for option in DOWNLOAD_OPTIONS if option in kwargs}
+    vision = (config or ChatGLMConfig.from_pretrained(name_or_path, **download)).vision
     sizes = {"size": vision.image_size, "patch_size": vision.patch_size}
     return ChatGLMImageProcessor.from_dict(sizes, **kwargs)
 
 
 def _refuse_videos(name_or_path, *args, **kwargs):
-    """Raise ``ValueError``. Pipelines ask every model for a video processor, which transformers
-    would look for beside our image processor's code, after asking the user to trust it."""
+    """Raise ``ValueError``.
+
+    Pipelines ask every model for a video processor. transformers would search our image
+    processor's code for one, after asking the user to trust that code.
+    """
     raise ValueError(f"{name_or_path} is a glm-4v, which reads no videos: give frames as images")
 
 
 def _save_code_with_adapters(original: Callable) -> Callable:
-    """Save our code beside adapters, so that they load without this package, too."""
+    """Wrap peft's ``save_pretrained`` to save our code beside adapters.
+
+    The adapters then also load without this package.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -308,12 +339,12 @@ def _save_code_with_adapters(original: Callable) -> Callable:
         base = self.get_base_model()
         if isinstance(base, ChatGLMPreTrainedModel):
             for config in self.peft_config.values():
-                config.auto_mapping = None  # a module's name, of others where they were loaded
+                config.auto_mapping = None  # it names a module of this process
         result = original(self, save_directory, *args, **kwargs)
-        given = signature.bind(self, save_directory, *args, **kwargs).arguments
-        if isinstance(base, ChatGLMPreTrainedModel) and given.get("is_main_process", True):
-            for name in given.get("selected_adapters") or self.peft_config:
-                # As peft names their folders.
+        arguments = signature.bind(self, save_directory, *args, **kwargs).arguments
+        if isinstance(base, ChatGLMPreTrainedModel) and arguments.get("is_main_process", True):
+            for name in arguments.get("selected_adapters") or self.peft_config:
+                # peft names the folders of adapters so.
                 folder = "" if name == "default" else name
                 custom_object_save(base, os.path.join(save_directory, folder))
         return result

@@ -1,4 +1,7 @@
-"""What a ``config.json`` holds and is of; needs no transformers."""
+"""Bounded reading of JSON files from strangers, and the test whether a config is a glm-4v's.
+
+Imports neither torch nor transformers.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 MAX_FLOAT32 = 3.4028234663852886e38
-"""Of float32 and, but for rounding, of bfloat16."""
-# In bytes. Of empty lists, one MiB of JSON takes 22 MiB of memory.
+"""The largest float32, which is also bfloat16's but for rounding."""
+# In bytes. One MiB of JSON that consists of empty lists takes 22 MiB of memory once parsed.
 MAX_JSON_BYTES, MAX_LARGE_JSON_BYTES = 16 * 2**20, 64 * 2**20
 LARGE_JSON_FILES = {"tokenizer.json", "model.safetensors.index.json", "training.json"}
 MAX_JSON_DEPTH = 64
-"""Levels of nested values: those who read them after us do so by functions that call themselves."""
+"""Levels of nesting. Other libraries walk the parsed values recursively."""
 
 
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
-    """Return why a config is not that of a glm-4v, in words that go after "it is none: "; ``None``
-    if it is one. chatglm2, chatglm3 and the text models of GLM-4 have its model type, and
-    cogagent-9b has its vision part, too."""
+    """Return why a config is not a glm-4v's, or ``None`` if it is one.
+
+    The model type "chatglm" is not enough: chatglm2, chatglm3 and the text models of GLM-4 share
+    it, and cogagent-9b also has the vision config.
+    """
     if (model_type := config.get("model_type")) != "chatglm":
         return f"model_type is {model_type!r:.60}, expected 'chatglm'"
     if not isinstance(vision := config.get("vision_config"), Mapping):
@@ -26,7 +31,7 @@ def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
             f"vision_config is {vision!r:.60}, expected an object (chatglm2, chatglm3 and the text "
             "models of GLM-4 have none)"
         )
-    # As the model's own config compares it.
+    # Compared as the model's own config compares it: 1 is equal to True.
     if (original_rope := config.get("original_rope", True)) not in (True,):
         return (
             f"original_rope is {original_rope!r:.60}, expected true or no such field (cogagent-9b "
@@ -36,31 +41,39 @@ def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
 
 
 def is_glm4v(config: Mapping[str, Any]) -> bool:
+    """Return whether a config is a glm-4v's."""
     return why_not_glm4v(config) is None
 
 
 def read_json_object(path: Path) -> dict:
-    """The object that a JSON file holds. Raises ``ValueError`` if there is none."""
+    """Read a JSON file that contains an object.
+
+    Raises:
+        ValueError: it cannot be read, is too large or too deeply nested, or is not an object.
+    """
     return parse_json_object(read_bytes_within_limit(path), str(path))
 
 
 def read_bytes_within_limit(path: Path) -> bytes:
-    """What a file of settings or of text holds. Raises ``ValueError`` if it cannot be read, or is
-    larger than any that is meant to be one."""
-    if path.exists() and not path.is_file():  # the end of a pipe would be waited for
-        raise ValueError(f"{path} cannot be read: it is no file")
-    most = MAX_LARGE_JSON_BYTES if path.name in LARGE_JSON_FILES else MAX_JSON_BYTES
+    """Read a file of settings or text, of at most 16 MiB (64 MiB for ``LARGE_JSON_FILES``).
+
+    Raises:
+        ValueError: it cannot be read, is not a regular file, or is larger than that.
+    """
+    if path.exists() and not path.is_file():  # reading a pipe would block
+        raise ValueError(f"{path} cannot be read: it is not a regular file")
+    limit = MAX_LARGE_JSON_BYTES if path.name in LARGE_JSON_FILES else MAX_JSON_BYTES
     with _json_errors(path), path.open("rb") as file:
-        content = file.read(most + 1)
+        content = file.read(limit + 1)
         size = path.stat().st_size
-    if len(content) > most:
-        raise ValueError(f"{path} has {size:,} bytes; expected at most {most:,}")
+    if len(content) > limit:
+        raise ValueError(f"{path} has {size:,} bytes; expected at most {limit:,}")
     return content
 
 
 @contextmanager
 def _json_errors(name: object) -> Iterator[None]:
-    """Name what cannot be read, or is no JSON, in a ``ValueError``."""
+    """Turn errors of reading and parsing into a ``ValueError`` that names the file."""
     try:
         yield
     except (OSError, ValueError, RecursionError) as error:
@@ -68,21 +81,23 @@ def _json_errors(name: object) -> Iterator[None]:
 
 
 def find_nonfinite_number(values: Any) -> str | None:
-    """Return ``key is value`` of the first number among nested values that is NaN, infinite or
-    beyond float32; JSON has such as ``NaN``, ``Infinity`` and ``1e999``."""
+    """Return ``key is value`` for the first nested number that is NaN, infinite or above float32.
+
+    JSON can contain such numbers: ``NaN``, ``Infinity`` and ``1e999`` all parse.
+    """
     items = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in items:
         if isinstance(value, (dict, list)):
-            if found := find_nonfinite_number(value):
-                return f"{key}.{found}"
+            if nested := find_nonfinite_number(value):
+                return f"{key}.{nested}"
         elif isinstance(value, (int, float)) and not abs(value) <= MAX_FLOAT32:
-            shown = value if isinstance(value, float) else f"of {value.bit_length()} bits"
-            return f"{key} is {shown}"
+            text = value if isinstance(value, float) else f"of {value.bit_length()} bits"
+            return f"{key} is {text}"
     return None
 
 
 def parse_json_object(content: bytes, name: str) -> dict:
-    """As :func:`read_json_object`, of what was read."""
+    """Parse bytes as :func:`read_json_object` parses a file; ``name`` is used in errors."""
     with _json_errors(name):
         values = json.loads(content, object_pairs_hook=_reject_repeated_keys)
     if not isinstance(values, dict):
@@ -92,7 +107,7 @@ def parse_json_object(content: bytes, name: str) -> dict:
         inner = (value.values() if isinstance(value, dict) else value for value in level)
         level = [value for values in inner for value in values if isinstance(value, (dict, list))]
     if level:
-        raise ValueError(f"{name} nests more than {MAX_JSON_DEPTH} values in each other; expected fewer")
+        raise ValueError(f"{name} nests more than {MAX_JSON_DEPTH} levels deep; expected fewer")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Attributes that are replaced together: all or none, and put back together. Knows no model."""
+"""Monkey patches that are applied and reverted as a set, all or none. Knows no model."""
 
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -8,22 +8,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AttributePatch:
-    """One attribute and how its replacement is made."""
+    """One attribute to be replaced, and the function that makes its replacement.
 
-    owner: str  # where it is defined (not inherited): "package.module[:Class]"
+    Args:
+        owner: ``package.module`` or ``package.module:Class`` that defines (not inherits) it.
+        name: The attribute's name.
+        replace: Called with the original, as found in ``vars(owner)``; returns the replacement.
+    """
+
+    owner: str
     name: str
-    replace: Callable[[Any], object]  # takes the attribute as its owner holds it
+    replace: Callable[[Any], object]
 
     def __str__(self) -> str:
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
 
 class PatchSet:
-    """Can be undone, and refuses to undo what somebody else has replaced since."""
+    """A set of attribute patches; reverting refuses if somebody else patched them afterwards."""
 
-    def __init__(self, swaps: Sequence[AttributePatch]):
-        self._swaps = tuple(swaps)
-        # Of each: its owner, what that held, and what it holds now.
+    def __init__(self, patches: Sequence[AttributePatch]):
+        self._patches = tuple(patches)
+        # Each with the resolved owner, the original and the replacement.
         self._replaced: list[tuple[AttributePatch, Any, object, object]] = []
 
     @property
@@ -31,36 +37,42 @@ class PatchSet:
         return bool(self._replaced)
 
     def apply(self) -> None:
-        """Replace all attributes; where one or its owner cannot be found, none is replaced and an
-        ``AttributeError`` or ``ImportError`` names it."""
-        found = [(swap, pkgutil.resolve_name(swap.owner)) for swap in self._swaps]
-        if moved := [str(swap) for swap, owner in found if swap.name not in vars(owner)]:
+        """Replace all attributes, or none if an error is raised.
+
+        Raises:
+            AttributeError, ImportError: an attribute or its owner does not exist.
+        """
+        owners = [(patch, pkgutil.resolve_name(patch.owner)) for patch in self._patches]
+        if moved := [str(patch) for patch, owner in owners if patch.name not in vars(owner)]:
             raise AttributeError(
                 f"nothing was patched, because these cannot be found: {', '.join(moved)}; "
                 "install versions that this package supports, or repair the installation"
             )
         replaced = []
-        for swap, owner in found:
-            original = vars(owner)[swap.name]
-            replaced.append((swap, owner, original, swap.replace(original)))
-        # Only now, when nothing can fail any more.
-        for swap, owner, _, replacement in replaced:
-            setattr(owner, swap.name, replacement)
+        for patch, owner in owners:
+            original = vars(owner)[patch.name]
+            replaced.append((patch, owner, original, patch.replace(original)))
+        # Attributes are set last, once nothing can fail any more.
+        for patch, owner, _, replacement in replaced:
+            setattr(owner, patch.name, replacement)
         self._replaced = replaced
 
     def revert(self) -> None:
-        """Put the originals back; ``RuntimeError`` if somebody replaced an attribute after us, with
-        its name, and nothing is undone."""
-        taken = [
-            str(swap)
-            for swap, owner, _, replacement in self._replaced
-            if vars(owner).get(swap.name) is not replacement
+        """Restore all originals.
+
+        Raises:
+            RuntimeError: somebody replaced an attribute after us; nothing is restored then.
+        """
+        foreign = [
+            str(patch)
+            for patch, owner, _, replacement in self._replaced
+            if vars(owner).get(patch.name) is not replacement
         ]
-        if taken:
+        if foreign:
             raise RuntimeError(
                 f"nothing was undone, because these were replaced by others since: "
-                f"{', '.join(taken)}; undo those first"
+                f"{', '.join(foreign)}; undo those first"
             )
-        for swap, owner, original, _ in self._replaced:
-            setattr(owner, swap.name, original)
+        for patch, owner, original, _ in self._replaced:
+            setattr(owner, patch.name, original)
         self._replaced = []

@@ -1,4 +1,4 @@
-"""What a folder or a repository of the Hub holds, told by its files and not by its name."""
+"""Detect a glm-4v in a local folder or a Hub repository, by its files instead of its name."""
 
 import re
 from contextlib import suppress
@@ -21,37 +21,43 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 class Repository:
-    """A local folder or file, or a repository of the Hub, as ``from_pretrained`` takes it: by its
-    first argument, and those of its keywords that say where to download from."""
+    """A local folder or file, or a Hub repository, as ``from_pretrained`` takes it.
 
-    def __init__(self, name_or_path: object, options: dict):
+    Args:
+        name_or_path: The first argument of ``from_pretrained``.
+        kwargs: Its keyword arguments, of which only the download options are used.
+    """
+
+    def __init__(self, name_or_path: object, kwargs: dict):
         self.name_or_path = name_or_path
-        self._options = {
-            name: options[name]
+        self._download_options = {
+            name: kwargs[name]
             for name in DOWNLOAD_OPTIONS
-            # Once is enough: from_pretrained itself will do it.
-            if options.get(name) is not None and name != "force_download"
+            # from_pretrained itself downloads again; here, once more would be too much.
+            if kwargs.get(name) is not None and name != "force_download"
         }
-        if options.get("use_auth_token") is not None:  # transformers 4 still takes that name
-            self._options.setdefault("token", options["use_auth_token"])
+        if kwargs.get("use_auth_token") is not None:  # transformers 4 still takes that name
+            self._download_options.setdefault("token", kwargs["use_auth_token"])
 
     @cached_property
     def hub_timeout(self) -> str | None:
-        """What to say of a Hub that does not answer; ``None`` if it does, or need not be asked.
+        """Error message of a Hub that does not answer in time; ``None`` if it does.
 
-        It is asked once, with a time-out. The client would wait a minute for each file, six times,
-        and transformers 5 for ever for the commit.
+        ``None`` also for local folders and when offline. The request is sent once, with a timeout:
+        the client would wait a minute for each file, six times, and transformers 5 forever for the
+        commit.
         """
-        name, offline = self.name_or_path, self._options.get("local_files_only")
+        name, offline = self.name_or_path, self._download_options.get("local_files_only")
         if constants.HF_HUB_OFFLINE or offline or not _is_name(name) or Path(name).exists():
             return None
-        url = hf_hub_url(str(name), MODEL_CONFIG_FILE, revision=self._options.get("revision"))
+        revision = self._download_options.get("revision")
+        url = hf_hub_url(str(name), MODEL_CONFIG_FILE, revision=revision)
         seconds = constants.HF_HUB_ETAG_TIMEOUT
         try:
-            headers = build_hf_headers(token=self._options.get("token"))
+            headers = build_hf_headers(token=self._download_options.get("token"))
             get_session().head(url, headers=headers, timeout=seconds)
-        except Exception as error:  # whatever else it is, who needs the file will tell
-            # requests, httpx and httpx2 have no base in common, but these names.
+        except Exception as error:  # any other error is raised again when the file is loaded
+            # Timeouts of requests, httpx and httpx2 have only their names in common.
             if type(error).__name__.endswith("Timeout"):
                 return (
                     f"{url_origin(url)} did not answer within {seconds:g} s (check the network and "
@@ -60,43 +66,51 @@ class Repository:
         return None
 
     def read(self, file_name: str, ask_hub: bool = True) -> dict | None:
-        """The contents of a JSON file, ``None`` where there is none; what :attr:`name_or_path`
-        names, if that is a file itself.
+        """Read a JSON file of the repository, or :attr:`name_or_path` itself if that is a file.
 
         Args:
-            ask_hub: Look further than folders and the cache. For ``config.json`` the errors of a
-                Hub that cannot be reached are raised.
+            file_name: Name of the file inside the repository.
+            ask_hub: Download the file if it is in no local folder or cache. For ``config.json``,
+                errors of a Hub that cannot be reached are raised.
+
+        Returns:
+            The object in the file; ``None`` if there is no such file or it is not readable JSON.
+
+        Raises:
+            TimeoutError: the Hub did not answer in time.
         """
         if not _is_name(self.name_or_path):
             return None
         path = Path(self.name_or_path)
         if not path.is_file():
             if ask_hub and self.hub_timeout is not None:
-                raise TimeoutError(f"{self.silence}, and {path} is not in the cache")
-            must_answer = ask_hub and file_name == MODEL_CONFIG_FILE
+                raise TimeoutError(f"{self.hub_timeout}, and {path} is not in the cache")
+            raise_errors = ask_hub and file_name == MODEL_CONFIG_FILE
             cached = cached_file(
                 str(self.name_or_path),
                 file_name,
-                _raise_exceptions_for_gated_repo=must_answer,
-                _raise_exceptions_for_missing_entries=must_answer,  # no config.json: None
-                _raise_exceptions_for_connection_errors=must_answer,
-                **self._options | ({} if ask_hub else {"local_files_only": True}),
+                _raise_exceptions_for_gated_repo=raise_errors,
+                _raise_exceptions_for_missing_entries=raise_errors,  # no config.json: None
+                _raise_exceptions_for_connection_errors=raise_errors,
+                **self._download_options | ({} if ask_hub else {"local_files_only": True}),
             )
             if cached is None:
                 return None
             path = Path(cached)
-        elif path.suffix != ".json":  # a file of weights, and no config
+        elif path.suffix != ".json":  # a weights file
             return None
         with suppress(ValueError):
             return read_json_object(path)
         return None
 
     def contains_glm4v(self) -> bool:
-        """True for a glm-4v, for an adapter of one, and for the tokenizer of one by itself.
+        """Return whether it contains a glm-4v, an adapter of one, or only the tokenizer of one.
 
-        What is in the cache is not asked for again: a repository does not become another model.
-        False if it cannot be found out: the call that comes after raises its own error. But where
-        that would wait for many minutes, for a Hub that does not answer, ``TimeoutError``.
+        Cached files are trusted: a repository does not become another model. Returns ``False`` if
+        the files cannot be read; the loading call that follows then raises its own error.
+
+        Raises:
+            TimeoutError: the Hub did not answer in time; the loading call would wait for minutes.
         """
         tokenizer = {}
         try:
@@ -105,20 +119,27 @@ class Repository:
                 if config is not None:
                     return is_glm4v(config)
                 tokenizer = self.read(TOKENIZER_CONFIG_FILE, ask_hub) or {}
-                # The text models of GLM-4 have the same tokenizer, without a size of images.
+                # The text models of GLM-4 have the same tokenizer, without an image size.
                 if "ChatGLM4Tokenizer" in str(tokenizer) and "image_size" in tokenizer:
                     return True
         except TimeoutError:
             if not tokenizer:
                 raise
-        except Exception:  # of the Hub's client, whose kinds differ by its version
+        except Exception:  # error classes of the Hub's client differ between its versions
             pass
         return False
 
     def _config_of_base(self, ask_hub: bool) -> dict | None:
+        """Return the config of the model that this adapter was trained on, if this is an adapter.
+
+        The adapter's revision and subfolder do not apply to its base model.
+        """
         base = (self.read(ADAPTER_CONFIG_FILE, ask_hub) or {}).get("base_model_name_or_path")
-        of_adapter = ("revision", "subfolder")
-        options = {name: value for name, value in self._options.items() if name not in of_adapter}
+        options = {
+            name: value
+            for name, value in self._download_options.items()
+            if name not in ("revision", "subfolder")
+        }
         return Repository(base, options).read(MODEL_CONFIG_FILE, ask_hub) if base else None
 
 
@@ -127,5 +148,5 @@ def _is_name(name: object) -> TypeGuard[str | PathLike]:
 
 
 def url_origin(url: str) -> str:
-    """Scheme, host and port, not what may stand before them: HF_ENDPOINT can hold a password."""
+    """Return scheme, host and port of a URL, without credentials: HF_ENDPOINT may contain some."""
     return re.sub(r"^(\w+://)(?:[^/]*@)?([^/]*).*", r"\1\2", url)

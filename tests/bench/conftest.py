@@ -1,4 +1,4 @@
-"""What refuses a measurement, on a machine where none can run."""
+"""A fixture that checks how bench refuses measurements, on a machine where none can run."""
 
 import json
 import shlex
@@ -18,24 +18,24 @@ H200 = Gpu("NVIDIA H200", 150 * 10**9, (9, 0))
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """A command ends before anything runs or is printed, and names what is wrong with it."""
+    """Check that a command ends with an error before anything runs or is printed."""
     for module in (answers, generation, training):
-        monkeypatch.setattr(module, "run", lambda *_: pytest.fail("a process was started"))
+        monkeypatch.setattr(module, "run_and_log", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(memory_check, "free_ram", lambda: 100e9)
     for package in ("qlora", "4bit"):
         monkeypatch.setitem(REQUIRED_PACKAGES, package, ["not_there"])
     (tmp_path / "config.json").write_text(json.dumps(golden_json("config.json")))
     monkeypatch.chdir(tmp_path)
 
-    def check(command: str, named: str, gpus: int = 0) -> None:
-        found = Gpus((H200,) * gpus, "none here")
+    def check(command: str, message: str, num_gpus: int = 0) -> None:
+        gpus = Gpus((H200,) * num_gpus, "none here")
         for module in (training, placement):
-            monkeypatch.setattr(module, "find_gpus", lambda: found)
+            monkeypatch.setattr(module, "find_gpus", lambda: gpus)
         assert main(shlex.split(command)) == 1
-        said = capsys.readouterr()
-        # On a busy machine, what is being done is said before.
-        told = f"\n{said.err.strip()}".partition("\nglm4v-patched: ")[2]
-        assert named in told, told
-        assert said.out == ""
+        printed = capsys.readouterr()
+        # On a busy machine, progress is printed before the error.
+        error = f"\n{printed.err.strip()}".partition("\nglm4v-patched: ")[2]
+        assert message in error, error
+        assert printed.out == ""
 
     return check

@@ -1,4 +1,4 @@
-"""``glm4v-patched bench --generate``: rows of how fast answers are generated."""
+"""``glm4v-patched bench --generate``: the speed of generation."""
 
 import json
 from functools import wraps
@@ -25,9 +25,8 @@ def generate(*arguments: str) -> int | None:
 
 
 @pytest.fixture
-def a_second_a_step(monkeypatch):
-    """What a process of its own would measure; by a clock that passes by a second with each pass
-    through the model, and hardly otherwise."""
+def one_second_per_forward(monkeypatch):
+    """Measure in this process, by a clock that advances by a second in each forward pass."""
     clock, forward = [0.0], GLM4VForCausalLM.forward
 
     @wraps(forward)
@@ -41,16 +40,18 @@ def a_second_a_step(monkeypatch):
 
     def run(command: list[str], folder: Path, environment: dict, timeout: float) -> str:
         assert command[-3] == "glm4v_patched.bench.generation_worker" and timeout == 1200
-        generation_worker.measure(json.loads(command[-2]), Path(command[-1]))
+        generation_worker.measure_batches(json.loads(command[-2]), Path(command[-1]))
         return ""
 
-    monkeypatch.setattr(generation, "run", run)
+    monkeypatch.setattr(generation, "run_and_log", run)
     monkeypatch.setattr(GLM4VForCausalLM, "forward", step)
     monkeypatch.setattr(generation_worker.time, "perf_counter", now)
 
 
-@pytest.mark.usefixtures("a_second_a_step")
-def test_every_batch_is_measured_by_the_loop_of_answers(config, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("one_second_per_forward")
+def test_every_batch_size_is_measured_with_the_decoding_loop_of_answer(
+    config, tmp_path, monkeypatch
+):
     calls = []
 
     @wraps(static_cache.decode_without_sync)  # generate reads its signature
@@ -66,11 +67,11 @@ def test_every_batch_is_measured_by_the_loop_of_answers(config, tmp_path, monkey
         assert [row[name] for name in named] == [number, 4, "static", "cpu", None]
         assert row["first_token_s"] == pytest.approx(1, abs=1e-3)
         assert row["steps_per_s"] == pytest.approx(1, abs=1e-3)
-        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # of a step at the bandwidth's limit
+        seconds = row["weights_gb"] / row["bandwidth_gb_s"]  # for a step at full bandwidth
         assert row["bandwidth_share"] == pytest.approx(seconds * row["steps_per_s"])
         assert row["tokens_per_s"] == pytest.approx(number * row["steps_per_s"])
         assert "bench --generate --batch 1 2 --new-tokens 4" in row["command"]
-    # Of each batch: twice to warm up, the first token, and the whole answer.
+    # For each batch size: two runs to warm up, the first token alone, and the full answer.
     assert len(calls) == 8
 
 
@@ -82,13 +83,15 @@ def test_prints_the_table_of_rows(tmp_path, capsys):
     file.write_text(json.dumps([row | fast, row | {"batch": 1, "error": "a | b"}]))
     assert not generate("--rows", file)
     columns, _, failed, measured, *_ = capsys.readouterr().out.splitlines()
-    # Columns that say nothing of any row are left out.
+    # Columns without any value are left out.
     assert columns == "| # | device | weights | batch | first token, s | tokens/s | bandwidth |"
     assert failed == r"| 1 | cpu | - | 1 | a \| b | - | - |"
     assert measured == "| 2 | cpu | fp8 | 8 | 0.250 | 1,234.6 | 50% |"
 
 
-def test_what_a_token_reads():
-    model = tiny_model()  # all but the tower and the embeddings
+def test_a_step_reads_the_language_model_without_its_embeddings():
+    model = tiny_model()
     read = [*model.transformer.encoder.parameters(), *model.transformer.output_layer.parameters()]
-    assert generation_worker.weight_bytes_per_step(model) == 4 * sum(weight.numel() for weight in read)
+    assert generation_worker.weight_bytes_per_step(model) == 4 * sum(
+        weight.numel() for weight in read
+    )

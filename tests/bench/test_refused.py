@@ -1,4 +1,4 @@
-"""What cannot be measured is refused before anything runs."""
+"""Options that cannot be measured are refused before anything runs."""
 
 import pytest
 
@@ -10,7 +10,7 @@ TRAINING = (
     (
         0,
         "--device cpu",
-        "--device cpu with the real model, of 13.9 billion weights: expected --config",
+        "--device cpu would measure the full-size model, of 13.9 billion weights; expected",
     ),
     (1, "--trained full lora_lm --gpus 1", "222.5 GB on each GPU, which has 147.9 GB"),
     (2, "--trained lora_lm --memory-limit 10", "13.9 GB on each GPU, which has 10.7 GB"),
@@ -24,65 +24,65 @@ TRAINING = (
         "--zero-stage 0 --gpus 2",
         "zero_stage is 0 with 2 processes, but training without ZeRO uses one process; expected",
     ),
-    (0, "--into README.md", "name them with --rows"),
+    (0, "--into README.md", "name their files with --rows"),
     (0, "--rows rows.json --out new.json", "--rows measures nothing: drop one"),
     (0, "--rows none.json", "none.json: No such file"),
-    (0, "--out none/rows.json", "none is no folder; make it first"),
+    (0, "--out none/rows.json", "none does not exist; make it"),
     (0, "--trained qlora", "qlora needs not_there"),
     (
         0,
         "--shortest-text 513",
         "shortest_text is 513; expected from 1 to text_tokens, which is 512",
     ),
-    (0, "--from-files 9x9 --packed", "packed with from_files"),
+    (0, "--from-files 9x9 --packed", "packed does not work with from_files"),
 )
 ANSWERS = (
     ("--answer-rows 15", "expected at least 16"),
-    ("--trained lm", "--trained is not of answers"),
-    ("--repeats 2", "--repeats is not of answers"),
+    ("--trained lm", "--trained has no effect on measurements of answers: leave it out"),
+    ("--repeats 2", "--repeats has no effect on measurements of answers"),
     ("--weights fp8", "--weights fp8 needs a GPU"),
 )
 GENERATION = (
-    ("--gpus 1", "--gpus is not of generate"),
+    ("--gpus 1", "--gpus has no effect on measurements of generate"),
     ("--weights 8bit", "--weights 8bit needs a GPU"),
     ("--device cuda", "no GPU"),
     ("--device cuda --weights 4bit", "--weights 4bit needs not_there"),
     ("--device cuda --weights 8bit --cache static", "--cache static with --weights 8bit"),
 )
 CASES = [
-    *((gpus, f"bench {typed}", named) for gpus, typed, named in TRAINING),
-    *((0, f"bench --answers 56x56 --device cpu --batch 8 {t}", named) for t, named in ANSWERS),
-    *((0, f"bench --generate --device cpu --config config.json {t}", n) for t, n in GENERATION),
+    *((gpus, f"bench {options}", message) for gpus, options, message in TRAINING),
+    *((0, f"bench --answers 56x56 --device cpu --batch 8 {o}", m) for o, m in ANSWERS),
+    *((0, f"bench --generate --device cpu --config config.json {o}", m) for o, m in GENERATION),
 ]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "command", "named"), CASES, ids=[command for _, command, _ in CASES]
+    ("gpus", "command", "message"), CASES, ids=[command for _, command, _ in CASES]
 )
-def test_what_cannot_be_measured_is_refused(refused, gpus, command, named):
-    refused(command, named, gpus)
+def test_options_that_cannot_be_measured_are_refused(refused, gpus, command, message):
+    refused(command, message, gpus)
 
 
 @pytest.mark.parametrize(
-    ("typed", "named"),
+    ("options", "message"),
     [
         ("--micro-batch 0", "--micro-batch: '0'; expected a number from 1"),
         ("--memory-limit nan", "--memory-limit: 'nan'; expected a number from 1"),
         ("--timeout nan", "--timeout: 'nan'"),
         ("--tower some", "'some'; expected auto"),
-        ("--from-files 4000x0", "'4000x0'; expected pixels"),
+        ("--from-files 4000x0", "'4000x0'; expected width and height"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_option(typed, named, capsys):
+def test_an_invalid_value_is_refused_with_its_option(options, message, capsys):
     with pytest.raises(SystemExit):
-        main(["bench", *typed.split()])
-    assert named in capsys.readouterr().err
+        main(["bench", *options.split()])
+    assert message in capsys.readouterr().err
 
 
-def test_a_file_that_holds_no_rows_is_refused(tmp_path, refused):
+def test_a_file_without_rows_is_refused(tmp_path, refused):
     path = tmp_path / "rows.json"
     entries = (b'[{"gpus": 2, "settings": {}}]', b'[{"workload": "lora_lm"}]', b'["workload"]')
     for text in (b"", b"{}", b"\xff\xfe", *entries, b'[{"workload": "answers", "batch": 8}]'):
         path.write_bytes(text)
-        refused("bench --out rows.json", "rows.json is no file of rows")
+        refused("bench --out rows.json", "rows.json has no rows of bench")
         assert path.read_bytes() == text

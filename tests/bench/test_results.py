@@ -1,4 +1,4 @@
-"""What becomes of measured rows: their file and the table."""
+"""Measured rows: their files and their tables."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from glm4v_patched.bench.table import (
     read_measurements,
 )
 from glm4v_patched.bench.training import command_of, requested_settings
-from glm4v_patched.cli import _build_parser, main
+from glm4v_patched.cli import _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -30,16 +30,16 @@ OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to a
 
 
 def make_row(trained="lora_lm", micro_batch=1, settings=None, **changes):
-    asked = {"trained": trained, "tower": "none", "language": "full"}
+    changed = {"trained": trained, "tower": "none", "language": "full"}
     row = {"workload": trained, "gpus": 2, "micro_batch": micro_batch, "text_tokens": 512}
     row |= {"samples_per_s_per_gpu": 1.25, "tokens_per_s_per_gpu": 1512.0, "roofline_share": 0.5}
     row |= {"peak_allocated_gib": 10.0 * micro_batch, "peak_reserved_gib": 12.0 * micro_batch}
     row |= {"device": "NVIDIA H200", "command": f"glm4v-patched bench --trained {trained}"}
-    return row | {"settings": asked | (settings or {})} | changes
+    return row | {"settings": changed | (settings or {})} | changes
 
 
 def fail(row, error=OUT_OF_MEMORY):
-    """The row of processes that failed: no figures."""
+    """Return the row without figures, as of processes that failed."""
     figures = ("samples", "tokens", "roofline", "peak", "device")
     return {name: row[name] for name in row if not name.startswith(figures)} | {"error": error}
 
@@ -64,10 +64,10 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "cells"),
     [
         (make_row("lora_lm"), {POLICIES: "-, full", SPEED: "1.25", STEP: "-", "roofline": "50%"}),
-        # What was chosen, not what was asked for.
+        # The chosen policy replaces the requested one.
         (make_row("full", policies={"language": "every 2"}), {POLICIES: "none, every 2"}),
         (make_row(settings={"compile": False, "fp8": True}), {"method": "ZeRO-3, no compile, fp8"}),
         (fail(make_row(gpus=1)), {"hardware": "1 GPU", SPEED: "out of memory"}),
@@ -75,11 +75,11 @@ def test_added_rows_are_one_valid_array_and_stay_when_the_disk_is_full(tmp_path)
     ],
     ids=["a frozen tower", "chosen policies", "other settings", "no memory", "an error"],
 )
-def test_a_row_is_shown_with_what_it_has_and_no_more(row, told):
-    assert told.items() <= cells_of(row).items()
+def test_cells_describe_a_row_and_its_error(row, cells):
+    assert cells.items() <= cells_of(row).items()
 
 
-def test_the_documented_table_has_every_row_beside_its_command():
+def test_the_documented_table_has_every_row_and_its_command():
     command = "glm4v-patched bench --rows docs/benchmarks/bench_*.json --into "
     command += "docs/benchmarks/README.md"
     page = (BENCHMARKS / "README.md").read_text()
@@ -91,15 +91,15 @@ def test_the_documented_table_has_every_row_beside_its_command():
     assert r"| a\|b is &lt;none> |" in markdown_table([fail(make_row(), "a|b is <none>")])
 
 
-def test_what_to_choose_is_measured():
-    """Each row of the table by cards is a row of the results."""
+def test_the_recommendations_by_gpu_memory_are_measured():
+    """Each row of the table in performance.md is a measured row."""
     page = (ROOT / "docs" / "performance.md").read_text()
     pattern = r"^\| (\d) x (\d+) GB \| `(\w+)` \| (\d) \|.*\| ([\d.]+) \| ([\d.]+) \|$"
     chosen = re.findall(pattern, page, re.MULTILINE)
     assert len(chosen) >= 11
     results = [*MEASURED, *read_measurements(BENCHMARKS / "fp8_h200_x2.json")]
     for gpus, gigabytes, trained, batch, speed, reserved in chosen:
-        assert float(reserved) + 1.5 < int(gigabytes)  # of the cards' names, which count in GiB
+        assert float(reserved) + 1.5 < int(gigabytes)  # cards are named by their GiB
         assert [
             row
             for row in results
@@ -120,22 +120,29 @@ def test_a_table_goes_between_the_markers_and_nowhere_else(tmp_path, capsys):
     path.write_text(f"before\n{BEGIN_MARKER}\nold\n{END_MARKER}\nafter\n")
     for _ in range(2):
         assert main(["bench", "--rows", *map(str, files), "--into", str(path)]) == 0
-        assert path.read_text() == f"before\n{BEGIN_MARKER}\n\n{markdown_table(rows)}\n{END_MARKER}\nafter\n"
+        assert (
+            path.read_text()
+            == f"before\n{BEGIN_MARKER}\n\n{markdown_table(rows)}\n{END_MARKER}\nafter\n"
+        )
     others = {"workload": "answers", "batch": 8, "image": "9x9", "rows": 64, "new_tokens": 4}
-    with pytest.raises(ValueError, match="rows of several kinds"):
+    with pytest.raises(ValueError, match="rows of several workloads"):
         markdown_table([*rows, others])
     for text in (f"{END_MARKER}\n{BEGIN_MARKER}\n", f"{BEGIN_MARKER}{BEGIN_MARKER}{END_MARKER}"):
         path.write_text(text)
-        with pytest.raises(ValueError, match=f"{text.count(BEGIN_MARKER)} lines .* {text.count(END_MARKER)}"):
+        with pytest.raises(
+            ValueError, match=f"{text.count(BEGIN_MARKER)} lines .* {text.count(END_MARKER)}"
+        ):
             insert_table("table\n", path)
         assert path.read_text() == text
 
 
-def test_a_rows_command_asks_for_its_settings():
-    typed = (
+def test_a_row_s_command_repeats_its_settings():
+    options = (
         "bench --trained lm full --gpus 1 --micro-batch 3 --compile true --packed --precision fp32"
     )
-    for asked in requested_settings(_build_parser().parse_args([*typed.split(), "--tower", "every 2"])):
-        command = shlex.split(command_of(asked, 1, on_cpu=False))
-        assert requested_settings(_build_parser().parse_args(command[1:])) == [asked]
-    assert (asked.trained, asked.engine.tower, asked.micro_batch) == ("full", "every 2", 3)
+    for settings in requested_settings(
+        _parser().parse_args([*options.split(), "--tower", "every 2"])
+    ):
+        command = shlex.split(command_of(settings, 1, on_cpu=False))
+        assert requested_settings(_parser().parse_args(command[1:])) == [settings]
+    assert (settings.trained, settings.engine.tower, settings.micro_batch) == ("full", "every 2", 3)

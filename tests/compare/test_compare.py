@@ -1,4 +1,4 @@
-"""The published code (its stand-in) and ours on the same rows: where they agree, who is wrong."""
+"""compare: a stand-in of the published code and ours on the same samples, and the verdicts."""
 
 import io
 import json
@@ -14,15 +14,20 @@ from safetensors.torch import load_file
 
 from glm4v_patched.cli import main
 from glm4v_patched.compare import command, environment, worker
-from glm4v_patched.compare.inputs import write_cases
-from glm4v_patched.compare.verdicts import ModelOutputs, Comparison, compare_outputs, table
+from glm4v_patched.compare.inputs import CASES_FILE, write_cases
+from glm4v_patched.compare.verdicts import (
+    Comparison,
+    ModelOutputs,
+    compare_outputs,
+    format_comparisons,
+)
 from glm4v_patched.data.collate import ConversationCollator
 from glm4v_patched.engine.gpus import Gpus
 from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.legacy_repository import write_legacy_repository
 from tests.helpers.tiny import tiny_model
 
-# What the original's code sees, written where the test can read it.
+# Makes the original's code write its environment, modules and paths where the test can read them.
 SPY = """
 import json, os, sys
 with open({seen!r}, "w") as file:
@@ -41,9 +46,9 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(original) -> tuple[int, list[dict], str]:
-    """Status, lines, and what was said beside them; with secrets around."""
+    """Exit status, comparisons and stderr of ``compare``, with secrets in the environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "check_python", lambda python: "a transformers")
+        patch.setattr(command, "find_python_versions", lambda python: "a transformers")
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "a secret")
         options = ["--run-code", "--python", sys.executable, "--precision", "fp32"]
@@ -52,25 +57,25 @@ def compared(original) -> tuple[int, list[dict], str]:
     return status, json.loads(out.getvalue()), err.getvalue()
 
 
-def test_both_compute_the_same_and_where_the_original_is_wrong_it_is_said(compared):
+def test_both_agree_except_where_the_original_is_reported_as_wrong(compared):
     image, text, padded = (
-        {line["what"]: line for line in compared[1] if line["row"] == row}
-        for row in ("image", "text", "padded batch")
+        {line["quantity"]: line for line in compared[1] if line["sample"] == sample}
+        for sample in ("image", "text", "padded batch")
     )
     assert {line["verdict"] for line in image.values()} == {"same"} and compared[0] == 0
-    assert image.keys() == {"logits", "loss", "gradients", "answer (greedy ids)"}
-    assert image["gradients"]["ours"] == "of 7 weights"
-    assert text["logits"]["verdict"] == text["answer (greedy ids)"]["verdict"] == "same"
+    assert image.keys() == {"logits", "loss", "gradients", "answer (greedy tokens)"}
+    assert image["gradients"]["ours"] == "7 weights"
+    assert text["logits"]["verdict"] == text["answer (greedy tokens)"]["verdict"] == "same"
     assert text["loss"]["verdict"] == "the original is wrong"
     assert "is not in list" in text["loss"]["note"] and float(text["loss"]["ours"]) > 0
     assert {line["verdict"] for line in padded.values()} == {"the original is wrong"}
-    assert "loses the images" in padded["loss, other images"]["note"]
-    assert padded["loss, other images"]["original"] == "0.00000"
-    assert padded["tower's gradients"]["original"] == "of 0 weights"
-    assert float(padded["loss, to rows alone"]["ours"].removeprefix("off by ")) < 1e-5
+    assert "loses the images" in padded["loss, change by other images"]["note"]
+    assert padded["loss, change by other images"]["original"] == "0.00000"
+    assert padded["vision tower's gradients"]["original"] == "0 weights"
+    assert float(padded["loss, error to samples alone"]["ours"]) < 1e-5
 
 
-def test_the_original_s_process_has_no_token_and_what_runs_is_said(compared, original):
+def test_the_original_runs_without_tokens_and_its_files_are_listed(compared, original):
     variables, modules, paths = json.loads((original / "seen.json").read_text())
     assert "a secret" not in variables.values() and variables["HF_HUB_OFFLINE"] == "1"
     home = Path(variables["HF_HOME"])
@@ -87,30 +92,28 @@ def test_the_original_s_process_has_no_token_and_what_runs_is_said(compared, ori
     [("same", 0), ("the original is wrong", 0), ("DIFFERENT", 1), ("OURS IS WRONG", 1)],
 )
 def test_the_status_is_1_where_ours_differs(original, monkeypatch, verdict, status):
-    monkeypatch.setattr(command, "check_python", lambda python: "a transformers")
-    lines = [Comparison("text", "loss", "1", "2", verdict)]
-    monkeypatch.setattr(command, "compare", lambda *_: lines)
-    asked = ["compare", str(original), "--device", "cpu", "--run-code", "--python", "python"]
-    assert main(asked) == status
+    monkeypatch.setattr(command, "find_python_versions", lambda python: "a transformers")
+    comparisons = [Comparison("text", "loss", "1", "2", verdict)]
+    monkeypatch.setattr(command, "compare", lambda *_: comparisons)
+    arguments = ["compare", str(original), "--device", "cpu", "--run-code", "--python", "python"]
+    assert main(arguments) == status
 
 
-def test_prompts_end_where_the_assistant_answers_and_memory_that_is_full_ends_all(
-    original, tmp_path
-):
+def test_prompts_end_at_the_assistant_s_turn_and_out_of_memory_ends_the_worker(original, tmp_path):
     write_cases(tmp_path, original)
     collator = ConversationCollator(ChatGLMProcessor.from_pretrained(original))
-    rows = load_file(tmp_path / "cases.safetensors")
+    cases = load_file(tmp_path / CASES_FILE)
     for case in ("prompt text", "prompt image"):
-        assert rows[f"{case}/input_ids"][0, -1] == collator.assistant_id
+        assert cases[f"{case}/input_ids"][0, -1] == collator.assistant_id
 
     def fail(error: Exception):
         raise error
 
-    told: dict = {}
-    worker.attempt(told, "loss", fail, ValueError("no"))
+    results: dict = {}
+    worker.record_result(results, "loss", fail, ValueError("no"))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        worker.attempt(told, "logits", fail, torch.cuda.OutOfMemoryError())
-    assert told == {"loss": {"error": "ValueError: no"}}
+        worker.record_result(results, "logits", fail, torch.cuda.OutOfMemoryError())
+    assert results == {"loss": {"error": "ValueError: no"}}
 
 
 def refused(capsys, *arguments) -> str:
@@ -120,7 +123,7 @@ def refused(capsys, *arguments) -> str:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("options", "error"),
     [
         ("", r"modeling_chatglm.py \((.|\n)*--run-code\n$"),
         ("--run-code", r"give --python PATH of an environment with transformers 4\.44\.2"),
@@ -128,37 +131,43 @@ def refused(capsys, *arguments) -> str:
         ("--run-code --python python --device cuda", "there is no GPU: no driver"),
     ],
 )
-def test_no_code_runs_unless_asked(original, capsys, monkeypatch, asked, told):
+def test_no_code_runs_without_the_option_and_a_usable_python(
+    original, capsys, monkeypatch, options, error
+):
     monkeypatch.setattr(command, "compare", lambda *_: pytest.fail("it was run"))
     monkeypatch.setattr("glm4v_patched.models.placement.find_gpus", lambda: Gpus((), "no driver"))
-    assert re.search(told, refused(capsys, original, *asked.split()))
+    assert re.search(error, refused(capsys, original, *options.split()))
 
 
-def test_only_a_transformers_that_the_code_works_with_is_taken(tmp_path):
+def test_only_versions_of_transformers_that_the_code_works_with_are_accepted(tmp_path):
     python = tmp_path / "python"
-    for found, works in (("4.41.2", False), ("4.42.0", True), ("4.44.2", True), ("4.45", False)):
-        python.write_text(f'#!/bin/sh\necho \'["{found}", "2.11"]\'\n')
+    for version, works in (("4.41.2", False), ("4.42.0", True), ("4.44.2", True), ("4.45", False)):
+        python.write_text(f'#!/bin/sh\necho \'["{version}", "2.11"]\'\n')
         python.chmod(0o700)
         if works:
-            assert environment.find_python_versions(str(python)) == f"transformers {found}, torch 2.11"
+            assert (
+                environment.find_python_versions(str(python))
+                == f"transformers {version}, torch 2.11"
+            )
             continue
-        with pytest.raises(RuntimeError, match=rf"has transformers {found}; .*>=4.42,<4.45"):
+        with pytest.raises(RuntimeError, match=rf"has transformers {version}; .*>=4.42,<4.45"):
             environment.find_python_versions(str(python))
 
 
-def test_memory_that_does_not_suffice_is_told_before_code_runs(original, monkeypatch, capsys):
-    monkeypatch.setattr(command, "check_python", lambda python: "a transformers")
+def test_too_little_memory_is_an_error_before_code_runs(original, monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_python_versions", lambda python: "a transformers")
     monkeypatch.setattr(command, "_compute", lambda *_: pytest.fail("it was run"))
-    asked, needed = [original, "--run-code", "--python", "python", "--device", "cpu"], []
+    arguments = [original, "--run-code", "--python", "python", "--device", "cpu"]
+    needed = []
     monkeypatch.setattr(command, "format_bytes", lambda size: needed.append(size) or str(size))
     for missing in (lambda: 1, lambda: needed[0] - 1):
         monkeypatch.setattr("glm4v_patched.engine.ram.free_ram", missing)
-        assert re.search(r"needs about [\d.]+ and [\d.]+ are free", refused(capsys, *asked))
+        assert re.search(r"needs about [\d.]+ and [\d.]+ are free", refused(capsys, *arguments))
 
 
-def test_what_is_no_original_is_refused(original, tmp_path, capsys):
+def test_a_folder_without_the_published_code_is_refused(original, tmp_path, capsys):
     folder = tmp_path / "model"
-    assert "is no folder; expected your download" in refused(capsys, folder)
+    assert "is not a folder; expected your download" in refused(capsys, folder)
     tiny_model().save_pretrained(folder)
     assert "is this package's" in refused(capsys, folder)
     for file in folder.glob("*.py"):
@@ -169,105 +178,107 @@ def test_what_is_no_original_is_refused(original, tmp_path, capsys):
     for name in ("visual.py", "tokenizer.model"):
         copy = tmp_path / f"without {name}"
         shutil.copytree(original, copy, ignore=shutil.ignore_patterns(name))
-        assert f"has no {name}" in refused(capsys, copy, "--run-code")
+        assert re.search(f"has (no|neither) {name}", refused(capsys, copy, "--run-code"))
 
 
 def computed(**changes: float) -> ModelOutputs:
-    """A model without a fault; changes are added to one of its numbers."""
-    told, tensors = {}, {}
+    """Outputs of a correct model; changes are added to one of its numbers."""
+    results, tensors = {}, {}
     losses = {"text": 2.0, "image": 1.0, "other image": 3.0, "batch": 2.5, "swapped": 3.0}
     for case, loss in losses.items():
-        told[case] = {"loss": loss + changes.get(f"loss {case}", 0.0)}
-        rows = 2 if case in ("batch", "swapped") else 1
-        tensors[f"{case}/logits"] = torch.zeros(rows, 8, 4) + changes.get(f"logits {case}", 0.0)
+        results[case] = {"loss": loss + changes.get(f"loss {case}", 0.0)}
+        shape = (2 if case in ("batch", "swapped") else 1, 8, 4)
+        tensors[f"{case}/logits"] = torch.zeros(shape) + changes.get(f"logits {case}", 0.0)
         for name in ("transformer.vision.boi", "transformer.encoder.final_layernorm.weight"):
             gradient = torch.ones(3) + changes.get(f"gradient {case}", 0.0)
             tensors[f"{case}/gradient/{name}"] = gradient
     for case in ("prompt text", "prompt image"):
-        told[case] = {"answer": [1, 2 + int(changes.get(case, 0))], "generate": [1, 2]}
-    return ModelOutputs(told, tensors)
+        results[case] = {"answer": [1, 2 + int(changes.get(case, 0))], "generate": [1, 2]}
+    return ModelOutputs(results, tensors)
 
 
-LEARNED = {"text": 3, "image": 2, "other image": 6, "batch": 8, "swapped": 8}
+SUPERVISED = {"text": 3, "image": 2, "other image": 6, "batch": 8, "swapped": 8}
 
 
 def verdicts(original: ModelOutputs, ours: ModelOutputs) -> set[tuple[str, str, str]]:
-    lines = compare_outputs(original, ours, LEARNED, "fp32")
-    assert table(lines)
-    return {(line.row, line.what, line.verdict) for line in lines if line.verdict != "same"}
+    comparisons = compare_outputs(original, ours, SUPERVISED, "fp32")
+    assert format_comparisons(comparisons)
+    return {(x.sample, x.quantity, x.verdict) for x in comparisons if x.verdict != "same"}
 
 
 @pytest.mark.parametrize(
-    ("change", "row", "what"),
+    ("change", "sample", "quantity"),
     [
         ({"logits image": 1.0, "logits batch": 1.0, "logits other image": 1.0}, *[""] * 2),
         ({"gradient image": 0.1}, "image", "gradients"),
         ({"logits text": float("nan")}, "text", "logits"),
     ],
 )
-def test_a_difference_on_a_single_row_is_no_fault_of_the_original_s(change, row, what):
+def test_a_difference_on_a_single_sample_does_not_blame_the_original(change, sample, quantity):
     assert verdicts(computed(), computed()) == set()
-    found = verdicts(computed(), computed(**change))
-    assert found == {(row or "image", what or "logits", "DIFFERENT")}
+    different = verdicts(computed(), computed(**change))
+    assert different == {(sample or "image", quantity or "logits", "DIFFERENT")}
 
 
 NAN, INF = float("nan"), float("inf")
 
 
 def broken(key: str, value: float) -> ModelOutputs:
-    """A model of which one number is not finite, and not the first one that is compared."""
-    found = computed()
+    """Outputs with one number that is not finite, and not the first one that is compared."""
+    outputs = computed()
     case, _, name = key.partition("/")
     if name == "loss":
-        found.told[case]["loss"] = value
+        outputs.results[case]["loss"] = value
     else:
-        tensor = found.tensors.setdefault(key, torch.zeros(1, 8, 4))
+        tensor = outputs.tensors.setdefault(key, torch.zeros(1, 8, 4))
         tensor.view(-1)[1] = value
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
-    ("key", "row", "what"),
+    ("key", "sample", "quantity"),
     [
         ("text/gradient/transformer.encoder.final_layernorm.weight", "text", "gradients"),
-        ("batch/gradient/transformer.vision.boi", "padded batch", "tower's gradients"),
+        ("batch/gradient/transformer.vision.boi", "padded batch", "vision tower's gradients"),
         ("image/logits", "image", "logits"),
-        ("other image/logits", "padded batch", "logits, to rows alone"),
-        ("batch/logits", "padded batch", "logits, to rows alone"),
-        ("batch/loss", "padded batch", "loss, to rows alone"),
-        ("other image/loss", "padded batch", "loss, to rows alone"),
-        ("swapped/loss", "padded batch", "loss, other images"),
+        ("other image/logits", "padded batch", "logits, error to samples alone"),
+        ("batch/logits", "padded batch", "logits, error to samples alone"),
+        ("batch/loss", "padded batch", "loss, error to samples alone"),
+        ("other image/loss", "padded batch", "loss, error to samples alone"),
+        ("swapped/loss", "padded batch", "loss, change by other images"),
         ("text/loss", "text", "loss"),
-        ("prompt image/logits", "image", "answer (greedy ids)"),
+        ("prompt image/logits", "image", "answer (greedy tokens)"),
     ],
 )
-def test_a_number_that_is_not_finite_is_never_the_same(key, row, what, value):
+def test_a_number_that_is_not_finite_is_never_the_same(key, sample, quantity, value):
     right, wrong = computed(), broken(key, value)
     for original, ours in ((right, wrong), (wrong, right), (wrong, wrong)):
-        [verdict] = {v for r, w, v in verdicts(original, ours) if (r, w) == (row, what)}
+        [verdict] = {
+            verdict
+            for *key, verdict in verdicts(original, ours)
+            if tuple(key) == (sample, quantity)
+        }
         assert verdict in ("DIFFERENT", "OURS IS WRONG") or original is wrong
     assert ours_fail(right, wrong) and ours_fail(wrong, wrong)
 
 
 def ours_fail(original: ModelOutputs, ours: ModelOutputs) -> bool:
-    found = {verdict for *_, verdict in verdicts(original, ours)}
-    return bool(found & {"DIFFERENT", "OURS IS WRONG"})
+    reached = {verdict for *_, verdict in verdicts(original, ours)}
+    return bool(reached & {"DIFFERENT", "OURS IS WRONG"})
 
 
 def test_ours_is_wrong_where_it_fails_or_loses_images():
-    def wrong(what: str, row: str = "padded batch") -> set[tuple[str, str, str]]:
-        return {(row, what, "OURS IS WRONG")}
+    def wrong(quantity: str, sample: str = "padded batch") -> set[tuple[str, str, str]]:
+        return {(sample, quantity, "OURS IS WRONG")}
 
     without = computed(**{"loss swapped": -0.5})
-    assert verdicts(computed(), without) == wrong("loss, other images")
+    assert verdicts(computed(), without) == wrong("loss, change by other images")
     failing = computed()
-    failing.told["text"]["loss"] = {"error": "ValueError: no"}
+    failing.results["text"]["loss"] = {"error": "ValueError: no"}
     assert wrong("loss", "text") < verdicts(computed(), failing)
     apart = computed(**{"loss batch": 0.1, "loss swapped": 0.1})
-    assert verdicts(computed(), apart) == wrong("loss, to rows alone")
-    blind = computed(**{"gradient batch": -1.0})
-    assert verdicts(computed(), blind) == wrong("tower's gradients") == verdicts(blind, blind)
-    assert verdicts(blind, computed()) == {
-        ("padded batch", "tower's gradients", "the original is wrong")
-    }
+    assert verdicts(computed(), apart) == wrong("loss, error to samples alone")
+    blind, tower = computed(**{"gradient batch": -1.0}), "vision tower's gradients"
+    assert verdicts(computed(), blind) == wrong(tower) == verdicts(blind, blind)
+    assert verdicts(blind, computed()) == {("padded batch", tower, "the original is wrong")}

@@ -1,4 +1,4 @@
-"""The demo writes over nothing but what a demo wrote."""
+"""The demo overwrites only files that a demo has written."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from glm4v_patched.models.placement import Placement
 
 
 @pytest.fixture
-def ran(monkeypatch) -> list[Path]:
-    """Folders that a demo was run in, which wrote its files of data there."""
+def demo_folders(monkeypatch) -> list[Path]:
+    """The folders in which the demo ran; the test's demo writes the data files only."""
     folders = []
 
     def run(out, placement, steps):
-        demo._draw(out / "data", "train", 4, 0)
+        demo._write_data_set(out / "data", "train", 4, 0)
         folders.append(out)
 
-    monkeypatch.setattr(demo, "_run", run)
+    monkeypatch.setattr(demo, "_train_and_evaluate", run)
     return folders
 
 
@@ -34,29 +34,29 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def refused(out: Path, message: str) -> None:
-    """Nothing is written, and the message has words that match."""
+    """Check that the demo raises an error and writes nothing."""
     before = contents(out.parent)
     with pytest.raises(ValueError, match=message):
         start(out)
     assert contents(out.parent) == before
 
 
-def test_only_what_a_demo_wrote_is_replaced_and_nothing_behind_a_link(ran, tmp_path):
+def test_only_files_of_a_demo_are_overwritten_and_no_target_of_a_link(demo_folders, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     for name in ("data", "metrics.json"):
         (out / name).touch()
-        refused(out, f"holds {name}, which no demo has written")
+        refused(out, f"contains {name}, not written by a demo")
         (out / name).rename(out / "other")
     (tmp_path / "link").symlink_to(out)
     start(tmp_path / "link")
     start(out)
-    assert (out / "other").exists() and ran == [out] * 2
+    assert (out / "other").exists() and demo_folders == [out] * 2
     (out / "answers.png").symlink_to(out / "other")
-    refused(out, "is a link, and would be written through")
+    refused(out, "is a symbolic link, whose target would be overwritten")
 
 
-def test_a_held_folder_and_a_lost_one_are_refused(ran, tmp_path, monkeypatch):
+def test_a_locked_folder_and_a_dangling_link_are_refused(demo_folders, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.symlink_to(tmp_path / "nowhere")
     refused(out, "out cannot be used: not a folder but a file or a broken link")
@@ -65,22 +65,22 @@ def test_a_held_folder_and_a_lost_one_are_refused(ran, tmp_path, monkeypatch):
     def run(out, *arguments):
         with pytest.raises(ValueError, match="another run writes to"):
             start(out)
-        ran.append(out)
+        demo_folders.append(out)
 
-    monkeypatch.setattr(demo, "_run", run)
+    monkeypatch.setattr(demo, "_train_and_evaluate", run)
     start(out)
-    assert ran == [out]
+    assert demo_folders == [out]
 
 
-def test_each_answer_says_what_its_question_asks_for(tmp_path):
+def test_each_answer_fits_its_question(tmp_path):
     pairs = {f"a {color} {shape}" for color in COLORS for shape in SHAPES}
-    right = dict(zip(QUESTIONS, ({*COLORS}, {*SHAPES}, pairs), strict=True))
+    expected = dict(zip(QUESTIONS, ({*COLORS}, {*SHAPES}, pairs), strict=True))
     for question, answer in draw_data_set(tmp_path, 30, seed=0, side=56):
-        assert answer["content"] in right[question["content"]]
+        assert answer["content"] in expected[question["content"]]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "device", "placed"),
+    ("num_gpus", "device", "placed"),
     [
         (0, None, Placement(2, on_cpu=True)),
         (1, "cpu", Placement(2, on_cpu=True)),
@@ -88,8 +88,10 @@ def test_each_answer_says_what_its_question_asks_for(tmp_path):
         (4, None, Placement(2)),
     ],
 )
-def test_two_processes_run_where_there_is_not_one_gpu_alone(monkeypatch, gpus, device, placed):
-    found = Gpus((Gpu("NVIDIA H200", 150_000_000_000, (9, 0)),) * gpus, "none is here")
+def test_the_default_is_two_processes_unless_there_is_a_single_gpu(
+    monkeypatch, num_gpus, device, placed
+):
+    gpus = Gpus((Gpu("NVIDIA H200", 150_000_000_000, (9, 0)),) * num_gpus, "none is here")
     for module in (demo, placement):
-        monkeypatch.setattr(module, "find_gpus", lambda: found)
+        monkeypatch.setattr(module, "find_gpus", lambda: gpus)
     assert demo.place_demo(None, device) == placed

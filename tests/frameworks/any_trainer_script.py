@@ -24,11 +24,11 @@ class Collator:
         self.processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        asked = [
+        questions = [
             [{"role": "user", "image": row["image"], "content": row["question"]}] for row in rows
         ]
         batch = self.processor.apply_chat_template(
-            asked,
+            questions,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,

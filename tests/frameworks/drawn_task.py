@@ -1,8 +1,7 @@
-"""What the jobs share: drawn images, a model that has not seen them, and a judge.
+"""Shared parts of the jobs: drawn images, models that have not seen them, and an evaluation.
 
-24 images are learned by heart. Many answers are possible to a question, so that whoever answers
-right has looked at the image. *Swapped*: each question is asked again with another image, and
-the old answer is wrong then.
+A job memorizes 24 images. A question has many possible answers, so a right answer requires the
+image. *Swapped*: each question is asked again with another image, to which the answer is wrong.
 """
 
 import json
@@ -27,28 +26,29 @@ from tests.helpers.processes import ROOT, Ended, cpu_environment, run_with_limit
 
 JUDGE = ROOT / "glm4v_patched" / "demo" / "fresh_process.py"
 PREFERENCE_JUDGE = Path(__file__).with_name("preference_judge.py")
-NUMBER = 24
-# The chat format has no end of a turn; without this, nobody learns to stop.
+NUM_IMAGES = 24
+# The chat format does not end the last turn; from this token, a model learns to stop.
 END = "<|endoftext|>"
 RUN = (sys.executable, "-m", "glm4v_patched.run")
 Conversations = list[list[dict]]  # a question with its image, and its answer
 
 
 def run(folder: Path, *command: object, environment: dict | None = None) -> Ended:
-    """Run a command in ``folder``, where everything is cached, too."""
-    whole = (environment or cpu_environment()) | {
+    """Run a command in ``folder``, which also has all caches."""
+    full_environment = (environment or cpu_environment()) | {
         "HF_HOME": str(folder / "cache"),
         "HF_MODULES_CACHE": str(folder / "modules"),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "WANDB_MODE": "disabled",
     }
-    whole.pop("GLM4V_PATCHED", None)
-    # Commands of the environment that runs this, also where it is not activated.
-    whole["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), whole["PATH"]])
+    full_environment.pop("GLM4V_PATCHED", None)
+    # Commands of this Python's environment are found also if it is not activated.
+    path = [str(Path(sys.executable).parent), full_environment["PATH"]]
+    full_environment["PATH"] = os.pathsep.join(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return run_with_limit([str(part) for part in command], 1800, whole)
+        return run_with_limit([str(argument) for argument in command], 1800, full_environment)
 
 
 def succeed(folder: Path, *command: object, environment: dict | None = None) -> None:
@@ -57,19 +57,19 @@ def succeed(folder: Path, *command: object, environment: dict | None = None) -> 
 
 
 class Models:
-    """The models that jobs begin with, each built once in ``folder``, and the drawn images:
+    """The initial models of jobs, each built once in ``folder``, and the drawn images:
 
     - published: the stand-in for the published repository
-    - random: ours, of random weights
-    - blind: gives an answer to a question, whatever image it is asked about. It was taught each
-      answer with the images of all other conversations in turn.
+    - random: our model with random weights
+    - blind: answers a question whatever the image is. It was trained on each answer with the
+      images of all other conversations in turn.
     - sighted: the blind one after five steps of supervised training: a quarter of the answers that
-      it draws are right. Where online training begins.
+      it samples are right. Online training begins with it.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.conversations = draw_data_set(folder / "images", NUMBER, seed=0, side=IMAGE_SIDE)
+        self.conversations = draw_data_set(folder / "images", NUM_IMAGES, seed=0, side=IMAGE_SIDE)
 
     def __call__(self, name: str) -> Path:
         folder, rows = self.folder / name, rows_of(self.conversations)
@@ -80,14 +80,14 @@ class Models:
         elif name == "random":
             build_from_scratch(folder, self.conversations, seed=0)
         elif name == "blind":
-            turned = [
+            rotations = [
                 [
                     row | {"image": rows[(n + step) % len(rows)]["image"]}
                     for n, row in enumerate(rows)
                 ]
                 for step in range(120)
             ]
-            teach(folder, self("random"), turned, rate=1e-3)
+            teach(folder, self("random"), rotations, rate=1e-3)
         else:
             teach(folder, self("blind"), [rows] * 5, rate=5e-4)
         return folder
@@ -101,7 +101,7 @@ def rows_of(conversations: Conversations) -> list[dict]:
 
 
 def teach(folder: Path, model: Path, batches: list[list[dict]], rate: float) -> None:
-    """A step for each batch of rows; the model is saved to ``folder``."""
+    """Train a model for a step on each batch of rows, and save it to ``folder``."""
     collator = Collator(model)
     learner = GLM4VForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(learner.parameters(), lr=rate, weight_decay=0.0)
@@ -114,7 +114,7 @@ def teach(folder: Path, model: Path, batches: list[list[dict]], rate: float) -> 
 
 
 def other_of(question: dict, answer: dict, conversations: Conversations) -> list[dict]:
-    """The first conversation of the same question and another answer."""
+    """Return the first conversation with the same question and another answer."""
     return next(
         [q, a]
         for q, a in conversations
@@ -123,42 +123,45 @@ def other_of(question: dict, answer: dict, conversations: Conversations) -> list
 
 
 def pairs_of(conversations: Conversations) -> list[tuple[str, str, str, str]]:
-    """Question, image, its answer, and the answer for the image that is swapped for it.
+    """Return tuples of question, image, its answer, and the answer for the swapped image.
 
-    Each pair comes twice: with one of its two images and answers, and with the other.
+    Each pair is in the list twice: once with each of its two images and answers.
     """
     pairs = []
     for question, answer in conversations:
         other, wrong = other_of(question, answer, conversations)
-        asked, texts = question["content"], (answer["content"], wrong["content"])
-        pairs += [(asked, question["image"], *texts), (asked, other["image"], *texts[::-1])]
+        text, answers = question["content"], (answer["content"], wrong["content"])
+        pairs += [(text, question["image"], *answers), (text, other["image"], *answers[::-1])]
     return list(dict.fromkeys(pairs))
 
 
 def with_other_images(pairs: list[tuple]) -> list[tuple]:
-    """Each pair with the image that its other answer is the answer for, if it has any."""
-    image_of = {(asked, right): image for asked, image, right, _ in pairs}
+    """Return each pair with the image for which its other answer is right, if there is one."""
+    image_of = {(question, right): image for question, image, right, _ in pairs}
     return [(q, image_of.get((q, wrong)), right, wrong) for q, _, right, wrong in pairs]
 
 
 def put_data(folder: Path, conversations: Conversations) -> None:
-    """``rows.json``, ``messages.jsonl`` for axolotl, and in ``data`` a folder for each trainer of
-    TRL, NAME.json for LLaMA-Factory and NAME.jsonl for ms-swift."""
+    """Write the data sets of all frameworks.
+
+    ``rows.json``; ``messages.jsonl`` for axolotl; in ``data`` a folder for each trainer of TRL,
+    NAME.json for LLaMA-Factory and NAME.jsonl for ms-swift.
+    """
     rows, pairs, data = rows_of(conversations), pairs_of(conversations), folder / "data"
     data.mkdir()
     (folder / "rows.json").write_text(json.dumps(rows))
     messages = []
     for row in rows:
         parts = {"type": "image", "path": row["image"]}, {"type": "text", "text": row["question"]}
-        asked, answer = said("user", parts), said("assistant", row["answer"])
-        messages.append({"messages": [asked, answer]})
+        turns = [message("user", parts), message("assistant", row["answer"])]
+        messages.append({"messages": turns})
     write_lines(folder / "messages.jsonl", messages)
-    (folder / "images").symlink_to(Path("data", "sft"))  # of docs/frameworks.md
+    (folder / "images").symlink_to(Path("data", "sft"))  # the path in docs/frameworks.md
     put_sets_of_trl(data, rows, pairs)
-    put_sets_with_places(data, rows, pairs)
+    put_sets_with_image_tags(data, rows, pairs)
 
 
-def said(role: str, content: object) -> dict:
+def message(role: str, content: object) -> dict:
     return {"role": role, "content": content}
 
 
@@ -167,27 +170,27 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 
 def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
-    def ended(answer: str) -> list[dict]:
-        return [said("assistant", answer + END)]
+    def with_end(answer: str) -> list[dict]:
+        return [message("assistant", answer + END)]
 
-    def asked(question: str, image: str, **answer: object) -> dict:
-        return {"prompt": [said("user", question)], "images": [image], **answer}
+    def row(question: str, image: str, **answer: object) -> dict:
+        return {"prompt": [message("user", question)], "images": [image], **answer}
 
-    triples = [(row["question"], row["image"], row["answer"]) for row in rows]
-    # Texts, as TRL's RewardTrainer knows no images and asks tokenizers for conversations one by
-    # one, of which this one makes batches. A good answer names color and shape.
+    triples = [(sample["question"], sample["image"], sample["answer"]) for sample in rows]
+    # Texts, because TRL's RewardTrainer supports no images and tokenizes conversations one by one,
+    # of which this tokenizer makes batches. A good answer names color and shape.
     question = "<|user|>\nWhat do you see?<|assistant|>\n"
     sets = {
-        "sft": [asked(q, p, completion=ended(a)) for q, p, a in triples],
-        "grpo": [asked(q, p, answer=a) for q, p, a in triples],
-        "rloo": [asked(q, p, answer=a) for q, p, a in triples],
-        # Its trainer knows one image a row, and that by another name.
+        "sft": [row(q, p, completion=with_end(a)) for q, p, a in triples],
+        "grpo": [row(q, p, answer=a) for q, p, a in triples],
+        "rloo": [row(q, p, answer=a) for q, p, a in triples],
+        # Its trainer takes one image per row, in a column of another name.
         "online_dpo": [
-            {"prompt": [said("user", q)], "image": p, "answer": a} for q, p, a in triples
+            {"prompt": [message("user", q)], "image": p, "answer": a} for q, p, a in triples
         ],
-        "dpo": [asked(q, p, chosen=ended(a), rejected=ended(b)) for q, p, a, b in pairs],
+        "dpo": [row(q, p, chosen=with_end(a), rejected=with_end(b)) for q, p, a, b in pairs],
         "kto": [
-            asked(q, p, completion=ended(answer), label=answer == right)
+            row(q, p, completion=with_end(answer), label=answer == right)
             for q, p, right, wrong in pairs
             for answer in (right, wrong)
         ],
@@ -198,25 +201,29 @@ def put_sets_of_trl(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
         ],
     }
     kinds = {"images": datasets.List(datasets.Image()), "image": datasets.Image()}
-    for name, of_set in sets.items():
-        made = datasets.Dataset.from_list(of_set)
-        for column in kinds.keys() & of_set[0].keys():
-            made = made.cast_column(column, kinds[column])
+    for name, samples in sets.items():
+        dataset = datasets.Dataset.from_list(samples)
+        for column in kinds.keys() & samples[0].keys():
+            dataset = dataset.cast_column(column, kinds[column])
         (data / name).mkdir()
-        made.to_parquet(data / name / "train.parquet")
+        dataset.to_parquet(data / name / "train.parquet")
 
 
-def put_sets_with_places(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
-    """``<image>`` in a message is the place of an image."""
+def put_sets_with_image_tags(data: Path, rows: list[dict], pairs: list[tuple]) -> None:
+    """Write data sets whose messages have ``<image>`` tags."""
 
-    def asked(question: str, image: str, *answer: str, **more: object) -> dict:
-        messages = [said("user", f"<image>{question}"), *(said("assistant", a) for a in answer)]
+    def row(question: str, image: str, *answer: str, **more: object) -> dict:
+        messages = [
+            message("user", f"<image>{question}"),
+            *(message("assistant", a) for a in answer),
+        ]
         return {"messages": messages, "images": [image], **more}
 
-    images = [asked(row["question"], row["image"], row["answer"]) for row in rows]
+    triples = [(sample["question"], sample["image"], sample["answer"]) for sample in rows]
+    images = [row(question, image, answer) for question, image, answer in triples]
     texts = [
-        {"messages": [said("user", f"What is on page {page}?"), answer], "images": []}
-        for page, (_, answer) in enumerate(row["messages"] for row in images)
+        {"messages": [message("user", f"What is on page {page}?"), answer], "images": []}
+        for page, (_, answer) in enumerate(sample["messages"] for sample in images)
     ]
     sets = {
         "images": images,
@@ -224,57 +231,57 @@ def put_sets_with_places(data: Path, rows: list[dict], pairs: list[tuple]) -> No
             {name: one[name] + other[name] for name in one}
             for one, other in zip(images, images[7:] + images[:7], strict=True)
         ],
-        "mixed": [row for two in zip(images, texts, strict=True) for row in two],
-        "reward": [asked(row["question"], row["image"], solution=row["answer"]) for row in rows],
+        "mixed": [sample for two in zip(images, texts, strict=True) for sample in two],
+        "reward": [row(q, p, solution=answer) for q, p, answer in triples],
         "kto": [
-            asked(q, p, answer, label=answer == right)
+            row(q, p, answer, label=answer == right)
             for q, p, right, wrong in pairs
             for answer in (right, wrong)
         ],
-        "pairs": [asked(q, p, right, rejected_response=wrong) for q, p, right, wrong in pairs],
+        "pairs": [row(q, p, right, rejected_response=wrong) for q, p, right, wrong in pairs],
     }
-    for name, of_set in sets.items():
-        write_lines(data / f"{name}.jsonl", of_set)
+    for name, samples in sets.items():
+        write_lines(data / f"{name}.jsonl", samples)
     sets["pairs"] = [
-        asked(q, p, chosen=said("assistant", right), rejected=said("assistant", wrong))
+        row(q, p, chosen=message("assistant", right), rejected=message("assistant", wrong))
         for q, p, right, wrong in pairs
     ]
     tags = {f"{role}_tag": role for role in ("role", "content", "user", "assistant")}
     described = {}
-    for name, of_set in sets.items():
-        columns = {c: c for c in ("messages", "images", "chosen", "rejected") if c in of_set[0]}
+    for name, samples in sets.items():
+        columns = {c: c for c in ("messages", "images", "chosen", "rejected") if c in samples[0]}
         columns |= {"kto_tag": "label"} if name == "kto" else {}
         described[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "tags": tags}
         described[name] |= {"columns": columns, "ranking": name == "pairs"}
-        (data / f"{name}.json").write_text(json.dumps(of_set))
+        (data / f"{name}.json").write_text(json.dumps(samples))
     (data / "dataset_info.json").write_text(json.dumps(described))
 
 
 def judged(folder: Path, model: str, conversations: Conversations) -> tuple[float, float]:
-    """The share of right answers of a saved folder, and that with the images swapped."""
+    """Return the share of right answers of a saved model, with its images and with swapped ones."""
     swapped = [
         [q | {"image": other_of(q, a, conversations)[0]["image"]}, a] for q, a in conversations
     ]
-    asked = [[[q] for q, _ in each] for each in (conversations, swapped)]
-    requests = [{"model": model, "prompts": prompts} for prompts in asked]
+    prompts = [[[question] for question, _ in chats] for chats in (conversations, swapped)]
+    requests = [{"model": model, "prompts": questions} for questions in prompts]
     (folder / "requests.json").write_text(json.dumps(requests))
     succeed(folder, sys.executable, JUDGE, "requests.json", "answers.json")
     right, swap = (
-        mean(a["content"] == got for (_, a), got in zip(conversations, given, strict=True))
-        for given in json.loads((folder / "answers.json").read_text())
+        mean(a["content"] == text for (_, a), text in zip(conversations, answers, strict=True))
+        for answers in json.loads((folder / "answers.json").read_text())
     )
     return right, swap
 
 
 def preferences(folder: Path, model: str, *sets: list[tuple]) -> list[float]:
-    """For each set of pairs, the share of those of which a saved model prefers the first answer."""
+    """Return for each set of pairs how often a saved model prefers the first answer."""
     (folder / "asked.json").write_text(json.dumps(sets))
     succeed(folder, sys.executable, PREFERENCE_JUDGE, model, "asked.json", "preferred.json")
-    return [mean(each) for each in json.loads((folder / "preferred.json").read_text())]
+    return [mean(preferred) for preferred in json.loads((folder / "preferred.json").read_text())]
 
 
 def history(folder: Path, name: str) -> list[float]:
-    """What was logged, wherever a trainer writes that."""
+    """Return the logged values of a name, from the file that the trainer writes."""
     if (folder / "losses.json").exists():
         return json.loads((folder / "losses.json").read_text())
     [state, *_] = [
@@ -289,14 +296,16 @@ def history(folder: Path, name: str) -> list[float]:
 def measure(
     kind: str, folder: Path, saved: str, conversations: Conversations, done: Row, logged: str
 ) -> None:
-    """Fill the row of a job that saved its model in the folder ``saved`` of ``folder``; raises
-    :class:`Missed` if nothing was learned, or not from the images.
+    """Evaluate the model that a job saved in the folder ``saved`` of ``folder``, and fill its row.
 
     Args:
         kind: "answers"; "preferences" (of pairs); "scores" (of pairs of texts); or "reward":
-            answers, and the reward that training logged as ``logged``, which rises.
+            answers, and the reward that training logged as ``logged``, which must rise.
+
+    Raises:
+        Missed: nothing was learned, or not from the images.
     """
-    # Of drawn answers some stay wrong: the same for any image, or right for the swapped one.
+    # With sampled answers, some stay wrong: the same for any image, or right for the swapped one.
     right, swapped = (0.8, 0.2) if kind == "reward" else (0.9, 0.1)
     if kind == "reward":
         values = history(folder, logged or "reward")
@@ -323,5 +332,5 @@ def measure(
 
 def require(name: str, value: float, at_least: float = -inf, at_most: float = inf) -> None:
     if not at_least <= value <= at_most:
-        told = f"at most {at_most:.2f}" if at_most < inf else f"at least {at_least:.2f}"
-        raise Missed(f"trains, and misses a mark of its test: {name} {value:.2f}, not {told}")
+        limit = f"at most {at_most:.2f}" if at_most < inf else f"at least {at_least:.2f}"
+        raise Missed(f"trains, and misses a mark of its test: {name} {value:.2f}, not {limit}")

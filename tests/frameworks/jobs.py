@@ -79,8 +79,8 @@ def trl_command(name: str, job: str, steps: int, rate: float, *options: object, 
         "--save_strategy": "steps",
         "--save_steps": steps,
     }
-    told = [part for pair in common.items() for part in pair]
-    command = (*RUN, "trl", job, "--trust_remote_code", "--use_cpu", *told, *options)
+    arguments = [part for pair in common.items() for part in pair]
+    command = (*RUN, "trl", job, "--trust_remote_code", "--use_cpu", *arguments, *options)
     reads = " ".join(map(str, ("trl", job, *options)))
     return Job("TRL", f"{name}, command line", "trl", command, reads, **more)
 

@@ -1,13 +1,12 @@
-"""A user's script: quantize glm-4v, save it, and load it again. Nothing in it knows of
-glm4v_patched.
+"""A user's script that quantizes glm-4v, saves it and loads it again, without glm4v_patched.
 
-In the current folder it finds ``model``, which has its code beside it, and ``rows.json``: questions
-about an image, their right answers, and for each another image, of which the answer is wrong.
+The current folder contains ``model``, with its code, and ``rows.json``: questions about an image,
+their right answers, and for each another image, for which the answer is wrong.
 
-- ``quantizer_script.py quantize CODE``: CODE makes ``model``, by a configuration (``load(CONFIG)``)
-  or by the quantizer's own functions. These may save it into ``quantized``. It leaves ``saved`` and
-  ``quantized.json``.
-- ``quantizer_script.py reload``: ask what was saved, in a fresh process; leaves ``reloaded.json``.
+- ``quantizer_script.py quantize CODE``: CODE defines ``model``, by a configuration
+  (``load(CONFIG)``) or by the quantizer's own functions, which may save it to ``quantized``. Writes
+  ``saved`` and ``quantized.json``.
+- ``quantizer_script.py reload``: ask the saved model in a fresh process; writes ``reloaded.json``.
 """
 
 import json
@@ -20,7 +19,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoProcessor  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTS = {"vision": "transformer.vision.", "head": "transformer.output_layer"}
+SUBMODULES = {"vision": "transformer.vision.", "head": "transformer.output_layer"}
 
 
 def load(config=None, folder: str = "model", dtype: torch.dtype = torch.bfloat16):
@@ -31,31 +30,31 @@ def load(config=None, folder: str = "model", dtype: torch.dtype = torch.bfloat16
 
 
 def prompts(image: str = "image") -> dict[str, torch.Tensor]:
-    """One batch of all questions."""
-    asked = [
+    """Return one batch of all questions, with each row's image of this key."""
+    chats = [
         [{"role": "user", "image": row[image], "content": row["question"]}]
         for row in json.loads(Path("rows.json").read_text())
     ]
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "padding": True}
     processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
-    return processor.apply_chat_template(asked, add_generation_prompt=True, **options).to(DEVICE)
+    return processor.apply_chat_template(chats, add_generation_prompt=True, **options).to(DEVICE)
 
 
 @torch.no_grad()
 def ask(model) -> dict:
-    """Logits behind each question, and answers to the images and to the swapped images."""
+    """Return the logits after each question, and answers for the images and the swapped images."""
     tokenizer = AutoProcessor.from_pretrained("model", trust_remote_code=True).tokenizer
-    found = {"logits": model(**prompts()).logits[:, -1].float().cpu()}
+    outputs = {"logits": model(**prompts()).logits[:, -1].float().cpu()}
     for name in ("image", "swapped"):
         batch = prompts(name)
         ids = model.generate(**batch, max_new_tokens=8, do_sample=False)
         texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], True)
-        found[name] = [text.strip() for text in texts]
-    return found
+        outputs[name] = [text.strip() for text in texts]
+    return outputs
 
 
 def linear_layers(model) -> dict[str, tuple]:
-    """By name, what tells a quantized layer from another: classes, and names of its tensors."""
+    """Return by module name the classes, dtype and tensors that change if a layer is quantized."""
     layers = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -71,10 +70,10 @@ def quantize(code: str) -> None:
     scope = {"load": load, "prompts": prompts, "torch": torch}
     exec(code, scope)
     saved = [path.parent for path in Path().glob("quantized/**/config.json")]
-    if saved:  # by the quantizer, which may leave nothing of the model in memory
+    if saved:  # the quantizer may have freed the model in memory
         saved[0].rename("saved")
     model = load(folder="saved") if saved else scope["model"]
-    after, found = linear_layers(model), ask(model)
+    after, outputs = linear_layers(model), ask(model)
     why_not_saved = ""
     if not saved:
         try:
@@ -83,30 +82,30 @@ def quantize(code: str) -> None:
             why_not_saved = f"{type(error).__name__}: {error}"
     counts = {}
     for name in names:
-        part = next((p for p, prefix in PARTS.items() if name.startswith(prefix)), "language")
-        done, every = counts.get(part, (0, 0))
-        counts[part] = (done + (after.get(name) != before[name]), every + 1)
-    torch.save(found["logits"], "logits.pt")
-    difference = (found["logits"] - expected["logits"]).norm() / expected["logits"].norm()
+        part = next((p for p, prefix in SUBMODULES.items() if name.startswith(prefix)), "language")
+        quantized, total = counts.get(part, (0, 0))
+        counts[part] = (quantized + (after.get(name) != before[name]), total + 1)
+    torch.save(outputs["logits"], "logits.pt")
+    difference = (outputs["logits"] - expected["logits"]).norm() / expected["logits"].norm()
     rows = json.loads(Path("rows.json").read_text())
     more = {"layers": counts, "distance": float(difference), "why_not_saved": why_not_saved}
-    write("quantized.json", found, rows, **more)
+    write("quantized.json", outputs, rows, **more)
 
 
 def reload() -> None:
     model = load(folder="saved")
-    found = ask(model)
+    outputs = ask(model)
     before = torch.load("logits.pt")
-    difference = float((found["logits"] - before).norm() / before.norm())
-    write("reloaded.json", found, json.loads(Path("rows.json").read_text()), distance=difference)
+    difference = float((outputs["logits"] - before).norm() / before.norm())
+    write("reloaded.json", outputs, json.loads(Path("rows.json").read_text()), distance=difference)
 
 
-def write(path: str, found: dict, rows: list[dict], **more) -> None:
+def write(path: str, outputs: dict, rows: list[dict], **more) -> None:
     right = {
-        name: sum(row["answer"] == text for row, text in zip(rows, found[name], strict=True))
+        name: sum(row["answer"] == text for row, text in zip(rows, outputs[name], strict=True))
         for name in ("image", "swapped")
     }
-    answers = found["image"]
+    answers = outputs["image"]
     values = {"answers": answers, "right": right["image"], "swapped": right["swapped"], **more}
     Path(path).write_text(json.dumps(values))
 

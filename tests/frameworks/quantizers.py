@@ -1,9 +1,9 @@
-"""Other people's quantizers on a tiny model that answers questions about images.
+"""Run other people's quantizers on a tiny model that answers questions about images.
 
 ``python -m tests.frameworks.quantizers PACKAGE`` runs the methods of an installed package and
 writes their rows of docs/benchmarks/quantizers.json; ``--page`` writes the table into
-docs/elsewhere.md. The session ``quantizers`` of tests/noxfile.py does both for each package, in an
-environment of its own.
+docs/elsewhere.md. The session ``quantizers`` of tests/noxfile.py does both for each package, in a
+separate environment.
 """
 
 import argparse
@@ -23,29 +23,34 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "benchmarks" / "quantizers.json"
 PAGE = ROOT / "docs" / "elsewhere.md"
 SCRIPT = Path(__file__).with_name("quantizer_script.py")
-NUMBER = 24  # of questions
-SECONDS = 300  # of each process: what hangs has failed
+NUM_QUESTIONS = 24
+SECONDS = 300  # time limit of each process
 HEADS = ["quantizer", "code", "outcome", "logits", "right / swapped", "quantized layers", "with"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """``shown`` is what a reader writes: a configuration for ``from_pretrained``, or calls of the
-    quantizer's own functions. ``before`` is what comes before it, such as imports."""
+    """A way to quantize.
+
+    Args:
+        call: What the page shows: a configuration for ``from_pretrained``, or calls of the
+            quantizer's own functions.
+        before: Code that runs before it, such as imports.
+    """
 
     package: str
-    shown: str
+    call: str
     before: str = ""
     note: str = ""
 
     @property
     def code(self) -> str:
-        is_config = re.match(r"\w+Config\(", self.shown)
-        return f"{self.before}\n" + (f"model = load({self.shown})" if is_config else self.shown)
+        is_config = re.match(r"\w+Config\(", self.call)
+        return f"{self.before}\n" + (f"model = load({self.call})" if is_config else self.call)
 
 
 def of_transformers(package: str, *configs: str, before: str = "", note: str = "") -> list[Method]:
-    """Methods that ``from_pretrained(quantization_config=...)`` takes."""
+    """Return methods for ``from_pretrained(quantization_config=...)``."""
     return [
         Method(package, config, f"from transformers import *\n{before}", note) for config in configs
     ]
@@ -154,15 +159,15 @@ PACKAGES = list(dict.fromkeys(method.package for method in METHODS))
 
 
 def build_model(folder: Path) -> None:
-    """``model``, which knows the answers about 24 images by heart, and ``rows.json``."""
+    """Write ``model``, which has memorized the answers about 24 images, and ``rows.json``."""
     from glm4v_patched.demo.images import draw_data_set
     from glm4v_patched.demo.tiny_model import IMAGE_SIDE, build_processor, save, tiny_config
     from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
     from tests.frameworks.drawn_task import other_of, rows_of, teach
 
-    conversations = draw_data_set(folder / "images", NUMBER, seed=0, side=IMAGE_SIDE)
+    conversations = draw_data_set(folder / "images", NUM_QUESTIONS, seed=0, side=IMAGE_SIDE)
     processor = build_processor([m["content"] for both in conversations for m in both])
-    # Some quantizers need widths that 128 divides.
+    # Some quantizers need sizes that are multiples of 128.
     tower = {"hidden_size": 128, "intermediate_size": 256}
     model = GLM4VForCausalLM(tiny_config(processor.tokenizer, tower=tower))
     save(model, processor, folder / "random")
@@ -174,13 +179,13 @@ def build_model(folder: Path) -> None:
 
 
 def run(method: Method, folder: Path) -> dict:
-    """The row of a method, also if it fails."""
+    """Run a method, and return its row, also if it fails."""
     import torch
 
     row = {
         "quantizer": method.package,
         "version": installed(method.package),
-        "code": method.shown,
+        "code": method.call,
         "transformers": installed("transformers"),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -188,35 +193,35 @@ def run(method: Method, folder: Path) -> dict:
         "note": method.note,
     }
     with tempfile.TemporaryDirectory() as temporary:
-        here = Path(temporary)
+        work = Path(temporary)
         for name in ("model", "rows.json"):
-            (here / name).symlink_to(folder / name)
-        if error := run_script(here, "quantize", method.code):
+            (work / name).symlink_to(folder / name)
+        if error := run_script(work, "quantize", method.code):
             return row | {"error": error}
-        measured = json.loads((here / "quantized.json").read_text())
+        measured = json.loads((work / "quantized.json").read_text())
         row |= {name: measured[name] for name in ("layers", "right", "swapped")}
         row["distance"] = float(f"{measured['distance']:.2g}")
-        error = measured["why_not_saved"] or run_script(here, "reload")
+        error = measured["why_not_saved"] or run_script(work, "reload")
         row["reloaded"] = without_paths(error) or "no error"
         if not error:
-            again = json.loads((here / "reloaded.json").read_text())
+            again = json.loads((work / "reloaded.json").read_text())
             row["reloaded"] = "same" if again["answers"] == measured["answers"] else "other answers"
     return row
 
 
-def run_script(here: Path, *arguments: str) -> str:
-    """The last line of what went wrong, or nothing."""
+def run_script(work: Path, *arguments: str) -> str:
+    """Run the script in a folder; return the last line of its error, or an empty string."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLM4V_PATCHED")}
     environment |= {
-        "HF_HOME": str(here / "home"),
-        "HF_MODULES_CACHE": str(here / "modules"),
+        "HF_HOME": str(work / "home"),
+        "HF_MODULES_CACHE": str(work / "modules"),
         "HF_HUB_OFFLINE": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     try:
         ended = subprocess.run(
             [sys.executable, str(SCRIPT), *arguments],
-            cwd=here,
+            cwd=work,
             env=environment,
             timeout=SECONDS,
             capture_output=True,
@@ -227,7 +232,7 @@ def run_script(here: Path, *arguments: str) -> str:
     if ended.returncode == 0:
         return ""
     print(ended.stderr[-4000:], file=sys.stderr)
-    # transformers hides the cause of an error of quantizing in a report before its own error.
+    # transformers prints the cause of a quantization error in a report before its own error.
     errors = re.findall(r"^\w*(?:Error|Exception): .*", ended.stderr, re.M)
     hidden = "automatic conversion of the weights" in (errors or [""])[-1]
     return without_paths(errors[0 if hidden else -1] if errors else f"status {ended.returncode}")
@@ -238,24 +243,24 @@ def without_paths(text: str) -> str:
 
 
 def outcome(row: dict) -> str:
-    """ "works" if it answers right about its own images alone, also after loading."""
+    """Return the outcome: "works" if the answers are right, and wrong for swapped images."""
     if "error" in row:
-        told = f"does not run: {row['error']}"
-    elif row["right"] < 0.9 * NUMBER or row["swapped"] > 0.1 * NUMBER:
-        told = "runs, and loses answers"
+        text = f"does not run: {row['error']}"
+    elif row["right"] < 0.9 * NUM_QUESTIONS or row["swapped"] > 0.1 * NUM_QUESTIONS:
+        text = "runs, and loses answers"
     else:
-        told = "works"
+        text = "works"
     again = row.get("reloaded", "same")
     if again != "same":
-        told += f"; not reloaded: {again}"
-    return told + (f"; {row['note']}" if row["note"] else "")
+        text += f"; not reloaded: {again}"
+    return text + (f"; {row['note']}" if row["note"] else "")
 
 
 def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         has_run = "error" not in row
-        layers = [f"{part} {done}/{of}" for part, (done, of) in row.get("layers", {}).items()]
+        layers = [f"{part} {done}/{total}" for part, (done, total) in row.get("layers", {}).items()]
         lines.append(
             [
                 f"{row['quantizer']} {row['version']}",
@@ -273,24 +278,24 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=", ".join(PACKAGES))
-    parser.add_argument("--code", default="", help="a part of the code of those that are run")
-    parser.add_argument("--folder", type=Path, help="where the tiny model is kept for next time")
+    parser.add_argument("--code", default="", help="run methods whose code contains this")
+    parser.add_argument("--folder", type=Path, help="folder in which the tiny model is kept")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
-    given = parser.parse_args()
-    if unknown := {*given.packages} - {*PACKAGES}:
+    options = parser.parse_args()
+    if unknown := {*options.packages} - {*PACKAGES}:
         parser.error(f"no methods of {', '.join(unknown)}; there are {', '.join(PACKAGES)}")
-    chosen = [m for m in METHODS if m.package in given.packages and given.code in m.shown]
+    chosen = [m for m in METHODS if m.package in options.packages and options.code in m.call]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (given.folder or Path(temporary)).absolute()
+        folder = (options.folder or Path(temporary)).absolute()
         if chosen and not (folder / "rows.json").exists():
             folder.mkdir(exist_ok=True)
             build_model(folder)
         for method in chosen:
             row = run(method, folder)
-            print(method.shown, outcome(row), sep=": ", flush=True)
-            put_rows(given.out, [row], key=key, order=position)
-    if given.page:
+            print(method.call, outcome(row), sep=": ", flush=True)
+            put_rows(options.out, [row], key=key, order=position)
+    if options.page:
         PAGE.write_text(on_page(PAGE.read_text(), RESULTS, table(read_rows(RESULTS))))
 
 
@@ -299,9 +304,9 @@ def key(row: dict) -> tuple:
 
 
 def position(row: dict) -> int:
-    """That of its method; rows of methods that are gone come first, and fail the page's test."""
-    places = {(method.package, method.shown): place for place, method in enumerate(METHODS)}
-    return places.get((row["quantizer"], row["code"]), -1)
+    """Return the index of a row's method. Rows of removed methods come first; a test finds them."""
+    indices = {(method.package, method.call): n for n, method in enumerate(METHODS)}
+    return indices.get((row["quantizer"], row["code"]), -1)
 
 
 if __name__ == "__main__":

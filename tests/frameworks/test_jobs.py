@@ -31,8 +31,8 @@ def missing(wanted: Job) -> str:
             return f"{package} is not installed"
     if wanted.deepspeed not in ("", version("deepspeed")):
         return f"needs deepspeed {wanted.deepspeed}, found {version('deepspeed')}"
-    if (found := torch.cuda.device_count()) < wanted.gpus:
-        return f"needs {wanted.gpus} GPUs on one machine, found {found}"
+    if (gpus := torch.cuda.device_count()) < wanted.gpus:
+        return f"needs {wanted.gpus} GPUs on one machine, and has {gpus}"
     return ""
 
 
@@ -63,9 +63,9 @@ def test_a_job_learns_from_images(wanted, models, tmp_path):
         done.note = wanted.note
         ended = drawn_task.run(tmp_path, *wanted.command, environment=environment)
         if wanted.fails:
-            found = re.search(wanted.fails, ended.output)
-            assert ended.status and found, ended.output[-6000:]
-            done.outcome = found[0][:300]
+            error = re.search(wanted.fails, ended.output)
+            assert ended.status and error, ended.output[-6000:]
+            done.outcome = error[0][:300]
             return
         assert ended.status == 0, ended.output[-6000:]
         if wanted.then:

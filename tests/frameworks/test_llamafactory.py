@@ -59,11 +59,11 @@ def test_gradients_equal_plain_ones_and_layers_are_recomputed(reentrant, weights
     settings = SimpleNamespace(
         **dict.fromkeys(off, False), use_unsloth_gc=False, use_reentrant_gc=reentrant
     )
-    want, _ = trained(weights)
-    got, runs = trained(
+    expected, _ = trained(weights)
+    grads, runs = trained(
         weights, lambda model: llamafactory.prepare_model_for_training(model, settings)
     )
-    assert_close(got, want)
+    assert_close(grads, expected)
     assert len(runs) == 4
     for name, number in runs.items():
         assert number == (1 if weights == "frozen vision" and "vision" in name else 2), name

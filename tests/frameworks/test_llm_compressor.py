@@ -47,7 +47,9 @@ def test_a_quantized_model_answers_after_loading_as_before(tmp_path, modifier, s
         oneshot(
             model=model,
             processor=processor,
-            dataset=torch.utils.data.DataLoader(batches, batch_size=1, collate_fn=lambda of: of[0]),
+            dataset=torch.utils.data.DataLoader(
+                batches, batch_size=1, collate_fn=lambda batch: batch[0]
+            ),
             recipe=kind(targets="Linear", scheme=scheme, ignore=LEFT_ALONE),
             pipeline="basic",
         )

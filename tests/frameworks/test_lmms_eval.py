@@ -28,14 +28,14 @@ def test_it_answers_as_the_model_does(tmp_path):
         return [{"role": "user", "content": parts}]
 
     options = {"max_new_tokens": TOKENS, "temperature": 0}
-    asked = [
+    requests = [
         Instance(
             *("generate_until", ("", messages_of, options, number, "task", "test"), 0),
             metadata={"task": "task", "doc_id": number, "repeats": 1},
         )
         for number in range(2)
     ]
-    got = [reply.text for reply in backend.generate_until(asked)]
+    answers = [reply.text for reply in backend.generate_until(requests)]
 
     load = {"trust_remote_code": True}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **load).eval()
@@ -53,5 +53,7 @@ def test_it_answers_as_the_model_does(tmp_path):
     )
     ids = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
     new = ids[:, inputs["input_ids"].shape[1] :]
-    want = processor.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert got == want and got[0] != got[1]
+    expected = processor.batch_decode(
+        new, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert answers == expected and answers[0] != answers[1]

@@ -74,13 +74,13 @@ def assert_it_learns_and_generates(config) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1e-3, losses
     model.eval()
-    asked = {n: inputs[n][:1] for n in ("input_ids", "attention_mask", "pixel_values")}
+    prompt = {n: inputs[n][:1] for n in ("input_ids", "attention_mask", "pixel_values")}
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
     if config.is_prompt_learning and not KNOWS_THE_CACHE:
         with pytest.raises(ValueError, match="give one entry for every cached position"):
-            model.generate(**asked, **options)
+            model.generate(**prompt, **options)
         return
-    assert model.generate(**asked, **options).shape[1] >= 3
+    assert model.generate(**prompt, **options).shape[1] >= 3
 
 
 def test_methods_learn_and_generate_and_are_a_row():

@@ -9,7 +9,7 @@ from tests import noxfile
 from tests.frameworks.quantizers import (
     METHODS,
     NOT_RUN,
-    NUMBER,
+    NUM_QUESTIONS,
     PACKAGES,
     PAGE,
     PREQUANTIZED,
@@ -23,15 +23,15 @@ from tests.tables import on_page, read_rows
 def test_the_page_has_the_rows_of_the_file_which_are_those_of_methods():
     page, rows = PAGE.read_text(), read_rows(RESULTS)
     assert page == on_page(page, RESULTS, table(rows)), "tests.frameworks.quantizers --page"
-    methods = [(method.package, method.shown) for method in METHODS]
+    methods = [(method.package, method.call) for method in METHODS]
     assert len({*methods}) == len(methods)
     assert {(row["quantizer"], row["code"]) for row in rows} == {*methods}
     assert [*noxfile.QUANTIZERS] == PACKAGES
 
 
 def test_every_quantizer_of_transformers_has_a_method_or_a_reason():
-    shown = " ".join(method.shown for method in METHODS)
-    tried = {*re.findall(r"\w+Config", shown)}
+    calls = " ".join(method.call for method in METHODS)
+    tried = {*re.findall(r"\w+Config", calls)}
     others = {name for name, kind in CONFIGS.items() if kind.__name__ not in tried}
     # These two quantize by functions of their own.
     others -= {"auto-round", "compressed-tensors"}
@@ -42,10 +42,10 @@ def test_every_quantizer_of_transformers_has_a_method_or_a_reason():
 
 
 def test_an_outcome_is_about_the_images_and_the_saved_folder():
-    row = {"right": NUMBER, "swapped": 0, "reloaded": "same", "note": ""}
+    row = {"right": NUM_QUESTIONS, "swapped": 0, "reloaded": "same", "note": ""}
     assert outcome(row) == "works"
-    assert outcome(row | {"right": NUMBER // 2}) == "runs, and loses answers"
+    assert outcome(row | {"right": NUM_QUESTIONS // 2}) == "runs, and loses answers"
     # The answers of images that the model does not look at stay right for others.
-    assert outcome(row | {"swapped": NUMBER}) == "runs, and loses answers"
+    assert outcome(row | {"swapped": NUM_QUESTIONS}) == "runs, and loses answers"
     assert outcome(row | {"reloaded": "other answers"}) == "works; not reloaded: other answers"
     assert outcome({"error": "E: no GPU", "note": "n"}) == "does not run: E: no GPU; n"

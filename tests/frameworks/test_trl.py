@@ -119,7 +119,7 @@ class Case:
         name, kind = "images", datasets.List(datasets.Image())
         if one_image:
             name, kind = "image", datasets.Image()
-        rows = [{column: made(*pair) for column, made in columns.items()} for pair in self.pairs]
+        rows = [{name: make(*pair) for name, make in columns.items()} for pair in self.pairs]
         if self.pairs[0][1] is None:
             return datasets.Dataset.from_list(rows)
         for row, pair in zip(rows, self.pairs, strict=True):
@@ -138,24 +138,28 @@ class Case:
     def number(self, *pair) -> int:
         return self.pairs.index(pair)
 
-    def log_probs(self, model, which: int = 2) -> list[Tensor]:
-        """Of the right answers (2) or the wrong ones (3), as tensors of their tokens."""
-        return [self.task.log_probs(model, *pair[:2], pair[which]) for pair in self.pairs]
+    def log_probs(self, model, column: int = 2) -> list[Tensor]:
+        """Return the tokens' log probabilities of the right answers (2) or the wrong ones (3)."""
+        return [self.task.log_probs(model, *pair[:2], pair[column]) for pair in self.pairs]
 
-    def sums(self, model, which: int) -> Tensor:
-        return torch.stack([one.sum() for one in self.log_probs(model, which)])
+    def sums(self, model, column: int) -> Tensor:
+        return torch.stack([log_probs.sum() for log_probs in self.log_probs(model, column)])
 
 
 def first_step(name: str, model: nn.Module, case: Case, data, folder, *args, **more) -> dict:
-    """What a trainer logs of its first step; ``more``: of its config, or (``given``) of itself."""
-    given = more.pop("given", {})
+    """Return what a trainer logs in its first step.
+
+    Args:
+        more: Fields of its config; ``trainer_kwargs`` are arguments of the trainer itself.
+    """
+    trainer_kwargs = more.pop("trainer_kwargs", {})
     module = importlib.import_module(more.pop("module", "trl"))
     make_config = getattr(module, f"{name}Config")
     if "trust_remote_code" in inspect.signature(make_config).parameters:
         more["trust_remote_code"] = True  # some load a second model
     config = make_config(str(folder), **ONCE | more)
-    kept = {"args": config, "processing_class": case.processing_class, "train_dataset": data}
-    trainer = getattr(module, f"{name}Trainer")(model, *args, **kept, **given)
+    common = {"args": config, "processing_class": case.processing_class, "train_dataset": data}
+    trainer = getattr(module, f"{name}Trainer")(model, *args, **common, **trainer_kwargs)
     trainer.train()
     return trainer.state.log_history[0]
 
@@ -173,10 +177,10 @@ WITH_PROCESSOR = pytest.mark.parametrize("kind", KINDS[:2])
 def test_sft(task, kind, loss_type, tmp_path):
     case, model = Case(task, kind), task.model(1)
     data = case.data(prompt=case.prompt, completion=case.right)
-    got = first_step("SFT", model, case, data, tmp_path, max_length=None, loss_type=loss_type)
-    given = torch.cat(case.log_probs(task.model(1)))
-    weights = given.detach().exp() if loss_type == "dft" else 1.0
-    assert got["loss"] == pytest.approx(-(weights * given).mean().item(), **CLOSE)
+    logged = first_step("SFT", model, case, data, tmp_path, max_length=None, loss_type=loss_type)
+    log_probs = torch.cat(case.log_probs(task.model(1)))
+    weights = log_probs.detach().exp() if loss_type == "dft" else 1.0
+    assert logged["loss"] == pytest.approx(-(weights * log_probs).mean().item(), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -187,11 +191,11 @@ def test_sft_of_plain_texts_learns_to_end(task, kind, tmp_path):
         prompt=lambda question, *_: f"<|user|>\n{question}<|assistant|>",
         completion=lambda *pair: f"\n{pair[2]}",
     )
-    got = first_step("SFT", model, case, data, tmp_path, max_length=None)
+    logged = first_step("SFT", model, case, data, tmp_path, max_length=None)
     case.pairs = [(*pair[:2], pair[2] + END, pair[3]) for pair in case.pairs]
     with torch.no_grad():
         want = -torch.cat(case.log_probs(task.model(1))).mean().item()
-    assert got["loss"] == pytest.approx(want, **CLOSE)
+    assert logged["loss"] == pytest.approx(want, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO"])
@@ -230,14 +234,14 @@ def test_dpo(task, kind, loss_type, tmp_path):
     case, model, reference = Case(task, kind), task.model(1), task.model(2)
     data = case.data(prompt=case.prompt, chosen=case.right, rejected=case.wrong)
     options = {"max_length": None, "beta": BETA, "loss_type": [loss_type]}
-    options |= {"label_smoothing": SMOOTH, "given": {"ref_model": reference}}
-    got = first_step("DPO", model, case, data, tmp_path, **options)
+    options |= {"label_smoothing": SMOOTH, "trainer_kwargs": {"ref_model": reference}}
+    logged = first_step("DPO", model, case, data, tmp_path, **options)
     with torch.no_grad():
         ours, theirs = (
             case.sums(one, 2) - case.sums(one, 3) for one in (task.model(1), task.model(2))
         )
     want = OF_PAIRS[loss_type](BETA * (ours - theirs)).mean().item()
-    assert got["loss"] == pytest.approx(want, **CLOSE)
+    assert logged["loss"] == pytest.approx(want, **CLOSE)
 
 
 @WITH_PROCESSOR
@@ -250,10 +254,10 @@ def test_kto(task, kind, loss_type, tmp_path):
     good = case.data(prompt=case.prompt, completion=case.right, label=lambda *_: True)
     bad = case.data(prompt=case.prompt, completion=case.wrong, label=lambda *_: False)
     data = datasets.concatenate_datasets([good.select(range(half)), bad.select(range(half))])
-    options = {"max_length": None, "beta": BETA, "given": {"ref_model": reference}}
+    options = {"max_length": None, "beta": BETA, "trainer_kwargs": {"ref_model": reference}}
     options["loss_type"] = loss_type
-    got = first_step("KTO", model, case, data, tmp_path, **options)
-    asked = case.pairs[:half] * 2
+    logged = first_step("KTO", model, case, data, tmp_path, **options)
+    kto_pairs = case.pairs[:half] * 2
     answers = [pair[2] for pair in case.pairs[:half]] + [pair[3] for pair in case.pairs[:half]]
     # The divergence is that of each question's answer to another one: the one before it.
     others = answers[-1:] + answers[:-1] if loss_type == "kto" else []
@@ -261,7 +265,7 @@ def test_kto(task, kind, loss_type, tmp_path):
     def ratios(answers: list[str]) -> Tensor:
         models = task.model(1), task.model(2)
         ours, theirs = (
-            [task.log_probs(one, *q[:2], a).sum() for q, a in zip(asked, answers, strict=True)]
+            [task.log_probs(one, *q[:2], a).sum() for q, a in zip(kto_pairs, answers, strict=True)]
             for one in models
         )
         return torch.stack(ours) - torch.stack(theirs)
@@ -270,13 +274,13 @@ def test_kto(task, kind, loss_type, tmp_path):
         divergence = ratios(others).mean().clamp(min=0) if others else 0.0
         good, bad = (BETA * (ratios(answers) - divergence)).split(half)
     want = torch.cat((1 - good.sigmoid(), bad.sigmoid())).mean().item()
-    assert got["loss"] == pytest.approx(want, **CLOSE)
+    assert logged["loss"] == pytest.approx(want, **CLOSE)
     assert divergence > 0.1 or (loss_type, kind) != ("kto", KINDS[0])
 
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_reward_of_texts(task, adapters, tmp_path):
-    """It takes a tokenizer only, of which texts are asked: their chat is written beforehand."""
+    """It takes only a tokenizer, and texts instead of conversations."""
     import datasets
     from peft import LoraConfig
 
@@ -290,8 +294,10 @@ def test_reward_of_texts(task, adapters, tmp_path):
     rows = [{"chosen": chat(q, a), "rejected": chat(q, b)} for q, _, a, b in case.pairs]
     data = datasets.Dataset.from_list(rows)
     lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")
-    given = {"peft_config": lora} if adapters else {}
-    got = first_step("Reward", task.scorer, case, data, tmp_path, max_length=None, given=given)
+    kwargs = {"peft_config": lora} if adapters else {}
+    logged = first_step(
+        "Reward", task.scorer, case, data, tmp_path, max_length=None, trainer_kwargs=kwargs
+    )
     with torch.no_grad():
         scores = {
             name: torch.stack(
@@ -303,7 +309,7 @@ def test_reward_of_texts(task, adapters, tmp_path):
             for name, at in {"chosen": 2, "rejected": 3}.items()
         }
     want = -F.logsigmoid(scores["chosen"] - scores["rejected"]).mean().item()
-    assert got["loss"] == pytest.approx(want, **CLOSE)
+    assert logged["loss"] == pytest.approx(want, **CLOSE)
 
 
 class Rewards:
@@ -351,14 +357,14 @@ def test_online(task, kind, name, tmp_path):
         name, {}
     )
     data = case.data(prompt=case.prompt, number=case.number)
-    got = first_step(name, model, case, data, tmp_path, [rewards], **options)
+    logged = first_step(name, model, case, data, tmp_path, [rewards], **options)
     by_hand = task.model(1)
     weights = advantages(name, rewards.of_answers)
-    given = [
+    log_probs = [
         one.sum() if name == "RLOO" else one.mean() for one in rewards.log_probs(by_hand, case)
     ]
-    loss = -(weights * torch.stack(given)).mean()
-    assert got["grad_norm"] == pytest.approx(norm_of(loss, by_hand), rel=1e-3)
+    loss = -(weights * torch.stack(log_probs)).mean()
+    assert logged["grad_norm"] == pytest.approx(norm_of(loss, by_hand), rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
@@ -367,8 +373,8 @@ def test_online_dpo(task, kind, tmp_path):
     rewards = Rewards(model)
     data = case.data(one_image=True, prompt=case.prompt, number=case.number)
     options = {"module": "trl.experimental.online_dpo", "max_new_tokens": NEW, "beta": BETA}
-    options["given"] = {"reward_funcs": rewards, "ref_model": task.model(2)}
-    got = first_step("OnlineDPO", model, case, data, tmp_path, **options)
+    options["trainer_kwargs"] = {"reward_funcs": rewards, "ref_model": task.model(2)}
+    logged = first_step("OnlineDPO", model, case, data, tmp_path, **options)
     with torch.no_grad():
         ratios = [
             (ours.sum() - theirs.sum()).item()
@@ -380,7 +386,7 @@ def test_online_dpo(task, kind, tmp_path):
     better, worse = rewards.of_answers.split(NUMBER)
     margins = (first - second) * torch.where(better >= worse, 1.0, -1.0)
     want = -F.logsigmoid(BETA * margins).mean().item()
-    assert got["loss"] == pytest.approx(want, abs=6e-5)  # it rounds what it logs
+    assert logged["loss"] == pytest.approx(want, abs=6e-5)  # it rounds what it logs
 
 
 def no_images(question: str, *_) -> list[dict]:
@@ -403,9 +409,9 @@ def test_images_that_trl_drops_are_missed_where_prompts_have_their_places(task, 
         model, seen = task.model(1), []
         model.transformer.vision.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         rewards = {"reward_funcs": lambda completions, **_: [*map(float, range(len(completions)))]}
-        given = {"given": {} if name == "SDFT" else rewards}
+        kwargs = {"trainer_kwargs": {} if name == "SDFT" else rewards}
         data = case.data(prompt=prompt, **columns)
-        train = partial(first_step, name, model, case, data, tmp_path, **options, **given)
+        train = partial(first_step, name, model, case, data, tmp_path, **options, **kwargs)
         if runs is None:
             with pytest.raises(ValueError, match="images were passed|part with 0 images"):
                 train()
@@ -415,7 +421,7 @@ def test_images_that_trl_drops_are_missed_where_prompts_have_their_places(task, 
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Of each token, from logits: the mixture is nearer to the teacher the greater ``beta`` is."""
+    """Return each token's generalized Jensen-Shannon divergence, from logits."""
     p, q = teacher.softmax(-1), student.softmax(-1)
     if beta in (0.0, 1.0):
         p, q = (p, q) if beta == 0 else (q, p)
@@ -434,10 +440,10 @@ def test_distillation(task, kind, beta, tmp_path):
         )
     case, student, teacher = Case(task, kind), task.model(1), task.model(2)
     options = {"top_k": 1, "max_completion_length": NEW, "beta": beta, "temperature": 0.8}
-    options["given"] = {"teacher_model": teacher}
+    options["trainer_kwargs"] = {"teacher_model": teacher}
     data = case.data(prompt=case.prompt)
-    got = first_step("Distillation", student, case, data, tmp_path, **options)
-    student, teacher, found = task.model(1), task.model(2), []
+    logged = first_step("Distillation", student, case, data, tmp_path, **options)
+    student, teacher, divergences = task.model(1), task.model(2), []
     for question, image, *_ in case.pairs:
         row = task.asked(question, image)
         ids = student.generate(**row, max_new_tokens=NEW, do_sample=False)
@@ -445,13 +451,13 @@ def test_distillation(task, kind, beta, tmp_path):
         row, first = task.with_ids(question, image, ids[0, first:].tolist())
         with torch.no_grad():
             logits = [one(**row).logits[0, first - 1 : -1] / 0.8 for one in (student, teacher)]
-        found.append(divergence(*logits, beta))
-    assert got["loss"] == pytest.approx(torch.cat(found).mean().item(), **CLOSE)
+        divergences.append(divergence(*logits, beta))
+    assert logged["loss"] == pytest.approx(torch.cat(divergences).mean().item(), **CLOSE)
 
 
-def mean_of_tokens(case: Case, model, which: int) -> Tensor:
-    """By answer, and over everything that is written."""
-    return torch.stack([one.mean() for one in case.log_probs(model, which)])
+def mean_of_tokens(case: Case, model, column: int) -> Tensor:
+    """Return the mean log probability of each answer's tokens."""
+    return torch.stack([log_probs.mean() for log_probs in case.log_probs(model, column)])
 
 
 def smoothed(margin: Tensor) -> Tensor:
@@ -478,7 +484,7 @@ def test_preferences_of_texts(task, name, tmp_path):
         }
     options = {"module": f"trl.experimental.{name.lower()}", "max_length": None, "beta": BETA}
     options |= {} if name == "ORPO" else {"label_smoothing": SMOOTH}
-    got = first_step(name, model, case, case.data(**columns), tmp_path, **options)
+    logged = first_step(name, model, case, case.data(**columns), tmp_path, **options)
     # All of them end an answer.
     case.pairs = [(*pair[:2], pair[2] + END, pair[3] + END) for pair in case.pairs]
     model = task.model(1)
@@ -490,12 +496,12 @@ def test_preferences_of_texts(task, name, tmp_path):
                 for answers in (right, wrong)
             ]
             rows = [task.answered(*pair[:3])[0] for pair in case.pairs]
-            learned = torch.cat([task.of_new(model, row, 1) for row in rows]).mean()
-            want = -learned - BETA * F.logsigmoid(odds[0] - odds[1]).mean()
+            supervised = torch.cat([task.of_new(model, row, 1) for row in rows]).mean()
+            want = -supervised - BETA * F.logsigmoid(odds[0] - odds[1]).mean()
         else:
             sums = [torch.stack([one.sum() for one in answers]) for answers in (right, wrong)]
             want = smoothed(BETA * (sums[0] - sums[1])).mean() - torch.cat(right).mean()
-    assert got["loss"] == pytest.approx(want.item(), **CLOSE)
+    assert logged["loss"] == pytest.approx(want.item(), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -504,21 +510,21 @@ def test_preferences_of_texts(task, name, tmp_path):
 def test_distillation_of_given_answers(task, kind, name, tmp_path):
     case, student, teacher = Case(task, kind), task.model(1), task.model(2)
     options = {"module": f"trl.experimental.{name.lower()}", "lmbda": 0.0, "beta": 0.5}
-    options |= {"temperature": 1.0, "max_length": 512, "given": {"teacher_model": teacher}}
+    options |= {"temperature": 1.0, "max_length": 512, "trainer_kwargs": {"teacher_model": teacher}}
     columns = {"messages": lambda *pair: case.prompt(*pair) + case.right(*pair)}
     if kind == KINDS[0]:
-        # GOLD takes a loaded teacher for one without eyes: its vision_config is a plain dict.
+        # GOLD treats a loaded teacher as text-only, because its vision_config is a plain dict.
         folder = tmp_path / "teacher"
         for part in (teacher, task.processor):
             part.save_pretrained(folder)
-        options["given"]["teacher_model"] = str(folder)
+        options["trainer_kwargs"]["teacher_model"] = str(folder)
         options["teacher_model_init_kwargs"] = {"dtype": "float32"}
         columns = {"prompt": case.prompt, "completion": case.right}
-    got = first_step(name, student, case, case.data(**columns), tmp_path, **options)
-    student, teacher, found = task.model(1), task.model(2), []
+    logged = first_step(name, student, case, case.data(**columns), tmp_path, **options)
+    student, teacher, divergences = task.model(1), task.model(2), []
     for pair in case.pairs:
         row, first = task.answered(*pair[:3])
         with torch.no_grad():
             logits = [one(**row).logits[0, first - 1 : -1] for one in (student, teacher)]
-        found.append(divergence(*logits, 0.5))
-    assert got["loss"] == pytest.approx(torch.cat(found).mean().item(), **CLOSE)
+        divergences.append(divergence(*logits, 0.5))
+    assert logged["loss"] == pytest.approx(torch.cat(divergences).mean().item(), **CLOSE)

@@ -61,15 +61,15 @@ class FreshImages(TrainerCallback):
         self.engine.reset_encoder_cache()
 
 
-def online_dpo(model, common: dict, given: dict):
+def online_dpo(model, common: dict, kwargs: dict):
     """Two answers to each question: here of a batch in which each question comes 16 times."""
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-    data = given["train_dataset"]
+    data = kwargs["train_dataset"]
     rows = {"train_dataset": data.select([*range(len(data))] * 16)}
     sizes = {"per_device_train_batch_size": len(data) * 16, "max_new_tokens": 8}
     config = OnlineDPOConfig(**common | sizes, temperature=1.0)
-    return OnlineDPOTrainer(model, reward_funcs=right_answers, args=config, **given | rows)
+    return OnlineDPOTrainer(model, reward_funcs=right_answers, args=config, **kwargs | rows)
 
 
 def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
@@ -78,27 +78,27 @@ def main(job: str, steps: int, learning_rate: float, seed: int) -> None:
     processor = AutoProcessor.from_pretrained("model", trust_remote_code=True)
     kind_of_job = job.removesuffix("_lora").removesuffix("_vllm")
     rows = load_dataset(f"data/{kind_of_job}")["train"]
-    given = {"processing_class": processor, "train_dataset": rows}
+    kwargs = {"processing_class": processor, "train_dataset": rows}
     kind, lora = AutoModelForCausalLM, {"task_type": "CAUSAL_LM"}
     labels: dict[str, int] = {}
     if job.startswith("reward"):
         # With this task_type peft trains and saves the new head, `score`, too.
         kind, lora = AutoModelForSequenceClassification, {"task_type": "SEQ_CLS"}
-        given["processing_class"], labels = processor.tokenizer, {"num_labels": 1}
+        kwargs["processing_class"], labels = processor.tokenizer, {"num_labels": 1}
     if job == "dpo_lora":
         common |= {"deepspeed": "deepspeed.json", "per_device_train_batch_size": 18}
     if job.endswith("_vllm"):
         common |= BY_VLLM
     model = kind.from_pretrained("model", trust_remote_code=True, dtype=torch.float32, **labels)
     if job.endswith("_lora"):
-        given["peft_config"] = LoraConfig(r=8, target_modules="all-linear", **lora)
+        kwargs["peft_config"] = LoraConfig(r=8, target_modules="all-linear", **lora)
     if job == "online_dpo":
-        trainer = online_dpo(model, common, given)
+        trainer = online_dpo(model, common, kwargs)
     else:
         name = "Reward" if kind_of_job == "reward" else kind_of_job.upper()
         config = getattr(trl, f"{name}Config")(**common | OPTIONS[name])
         reward = [right_answers] if OPTIONS[name] is ONLINE else []
-        trainer = getattr(trl, f"{name}Trainer")(model, *reward, args=config, **given)
+        trainer = getattr(trl, f"{name}Trainer")(model, *reward, args=config, **kwargs)
     if job.endswith("_vllm"):
         trainer.add_callback(FreshImages(trainer))
     trainer.train()

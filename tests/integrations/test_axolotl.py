@@ -1,4 +1,4 @@
-"""The plug-in for axolotl: rows as a recipe of ours has them, and nothing learned but answers."""
+"""The plug-in for axolotl: samples as a recipe has them, with only the answers supervised."""
 
 import copy
 import importlib
@@ -14,8 +14,8 @@ from tests.frameworks import drawn_task
 from tests.frameworks.any_trainer_script import Collator
 
 
-def test_every_row_ends_with_an_end_that_is_seen(monkeypatch):
-    """Where axolotl itself is missing, too."""
+def test_every_conversation_ends_with_an_unmasked_end_token(monkeypatch):
+    """Runs with a stand-in of axolotl, which need not be installed."""
     axolotl = ModuleType("axolotl")
     axolotl.model_support = SimpleNamespace()
     axolotl.processing_strategies = SimpleNamespace(ProcessingStrategy=object)
@@ -30,9 +30,11 @@ def test_every_row_ends_with_an_end_that_is_seen(monkeypatch):
         return {"input_ids": ids, "attention_mask": mask}
 
     tokenizer = SimpleNamespace(eos_token_id=9)
-    ended = module.EndOfTextProcessor(SimpleNamespace(apply_chat_template=encode, tokenizer=tokenizer))
-    assert copy.copy(ended).tokenizer is tokenizer  # as a started process has it
-    batch = ended.apply_chat_template([[], []], processor_kwargs={"padding": True})
+    with_end = module.EndOfTextProcessor(
+        SimpleNamespace(apply_chat_template=encode, tokenizer=tokenizer)
+    )
+    assert copy.copy(with_end).tokenizer is tokenizer  # a started process gets a copy
+    batch = with_end.apply_chat_template([[], []], processor_kwargs={"padding": True})
     assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [9, 9, 8, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
 
@@ -41,7 +43,7 @@ def test_every_row_ends_with_an_end_that_is_seen(monkeypatch):
     importlib.util.find_spec("axolotl") is None,
     reason="axolotl is not installed: nox -f tests/noxfile.py -s axolotl",
 )
-def test_answers_and_their_ends_are_learned(tmp_path):
+def test_only_answers_and_their_ends_are_supervised(tmp_path):
     from axolotl.model_support import get_model_support
     from axolotl.processing_strategies import get_processing_strategy
     from axolotl.utils.collators.mm_chat import MultiModalChatDataCollator
@@ -54,25 +56,28 @@ def test_answers_and_their_ends_are_learned(tmp_path):
     models = drawn_task.Models(tmp_path)
     processor = Collator(models("random")).processor
 
-    def text(words: str) -> dict:
-        return {"type": "text", "text": words}
+    def text_part(text: str) -> dict:
+        return {"type": "text", "text": text}
 
-    # A started process gets a copy.
-    assert pickle.loads(pickle.dumps(EndOfTextProcessor(processor))).tokenizer.eos_token == "<|endoftext|>"
+    copied = pickle.loads(pickle.dumps(EndOfTextProcessor(processor)))  # a started process gets it
+    assert copied.tokenizer.eos_token == "<|endoftext|>"
     strategy = get_processing_strategy(processor, None, "tokenizer_default", model_type="chatglm")
     (question, answer), (other, other_answer) = models.conversations[:2]
-    asked, asked_too = (
-        {"role": "user", "content": [{"type": "image", "path": q["image"]}, text(q["content"])]}
+    turn, other_turn = (
+        {
+            "role": "user",
+            "content": [{"type": "image", "path": q["image"]}, text_part(q["content"])],
+        }
         for q in (question, other)
     )
-    rows = [asked, answer, asked_too, other_answer], [asked, answer]
+    samples = [turn, answer, other_turn, other_answer], [turn, answer]
     collator = MultiModalChatDataCollator(processor.tokenizer, strategy)
-    batch = collator([{"messages": row} for row in rows])
-    first, second = (row[row != -100].tolist() for row in batch["labels"])
-    said, said_too = answer["content"], other_answer["content"]
+    batch = collator([{"messages": messages} for messages in samples])
+    first, second = (labels[labels != -100].tolist() for labels in batch["labels"])
+    text, other_text = answer["content"], other_answer["content"]
     decode = processor.tokenizer.decode
-    assert decode(first) == f"\n{said}<|user|>\n{said_too}<|endoftext|>"
-    assert decode(second) == f"\n{said}<|endoftext|>"
+    assert decode(first) == f"\n{text}<|user|>\n{other_text}<|endoftext|>"
+    assert decode(second) == f"\n{text}<|endoftext|>"
     assert len(batch["pixel_values"]) == 3
     padding = int((batch["attention_mask"][1] == 0).sum())
-    assert padding > 0 and batch["attention_mask"][1, padding:].all()  # it is on the left
+    assert padding > 0 and batch["attention_mask"][1, padding:].all()  # padding is on the left

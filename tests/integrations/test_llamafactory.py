@@ -1,4 +1,4 @@
-"""The plug-in for LLaMA-Factory: what its template makes of rows, and what parts are frozen."""
+"""The plug-in for LLaMA-Factory: encoded samples, and the modules that its options freeze."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ USER, ANSWER = {"role": "user"}, {"role": "assistant", "content": "A cat."}
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """With the model's processor, and an image."""
+    """LLaMA-Factory's template glm4 with the model's processor, and the path of an image."""
     from llamafactory.data.template import TEMPLATES
 
     import glm4v_patched
@@ -43,8 +43,8 @@ def template(tmp_path_factory):
 @pytest.mark.parametrize(
     "content", ["\n What?", "<image>What?", "<image>\nWhat?", "What?\n<image>"]
 )
-def test_rows_are_those_of_the_models_own_template(content, template):
-    """An image takes its positions before the words."""
+def test_samples_are_encoded_as_by_the_model_s_own_template(content, template):
+    """The image's tokens come before the text."""
     processor = template.processor
     conversation = [USER | {"content": content}, ANSWER]
     images = [template.image] * content.count("<image>")
@@ -52,19 +52,19 @@ def test_rows_are_those_of_the_models_own_template(content, template):
     prompt, answer = template.encode_oneturn(processor.tokenizer, messages)
     if images:
         conversation = [USER | {"content": "What?", "image": images[0]}, ANSWER]
-    want = processor.apply_chat_template([conversation], tokenize=True, return_dict=True)
-    assert prompt + answer == want["input_ids"][0]
+    expected = processor.apply_chat_template([conversation], tokenize=True, return_dict=True)
+    assert prompt + answer == expected["input_ids"][0]
 
 
-def test_an_image_is_not_shrunk_before_the_processor_has_it(template):
+def test_an_image_reaches_the_processor_at_full_size(template):
     image, processor = template.image, template.processor
     processor.image_max_pixels, processor.image_min_pixels = 64, 16
-    made = template.mm_plugin.get_mm_inputs([image], [], [], [1], [0], [0], [[]], processor)
-    want = processor.image_processor(image, return_tensors="pt")
-    assert torch.equal(made["pixel_values"], want["pixel_values"])
+    inputs = template.mm_plugin.get_mm_inputs([image], [], [], [1], [0], [0], [[]], processor)
+    expected = processor.image_processor(image, return_tensors="pt")
+    assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
 
 
-def test_the_template_of_other_models_stays_as_it_is(template):
+def test_the_template_of_other_models_does_not_change(template):
     from llamafactory.data.mm_plugin import BasePlugin
     from llamafactory.data.template import TEMPLATES
 
@@ -85,17 +85,18 @@ FREEZE = {
 
 
 @pytest.mark.parametrize("option", FREEZE)
-def test_every_weight_belongs_to_one_part_and_each_option_freezes_its_part_alone(option, template):
+def test_each_option_freezes_its_modules_only_and_all_weights_are_covered(option, template):
     from llamafactory.model.model_utils.visual import COMPOSITE_MODELS, get_forbidden_modules
 
-    model, parts = tiny_model(), COMPOSITE_MODELS["chatglm"]
+    model, composite = tiny_model(), COMPOSITE_MODELS["chatglm"]
     arguments = SimpleNamespace(**{name: name == option for name in FREEZE})
     forbidden = get_forbidden_modules(model.config, arguments)
     names = [name for name, _ in model.named_parameters()]
-    keys = [*parts.projector_keys, *parts.vision_model_keys, *parts.language_model_keys]
+    keys = [*composite.projector_keys, *composite.vision_model_keys]
+    keys += composite.language_model_keys
     assert all(sum(key in name for key in keys) == 1 for name in names)
-    frozen = {name for name in names if any(part in name for part in forbidden)}
-    for other, of_option in FREEZE.items():
-        for part in of_option:
-            of_part = {name for name in names if name.startswith(part)}
-            assert of_part and of_part & frozen == (of_part if other == option else set())
+    frozen = {name for name in names if any(module in name for module in forbidden)}
+    for other, modules in FREEZE.items():
+        for module in modules:
+            weights = {name for name in names if name.startswith(module)}
+            assert weights and weights & frozen == (weights if other == option else set())

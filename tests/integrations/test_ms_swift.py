@@ -1,4 +1,4 @@
-"""The plug-in for ms-swift: what its template makes of rows, and how it is found."""
+"""The plug-in for ms-swift: encoded samples, and its registration in child processes."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swift")
     write_legacy_repository(folder / "published")
     for name, color in (("red", "red"), ("turned", "blue")):
@@ -30,14 +30,14 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def template(place):
+def template(folder):
     import glm4v_patched
     from glm4v_patched.integrations import ms_swift
 
     ms_swift.register()
     from swift import get_processor, get_template
 
-    template = get_template(get_processor(str(place / "published")), max_length=1000)
+    template = get_template(get_processor(str(folder / "published")), max_length=1000)
     template.set_mode("train")
     yield template
     glm4v_patched.revert()
@@ -55,82 +55,85 @@ def assistant(content, **more):
     return {"role": "assistant", "content": content, **more}
 
 
-def assert_same(got, template, conversation):
-    """As what a recipe trains on."""
+def assert_same(encoded, template, conversation):
+    """Check that a sample is encoded as in a recipe."""
     expected = ConversationCollator(template.processor)([conversation])
     for name in ("input_ids", "labels"):
-        assert got[name] == expected[name][0].tolist()
+        assert encoded[name] == expected[name][0].tolist()
     if "pixel_values" in expected:
-        assert torch.equal(got["pixel_values"], expected["pixel_values"])
+        assert torch.equal(encoded["pixel_values"], expected["pixel_values"])
 
 
-def test_rows_of_text_are_what_a_recipe_trains_on(template):
+def test_text_samples_are_encoded_as_in_a_recipe(template):
     system = {"role": "system", "content": "\nBe kind."}
     first = [user("\n What?"), assistant("\n\nA cat.")]
     for messages in (first, [system, *first], [*first, user("Why?"), assistant("So.")]):
-        got = encode(template, messages)
-        assert_same(got, template, messages)
-        assert "pixel_values" not in got
+        encoded = encode(template, messages)
+        assert_same(encoded, template, messages)
+        assert "pixel_values" not in encoded
 
 
 @pytest.mark.parametrize("content", ["<image>\nWhat?", "What?\n<image>"])
-def test_an_image_comes_first_and_is_turned_upright(content, template, place):
-    image = place / "turned.png"
+def test_an_image_comes_first_and_is_rotated_by_its_exif(content, template, folder):
+    image = folder / "turned.png"
     answer = assistant("A cat.")
     conversation = [user("What?") | {"image": str(image)}, answer]
     assert_same(encode(template, [user(content), answer], [image]), template, conversation)
 
 
-def test_several_images_each_have_their_place(template, place):
+def test_several_images_keep_their_order(template, folder):
     answers = assistant("That."), assistant("No.")
     messages = [user("<image><image>Which?"), answers[0], user("<image>So?"), answers[1]]
-    images = [place / "red.png", place / "turned.png", place / "red.png"]
+    images = [folder / "red.png", folder / "turned.png", folder / "red.png"]
     first, second, third = ({"type": "image", "image": str(path)} for path in images)
-    which, so = ({"type": "text", "text": text} for text in ("Which?", "So?"))
-    conversation = [user([first, second, which]), answers[0], user([third, so]), answers[1]]
+    question, other = ({"type": "text", "text": text} for text in ("Which?", "So?"))
+    conversation = [user([first, second, question]), answers[0], user([third, other]), answers[1]]
     assert_same(encode(template, messages, images), template, conversation)
 
 
-def test_places_and_tokens_without_an_image_are_refused(template, place):
+def test_image_tags_and_tokens_without_an_image_are_refused(template, folder):
     messages = [user("<image><image>Which?"), assistant("That.")]
-    with pytest.raises(ValueError, match="1 images and 2 places"):
-        encode(template, messages, [place / "red.png"])
+    message = "images is 1, and that of <image> tags in its messages is 2"
+    with pytest.raises(ValueError, match=message):
+        encode(template, messages, [folder / "red.png"])
     messages = [user("<|begin_of_image|>What?"), assistant("That.")]
-    with pytest.raises(ValueError, match=r"0 images and 1 times <\|begin_of_image\|>"):
+    message = r"images is 0, and that of <\|begin_of_image\|> tokens is 1"
+    with pytest.raises(ValueError, match=message):
         encode(template, messages)
 
 
-def test_a_turn_that_is_not_learned_has_no_learned_end(template):
+def test_the_end_of_an_unsupervised_turn_is_not_supervised(template):
     messages = [user("What?"), assistant("A cat.", loss=False), user("Why?"), assistant("So.")]
-    learned = [token for token in encode(template, messages)["labels"] if token != -100]
-    assert template.tokenizer.decode(learned).replace(" ", "") == "\nSo.<|endoftext|>"
+    supervised = [token for token in encode(template, messages)["labels"] if token != -100]
+    assert template.tokenizer.decode(supervised).replace(" ", "") == "\nSo.<|endoftext|>"
 
 
-def test_a_prompt_ends_with_the_role_and_an_answer_loses_its_line_feed(template, place):
+def test_a_prompt_ends_with_the_role_and_an_answer_loses_its_line_feed(template, folder):
     template.set_mode("transformers")
     try:
-        got = encode(template, [user("<image>What?")], [place / "red.png"])
-        conversation = [user("What?") | {"image": str(place / "red.png")}]
+        encoded = encode(template, [user("<image>What?")], [folder / "red.png"])
+        conversation = [user("What?") | {"image": str(folder / "red.png")}]
         options = {"tokenize": True, "return_dict": True, "add_generation_prompt": True}
         expected = template.processor.apply_chat_template([conversation], **options)
-        assert got["input_ids"] == expected["input_ids"][0]
-        drawn = template.tokenizer("\nA cat.<|endoftext|>", add_special_tokens=False)["input_ids"]
-        assert template.decode_generate_ids(drawn) == "A cat."
+        assert encoded["input_ids"] == expected["input_ids"][0]
+        answer = "\nA cat.<|endoftext|>"
+        generated = template.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        assert template.decode_generate_ids(generated) == "A cat."
     finally:
         template.set_mode("train")
 
 
-def test_children_of_the_run_entry_find_it(place):
-    """swift starts itself again in another process."""
-    (place / "found.py").write_text(
+def test_children_of_the_run_entry_register_it(folder):
+    """swift starts itself again as a child process."""
+    (folder / "found.py").write_text(
         "from swift.model import get_model_info_meta\n"
         "_, meta = get_model_info_meta('published')\n"
         "print(meta.model_type, meta.loader.__module__, meta.template)\n"
     )
-    (place / "starts.py").write_text(
+    (folder / "starts.py").write_text(
         "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'found.py']))"
     )
     command = [sys.executable, "-m", "glm4v_patched.run", "starts.py"]
-    ended = run_with_limit(command, 120, folder=place)
-    found = "chatglm4v glm4v_patched.integrations.ms_swift chatglm4v"
-    assert ended.status == 0 and found in ended.output, ended.output[-3000:]
+    ended = run_with_limit(command, 120, folder=folder)
+    expected = "chatglm4v glm4v_patched.integrations.ms_swift chatglm4v"
+    assert ended.status == 0 and expected in ended.output, ended.output[-3000:]

@@ -1,4 +1,4 @@
-"""Plug-ins without their frameworks; tests/patch/test_run.py has how they come to be registered."""
+"""Plug-ins without their frameworks. tests/patch/test_run.py tests that they are registered."""
 
 import subprocess
 import sys
@@ -13,12 +13,12 @@ from glm4v_patched.terminal_text import pip_install
 
 def test_the_file_for_external_plugins_is_printed():
     command = [sys.executable, "-m", "glm4v_patched.integrations", "ms-swift"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    assert "register()" in Path(told.rstrip("\n")).read_text()
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert "register()" in Path(printed.rstrip("\n")).read_text()
 
 
 @pytest.mark.parametrize(
-    ("content", "number", "words"),
+    ("content", "num_images", "text"),
     [
         ("<image> What?\n<image>", 2, "What?"),
         ("\nWhat?", 0, "\nWhat?"),
@@ -26,15 +26,15 @@ def test_the_file_for_external_plugins_is_printed():
         ("<image>Is <image> like\n<image>", 1, "Is <image> like\n<image>"),
     ],
 )
-def test_images_go_before_the_words_in_their_order(content, number, words):
-    assert move_images_first(content) == (number, words)
+def test_image_tags_move_before_the_text_in_their_order(content, num_images, text):
+    assert move_images_first(content) == (num_images, text)
 
 
-def test_a_method_that_was_renamed_is_an_error_with_the_version(words):
+def test_a_renamed_method_is_an_error_with_both_versions(words):
     class Template:
         def encode(self): ...
 
     require_members(Template, ["encode"], "pytest", "1.0")
-    found = {"pip": pip_install(), "version": pytest.__version__}
-    with words.refused(RuntimeError, "_encode", **found):
+    versions = {"pip": pip_install(), "version": pytest.__version__}
+    with words.refused(RuntimeError, "_encode", **versions):
         require_members(Template, ["encode", "_encode"], "pytest", "1.0")

@@ -1,4 +1,4 @@
-"""What several files of this folder set up: a model of the stand-in for the published code."""
+"""Fixtures of this folder: a model of the stand-in for the published code."""
 
 import copy
 
@@ -16,5 +16,5 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture
 def legacy(loaded):
-    """In eval mode, fp32."""
+    """A copy of that model in eval mode, fp32."""
     return copy.deepcopy(loaded).eval()

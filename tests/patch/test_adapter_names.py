@@ -1,4 +1,4 @@
-"""Names that people give to peft by habit, on a model of other names."""
+"""Module names of other models in peft configs for this model."""
 
 import pytest
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
@@ -19,15 +19,14 @@ def trained(model) -> set[str]:
     return {name for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def test_embeddings_and_head_are_found_by_the_names_that_others_give_them():
+def test_embeddings_and_head_are_found_by_their_names_in_other_models():
     config = LoraConfig(
         r=2, target_modules=["query_key_value"], modules_to_save=["embed_tokens", "lm_head"]
     )
     model = get_peft_model(tiny_model(), config)
-    for part in ("embedding.word_embeddings", "output_layer"):
-        assert f"base_model.model.transformer.{part}.modules_to_save.default.weight" in trained(
-            model
-        )
+    for module in ("embedding.word_embeddings", "output_layer"):
+        name = f"base_model.model.transformer.{module}.modules_to_save.default.weight"
+        assert name in trained(model)
     assert model.peft_config["default"].modules_to_save == ["word_embeddings", "output_layer"]
 
 
@@ -46,16 +45,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("options, named", REFUSED.values(), ids=REFUSED)
-def test_names_that_fit_nothing_are_refused_with_those_that_are_meant(options, named):
-    with refused(ValueError, named):
+@pytest.mark.parametrize("options, part", REFUSED.values(), ids=REFUSED)
+def test_unknown_names_are_refused_with_the_known_ones(options, part):
+    with refused(ValueError, part):
         get_peft_model(tiny_model(), LoraConfig(r=2, **options))
     with pytest.raises(ValueError, match="fit"):
         inject_adapter_in_model(LoraConfig(r=2, **options), tiny_model())
 
 
 def test_a_reward_model_trains_its_head_beside_adapters():
-    """For which peft adds names that heads have elsewhere, too."""
+    """peft adds head names of other models to modules_to_save, which are accepted."""
     names = {"target_modules": ["dense"], "modules_to_save": ["embed_tokens"]}
     config = LoraConfig(r=2, task_type="SEQ_CLS", **names)
     model = get_peft_model(ChatGLMForSequenceClassification(tiny_config(num_labels=1)), config)
@@ -66,11 +65,11 @@ def test_a_reward_model_trains_its_head_beside_adapters():
 
 
 @pytest.mark.parametrize("targets", ["All-Linear", {"dense"}, None])
-def test_names_that_fit_are_left_alone(targets):
+def test_known_names_are_accepted(targets):
     assert trained(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=targets)))
 
 
-def test_an_adapter_that_was_made_with_other_names_loads_as_before():
+def test_an_adapter_saved_with_unknown_names_still_loads():
     with_stray = LoraConfig(r=2, target_modules=["query_key_value", "q_proj"])
     with_stray.inference_mode = True
     assert get_peft_model(tiny_model(), with_stray)

@@ -66,19 +66,19 @@ def code_of_repositories(tmp_path):
 
 @pytest.fixture(autouse=True)
 def before() -> dict[str, object]:
-    """What the Auto classes hold where ``apply`` works; afterwards they hold it again."""
-    found = entries()
-    yield found
+    """The patched attributes of the Auto classes before a test, which are restored after it."""
+    originals = entries()
+    yield originals
     glm4v_patched.revert()
-    assert entries() == found
+    assert entries() == originals
 
 
 def entries() -> dict[str, object]:
-    found = {}
+    attributes = {}
     for name in OURS:
-        held = vars(getattr(transformers, name))
-        found |= {(name, m): held[m] for m in ("from_pretrained", "from_config") if m in held}
-    return found
+        own = vars(getattr(transformers, name))
+        attributes |= {(name, m): own[m] for m in ("from_pretrained", "from_config") if m in own}
+    return attributes
 
 
 def load(auto_class: str, folder, **options):
@@ -86,17 +86,17 @@ def load(auto_class: str, folder, **options):
     return cls.from_pretrained(pretrained_model_name_or_path=folder, **options)
 
 
-def is_ours(thing) -> bool:
-    return type(thing).__module__.startswith("glm4v_patched.remote.")
+def is_ours(obj) -> bool:
+    return type(obj).__module__.startswith("glm4v_patched.remote.")
 
 
-def is_of_the_repository(thing) -> bool:
-    return type(thing).__module__.startswith("transformers_modules.")
+def is_from_the_repository(obj) -> bool:
+    return type(obj).__module__.startswith("transformers_modules.")
 
 
 @pytest.mark.parametrize("options", [TRUSTED, {"trust_remote_code": False}, {}], ids=str)
 def test_every_auto_class_gives_ours(options, published):
-    assert is_of_the_repository(load("AutoModel", published, **TRUSTED))
+    assert is_from_the_repository(load("AutoModel", published, **TRUSTED))
     glm4v_patched.apply()
     for auto_class, ours in OURS.items():
         assert type(load(auto_class, published, **options)) is ours, auto_class
@@ -109,14 +109,14 @@ TASKS = {
 }
 
 
-def test_a_pipeline_asks_nothing_and_knows_our_classes(tmp_path, monkeypatch, warned):
+def test_a_pipeline_asks_for_no_trust_and_supports_our_classes(tmp_path, monkeypatch, warned):
     build_from_scratch(tmp_path, [[{"role": "user", "content": "Why?"}]], seed=0)
     monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(prompt))
     glm4v_patched.apply()
     for task, ours in TASKS.items():
         assert type(transformers.pipeline(task, model=str(tmp_path)).model) is ours
     assert not [record for record in warned.records if "is not supported for" in record.message]
-    # As transformers has it without torchvision, too.
+    # transformers has this class without torchvision, too.
     videos = importlib.import_module("transformers.models.auto.video_processing_auto")
     for options in (TRUSTED, {}):
         with pytest.raises(ValueError, match="reads no videos"):
@@ -134,10 +134,10 @@ def test_a_config_that_was_loaded_before_gives_our_model(published):
         assert model.config.num_layers == config.num_layers
 
 
-def test_weights_and_options_arrive(published):
+def test_weights_and_options_reach_the_model(published):
     glm4v_patched.apply(fused_linear_cross_entropy=True)
-    given = {"dtype": torch.bfloat16, "attn_implementation": "eager", "use_cache": False}
-    model, report = load("AutoModel", published, output_loading_info=True, **given)
+    options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "use_cache": False}
+    model, report = load("AutoModel", published, output_loading_info=True, **options)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16 and model.config.skip_logits is True
     assert model.config.use_cache is False and model.config._attn_implementation == "eager"
@@ -154,46 +154,46 @@ def test_a_tokenizer_saved_by_itself_is_ours(published, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"vision_config": None}, {"original_rope": False}], ids=str)
-def test_other_models_of_the_type_are_left_as_they_were(change, published, tmp_path):
-    """The text models of GLM-4, and a cogagent."""
+def test_other_models_of_the_type_load_as_before(change, published, tmp_path):
+    """A text model of GLM-4, and a cogagent."""
     folder = Path(shutil.copytree(published, tmp_path / "other"))
     config = json.loads((folder / "config.json").read_text()) | change
     config = {name: value for name, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     auto_classes = ("AutoConfig", "AutoTokenizer") if "original_rope" in change else ("AutoConfig",)
-    found = [load(name, folder, **TRUSTED) for name in auto_classes]
+    originals = [load(name, folder, **TRUSTED) for name in auto_classes]
     load_as_before = AutoConfig.from_pretrained
     glm4v_patched.apply()
-    for name, theirs in zip(auto_classes, found, strict=True):
+    for name, theirs in zip(auto_classes, originals, strict=True):
         assert type(load(name, folder, **TRUSTED)) is type(theirs) and not is_ours(theirs)
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             load(name, folder, trust_remote_code=False)
-    assert is_of_the_repository(load_as_before(folder, **TRUSTED))
+    assert is_from_the_repository(load_as_before(folder, **TRUSTED))
     if "original_rope" in change:
-        assert is_of_the_repository(AutoModel.from_config(found[0], **TRUSTED))
+        assert is_from_the_repository(AutoModel.from_config(originals[0], **TRUSTED))
 
 
 @pytest.mark.parametrize("auto_class", ["AutoConfig", "AutoModel", "AutoTokenizer"])
-def test_a_method_taken_before_is_an_error_and_never_half_ours(auto_class, published):
+def test_a_method_taken_before_apply_raises_an_error(auto_class, published):
     cls = getattr(transformers, auto_class)
     load_as_before, make_as_before = cls.from_pretrained, getattr(cls, "from_config", None)
     config = AutoConfig.from_pretrained(published, **TRUSTED)
     glm4v_patched.apply()
-    with pytest.raises(RuntimeError, match="before apply.., which then has to be called earlier"):
+    with pytest.raises(RuntimeError, match=r"before apply\(\): call apply\(\) earlier"):
         load_as_before(published, **TRUSTED)
     if make_as_before:
-        with pytest.raises(RuntimeError, match="before apply.., which then has to be called earl"):
+        with pytest.raises(RuntimeError, match=r"before apply\(\): call apply\(\) earlier"):
             make_as_before(config, **TRUSTED)
     glm4v_patched.revert()
-    assert is_of_the_repository(load_as_before(published, **TRUSTED))
+    assert is_from_the_repository(load_as_before(published, **TRUSTED))
 
 
 @pytest.mark.parametrize(
-    ("content", "fault"), [("[]", "holds a list"), ("{", "cannot be read"), ("null", "NoneType")]
+    ("content", "problem"), [("[]", "holds a list"), ("{", "cannot be read"), ("null", "NoneType")]
 )
-def test_a_config_that_is_no_json_object_is_named(content, fault, tmp_path):
+def test_a_config_that_is_no_json_object_is_named(content, problem, tmp_path):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json .*{fault}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json .*{problem}"):
         read_json_object(tmp_path / "config.json")
     assert not Repository(tmp_path, {}).contains_glm4v()
 
@@ -206,7 +206,7 @@ def hub(monkeypatch):
 
 
 def test_a_model_in_the_cache_is_not_asked_for_again(hub, tmp_path):
-    """Other models, too: what this package adds to their loading is a look into the cache."""
+    """Also for other models: the patched methods add no requests to their loading."""
     LLAMA.save_pretrained(tmp_path / "other")
     config = (tmp_path / "other" / "config.json").read_bytes()
     hub.add_repository("our-org/other", {"config.json": config})
@@ -222,8 +222,8 @@ def test_a_model_in_the_cache_is_not_asked_for_again(hub, tmp_path):
     assert requests() == without
 
 
-def test_an_image_processor_is_that_of_its_revision(hub, published, tmp_path):
-    """Where a repository has no file of it, by the config."""
+def test_an_image_processor_has_the_size_of_its_revision(hub, published, tmp_path):
+    """Without preprocessor_config.json, it is built from the config of that revision."""
     config = json.loads((published / "config.json").read_text())
     repository = hub.add_repository("our-org/model", {"config.json": json.dumps(config).encode()})
     repository.refs["v1"] = repository.head
@@ -231,43 +231,44 @@ def test_an_image_processor_is_that_of_its_revision(hub, published, tmp_path):
     repository.add_commit({"config.json": json.dumps(config).encode()})
     glm4v_patched.apply()
     for revision, side in (("v1", 56), ("main", 112)):
-        where = {"revision": revision, "cache_dir": tmp_path / "cache"}
-        assert load("AutoImageProcessor", "our-org/model", **where).size["height"] == side
+        download = {"revision": revision, "cache_dir": tmp_path / "cache"}
+        assert load("AutoImageProcessor", "our-org/model", **download).size["height"] == side
 
 
-def test_a_private_repository_is_a_glm4v_for_whoever_may_read_it_and_the_hub_is_asked_once(
+def test_a_private_repository_is_recognized_with_a_token_and_asked_for_once(
     hub, published, tmp_path
 ):
-    where = {"cache_dir": str(tmp_path / "cache")}
+    download = {"cache_dir": str(tmp_path / "cache")}
     config = {"config.json": (published / "config.json").read_bytes()}
     hub.add_repository("our-org/private", config, private=True)
-    assert not Repository("our-org/private", where).contains_glm4v()
+    assert not Repository("our-org/private", download).contains_glm4v()
     for option in ("token", "use_auth_token"):
-        place = {"cache_dir": str(tmp_path / option), option: hub.token}
-        assert Repository("our-org/private", place).contains_glm4v()
+        options = {"cache_dir": str(tmp_path / option), option: hub.token}
+        assert Repository("our-org/private", options).contains_glm4v()
     hub.requests.clear()
     hub.fail("*", ".", times=99, status=403)  # not tried again, as 500 is
-    assert not Repository("our-org/unknown", where).contains_glm4v()
-    asked = {request.path for request in hub.requests}
-    assert asked == {"/our-org/unknown/resolve/main/config.json"}
+    assert not Repository("our-org/unknown", download).contains_glm4v()
+    paths = {request.path for request in hub.requests}
+    assert paths == {"/our-org/unknown/resolve/main/config.json"}
 
 
 def test_an_adapters_base_is_looked_for_without_its_subfolder_and_revision(
     hub, published, tmp_path
 ):
-    where = {"cache_dir": str(tmp_path / "cache")}
+    download = {"cache_dir": str(tmp_path / "cache")}
     config = {"config.json": (published / "config.json").read_bytes()}
     base = hub.add_repository("our-org/base", config)
-    named = json.dumps({"base_model_name_or_path": "our-org/base"}).encode()
-    places = {"adapter_config.json": named, "text/adapter_config.json": named}
-    adapter = hub.add_repository("our-org/adapter", places)
+    content = json.dumps({"base_model_name_or_path": "our-org/base"}).encode()
+    files = {"adapter_config.json": content, "text/adapter_config.json": content}
+    adapter = hub.add_repository("our-org/adapter", files)
     adapter.refs["v2"] = adapter.head
     assert "v2" not in base.refs
-    for place in ({}, {"subfolder": "text"}):
-        assert Repository("our-org/adapter", where | {"revision": "v2"} | place).contains_glm4v()
+    for subfolder in ({}, {"subfolder": "text"}):
+        options = download | {"revision": "v2"} | subfolder
+        assert Repository("our-org/adapter", options).contains_glm4v()
 
 
-def test_a_hub_that_never_answers_is_named_or_the_cache_is_taken(
+def test_a_hub_that_never_answers_is_an_error_or_the_cache_is_used(
     published, tmp_path, monkeypatch, warned
 ):
     cached = tmp_path / "cache" / "models--our-org--cached"
@@ -277,30 +278,33 @@ def test_a_hub_that_never_answers_is_named_or_the_cache_is_taken(
     shutil.copy(published / "config.json", snapshot)
     (cached / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.2)
-    where = {"cache_dir": tmp_path / "cache"}
+    download = {"cache_dir": tmp_path / "cache"}
     glm4v_patched.apply()
-    # It accepts whoever comes, and says nothing.
+    # This server accepts connections and never answers.
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         host = f"127.0.0.1:{listening.getsockname()[1]}"
         redirect_client(f"http://me:secret@{host}", monkeypatch)
         for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor"):
             begun = time.monotonic()
             with pytest.raises(TimeoutError) as refused:
-                load(name, "our-org/model", **where)
+                load(name, "our-org/model", **download)
             assert f"http://{host} did not answer within 0.2 s" in str(refused.value)
             assert "our-org/model is not in the cache" in str(refused.value)
             assert time.monotonic() - begun < 10
         from_pretrained = ChatGLMConfig.from_pretrained
 
-        def from_the_cache(*given, local_files_only, **options):
-            return from_pretrained(*given, local_files_only=local_files_only, **options)
+        def from_the_cache(*args, local_files_only, **options):
+            return from_pretrained(*args, local_files_only=local_files_only, **options)
 
         monkeypatch.setattr(ChatGLMConfig, "from_pretrained", from_the_cache)
-        assert is_ours(load("AutoConfig", "our-org/cached", **where))
-    assert "did not answer within 0.2 s" in warned.text and "the cache is loaded" in warned.text
+        assert is_ours(load("AutoConfig", "our-org/cached", **download))
+    assert (
+        "did not answer within 0.2 s" in warned.text
+        and "files in the cache are loaded" in warned.text
+    )
 
 
-def test_a_block_ends_what_it_began_and_nothing_else(before):
+def test_a_block_reverts_only_its_own_patches(before):
     with glm4v_patched.applied():
         once = entries()
         with glm4v_patched.applied():
@@ -314,10 +318,10 @@ def test_a_block_ends_what_it_began_and_nothing_else(before):
     assert entries() == once
 
 
-def test_what_others_patched_since_is_named_and_kept(monkeypatch):
+def test_patches_of_others_are_named_and_not_reverted(monkeypatch):
     glm4v_patched.apply()
     ours = vars(AutoTokenizer)["from_pretrained"]
-    entry_of_model = vars(AutoModel)["from_pretrained"]
+    our_model_patch = vars(AutoModel)["from_pretrained"]
 
     def theirs(cls, *args, **kwargs):
         return ours.__func__(cls, *args, **kwargs)
@@ -326,31 +330,29 @@ def test_what_others_patched_since_is_named_and_kept(monkeypatch):
         patch.setattr(AutoTokenizer, "from_pretrained", classmethod(theirs))
         with pytest.raises(RuntimeError, match=r"transformers\.AutoTokenizer\.from_pretrained;"):
             glm4v_patched.revert()
-        assert vars(AutoModel)["from_pretrained"] is entry_of_model
+        assert vars(AutoModel)["from_pretrained"] is our_model_patch
         assert vars(AutoTokenizer)["from_pretrained"].__func__ is theirs
     glm4v_patched.revert()
 
 
 @pytest.mark.parametrize(
-    "missing, options, kind, named",
+    "missing, options, kind, message",
     [
         ("transformers.AutoModel.from_config", {}, AttributeError, "AutoModel.from_config"),
         (None, {"fused_loss": True}, TypeError, "fused_loss"),
         (None, {"fused_linear_cross_entropy": 0}, ValueError, "fused_.* is 0: give True"),
     ],
 )
-def test_what_cannot_be_applied_is_named_and_nothing_is_patched(
-    missing, options, kind, named, monkeypatch
-):
+def test_if_apply_fails_nothing_is_patched(missing, options, kind, message, monkeypatch):
     with monkeypatch.context() as patch:
         if missing is not None:
             patch.delattr(missing)
-        found = entries()
-        with pytest.raises(kind, match=named):
+        originals = entries()
+        with pytest.raises(kind, match=message):
             glm4v_patched.apply(**options)
-        with pytest.raises(kind, match=named), glm4v_patched.applied(**options):
+        with pytest.raises(kind, match=message), glm4v_patched.applied(**options):
             pass
-        assert entries() == found
+        assert entries() == originals
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_options_that_contradict_those_in_force_are_refused(first, same, other):
     glm4v_patched.apply(**same)
     glm4v_patched.apply(**first)
     (value,) = other.values()
-    with pytest.raises(ValueError, match=rf"{value!r} contradicts: revert\(\)"):
+    with pytest.raises(ValueError, match=rf"={value!r}\) contradicts .*: call revert\(\)"):
         glm4v_patched.apply(**other)
     with pytest.raises(ValueError, match="contradicts"), glm4v_patched.applied(**other):
         pass
@@ -378,23 +380,23 @@ def test_options_that_contradict_those_in_force_are_refused(first, same, other):
 
 
 def test_fused_linear_cross_entropy_gives_the_same_loss_without_logits(published):
-    row = image_row(0)
+    batch = image_row(0)
     with glm4v_patched.applied():
         model = load("AutoModel", published)
         assert model.config._attn_implementation == "sdpa"
-        plain = model.train()(**row)
+        plain = model.train()(**batch)
     with glm4v_patched.applied(fused_linear_cross_entropy=True):
         config = AutoConfig.from_pretrained(published)
         assert AutoModel.from_config(config).config.skip_logits is True
-        fused = load("AutoModel", published).train()(**row)
+        fused = load("AutoModel", published).train()(**batch)
     assert fused.logits is None and plain.logits is not None
     torch.testing.assert_close(fused.loss, plain.loss, rtol=0, atol=1e-6)
 
 
-def test_attention_is_chosen_for_models_that_do_not_say(published):
+def test_attention_is_the_default_of_models_loaded_without_one(published):
     glm4v_patched.apply(attn_implementation="eager")
     config = AutoConfig.from_pretrained(published)
-    for said in ({}, {"attn_implementation": "sdpa"}):
-        models = load("AutoModel", published, **said), AutoModel.from_config(config, **said)
-        found = {model.config._attn_implementation for model in models}
-        assert found == {said.get("attn_implementation", "eager")}
+    for options in ({}, {"attn_implementation": "sdpa"}):
+        models = load("AutoModel", published, **options), AutoModel.from_config(config, **options)
+        implementations = {model.config._attn_implementation for model in models}
+        assert implementations == {options.get("attn_implementation", "eager")}

@@ -1,4 +1,4 @@
-"""Our folder loads where transformers is newer than tested, and beside another "chatglm"."""
+"""Saved folders with untested transformers, and beside another config of type "chatglm"."""
 
 import json
 import re
@@ -20,9 +20,9 @@ from glm4v_patched.remote.processing_chatglm import ChatGLMProcessor
 from tests.helpers.fresh_process import run_without_package
 from tests.helpers.legacy_repository import write_legacy_repository
 
-# First what is too old for its code; then, beside a config that is registered for the whole process
-# as vLLM's is, with other names for some fields, what is newer than its code was tested with. Ends
-# with the logits of an image's row, in both forms, in newer/logits.
+# Loads folders for which the installed transformers is too old; then, beside a config that is
+# registered for the whole process as vLLM's is, a folder for which it is newer than tested. Writes
+# the logits of a sample with an image, unexpanded and expanded, to newer/logits.
 SCRIPT = """
 import sys
 sys.modules["glm4v_patched"] = None  # cannot be imported
@@ -74,11 +74,11 @@ found["AutoModel"].save_pretrained("again")
 """
 # AutoTokenizer of transformers 5.0 to 5.3 hides the first error.
 HIDES_ERRORS = Version("5.0") <= Version(transformers.__version__) < Version("5.4")
-TELL = ["AutoConfig", "AutoModel", *([] if HIDES_ERRORS else ["AutoTokenizer"])]
+CHECKED = ["AutoConfig", "AutoModel", *([] if HIDES_ERRORS else ["AutoTokenizer"])]
 
 
 def with_range(saved: Path, folder: Path, oldest: str, first_untested: str) -> Path:
-    """A copy whose code says to be tested on others than the installed transformers."""
+    """Copy a folder, and change the range of transformers versions in its code."""
     shutil.copytree(saved, folder)
     path = folder / "configuration_chatglm.py"
     code = path.read_text()
@@ -90,8 +90,8 @@ def with_range(saved: Path, folder: Path, oldest: str, first_untested: str) -> P
 
 
 @torch.no_grad()
-def test_versions_and_a_config_of_somebody_else_for_the_type(tmp_path):
-    """Too old is one clear error, newer than tested one warning; our config and code are taken."""
+def test_untested_versions_and_another_config_of_the_same_type(tmp_path):
+    """Too old is one clear error, newer than tested one warning; our config and code are used."""
     write_legacy_repository(tmp_path / "published")
     saved = tmp_path / "saved"
     with glm4v_patched.applied():
@@ -99,26 +99,26 @@ def test_versions_and_a_config_of_somebody_else_for_the_type(tmp_path):
         processor = ChatGLMProcessor.from_pretrained(tmp_path / "published")
     model.save_pretrained(saved)
     processor.save_pretrained(saved)
-    for name in TELL:  # what was loaded in part is not loaded again
+    for name in CHECKED:  # each needs its own copy, as modules stay imported
         with_range(saved, tmp_path / f"older {name}", "98", "99")
     with_range(saved, tmp_path / "newer", "4.57.6", "4.57.6")
-    told = run_without_package(SCRIPT, tmp_path, ",".join(TELL))
+    printed = run_without_package(SCRIPT, tmp_path, ",".join(CHECKED))
     warning = f">=4.57.6,!=5.1.0,<4.57.6 and found {transformers.__version__}; if it fails"
-    assert told.count(warning) == 1
+    assert printed.count(warning) == 1
 
     image = Image.new("RGB", (70, 50), "red")
     messages = [{"role": "user", "image": image, "content": "What?"}]
     options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    wanted = model(**processor.apply_chat_template(messages, **options)).logits
+    expected = model(**processor.apply_chat_template(messages, **options)).logits
     for name, logits in load_file(tmp_path / "newer" / "logits").items():
-        assert torch.equal(logits, wanted), name
+        assert torch.equal(logits, expected), name
     config = json.loads((tmp_path / "again" / "config.json").read_text())
-    # What a class adds of its own cannot be told from what its user did.
+    # A field that a class adds itself cannot be distinguished from one that its user set.
     assert config.pop("interleaved_qkv", None) in (False, None)
     assert config == json.loads((saved / "config.json").read_text())
 
 
-def test_apply_takes_tested_versions_only(monkeypatch):
+def test_apply_refuses_untested_versions(monkeypatch):
     require_tested_transformers(transformers.__version__)
     monkeypatch.setattr(transformers, "__version__", f"{FIRST_UNTESTED_TRANSFORMERS}.0")
     before = vars(transformers.AutoModel)["from_pretrained"]

@@ -1,4 +1,4 @@
-"""One function tells a glm-4v's config, and all that refuse another one repeat its words."""
+"""why_not_glm4v decides whether a config is a glm-4v's, and every refusal repeats its reason."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from glm4v_patched.bench.roofline import config_of
+from glm4v_patched.bench.roofline import benchmark_config
 from glm4v_patched.inference.vllm_plugin import SharedPositions
 from glm4v_patched.models.base import _require_glm4v
 from glm4v_patched.models.check_weights import find_model_folder_problem
@@ -23,22 +23,22 @@ OTHERS = {
     "a list": ({"vision_config": [1]}, "vision_config is [1], expected an object"),
 }
 for value in (False, "false", None, "true", 0):
-    named = f"original_rope is {value!r}, expected true or no such field"
-    OTHERS[f"original_rope {value!r}"] = ({"original_rope": value}, named)
+    reason = f"original_rope is {value!r}, expected true or no such field"
+    OTHERS[f"original_rope {value!r}"] = ({"original_rope": value}, reason)
 
 
-@pytest.mark.parametrize("given", [{"original_rope": True}, {}])
-def test_the_published_rotation_is_true_or_not_said(given):
-    config = {k: v for k, v in golden_json("config.json").items() if k != "original_rope"} | given
+@pytest.mark.parametrize("rope", [{"original_rope": True}, {}])
+def test_original_rope_is_true_or_missing_in_a_glm4v(rope):
+    config = {k: v for k, v in golden_json("config.json").items() if k != "original_rope"} | rope
     assert why_not_glm4v(config) is None and is_glm4v(config)
     assert ChatGLMConfig(**config).original_rope is True
 
 
-@pytest.mark.parametrize(("change", "named"), OTHERS.values(), ids=OTHERS)
-def test_another_model_is_refused_in_the_same_words_everywhere(change, named, tmp_path):
+@pytest.mark.parametrize(("change", "part"), OTHERS.values(), ids=OTHERS)
+def test_another_model_is_refused_with_the_same_reason_everywhere(change, part, tmp_path):
     values = golden_json("config.json") | change
     reason = why_not_glm4v(values)
-    assert reason is not None and named in reason and not is_glm4v(values)
+    assert reason is not None and part in reason and not is_glm4v(values)
     (tmp_path / "config.json").write_text(json.dumps(values))
     save_file({}, tmp_path / "model.safetensors")
     assert reason in str(find_model_folder_problem(tmp_path))
@@ -57,14 +57,14 @@ def test_another_model_is_refused_in_the_same_words_everywhere(change, named, tm
             SimpleNamespace(hf_config=Foreign())
         ),
     ]
-    if "original_rope" in change:  # the model's own config knows nothing of these words
-        for make in (lambda: ChatGLMConfig(**values), lambda: ChatGLMConfig.from_config(Foreign())):
+    if "original_rope" in change:  # the model's own config has another message
+        for build in (lambda: ChatGLMConfig(**values), lambda: ChatGLMConfig.from_config(Foreign())):
             with pytest.raises(ValueError, match="original_rope=.* every glm-4v .* has True"):
-                make()
+                build()
     if values["model_type"] is not None:
-        asked = SimpleNamespace(config=tmp_path / "config.json", model=None)
-        refusals.append(lambda: config_of(asked))
+        settings = SimpleNamespace(config=tmp_path / "config.json", model=None)
+        refusals.append(lambda: benchmark_config(settings))
     for refusal in refusals:
-        with pytest.raises(ValueError) as told:
+        with pytest.raises(ValueError) as error:
             refusal()
-        assert reason in str(told.value)
+        assert reason in str(error.value)

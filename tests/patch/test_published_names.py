@@ -1,7 +1,7 @@
-"""What others call of the published code is here by its name, or docs/patching.md lists it.
+"""Names of the published code that others call exist here, or docs/patching.md lists them.
 
-Facts of the published code of 2024 alone: methods, parameters and attributes of the models, the
-tokenizer and the config. Modules inside of a model have the names of the checkpoint.
+The lists have the methods, parameters and attributes of models, tokenizer and config in the
+published code of 2024. Modules inside a model have the names of the checkpoint.
 """
 
 import inspect
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "patching.md"
 
 
 class Published(NamedTuple):
-    """Of one class: methods with their parameters, and attributes of an object."""
+    """The methods of a class with their parameters, and the attributes of its objects."""
 
     methods: dict[str, str]
     attributes: str = ""
@@ -105,15 +105,15 @@ FIELDS = (
 
 @pytest.fixture
 def objects(tokenizer) -> dict[type, Any]:
-    """One object of each class that is published, by its class."""
+    """One object of each published class."""
     model = tiny_model(num_layers=1)
     classifier = modeling_chatglm.ChatGLMForSequenceClassification(model.config)
-    every = [*model.modules(), classifier, tokenizer]
-    return {type(each): each for each in every}
+    instances = [*model.modules(), classifier, tokenizer]
+    return {type(instance): instance for instance in instances}
 
 
 def missing(objects: dict[type, Any]) -> set[str]:
-    """What is published and not here: names, and parameters as ``name=``."""
+    """Return the published names that do not exist here; parameters are ``name=``."""
     gone = set()
     for module, classes in MODULES.items():
         for class_name, published in classes.items():
@@ -125,25 +125,26 @@ def missing(objects: dict[type, Any]) -> set[str]:
                 if not hasattr(ours, name):
                     gone.add(name)
                     continue
-                gone |= {f"{each}=" for each in not_taken(ours, name, parameters)}
+                gone |= {f"{parameter}=" for parameter in not_taken(ours, name, parameters)}
             names = published.attributes.split()
             gone |= {name for name in names if ours in objects and not hasattr(objects[ours], name)}
     config = ChatGLMConfig()
     return gone | {name for name in FIELDS.split() if not hasattr(config, name)}
 
 
-def not_taken(ours: type, method: str, wanted: str) -> list[str]:
-    taken = inspect.signature(getattr(ours, method)).parameters
-    kinds = {parameter.kind for parameter in taken.values()}
+def not_taken(ours: type, method: str, published: str) -> list[str]:
+    """Return the published parameters that our method does not take."""
+    parameters = inspect.signature(getattr(ours, method)).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
     if ours.__name__ == "ChatGLM4Tokenizer" and inspect.Parameter.VAR_KEYWORD in kinds:
         return []
-    # A head's signature names its own keywords alone.
-    known = {*taken, *(getattr(ours, "forward_names", ()) if method == "forward" else ())}
-    return [name for name in wanted.split() if name not in known]
+    # The forward of a model with a head names its own keywords only.
+    known = {*parameters, *(getattr(ours, "forward_names", ()) if method == "forward" else ())}
+    return [name for name in published.split() if name not in known]
 
 
 def listed() -> set[str]:
-    """Names of the first column of the page's list, without what stands before or behind them."""
+    """Return the names in the first column of the page's list."""
     section = PAGE.read_text().partition("## Names that are not here")[2]
     cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
     code = [word for cell in cells[1:] for word in re.findall(r"`([^`]+)`", cell)]

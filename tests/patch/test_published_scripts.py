@@ -1,7 +1,7 @@
-"""People's scripts for the published repository run unchanged under ``apply()``: their calls.
+"""Calls of scripts for the published repository, which run unchanged under ``apply()``.
 
-They are those of the model card, the official command-line demo, ``glm4v_server.py``,
-``finetune_vision.py`` and the model of VLMEvalKit; on the stand-in for that repository.
+The scripts are the model card, the official command-line demo, ``glm4v_server.py``,
+``finetune_vision.py`` and the model of VLMEvalKit. They run on the stand-in for that repository.
 """
 
 import json
@@ -43,7 +43,7 @@ IMAGE = Image.fromarray(PIXELS["in.image_uint8_hwc"].numpy())
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
-    """The stand-in, with more ids that end an answer: the tiny model's others are long."""
+    """The stand-in, with more end tokens, because the tiny model's answers would be long."""
     folder = tmp_path_factory.mktemp("scripts") / "glm-4v-9b"
     write_legacy_repository(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -54,13 +54,13 @@ def published(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def applied():
-    torch.manual_seed(0)  # for adapters' first weights, dropout and what is sampled
+    torch.manual_seed(0)  # for initial adapter weights, dropout and sampling
     with glm4v_patched.applied():
         yield
 
 
 def published_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """As the published tokenizer lays out a chat; of text itself, tests/remote has its ids."""
+    """Return the ids of a chat as the published tokenizer arranges them."""
 
     def special(*tokens: str) -> list[int]:
         return [NUM_RANKS + LEGACY_SPECIAL_TOKENS.index(token) for token in tokens]
@@ -115,8 +115,8 @@ TOP_1 = {"max_length": 2500, "do_sample": True, "top_k": 1}
 DEMO = {"max_new_tokens": 8, "do_sample": True, "top_p": 0.8, "temperature": 0.6}
 DEMO |= {"repetition_penalty": 1.2}
 SERVER = {"repetition_penalty": 1.0, "max_new_tokens": 8, "do_sample": False, "top_p": 0}
-# Of each: what the tokenizer and the model are loaded with, the chat, what is passed to generate,
-# and whether the answer is streamed.
+# For each script: options of the tokenizer, Auto class and options of the model, the chat, options
+# of generate, and whether the answer is streamed.
 CHATS = {
     "model card": ({}, ON_CPU, ASKED, TOP_1, False),
     "command line": (SPECIAL, SPREAD, ASKED, DEMO, True),
@@ -127,11 +127,14 @@ CHATS = {
 
 
 def test_chats_have_the_published_ids_and_images_and_an_answer(published):
-    drawn = {}
-    for name, (of_tokenizer, (auto, of_model), messages, options, streamed) in CHATS.items():
-        tokenizer = AutoTokenizer.from_pretrained(published, trust_remote_code=True, **of_tokenizer)
+    generated = {}
+    for name, (tokenizer_options, loader, messages, options, streamed) in CHATS.items():
+        auto, model_options = loader
+        tokenizer = AutoTokenizer.from_pretrained(
+            published, trust_remote_code=True, **tokenizer_options
+        )
         model = auto.from_pretrained(
-            published, torch_dtype=torch.bfloat16, trust_remote_code=True, **of_model
+            published, torch_dtype=torch.bfloat16, trust_remote_code=True, **model_options
         )
         assert all(type(one).__module__.startswith("glm4v_patched.") for one in (tokenizer, model))
         model = model.to("cpu").eval()
@@ -150,29 +153,29 @@ def test_chats_have_the_published_ids_and_images_and_an_answer(published):
             answer = stream(tokenizer, model, options | stops)
         else:
             with torch.no_grad():
-                drawn[name] = model.generate(**options)[:, inputs["input_ids"].shape[1] :]
-            answer = tokenizer.decode(drawn[name][0])
+                generated[name] = model.generate(**options)[:, inputs["input_ids"].shape[1] :]
+            answer = tokenizer.decode(generated[name][0])
         assert answer.strip(), name
         if messages is not LATER:
             assert torch.equal(inputs.pop("images")[0], PIXELS["out.image_size_56"]), name
-        speaks = tokenizer.convert_tokens_to_ids("<|assistant|>")
-        ids = [*published_ids(tokenizer, messages), speaks]
-        wanted = {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        wanted["position_ids"] = [*range(len(ids))]
+        assistant_id = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        ids = [*published_ids(tokenizer, messages), assistant_id]
+        expected = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        expected["position_ids"] = [*range(len(ids))]
         assert {value.dtype for value in inputs.values()} == {torch.int64}
-        assert {n: value[0].tolist() for n, value in inputs.items()} == wanted, name
+        assert {n: value[0].tolist() for n, value in inputs.items()} == expected, name
     assert published_ids(tokenizer, ASKED)[4:7] == [BOI, PAD, EOI]
-    assert 1 < drawn["model card"].shape[1] < 50  # it ended
-    assert torch.equal(drawn["model card"], drawn["VLMEvalKit"])
+    assert 1 < generated["model card"].shape[1] < 50  # it ended
+    assert torch.equal(generated["model card"], generated["VLMEvalKit"])
 
 
 def rows_to_train(tokenizer, conversations) -> list[dict]:
-    """Message by message, each as a chat of its own without its first two ids."""
+    """Encode as the script does: each message as a separate chat, without its first two ids."""
     prefix = tokenizer.convert_tokens_to_ids(["[gMASK]", "<sop>"])
     end = tokenizer.convert_tokens_to_ids("<|user|>")
     rows = []
     for conversation in conversations:
-        ids, mask, labels, found = list(prefix), [1, 1], [-100, -100], []
+        ids, mask, labels, images = list(prefix), [1, 1], [-100, -100], []
         for message in conversation:
             encoded = tokenizer.apply_chat_template(
                 [message], tokenize=True, return_dict=True, padding=True
@@ -182,10 +185,10 @@ def rows_to_train(tokenizer, conversations) -> list[dict]:
             mask += encoded["attention_mask"][0][2:]
             labels += new if message["role"] == "assistant" else [-100] * len(new)
             if message.get("image"):
-                found.append(encoded["images"])
+                images.append(encoded["images"])
         row = {"input_ids": [*ids, end], "attention_mask": [*mask, 1], "labels": [*labels, -100]}
         row["position_ids"] = [*range(len(ids) + 1)]
-        rows.append(row | {"images": found[0][0].tolist()})  # as a table of `datasets` has it
+        rows.append(row | {"images": images[0][0].tolist()})  # as in a table of `datasets`
     return rows
 
 
@@ -198,7 +201,7 @@ def test_the_vision_finetuning_script(published, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(published, torch_dtype=torch.bfloat16, **options)
     lora = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": ["query_key_value"]}
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
-    # Rows of text get a black image; tables have None where a row lacks a key.
+    # Text samples get a black image; tables have None where a row has no such key.
     black = Image.new("L", (224, 224), 0).convert("RGB")
     answers = {"A red circle.": IMAGE, "Nothing, and a longer answer.": black}
     conversations = [
@@ -208,20 +211,20 @@ def test_the_vision_finetuning_script(published, tmp_path):
     rows = rows_to_train(tokenizer, conversations)
     assert torch.equal(torch.tensor(rows[0]["images"]), PIXELS["out.image_size_56"])
     end = tokenizer.convert_tokens_to_ids("<|user|>")
-    wanted = [[*published_ids(tokenizer, messages), end] for messages in conversations]
-    assert [row["input_ids"] for row in rows] == wanted
+    expected = [[*published_ids(tokenizer, messages), end] for messages in conversations]
+    assert [row["input_ids"] for row in rows] == expected
 
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     collator = DataCollatorForSeq2Seq(tokenizer=tokenizer, padding="longest", return_tensors="pt")
     batch = collator([dict(row) for row in rows])
-    length = max(map(len, wanted))
+    length = max(map(len, expected))
     for row, mask, positions in zip(
-        wanted, batch["attention_mask"].tolist(), batch["position_ids"].tolist(), strict=True
+        expected, batch["attention_mask"].tolist(), batch["position_ids"].tolist(), strict=True
     ):
-        fill = [0] * (length - len(row))
-        assert mask == fill + [1] * len(row)
-        assert positions == fill + [*range(len(row))]
+        padding = [0] * (length - len(row))
+        assert mask == padding + [1] * len(row)
+        assert positions == padding + [*range(len(row))]
     options = {"max_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
     options |= {"remove_unused_columns": False, "report_to": [], "save_strategy": "no"}
     trainer = Seq2SeqTrainer(

@@ -1,8 +1,8 @@
-"""``glm4v_patched.run`` runs what it is given as python does, and patches all that it starts.
+"""``glm4v_patched.run`` runs a script as python does, patched in all processes that it starts.
 
-Most tests run a copy of its two files in a package whose ``apply`` only writes its options down:
-how a script is run does not depend on what is patched. The rest load the stand-in for the
-published repository with the real one.
+Most tests run a copy of its two files in a package whose ``apply`` only logs its options: how a
+script is run does not depend on what is patched. The others load the stand-in for the published
+repository with the real package.
 """
 
 import json
@@ -33,7 +33,7 @@ def apply(**options):
         print(json.dumps([options, half_imported]), file=file)
 """
 
-# What a script can see of how it was started.
+# Prints everything that a script can see of how it was started.
 INSPECT = """
 import json, sys
 names = ("__name__", "__file__", "__package__")
@@ -44,7 +44,7 @@ print(sys.flags.optimize, sys.dont_write_bytecode, getattr(__spec__, "name", Non
 
 @pytest.fixture
 def quick(tmp_path, monkeypatch):
-    """The environment of processes with the quick package, and the file of what was applied."""
+    """Set the environment for processes with a package whose ``apply`` only logs its options."""
     package = tmp_path / "packages" / "glm4v_patched"
     shutil.copytree(PACKAGE / "patch" / "startup", package / "patch" / "startup")
     for name in ("run.py", "patch/run.py"):
@@ -70,22 +70,22 @@ def applied(folder: Path) -> list:
 
 
 def run(*command, **environment) -> subprocess.CompletedProcess:
-    command = [str(part) for part in command]
-    given = {name: str(value) for name, value in environment.items()}
+    command = [str(argument) for argument in command]
+    changes = {name: str(value) for name, value in environment.items()}
     return subprocess.run(
-        command, env=os.environ | given, capture_output=True, text=True, timeout=60
+        command, env=os.environ | changes, capture_output=True, text=True, timeout=60
     )
 
 
 def run_hooked(code: str, value: str = "1", *paths) -> subprocess.CompletedProcess:
-    """Python with the variable and the folder, without ``run``."""
+    """Run code with GLM4V_PATCHED and the startup folder on PYTHONPATH, without ``run``."""
     others = [path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path]
     startup = Path(others[0]) / "glm4v_patched" / "patch" / "startup"
     path = os.pathsep.join(map(str, [startup, *paths, *others]))
     return run(sys.executable, "-c", code, GLM4V_PATCHED=value, PYTHONPATH=path)
 
 
-def ended(done: subprocess.CompletedProcess) -> tuple:
+def outcome(done: subprocess.CompletedProcess) -> tuple:
     return done.returncode, done.stdout, done.stderr
 
 
@@ -96,7 +96,7 @@ def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     for name in ("below/script.py", "package/__main__.py"):
         (quick / name).parent.mkdir(exist_ok=True)
         (quick / name).write_text(INSPECT)
-    # As pip writes a command where the interpreter is too long for the first line.
+    # pip writes a command so if the interpreter's path is too long for the first line.
     head = "#!/bin/sh\n'''exec' python \"$0\" \"$@\"\n' '''"
     (quick / "a-command").write_text(head + INSPECT)
     (quick / "a-command").chmod(0o755)
@@ -105,10 +105,10 @@ def test_a_script_or_module_sees_what_it_sees_under_python(command, quick):
     arguments = ["one", "--", "--help", "-m", "--fused-linear-cross-entropy", "--local_rank=7", ""]
     expected = run(*flags, *command, *arguments)
     assert expected.returncode == 0, expected.stderr
-    assert ended(run(*flags, *entry, *command, *arguments)) == ended(expected)
+    assert outcome(run(*flags, *entry, *command, *arguments)) == outcome(expected)
 
 
-def test_what_launchers_put_before_the_script_is_the_scripts(quick):
+def test_options_that_launchers_put_before_the_script_reach_the_script(quick):
     (quick / "script.py").write_text("import sys; print(*sys.argv); 1 / 0")
     done = run(*RUN, "--local_rank=3", "--fused-linear-cross-entropy", "script.py", "--lr", "1")
     assert done.stdout.split() == ["script.py", "--local_rank=3", "--lr", "1"], done.stderr
@@ -129,7 +129,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "given, variable, options",
+    "arguments, variable, options",
     [
         ("", {}, {}),
         (
@@ -138,33 +138,33 @@ if __name__ == "__main__":
             {"attn_implementation": "sdpa", "fused_linear_cross_entropy": True},
         ),
     ],
-    ids=["none", "given wins"],
+    ids=["none", "command line wins"],
 )
-def test_options_reach_apply_and_the_processes_that_are_started(given, variable, options, quick):
+def test_options_reach_apply_and_child_processes(arguments, variable, options, quick):
     (quick / "script.py").write_text(CHILDREN)
-    (quick / "sitecustomize.py").touch()  # of others, which comes after ours
+    (quick / "sitecustomize.py").touch()  # another one, which ours shadows
     path = os.pathsep.join([str(quick), os.environ["PYTHONPATH"]])
     value = json.dumps(variable) if variable else ""
     environment = {"GLM4V_PATCHED": value, "PYTHONPATH": path}
-    done = run(*RUN, *given.split(), "script.py", "--fused-linear-cross-entropy", **environment)
+    done = run(*RUN, *arguments.split(), "script.py", "--fused-linear-cross-entropy", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n" if not options else json.loads(done.stdout) == options
     assert applied(quick) == [[options, []]] * 2
 
 
 @pytest.mark.parametrize(
-    "arguments, value, named",
+    "arguments, value, message",
     [
         ("--rms script.py", "", "--rms"),
         ("sh", "", "sh is not a Python script"),
         ("script.py", "false", "GLM4V_PATCHED='false'"),
     ],
 )
-def test_mistakes_are_told_before_the_script_runs(arguments, value, named, quick):
+def test_mistakes_are_reported_before_the_script_runs(arguments, value, message, quick):
     (quick / "script.py").write_text("print('ran')")
     done = run(*RUN, *arguments.split(), GLM4V_PATCHED=value)
     assert (done.returncode, done.stdout) == (2, "")
-    assert named in done.stderr and "Traceback" not in done.stderr
+    assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_python_that_reads_no_startup_file_is_refused(quick):
@@ -205,7 +205,7 @@ for name in ({first!r}, "transformers", "transformers"):
     assert applied(quick) == []
 
 
-# By the module that it waits for.
+# Plug-ins by the module whose import registers them.
 PLUGINS = {
     "swift.model": "ms_swift",
     "llamafactory.data.template": "llamafactory",
@@ -222,12 +222,13 @@ def register():
 
 
 def registered(done: subprocess.CompletedProcess) -> list[list[str]]:
-    """For each process of a command, what was registered in it."""
+    """Return the names of the plug-ins that were registered in each process of a command."""
     assert done.returncode == 0, done.stderr
     file = Path("registered")
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     file.unlink(missing_ok=True)
-    return [[n for n, of in lines if of == pid] for pid in dict.fromkeys(pid for _, pid in lines)]
+    pids = dict.fromkeys(pid for _, pid in lines)
+    return [[name for name, owner in lines if owner == pid] for pid in pids]
 
 
 def test_plug_ins_are_registered_in_every_process_that_imports_their_framework(quick):
@@ -243,14 +244,14 @@ def test_plug_ins_are_registered_in_every_process_that_imports_their_framework(q
     Path("script.py").write_text(imports + child)
     Path("child.py").write_text(imports)
     assert registered(run(*RUN, "script.py")) == [names, names]
-    # The variables do without the run entry.
+    # The two environment variables work without the run entry.
     assert registered(run_hooked(imports)) == [names]
     assert registered(run_hooked(imports, "0")) == []
-    # transformers is patched behind a framework, too.
+    # transformers is also patched if a framework imports it.
     (quick / "applied").unlink(missing_ok=True)
     assert registered(run_hooked(f"import {next(iter(PLUGINS))}\nimport peft"))
     assert applied(quick) == [[{}, []]]  # and not while transformers or peft is half imported
-    # What a plug-in raises comes out of the import.
+    # Errors of a plug-in are raised from the framework's import.
     error = "RuntimeError('ms-swift 9 has no _encode')"
     plugin = packages / "glm4v_patched" / "integrations" / "ms_swift.py"
     plugin.write_text(f"def register(): raise {error}")
@@ -283,33 +284,33 @@ with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
 """
 
 
-def test_whatever_is_imported_first_the_variable_patches(tmp_path):
-    """With the real package; each in a fork of one process, which has imported torch for all."""
+def test_the_variable_patches_whatever_is_imported_first(tmp_path):
+    """Runs the real package; each case is a fork of one process that has imported torch."""
     write_legacy_repository(tmp_path / "legacy")
     path = os.pathsep.join([str(PACKAGE / "patch" / "startup"), cpu_environment()["PYTHONPATH"]])
     environment = cpu_environment() | {"GLM4V_PATCHED": "1", "PYTHONPATH": path}
     environment |= {"HF_MODULES_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", EACH_IN_A_FORK, str(tmp_path / "legacy")]
-    ended = run_with_limit(command, 120, environment)
-    assert ended.status == 0, ended.output[-8000:]
-    *loaded, error = json.loads(ended.output.splitlines()[-1])
+    result = run_with_limit(command, 120, environment)
+    assert result.status == 0, result.output[-8000:]
+    *loaded, error = json.loads(result.output.splitlines()[-1])
     assert loaded == ["glm4v_patched"] * len(FIRST_IMPORTS)
     assert "GLM4V_PATCHED='{\"rmsnorm\": true}' (apply() got an unexpected keyword arg" in error
 
 
 def test_a_name_is_that_of_a_command_first_as_for_a_shell(tmp_path, monkeypatch):
-    """What lies in whatever folder one is in is run only by its path."""
+    """A script in the current folder is run only by its path."""
     command = tmp_path / "bin" / "train-it"
     command.parent.mkdir()
-    here = tmp_path / "train-it"
-    for path in (command, here):
+    script = tmp_path / "train-it"
+    for path in (command, script):
         path.write_text(f"#!{sys.executable}\n")
         path.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(command.parent))
     assert find_script("train-it") == str(command)
     assert find_script("./train-it") == "./train-it"
-    # Beside a python whose environment is not active.
+    # The command is beside a python whose environment is not activated.
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "executable", str(command.parent / "python"))
     assert find_script("train-it") == str(command)
@@ -321,5 +322,5 @@ def test_a_script_in_the_home_folder_is_found(quick, monkeypatch):
     monkeypatch.setenv("HOME", str(quick))
     (quick / "script.py").write_text("import sys; print(sys.argv[0])")
     assert run(*RUN, "~/script.py").stdout == f"{quick}/script.py\n"
-    told = run(*RUN, "$HOME/script.py").stderr
-    assert "there is no file $HOME/script.py" in told
+    error = run(*RUN, "$HOME/script.py").stderr
+    assert "there is no file $HOME/script.py" in error

@@ -1,4 +1,4 @@
-"""After ``apply()``, what is saved loads from its folder, without the package."""
+"""Models saved after ``apply()`` load from their folders without the package."""
 
 import json
 import shutil
@@ -29,11 +29,11 @@ REMOTE = Path(glm4v_patched.remote.__file__).parent
 PUBLISHED = "zai-org/glm-4v-9b"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LOADS_ADAPTERS = find_adapter_problem() is None
-# transformers 5.24 wants a newer peft for adapters that it adds, too.
+# transformers 5.24 also requires a newer peft to add adapters itself.
 ADDS_ADAPTERS = Version(peft.__version__) >= Version(MIN_PEFT_VERSION)
 ADAPTERS = ["adapter", "trainer_adapter", *(["transformers_adapter"] if ADDS_ADAPTERS else [])]
-WHOLE = ["save_pretrained", "trainer"]
-# Nonzero from the start, so that an adapter that is lost is noticed.
+MODELS = ["save_pretrained", "trainer"]
+# Nonzero from the start, so that a lost adapter changes the logits.
 LORA = LoraConfig(target_modules=["query_key_value"], init_lora_weights=False)
 
 SCRIPT = """
@@ -44,15 +44,16 @@ from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from peft import PeftModel
 
-whole, adapters, by_itself = sys.argv[1].split(","), sys.argv[2].split(","), sys.argv[3] == "True"
+models, adapters = (names.split(",") for names in sys.argv[1:3])
+loads_adapters = sys.argv[3] == "True"
 inputs = load_file("inputs.safetensors")
 found = {}
-for name in whole + adapters:
-    if name in whole:
+for name in models + adapters:
+    if name in models:
         model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
     else:
         ours = get_class_from_dynamic_module("modeling_chatglm.GLM4VForCausalLM", name)
-        if by_itself:
+        if loads_adapters:
             model = ours.from_pretrained(name)
         else:
             base = ours.from_pretrained("save_pretrained")
@@ -68,8 +69,8 @@ save_file(found, "logits.safetensors")
 
 @pytest.fixture(scope="module", autouse=True)
 def offline():
-    """peft asks the Hub for the config of a base that it knows by name."""
-    # huggingface_hub 0.36 keeps sessions, and whether they are offline, for whoever comes next.
+    """Go offline: peft would ask the Hub for the config of the base model."""
+    # huggingface_hub 0.36 caches sessions together with their offline state.
     forget_sessions = getattr(huggingface_hub.utils, "reset_sessions", lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -80,7 +81,7 @@ def offline():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
-    """A folder of each kind, from a model loaded from the cache of the Hub, and its logits."""
+    """Save models and adapters of a model in the Hub's cache; return the folder and all logits."""
     out = tmp_path_factory.mktemp("saved")
     repository = out / "cache" / "models--zai-org--glm-4v-9b"
     write_legacy_repository(out / "published")
@@ -91,8 +92,8 @@ def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
     save_file(inputs, out / "inputs.safetensors")
 
     def load(auto_class):
-        where = {"cache_dir": out / "cache", "local_files_only": True}
-        return auto_class.from_pretrained(PUBLISHED, trust_remote_code=True, **where)
+        download = {"cache_dir": out / "cache", "local_files_only": True}
+        return auto_class.from_pretrained(PUBLISHED, trust_remote_code=True, **download)
 
     def train(model, name: str) -> None:
         options = {"max_steps": 1, "per_device_train_batch_size": 1, "learning_rate": 1e-2}
@@ -104,7 +105,7 @@ def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
         run.save_model()
 
     with remote_code_under(out / "modules"), glm4v_patched.applied():
-        models = {name: load(AutoModelForCausalLM) for name in WHOLE + ADAPTERS}
+        models = {name: load(AutoModelForCausalLM) for name in MODELS + ADAPTERS}
         for name in ("adapter", "trainer_adapter"):
             models[name] = get_peft_model(models[name], LORA)
         if ADDS_ADAPTERS:
@@ -115,29 +116,29 @@ def saved(tmp_path_factory) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
             else:
                 model.save_pretrained(out / name)
         with torch.no_grad():
-            want = {name: model.eval()(**inputs).logits for name, model in models.items()}
-    for name in ("trainer", *ADAPTERS):  # so that equal logits say something
-        assert (want[name] - want["save_pretrained"]).abs().max() > 1e-2, name
-    yield out, want
+            expected = {name: model.eval()(**inputs).logits for name, model in models.items()}
+    for name in ("trainer", *ADAPTERS):  # so that equal logits prove something
+        assert (expected[name] - expected["save_pretrained"]).abs().max() > 1e-2, name
+    yield out, expected
 
 
 def test_the_same_models_load_with_our_code_and_without_the_package(saved):
-    out, want = saved
-    names = ",".join(WHOLE), ",".join(ADAPTERS), str(LOADS_ADAPTERS)
-    told = run_without_package(SCRIPT, out, *names, HF_HUB_CACHE=str(out / "cache"))
-    assert "is tested on" not in told  # as it is for a transformers that is too new
-    torch.testing.assert_close(load_file(out / "logits.safetensors"), want, rtol=0, atol=1e-6)
+    out, expected = saved
+    names = ",".join(MODELS), ",".join(ADAPTERS), str(LOADS_ADAPTERS)
+    printed = run_without_package(SCRIPT, out, *names, HF_HUB_CACHE=str(out / "cache"))
+    assert "is tested on" not in printed  # the warning for an untested transformers
+    torch.testing.assert_close(load_file(out / "logits.safetensors"), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", WHOLE + ADAPTERS)
-def test_our_code_lies_beside_the_weights_and_is_all_that_is_named(name, saved):
+@pytest.mark.parametrize("name", MODELS + ADAPTERS)
+def test_our_code_is_beside_the_weights_and_is_the_only_code_named(name, saved):
     folder = saved[0] / name
     code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
     assert {"modeling_chatglm.py", "visual.py"} <= code.keys()
     assert all((REMOTE / file).read_bytes() == content for file, content in code.items())
     configs = {path.name: path.read_text() for path in folder.glob("*.json")}
     assert not any(f"{PUBLISHED}--" in content for content in configs.values())
-    if name in WHOLE:
+    if name in MODELS:
         config = json.loads(configs["config.json"])
         assert config["auto_map"] == AUTO_MAP
         assert config["architectures"] == ["GLM4VForCausalLM"]

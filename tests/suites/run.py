@@ -84,25 +84,38 @@ def unpack(sdist: Path, folder: Path, checkout: Path | None) -> None:
 
 
 def nearest_checkout(folder: Path) -> tuple[Path, str]:
-    """Of ``folder`` and what is in it the checkout whose version is nearest to the installed one,
-    and that version. Raises ``SystemExit`` if none is of the same major version."""
-    installed, found = Version(transformers.__version__), {}
+    """Find the checkout of transformers with the version nearest to the installed one.
+
+    Args:
+        folder: A checkout, or a folder of checkouts.
+
+    Returns:
+        The checkout and its version.
+
+    Raises:
+        SystemExit: no checkout has the same major version.
+    """
+    installed, checkouts = Version(transformers.__version__), {}
     for file in [*folder.glob(CODE), *folder.glob(f"*/{CODE}")]:
         version = Version(re.search('(?m)^__version__ = "(.+)"', file.read_text())[1])
         root = file.parents[2]
         if version.major == installed.major and (root / "tests" / "generation").is_dir():
-            found[abs(version.minor - installed.minor), version] = root
-    if not found:
-        raise SystemExit(f"{folder} holds no checkout of transformers {installed.major}: give one")
-    nearest = min(found)
-    return found[nearest], str(nearest[1])
+            checkouts[abs(version.minor - installed.minor), version] = root
+    if not checkouts:
+        raise SystemExit(
+            f"{folder} contains no checkout of transformers {installed.major}: give one"
+        )
+    nearest = min(checkouts)
+    return checkouts[nearest], str(nearest[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("sdist", type=Path)
-    parser.add_argument("--out", type=Path, help="where results go, as JSON")
-    parser.add_argument("--checkout", type=Path, help="one of transformers, or a folder of some")
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument(
+        "--checkout", type=Path, help="a checkout of transformers, or a folder of several"
+    )
     parser.add_argument("--suite", choices=SUITES, nargs="+", default=SUITES)
     options, for_pytest = parser.parse_known_args()
     results = Results()

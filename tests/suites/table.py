@@ -26,29 +26,29 @@ def reason_for(name: str, version: str, reasons: list[dict]) -> int | None:
 
 
 def surprises(document: dict, reasons: list[dict]) -> list[str]:
-    """What is not as reasons.json says."""
+    """Return a line for each result that differs from reasons.json."""
     version, results = document["transformers"], document["results"]
     if document["generation"] is None:
         reasons = [one for one in reasons if one.get("suite") != "generation"]
-    found = []
+    lines = []
     for name, result in results.items():
         is_expected = reason_for(name, version, reasons) is not None
         if result["outcome"] == "failed" and not is_expected:
-            found.append(f"{version}: {name} failed: {result['reason']}")
+            lines.append(f"{version}: {name} failed: {result['reason']}")
         if result["outcome"] == "passed" and is_expected:
-            found.append(f"{version}: {name} passed, but reasons.json says that it fails")
+            lines.append(f"{version}: {name} passed, but reasons.json says that it fails")
     for entry in reasons:
         if version in entry.get("transformers", [version]):
-            found += [
+            lines += [
                 f"{version}: no test is named {pattern}, for which reasons.json has a reason"
                 for pattern in entry["tests"]
                 if not any(fnmatchcase(name, pattern) for name in results)
             ]
-    return found
+    return lines
 
 
 def tables(documents: list[dict], reasons: list[dict]) -> str:
-    """With a column for every version."""
+    """Return the page's tables, with columns for every version."""
     counts, failures, skips = defaultdict(Counter), defaultdict(Counter), Counter()
     versions = [document["transformers"] for document in documents]
     for version, document in zip(versions, documents, strict=True):
@@ -91,9 +91,9 @@ def main() -> None:
     documents = [json.loads(path.read_text()) for path in options.results]
     above = options.out.read_text().partition(BEGIN)[0]
     options.out.write_text(above + tables(documents, reasons))
-    found = [line for document in documents for line in surprises(document, reasons)]
-    print("\n".join(found) or "every failure has its reason")
-    sys.exit(bool(found))
+    lines = [line for document in documents for line in surprises(document, reasons)]
+    print("\n".join(lines) or "every failure has its reason")
+    sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

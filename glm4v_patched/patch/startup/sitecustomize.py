@@ -1,18 +1,19 @@
-"""Python runs this when it starts if this folder is on PYTHONPATH; see patch/run.py.
+"""Post-import hooks that patch glm-4v and register framework plug-ins; see patch/run.py.
 
-With GLM4V_PATCHED set, glm-4v is patched as soon as transformers has been imported, and frameworks
-are told of it as soon as those of their modules have been imported that keep models and templates.
-What goes wrong is raised out of that import: what this file itself raises, Python only mentions.
+Python runs this file at startup if this folder is on PYTHONPATH. If GLM4V_PATCHED is set, glm-4v is
+patched as soon as transformers has been imported, and a framework's plug-in is registered as soon
+as the module with that framework's registry has been imported. Errors are raised from that import:
+Python only prints errors that a sitecustomize.py raises itself.
 """
 
 import os
 import sys
 
-# What patching imports. It waits until none of these is half imported: peft imports transformers
-# when it is imported, and has nothing yet that could be patched by then.
+# Packages that patching imports. Patching waits until none of them is partly imported: peft, for
+# one, imports transformers before it has defined the classes to be patched.
 PACKAGES = {"accelerate", "deepspeed", "glm4v_patched", "peft", "transformers"}
 
-# Modules of frameworks, and which of glm4v_patched.integrations registers what in them.
+# Modules of frameworks, and the module of glm4v_patched.integrations that registers its plug-in.
 PLUGINS = {
     "axolotl.model_support": "axolotl",
     "openrlhf.models.model": "openrlhf",
@@ -23,34 +24,40 @@ PLUGINS = {
 
 
 def find_module_spec(name, path):
-    finders = [f for f in sys.meta_path if hasattr(f, "find_spec") and type(f) is not PostImportHook]
+    """Return the spec that the other finders have for a module, or None."""
+    finders = [
+        f for f in sys.meta_path if hasattr(f, "find_spec") and type(f) is not PostImportHook
+    ]
     return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
 
 
 class PostImportHook:
-    """Finds these modules where the other finders do, and acts when their imports end."""
+    """A meta path finder that delegates to the other finders and acts after an import."""
 
     def __init__(self):
-        self.patches, self.depth = True, 0
+        self.must_patch = True
+        self.depth = 0  # number of PACKAGES' modules that are being imported
 
     def find_spec(self, name, path=None, target=None):
-        if name in PLUGINS or (self.patches and name.partition(".")[0] in PACKAGES):
+        if name in PLUGINS or (self.must_patch and name.partition(".")[0] in PACKAGES):
             spec = find_module_spec(name, path)
             if spec is not None and spec.loader is not None:
-                self.watch(spec.loader, name)
+                self.wrap_loader(spec.loader, name)
             return spec
         return None
 
-    def watch(self, loader, name):
+    def wrap_loader(self, loader, name):
+        """Make a module's loader patch and register after it has executed the module."""
+
         def exec_module(module):
             del loader.exec_module
-            counted = name.partition(".")[0] in PACKAGES
-            self.depth += counted
+            is_counted = name.partition(".")[0] in PACKAGES
+            self.depth += is_counted
             try:
                 loader.exec_module(module)
             finally:
-                self.depth -= counted
-            if self.patches and self.depth == 0 and "transformers" in sys.modules:
+                self.depth -= is_counted
+            if self.must_patch and self.depth == 0 and "transformers" in sys.modules:
                 self.patch()
             if name in PLUGINS:
                 import importlib
@@ -61,16 +68,16 @@ class PostImportHook:
         loader.exec_module = exec_module
 
     def patch(self):
-        self.patches = False
+        self.must_patch = False
         try:
             from glm4v_patched.patch.run import apply_from_environment
 
             apply_from_environment()
         except Exception as error:
-            # Whoever tries again is told again.
-            self.patches = True
+            # The next import of transformers tries, and fails, again.
+            self.must_patch = True
             sys.modules.pop("transformers", None)
-            # Not an ImportError, which many take to mean that transformers is not installed.
+            # An ImportError would be taken to mean that transformers is not installed.
             raise RuntimeError(
                 f"glm-4v could not be patched by GLM4V_PATCHED={os.environ['GLM4V_PATCHED']!r} "
                 f"({error}); install glm4v-patched for this Python ({sys.executable}) with a "
@@ -79,9 +86,9 @@ class PostImportHook:
 
 
 def run_hidden_sitecustomize():
-    """Debian and Colab have one, which this file is found before."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    spec = find_module_spec(__name__, [path for path in sys.path if os.path.abspath(path) != here])
+    """Run the sitecustomize.py that this one shadows; Debian and Colab have one."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    spec = find_module_spec(__name__, [path for path in sys.path if os.path.abspath(path) != own])
     if spec is not None and spec.loader is not None:
         module = type(sys)(__name__)
         module.__file__, module.__spec__, module.__loader__ = spec.origin, spec, spec.loader
