@@ -270,7 +270,7 @@ def demo_output(reader) -> Path:
 )
 def test_what_the_demo_saved_answers_and_classifies(given, reader, demo_output):
     programs = [text for text in given if "from_pretrained" in text]
-    assert len(programs) == 3
+    assert len(programs) == 4
     few = [program.replace("max_steps=400", "max_steps=2") for program in programs]
     reader.python(*few, without_package=True)
 
