@@ -1,7 +1,8 @@
-"""Pages of the site that stand elsewhere in the repository: README in both languages, CHANGELOG.md.
+"""mkdocs hooks: add README in both languages and CHANGELOG.md to the site, and adapt links.
 
-The pages are written to be read on GitHub, too, so that links to files outside of ``docs/`` have to
-lead to the repository; where none is named (``repo_url``), they become plain code.
+The pages are written to be read on GitHub as well. Links and images inside of ``docs/`` are made
+relative to the page of the site. Links to files outside of ``docs/`` lead to the repository, or
+become plain code if none is named (``repo_url``).
 """
 
 import posixpath
@@ -16,7 +17,7 @@ ELSEWHERE = {
     "zh/index.md": "README.zh-CN.md",
     "changelog.md": "CHANGELOG.md",
 }
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config) -> Files:
@@ -27,25 +28,25 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
-    there = [file.src_uri for file in files if file.inclusion.is_included()]
-    pages = {source(name): name for name in there}
+    included = [file.src_uri for file in files if file.inclusion.is_included()]
+    pages = {source(name): name for name in included}
 
-    def fitted(link: re.Match) -> str:
+    def adapt(link: re.Match) -> str:
         words, target, anchor = link[1], link[2], link[3] or ""
         path = (source(page.file.src_uri).parent / target).resolve()
         if path in pages:
             folder = posixpath.dirname(page.file.src_uri)
             return f"[{words}]({posixpath.relpath(pages[path], folder)}{anchor})"
         if not path.exists():
-            return link[0]  # which mkdocs reports
+            return link[0]  # mkdocs reports it
         relative = path.relative_to(ROOT).as_posix()
         if config.repo_url:
             return f"[{words}]({config.repo_url.rstrip('/')}/blob/main/{relative}{anchor})"
         return words if words.startswith("`") else f"{words} (`{relative}`)"
 
-    return LINK.sub(fitted, markdown)
+    return LINK.sub(adapt, markdown)
 
 
 def source(name: str) -> Path:
-    """Where in the repository a page of the site stands."""
+    """Return the path in the repository of a page of the site."""
     return ROOT / ELSEWHERE.get(name, f"docs/{name}")
