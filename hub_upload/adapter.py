@@ -48,7 +48,9 @@ def build_adapter_repository(
             f"{folder / MODEL_CARD} is missing, or is peft's template without content; describe "
             "the adapters in it, as `glm4v-patched train` does"
         )
-    text = name_base(card.decode(), model, commit).replace(ADAPTERS_LOCATION, f"`ADAPTERS` is `{name}`.")
+    text = name_base(card.decode(), model, commit).replace(
+        ADAPTERS_LOCATION, f"`ADAPTERS` is `{name}`."
+    )
     weights = source.files[ADAPTER_WEIGHTS]
     assert weights.path is not None
     files = {ADAPTER_CONFIG: to_json_bytes(config), MODEL_CARD: text.encode()}

@@ -111,15 +111,8 @@ def _read_header(target: BuiltFiles, name: str) -> dict[str, TensorInfo]:
     """Return the tensor shapes in a file of weights, in the folder or on the Hub."""
     if path := target.files[name].path:
         return read_header(path)
-<<<<<<< HEAD
-    read = HfApi().parse_safetensors_file_metadata
-    return tensors_of_hub_file(
-        read(target.name, name, revision=target.revision), f"{target.name}: {name}"
-    )
-=======
     metadata = HfApi().parse_safetensors_file_metadata(target.name, name, revision=target.revision)
     return tensors_of_hub_file(metadata, f"{target.name}: {name}")
->>>>>>> m-w-inference
 
 
 def check_adapter_settings(target: BuiltFiles) -> str:

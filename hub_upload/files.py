@@ -143,7 +143,9 @@ def read_folder(folder: Path, hidden: bool = False) -> dict[str, File]:
         for path in (Path(parent, name) for name in [*links, *names]):
             name = path.relative_to(folder).as_posix()
             # Weights may be hard links to their source; text never is, as a build writes it.
-            if path.is_symlink() or find_file_problem(path, alone=is_small(name, path.stat().st_size)):
+            if path.is_symlink() or find_file_problem(
+                path, alone=is_small(name, path.stat().st_size)
+            ):
                 require_inside(path, folder)
             size = path.stat().st_size
             # Later steps use these bytes, even if the file changes meanwhile.

@@ -18,10 +18,56 @@ EVERYWHERE = (*PRODUCT, "tests", "docs", ".github")
 
 # Participles, prepositions and pronouns: they hide what a value is.
 BANNED_LOCALS = frozenset(
-    "told found given each of grown held drawn asked shown said meant kept got had made read_ "
-    "those these this that here there which whose where_ left room stood taken".split()
+    [
+        "told",
+        "found",
+        "given",
+        "each",
+        "of",
+        "grown",
+        "held",
+        "drawn",
+        "asked",
+        "shown",
+        "said",
+        "meant",
+        "kept",
+        "got",
+        "had",
+        "made",
+        "read_",
+        "those",
+        "these",
+        "this",
+        "that",
+        "here",
+        "there",
+        "which",
+        "whose",
+        "where_",
+        "left",
+        "room",
+        "stood",
+        "taken",
+    ]
 )
-BANNED_OPENINGS = frozenset("Of What That Those These This Whose Who Which With By In For".split())
+BANNED_OPENINGS = frozenset(
+    [
+        "Of",
+        "What",
+        "That",
+        "Those",
+        "These",
+        "This",
+        "Whose",
+        "Who",
+        "Which",
+        "With",
+        "By",
+        "In",
+        "For",
+    ]
+)
 
 # Defined in several files on purpose.
 SAME_NAME_ALLOWED = {

@@ -62,7 +62,9 @@ def test_what_has_the_name_of_a_file_and_is_none_is_not_written_to(tmp_path):
 
 
 def test_what_a_killed_run_wrote_half_is_removed_by_the_next(tmp_path):
-    partial_files = [f"{name}.{'0a' * 16}.partial" for name in ("data.json", RECORD, TRAINING_REPORT)]
+    partial_files = [
+        f"{name}.{'0a' * 16}.partial" for name in ("data.json", RECORD, TRAINING_REPORT)
+    ]
     for name in (*partial_files, "mine.partial", "data.json.partial"):
         (tmp_path / name).touch()
     start_record(tmp_path, [])

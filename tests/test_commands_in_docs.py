@@ -269,15 +269,9 @@ def demo_output(reader) -> Path:
     "from transformers import AutoModelForCausalLM",
     "import json\n\nimport torch\n",
 )
-<<<<<<< HEAD
 def test_what_the_demo_saved_answers_and_classifies(texts, reader, demo_output):
     programs = [text for text in texts if "from_pretrained" in text]
-    assert len(programs) == 3
-=======
-def test_what_the_demo_saved_answers_and_classifies(given, reader, demo_output):
-    programs = [text for text in given if "from_pretrained" in text]
     assert len(programs) == 4
->>>>>>> m-w-pages
     few = [program.replace("max_steps=400", "max_steps=2") for program in programs]
     reader.python(*few, without_package=True)
 

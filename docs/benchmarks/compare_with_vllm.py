@@ -265,7 +265,9 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict:
         for name, answer in vllm_answers(llm, as_theirs, adapters).items():
             expected = our_answer(model, processor, as_ours[name])
             ids = processor.image_token_id, image_id
-            row = compare_answers(title + name, expected, answer, *ids, never_generated_ids(ours.config))
+            row = compare_answers(
+                title + name, expected, answer, *ids, never_generated_ids(ours.config)
+            )
             if adapters is None and options.get("enforce_eager", True):
                 positions = vllm_positions(llm, as_theirs[name])
                 row["positions_equal"] = positions == expected["positions"]

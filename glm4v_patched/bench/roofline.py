@@ -54,7 +54,12 @@ def benchmark_batch(settings: TrainingSettings, config: ChatGLMConfig, processes
     count, longest, images = len(lengths), lengths[0], 1
     if settings.packed:
         count, longest, images = 1, sum(lengths), len(lengths)
-    return Batch(num_sequences=count, sequence_length=longest, images_per_sequence=images, processes=processes)
+    return Batch(
+        num_sequences=count,
+        sequence_length=longest,
+        images_per_sequence=images,
+        processes=processes,
+    )
 
 
 def useful_flop(config: ChatGLMConfig, settings: TrainingSettings) -> float:
@@ -85,7 +90,10 @@ def vision_flop(config: ChatGLMConfig) -> float:
 
 def language_flop(config: ChatGLMConfig, text_tokens: int, supervised_tokens: int) -> float:
     """Return the FLOP of one sample in a forward pass; the head runs at supervised tokens only."""
-    tokens, (_, layer) = config.vision.num_image_tokens + 2 + text_tokens, linear_layer_shapes(config)
+    tokens, (_, layer) = (
+        config.vision.num_image_tokens + 2 + text_tokens,
+        linear_layer_shapes(config),
+    )
     causal = 2 * tokens**2 * config.num_attention_heads * config.kv_channels
     layers = config.num_layers * (2 * tokens * sum(map(prod, layer.values())) + causal)
     return layers + 2 * supervised_tokens * config.hidden_size * config.padded_vocab_size

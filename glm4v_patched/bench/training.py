@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.environment import (
-    single_process_environment,
     python_module_command,
     run_with_timeout,
+    single_process_environment,
     training_environment,
 )
 from ..engine.gpus import find_gpus
@@ -112,7 +112,10 @@ def _memory_problem(settings: TrainingSettings, processes: int, on_cpu: bool) ->
 def command_of(settings: TrainingSettings, gpus: int, on_cpu: bool) -> str:
     """Return the shortest command line that repeats this measurement."""
     arguments = ["--trained", settings.trained, "--gpus", str(gpus)]
-    arguments += [*to_cli_arguments(settings, but=["trained", "engine"]), *to_cli_arguments(settings.engine)]
+    arguments += [
+        *to_cli_arguments(settings, but=["trained", "engine"]),
+        *to_cli_arguments(settings.engine),
+    ]
     return "glm4v-patched bench " + shlex.join([*arguments, *["--device", "cpu"] * on_cpu])
 
 

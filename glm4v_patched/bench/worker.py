@@ -27,7 +27,7 @@ from ..engine.memory_plan import GIB, decide_options, min_free_gpu_memory
 from ..engine.options import EngineOptions
 from ..engine.prepare import join_process_group, local_device, prepare_model
 from ..engine.trainable import build_random_model
-from ..finetune.assembly import init_training, build_trainer
+from ..finetune.assembly import build_trainer, init_training
 from ..finetune.process import exit_process
 from ..finetune.trainer import RecipeTrainer
 from ..finetune.training_arguments import LoopOptions, engine_arguments

@@ -56,7 +56,7 @@ def _print_rows(options: argparse.Namespace) -> int:
             f"--rows {options.rows} prints rows of a recipe's data: name a recipe, and at least 1 "
             "row"
         )
-    from ..data.rows import RowProblem, row_location, iter_rows
+    from ..data.rows import RowProblem, iter_rows, row_location
     from ..finetune.recipe.model import resolve_base
     from ..finetune.recipe.sections import Recipe
     from ..finetune.recipe.shipped import find_recipe

@@ -12,9 +12,9 @@ from ..engine.folders import find_folder_problem, nearest_existing
 from ..engine.gpus import (
     Gpu,
     driver_cuda_version,
-    torch_cuda_version,
     find_gpus,
     query_gpu_memory_use,
+    torch_cuda_version,
 )
 from ..engine.ram import free_ram
 from ..terminal_text import format_bytes
@@ -132,7 +132,9 @@ def _check_disk(name: str, folder: Path, needed: int, variable: str) -> Finding:
     text = f"{format_bytes(free)} are free in {folder}"
     if free >= needed:
         return Finding(f"disk: {name}", OK, text)
-    return Finding(f"disk: {name}", WARNING, f"{text}, and {format_bytes(needed)} may be needed", cure)
+    return Finding(
+        f"disk: {name}", WARNING, f"{text}, and {format_bytes(needed)} may be needed", cure
+    )
 
 
 def _check_shared_memory() -> Finding:

@@ -52,4 +52,6 @@ def find_memory_problem(
     needed += local_share * batch.processes * estimate_peak_bytes(config, decided, batch)
     if needed <= ram * (1 + ESTIMATE_ERROR):
         return ""
-    return f"a step takes {format_bytes(needed)} {of_ram} a smaller model, or fewer or shorter samples"
+    return (
+        f"a step takes {format_bytes(needed)} {of_ram} a smaller model, or fewer or shorter samples"
+    )

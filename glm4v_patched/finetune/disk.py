@@ -46,7 +46,9 @@ def needed_space(
     model, checkpoint = saved_bytes(config, options)
     existing = len([*Path(out).glob("checkpoint-*")])  # if the run is resumed
     total = model + max(checkpoints - existing, 0) * checkpoint
-    return DiskSpace(model, checkpoint, checkpoints, total, shutil.disk_usage(nearest_existing(out)).free)
+    return DiskSpace(
+        model, checkpoint, checkpoints, total, shutil.disk_usage(nearest_existing(out)).free
+    )
 
 
 def require_disk_space(out: str, space: DiskSpace) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from ..data.rows import require_first_rows
 from ..engine.environment import (
-    single_process_environment,
-    rank_environments,
     python_module_command,
+    rank_environments,
+    single_process_environment,
     training_environment,
 )
 from ..models.base import pin_revision, read_report, require_recorded_base
@@ -139,7 +139,9 @@ def _decide(
         from .plan import check_data, find_start_checkpoint, make_plan
         from .summary import describe_plan
     out, checkpoints = str(job.out), checkpoints_at_once(job.trainer, job.data.ends_at_bad_row)
-    require_disk_space(out, needed_space(out, load_model_config(job.base), job.options, checkpoints))
+    require_disk_space(
+        out, needed_space(out, load_model_config(job.base), job.options, checkpoints)
+    )
     # If files are to be removed, there is nothing to resume.
     checkpoint = None if remove else find_start_checkpoint(job, placement.processes, resume)
     with show_progress("reading rows and images"):

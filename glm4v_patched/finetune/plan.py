@@ -24,10 +24,10 @@ from ..engine.memory_plan import (
     GIB,
     NON_TORCH_BYTES,
     Batch,
+    apply_memory_limit,
     decide_options,
     estimate_peak_bytes,
     min_free_gpu_memory,
-    apply_memory_limit,
 )
 from ..engine.options import EngineOptions
 from ..models.base import ModelSource, identify, read_report
@@ -170,7 +170,9 @@ class Plan:
     def require_memory_and_disk(self) -> None:
         """Raise ``ValueError`` if the training surely exceeds this machine's memory or disk."""
         config, share = load_model_config(self.base), self.placement.share
-        problem = memory_check.find_memory_problem(config, self.options, self.batch, self.free, share)
+        problem = memory_check.find_memory_problem(
+            config, self.options, self.batch, self.free, share
+        )
         if problem:
             raise ValueError(problem)
         require_disk_space(str(self.out), self.space)

@@ -24,7 +24,7 @@ from ..engine.gpus import find_fp8_problem, find_gpus
 from ..engine.options import require_packages
 from ..models.base import ModelSource, folders_of
 from ..models.find import find_model_problem
-from ..models.placement import Device, PlacementError, Placement, place_processes
+from ..models.placement import Device, Placement, PlacementError, place_processes
 from ..paths import is_within, require_apart
 from .recipe.file import RecipeProblem, collect_problems, read_document, short_json
 from .recipe.model import resolve_base

@@ -7,8 +7,12 @@ from enum import Enum
 
 import torch
 
-from ..engine.deepspeed.internals import CHECKPOINT_ENGINE, CHECKPOINT_CLASSES, import_deepspeed_name
-from ..patch.patch_set import PatchSet, AttributePatch
+from ..engine.deepspeed.internals import (
+    CHECKPOINT_CLASSES,
+    CHECKPOINT_ENGINE,
+    import_deepspeed_name,
+)
+from ..patch.patch_set import AttributePatch, PatchSet
 
 
 @contextmanager

@@ -100,17 +100,10 @@ def _answer_missing(
         raise
 
 
-<<<<<<< HEAD
-def _answer(
-    request: AnswerOptions, base: ModelSource, questions: Sequence[Question], of: int
-) -> Iterator[AnswerLine]:
-    """Answer questions, and show how far it is with all ``of`` them."""
-=======
 def _answer_with_progress(
     options: AnswerOptions, base: ModelSource, questions: Sequence[Question], total: int
 ) -> Iterator[AnswerLine]:
     """Answer questions, with a progress bar over ``total`` of them, and print the speed."""
->>>>>>> m-w-inference
     from tqdm import tqdm
 
     start, first = time.monotonic(), 0.0
@@ -133,7 +126,10 @@ def describe_speed(rows: int, seconds: float, first: float) -> str:
 
 
 def answer_settings(
-    options: AnswerOptions, base: ModelSource, questions: Sequence[Question], images: Mapping[str, str]
+    options: AnswerOptions,
+    base: ModelSource,
+    questions: Sequence[Question],
+    images: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return model, data and options that determine the answers.
 

@@ -65,11 +65,7 @@ class Answerer:
         loaded: LoadedModel,
         generation: Generation,
         cache: str = "dynamic",
-<<<<<<< HEAD
-        refuses: bool = True,
-=======
         check_finite: bool = True,
->>>>>>> m-w-inference
     ):
         """
         Args:
@@ -265,7 +261,9 @@ def answer_batches(
         readers.shutdown(cancel_futures=True)
 
 
-def require_context_length(base: ModelSource, questions: Sequence[Question], max_new_tokens: int) -> None:
+def require_context_length(
+    base: ModelSource, questions: Sequence[Question], max_new_tokens: int
+) -> None:
     """Raise ``ValueError`` if a prompt and its longest answer exceed the model's context length.
 
     The message names the longest prompt. Opens no image.

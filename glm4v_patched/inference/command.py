@@ -28,11 +28,15 @@ def add_commands(commands) -> None:
     out_help = "folder for answers, image sheet and metrics.json; default: nothing is written"
     evaluate.add_argument("--out", type=to_path, metavar="FOLDER", help=out_help)
     metric_help = "your own function, which takes an answer and a reference and returns a number"
-    evaluate.add_argument("--metric", type=expand_path, metavar="FILE.py:FUNCTION", help=metric_help)
+    evaluate.add_argument(
+        "--metric", type=expand_path, metavar="FILE.py:FUNCTION", help=metric_help
+    )
 
     merge = commands.add_parser("merge", help="merge LoRA adapters into their model")
     merge.set_defaults(run=_run_merge)
-    merge.add_argument("adapters", type=expand_path, metavar="ADAPTER", help="a folder of LoRA adapters")
+    merge.add_argument(
+        "adapters", type=expand_path, metavar="ADAPTER", help="a folder of LoRA adapters"
+    )
     merge.add_argument("--out", type=to_path, required=True, metavar="DIR", help="a new folder")
     merge.add_argument("--revision", help="of the adapters' base model, if it is on the Hub")
 
@@ -152,7 +156,9 @@ def _name_and_folder(text: str) -> tuple[str, str]:
 
 def _answer_options(options: argparse.Namespace, path: str) -> AnswerOptions:
     generation = from_namespace(Generation, options)
-    return from_namespace(AnswerOptions, options, data=_source(options, path), generation=generation)
+    return from_namespace(
+        AnswerOptions, options, data=_source(options, path), generation=generation
+    )
 
 
 def _source(options: argparse.Namespace, path: str):

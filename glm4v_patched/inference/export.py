@@ -203,17 +203,10 @@ def require_compressor() -> None:
             )
 
 
-<<<<<<< HEAD
-def needs_of(
-    base: ModelSource,
-    weights: int,
-    format: Format,
-=======
 def estimate_needs(
     base: ModelSource,
     weights: int,
     format: ExportFormat,
->>>>>>> m-w-inference
     processor: Any,
     conversations: Sequence[list[dict]],
 ) -> tuple[float, float]:
@@ -249,18 +242,9 @@ def estimate_needs(
     statistics = max(sum(sizes) + 3 * max(sizes) for sizes in hessians)
     sizes = ConversationCollator(processor).measure(list(conversations))
     vision = config.vision
-<<<<<<< HEAD
-    kept = [sum(size.positions for size in sizes) * config.hidden_size]
-    if format.tower:
-        kept.append(
-            sum(size.num_images for size in sizes) * vision.num_positions * vision.hidden_size
-        )
-    return saved, weights + statistics + max(kept) * width
-=======
     # The inputs of one layer for all rows, of the language model or of the tower.
     activations = [sum(size.positions for size in sizes) * config.hidden_size]
     if format.quantizes_tower:
         num_images = sum(size.num_images for size in sizes)
         activations.append(num_images * vision.num_positions * vision.hidden_size)
     return saved, weights + statistics + max(activations) * bytes_per_weight
->>>>>>> m-w-inference

@@ -18,7 +18,7 @@ from ..atomic import apply_umask, require_inside, write_atomically
 from ..engine.folders import nearest_existing
 from ..models.base import ADAPTER_CONFIG, ModelSource, folders_of
 from ..models.find import find_source
-from ..models.weight_files import WEIGHTS_INDEX, standard_index, shards_of
+from ..models.weight_files import WEIGHTS_INDEX, shards_of, standard_index
 from ..patch.config_json import read_json_object
 from ..paths import require_apart
 from ..terminal_text import format_bytes, listed
@@ -161,7 +161,9 @@ def copy_license_and_generation(folder: Path, out: Path) -> None:
         if path.name != GENERATION_CONFIG:
             shutil.copyfile(path, out / path.name)
             continue
-        known = keep_known_settings(read_json_object(path), vars(GenerationConfig()), GENERATION_CONFIG)
+        known = keep_known_settings(
+            read_json_object(path), vars(GenerationConfig()), GENERATION_CONFIG
+        )
         write_atomically(out / GENERATION_CONFIG, json.dumps(known, indent=2) + "\n")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..data.image_files import FileStamp
-from ..data.messages import images_of, replace_images, text_of, drop_train_flags
-from ..data.rows import RowProblem, DataSource, describe_problems, iter_rows, split_usable_rows
+from ..data.messages import drop_train_flags, images_of, replace_images, text_of
+from ..data.rows import DataSource, RowProblem, describe_problems, iter_rows, split_usable_rows
 from ..data.source import folders_of_source
 from ..models.base import ModelSource, folders_of
 from ..models.find import find_source

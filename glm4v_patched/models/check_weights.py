@@ -125,7 +125,9 @@ def require_complete_weights(
             f"with it; expected prefixes of missing weights ({listed(missing) or 'none'})"
         )
     allowed = [name for name in missing if name.startswith(tuple(from_scratch))]
-    if frozen := [name for name in allowed if part_of_parameter(name) not in trained_parts(trained)]:
+    if frozen := [
+        name for name in allowed if part_of_parameter(name) not in trained_parts(trained)
+    ]:
         raise ValueError(
             f"from_scratch has {frozen[0]}, which is missing in {model} and is not trained by "
             f"trained: {trained}; expected trained to be full, or to include {part_of_parameter(frozen[0])}"

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ..engine.options import QUANTIZER_PACKAGES, require_packages
-from ..terminal_text import show_progress, printable
+from ..terminal_text import printable, show_progress
 from .base import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -92,7 +92,10 @@ class LimitedProcess:
 
     def _request(self, body: bytes, limits: ProcessLimits) -> dict:
         if (process := self._process) is None:
-            command, pipe = python_module_command("glm4v_patched.models.limited_process"), subprocess.PIPE
+            command, pipe = (
+                python_module_command("glm4v_patched.models.limited_process"),
+                subprocess.PIPE,
+            )
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
             self._process, self._replies = process, io.BufferedReader(process.stdout)  # type: ignore
         unsent = memoryview(_as_line(limits) + body)

@@ -293,7 +293,9 @@ def _load_model(options: _ApplyOptions, model_class, name_or_path, *args, config
 
 
 def _build_model(options: _ApplyOptions, model_class, config: PretrainedConfig, **kwargs):
-    model = model_class._from_config(ChatGLMConfig.from_config(config), **(options.loading_kwargs | kwargs))
+    model = model_class._from_config(
+        ChatGLMConfig.from_config(config), **(options.loading_kwargs | kwargs)
+    )
     _set_loss(model, options)
     return model
 

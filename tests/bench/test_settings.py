@@ -56,7 +56,9 @@ def test_packed_samples_have_the_loss_of_padded_ones(shortest):
     losses = [model(**batch).loss.item() for batch in batches]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     # An image with its begin and end takes 6 tokens, besides the text tokens.
-    assert benchmark_batch(padded, model.config, 2) == Batch(num_sequences=3, sequence_length=26, processes=2)
+    assert benchmark_batch(padded, model.config, 2) == Batch(
+        num_sequences=3, sequence_length=26, processes=2
+    )
     length = sum(6 + text for text in padded.text_lengths())
     assert benchmark_batch(packed, model.config, 1) == Batch(
         rows=1, sequence_length=length, images_per_sequence=3

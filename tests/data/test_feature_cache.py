@@ -23,8 +23,8 @@ from tests.helpers.tiny import (
     padded,
     random_pixels,
     text,
-    unexpanded_image,
     tiny_model,
+    unexpanded_image,
 )
 
 SHAPE = (6, 64)  # four positions, begin and end, at the width of the tiny language model
@@ -298,7 +298,9 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
         weights = Path(run.out, "model.safetensors").read_bytes()
         losses = [entry["eval_loss"] for entry in report["evaluations"]]
         results.append((report["history"], losses, weights))
-        assert len(losses) == 3 and resolve_recipe(run).settings(1) == resolve_recipe(recipe).settings(1)
+        assert len(losses) == 3 and resolve_recipe(run).settings(1) == resolve_recipe(
+            recipe
+        ).settings(1)
         assert sum(runs) == 20 if reuse else sum(runs) >= 60
         runs.clear()
     assert results[0] == results[1] == results[2]
@@ -306,7 +308,9 @@ def test_a_training_reuses_features_and_no_bit_changes(tmp_path, monkeypatch):
 
 def test_a_recipe_says_where_features_are_kept(tmp_path):
     model = frozen_model()
-    assert make_feature_cache(False, model) is None and make_feature_cache(True, model).folder is None
+    assert (
+        make_feature_cache(False, model) is None and make_feature_cache(True, model).folder is None
+    )
     assert make_feature_cache(str(tmp_path), model).folder == tmp_path
     for value in (None, "", ["folder"]):
         with pytest.raises(ValueError, match="data.reuse_features"):

@@ -30,7 +30,9 @@ def send(content: bytes) -> None:
 
 
 def pixels(content: bytes) -> int:
-    return count_decoded_pixels(open_image(content, IMAGE_FORMATS), content, ServerLimits().max_pixels)
+    return count_decoded_pixels(
+        open_image(content, IMAGE_FORMATS), content, ServerLimits().max_pixels
+    )
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:

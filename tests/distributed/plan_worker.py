@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from glm4v_patched.finetune import process, worker
+from glm4v_patched.finetune.bad_rows import BadRow
 from glm4v_patched.finetune.divergence import Diverged, DivergenceMonitor
 from glm4v_patched.finetune.plan import Plan
-from glm4v_patched.finetune.bad_rows import BadRow
 from glm4v_patched.remote.modeling_chatglm import Embedding
 
 options = argparse.ArgumentParser()
@@ -87,11 +87,7 @@ def evaluate_and_end(self, *args, **kwargs):
 
 
 BREAKS = {
-<<<<<<< HEAD
-    "reported": mock.patch.object(DivergenceMonitor, "see", see_nan),
-=======
-    "told": mock.patch.object(DivergenceMonitor, "record", see_nan),
->>>>>>> m-w-finetune
+    "reported": mock.patch.object(DivergenceMonitor, "record", see_nan),
     "saved": mock.patch.object(worker.RecipeTrainer, "save_model", break_and_save),
     "last": mock.patch.object(worker.RecipeTrainer, "_require_finite_loss", break_last_loss),
     "evaluated": mock.patch.object(worker.RecipeTrainer, "evaluate", evaluate_and_end),

@@ -43,13 +43,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-<<<<<<< HEAD
         ("reported", "NaN or infinite in 3 steps in a row, 2 to 4"),
-        ("saved", f"have become NaN or infinite, in 1 tensors: {BROKEN}"),
-=======
-        ("told", "NaN or infinite in 3 steps in a row, 2 to 4"),
         ("saved", f"have become NaN or infinite, in 1 tensor: {BROKEN}"),
->>>>>>> m-w-finetune
         ("last", "the loss of the last batch is NaN or infinite with the weights of step 1"),
         ("evaluated", "exact match 0.0"),  # rank 0's, for all
         ("row", "rows.jsonl:6: "),

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from glm4v_patched.finetune.checkpoints import last_complete_checkpoint, checkpoint_step
+from glm4v_patched.finetune.checkpoints import checkpoint_step, last_complete_checkpoint
 from glm4v_patched.terminal_text import own_command
 from tests.helpers.processes import cpu_environment, heed_signals
 from tests.helpers.recipes import drawn_recipe, write_recipe

@@ -24,14 +24,14 @@ from glm4v_patched.engine.deepspeed.internals import local_shard
 from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.engine.prepare import prepare_model
-from glm4v_patched.finetune.assembly import init_training, build_trainer
+from glm4v_patched.finetune.assembly import build_trainer, init_training
 from glm4v_patched.finetune.trainer import RecipeTrainer
 from glm4v_patched.finetune.training_arguments import LoopOptions, engine_arguments
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.distributed.strategies import save_on_rank_0
 from tests.helpers.fp8 import PLAIN, build
 from tests.helpers.processes import run_two_processes
-from tests.helpers.tiny import golden_json, expanded_image, random_pixels, text, tiny_config
+from tests.helpers.tiny import expanded_image, golden_json, random_pixels, text, tiny_config
 from tests.remote.inputs import assert_close
 
 pytestmark = pytest.mark.slow

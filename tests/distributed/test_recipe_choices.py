@@ -13,7 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.finetune.checkpoints import CHECKPOINT_MANIFEST, find_checkpoint_problems, set_incomplete_aside
+from glm4v_patched.finetune.checkpoints import (
+    CHECKPOINT_MANIFEST,
+    find_checkpoint_problems,
+    set_incomplete_aside,
+)
 from glm4v_patched.finetune.job import resolve_recipe
 from glm4v_patched.finetune.plan import find_start_checkpoint
 from glm4v_patched.finetune.recipe.sections import Recipe
@@ -174,7 +178,9 @@ def completed(recipe, cut) -> dict[str, Recipe]:
     plans = [planned(recipes["never stopped"], processes=2)]
     plans.append(planned(cut, folder / "checkpoint-3", processes=2))
     train(planned(recipes["adapters"], processes=2), with_dropout=plans)
-    assert (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns == before, "it started again"
+    assert (folder / "checkpoint-3" / CHECKPOINT_MANIFEST).stat().st_mtime_ns == before, (
+        "it started again"
+    )
     return recipes
 
 

@@ -12,7 +12,7 @@ from accelerate.utils import compute_module_sizes
 from torch import nn
 
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
-from tests.helpers.tiny import padded, random_pixels, text, unexpanded_image, tiny_config
+from tests.helpers.tiny import padded, random_pixels, text, tiny_config, unexpanded_image
 from tests.remote.inputs import assert_close, gradients
 
 NUM_LAYERS = 4

@@ -19,7 +19,7 @@ from glm4v_patched.doctor import machine, packages
 from glm4v_patched.doctor import recipe as recipe_checks
 from glm4v_patched.doctor.findings import Finding, finding_from_error, format_findings
 from glm4v_patched.engine import memory_check
-from glm4v_patched.engine.gpus import Gpu, Gpus, GpuMemoryUse
+from glm4v_patched.engine.gpus import Gpu, GpuMemoryUse, Gpus
 from glm4v_patched.finetune.plan import Plan
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.run_folder import locked
@@ -203,25 +203,14 @@ def checks(path: Path, *overrides: str) -> dict[str, Finding]:
     return {x.check: x for x in recipe_checks.check_recipe(path, overrides, None, "cpu")}
 
 
-<<<<<<< HEAD
-def test_a_recipe_that_can_be_trained_is_described(asked, capsys):
-    found = checks(asked)
-    assert {each.verdict for each in found.values()} == {"ok"}
-    assert "20 samples, 20 images" in found["data"].found
-    assert found.keys() >= {"recipe", "folder (out)", "model", "data", "memory and disk"}
-    assert "as published (fp8 is off): " in found["implementations: training"].found
-    assert "2 x language model MLP" in found["implementations: inference"].found
-    assert main(["doctor", str(asked), "--device", "cpu", "--json"]) in (0, 1)
-=======
 def test_a_recipe_that_can_be_trained_is_described(recipe_file, capsys):
     findings = checks(recipe_file)
     assert {finding.verdict for finding in findings.values()} == {"ok"}
-    assert "20 rows, 20 images" in findings["data"].detail
+    assert "20 samples, 20 images" in findings["data"].detail
     assert findings.keys() >= {"recipe", "folder (out)", "model", "data", "memory and disk"}
     assert "as published (fp8 is off): " in findings["implementations: training"].detail
     assert "2 x language model MLP" in findings["implementations: inference"].detail
     assert main(["doctor", str(recipe_file), "--device", "cpu", "--json"]) in (0, 1)
->>>>>>> m-w-patch
     assert json.loads(capsys.readouterr().out)["findings"]
     assert not Path(json.loads(recipe_file.read_text())["out"]).exists()  # nothing was written
 
@@ -282,7 +271,11 @@ def lose_image_size(folder: Path) -> None:
     [
         (cut_weights, "recipe", r"model.safetensors has [\d,]+ of its [\d,]+ bytes"),
         (lose_tokenizer, "data", "tokenizer"),
-        (lose_image_size, "data", "its processor makes 16 tokens of an image, and the model takes 4"),
+        (
+            lose_image_size,
+            "data",
+            "its processor makes 16 tokens of an image, and the model takes 4",
+        ),
     ],
 )
 def test_a_damaged_model_is_reported(recipe_file, damage, check, message):
@@ -314,19 +307,11 @@ def test_rows_that_are_left_out_or_have_no_image_are_a_warning(recipe_file, tmp_
     rows = "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
     (tmp_path / "some.jsonl").write_text(rows)
     sets = [f"data.train={tmp_path / 'some.jsonl'}", "data.eval=null"]
-<<<<<<< HEAD
-    assert checks(asked, *sets)["data"].verdict == "fails"
-    every = checks(asked, *sets, "data.on_bad=skip")
-    found, doubt = every["data"], every["data, warning"]
-    assert found.verdict == "warning" and "1 row skipped" in found.found
-    assert doubt.verdict == "warning" and "1 of 2 samples have no image" in doubt.found
-=======
     assert checks(recipe_file, *sets)["data"].verdict == "fails"
     findings = checks(recipe_file, *sets, "data.on_bad=skip")
     data, warning = findings["data"], findings["data warnings"]
-    assert data.verdict == "warning" and "1 rows left out" in data.detail
+    assert data.verdict == "warning" and "1 row skipped" in data.detail
     assert warning.verdict == "warning" and "1 of 2 samples have no image" in warning.detail
->>>>>>> m-w-patch
 
 
 def test_a_folder_locked_by_another_run_is_reported_and_not_changed(recipe_file, tmp_path):

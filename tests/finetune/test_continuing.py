@@ -152,13 +152,8 @@ def test_another_base_under_adapters_or_their_checkpoint_is_refused(stopped, tmp
     weights = load_file(path)
     weights["transformer.embedding.word_embeddings.weight"] *= 1.5
     save_file(weights, path, metadata={"format": "pt"})
-<<<<<<< HEAD
     with pytest.raises(ValueError, match=r"(?s)has changed since the adapters .*safetensors: \w+"):
-        launch(resolve_recipe(more.override({"out": str(tmp_path / "other")})), HERE)
-=======
-    with pytest.raises(ValueError, match=r"(?s)trained on another model than .*safetensors: \w+"):
         launch(resolve_recipe(more.override({"out": str(tmp_path / "other")})), ON_CPU)
->>>>>>> m-w-finetune
     with pytest.raises(ValueError, match=r"(?s)of the model, model\.safetensors: \w+ there, \w+"):
         find_start_checkpoint(resolve_recipe(stopped), 1, True)
 

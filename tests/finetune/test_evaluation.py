@@ -116,7 +116,9 @@ def test_some_rows_are_answered_as_the_saved_model_answers_them_and_its_settings
         evaluation, "draw_sheet", lambda _, drawn_answers, *__: answers.extend(drawn_answers)
     )
     assert Path(base_recipe.out, "answers.png").is_file()
-    model = load_with_processor(resolve_base(base_recipe.override({"model": base_recipe.out})), "cpu")
+    model = load_with_processor(
+        resolve_base(base_recipe.override({"model": base_recipe.out})), "cpu"
+    )
     usual = model.model.generation_config
     matches = generations.answer(model.model, draws=True)
     assert model.model.generation_config is usual

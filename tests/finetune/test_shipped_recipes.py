@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from glm4v_patched.cli import main
-from glm4v_patched.engine.memory_plan import GIB, Batch, decide_options, estimate_peak_bytes, apply_memory_limit
+from glm4v_patched.engine.memory_plan import (
+    GIB,
+    Batch,
+    apply_memory_limit,
+    decide_options,
+    estimate_peak_bytes,
+)
 from glm4v_patched.engine.options import is_lora
 from glm4v_patched.finetune.recipe.sections import Recipe
 from glm4v_patched.finetune.recipe.shipped import FOLDER, find_recipe, shipped_names

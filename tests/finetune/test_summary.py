@@ -59,12 +59,16 @@ def test_a_plan_is_decided_by_what_is_free_and_not_by_what_a_gpu_has(mine, monke
     monkeypatch.setattr(planning, "largest_batch", lambda *_: batch)
     policies = []
     for free in (140 * GIB, 75 * GIB):
-        monkeypatch.setattr(planning, "free_bytes_per_gpu", lambda number, free=free: [free] * number)
+        monkeypatch.setattr(
+            planning, "free_bytes_per_gpu", lambda number, free=free: [free] * number
+        )
         plan = make_plan(resolve_recipe(recipe), Placement(1), checked)
         assert plan.free == free >= plan.needed
         policies.append(plan.options.language)
     assert policies[0] != policies[1]
-    monkeypatch.setattr(planning, "free_bytes_per_gpu", lambda number: [140 * GIB, 75 * GIB][:number])
+    monkeypatch.setattr(
+        planning, "free_bytes_per_gpu", lambda number: [140 * GIB, 75 * GIB][:number]
+    )
     for local, least in ((2, 75), (1, 140)):  # on two machines, the second GPU is of no process
         placement = Placement(2, local_processes=local)
         assert make_plan(resolve_recipe(recipe), placement, checked).free == least * GIB

@@ -33,11 +33,7 @@ def write_adapters(folder: Path, model: Path, scale: float = 0.3) -> None:
 
 
 def write_files(folder: Path) -> Files:
-<<<<<<< HEAD
-    """Build it in fp32, so that rounding decides no token."""
-=======
     """Write model, adapters and data; in fp32, so that rounding decides no token."""
->>>>>>> m-w-inference
     conversations = draw_data_set(folder / "images", 6, seed=0, side=IMAGE_SIDE)
     conversations[2] = [{"role": "user", "content": "Hello, which shapes and colors are there?"}]
     conversations[4] += [{"role": "user", "content": "And now?"}]

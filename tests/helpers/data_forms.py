@@ -114,13 +114,8 @@ def _write(folder: Path, name: str, content: Any, rows: list[dict]) -> None:
         path.write_text(content)
     elif isinstance(content, dict):
         whole = {
-<<<<<<< HEAD
             key: [_of_row(item[0], row) for row in rows] if isinstance(item, list) else item
             for key, item in content.items()
-=======
-            key: [_of_row(value[0], row) for row in rows] if isinstance(value, list) else value
-            for key, value in content.items()
->>>>>>> m-w-finetune
         }
         path.write_text(json.dumps(_of_row(whole, rows[0])))
     else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from glm4v_patched.engine.implementations import TRAINING, ModelUsage, set_implementation
-from glm4v_patched.engine.kernels.fp8_linear import Fp8StoredLinear, Fp8DynamicLinear
+from glm4v_patched.engine.kernels.fp8_linear import Fp8DynamicLinear, Fp8StoredLinear
 from glm4v_patched.engine.options import EngineOptions
 from glm4v_patched.remote.modeling_chatglm import GLM4VForCausalLM
 from tests.helpers.tiny import small_model

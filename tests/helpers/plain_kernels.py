@@ -9,7 +9,13 @@ from torch import Tensor
 from glm4v_patched.engine.kernels import inference_layers, reference, skinny_gemm
 
 KERNELS = {
-    "inference_triton": ("layer_norm_add", "add_rms_norm", "rope_in_place", "rope_and_update_cache", "flash_decode"),
+    "inference_triton": (
+        "layer_norm_add",
+        "add_rms_norm",
+        "rope_in_place",
+        "rope_and_update_cache",
+        "flash_decode",
+    ),
     "fp8_triton": ("activate", "activate_and_quantize_rows"),
     "skinny_gemm_triton": ("reduce_partials", "split_k_matmul"),
 }
@@ -28,17 +34,13 @@ def put_in_the_place_of_kernels(monkeypatch, model, has_products: bool) -> list[
 
     for name, functions in KERNELS.items():
         module: Any = ModuleType(name)
-<<<<<<< HEAD
         vars(module).update({kernel: noted(getattr(reference, kernel)) for kernel in functions})
-=======
-        vars(module).update(
-            {function: noted(getattr(reference, function)) for function in functions}
-        )
->>>>>>> m-w-finetune
         monkeypatch.setitem(sys.modules, f"glm4v_patched.engine.kernels.{name}", module)
     monkeypatch.setattr(inference_layers, "_can_use_kernels", lambda x: isinstance(x, Tensor))
     monkeypatch.setattr(inference_layers, "SUPPORTED_HEAD_DIMS", (model.config.kv_channels,))
     for module in (inference_layers, skinny_gemm):
         monkeypatch.setattr(module, "num_sms", lambda device: 1)
-    monkeypatch.setattr(skinny_gemm, "is_supported", lambda rows, weight: has_products and rows <= 32)
+    monkeypatch.setattr(
+        skinny_gemm, "is_supported", lambda rows, weight: has_products and rows <= 32
+    )
     return calls

@@ -16,7 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from glm4v_patched.engine.environment import rank_environments, path_with_interpreter
+from glm4v_patched.engine.environment import path_with_interpreter, rank_environments
 
 ROOT = Path(__file__).parents[2]
 SECONDS_TO_SERVE = 300

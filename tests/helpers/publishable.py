@@ -70,11 +70,7 @@ def amended(name: str, **values):
 
 
 def signed(plant: Callable[[Path], object]):
-<<<<<<< HEAD
-    """Return a function that plants a file, and makes the manifest agree with it."""
-=======
     """Return a function that changes a folder with ``plant`` and updates its manifest."""
->>>>>>> m-w-inference
     return lambda folder: [plant(folder), sign(folder)]
 
 
@@ -110,14 +106,7 @@ def is_complete(files: dict[str, File], folder: Path) -> bool:
 
 
 def is_published(hub: LocalHub, folder: Path, name: str = NAME) -> bool:
-<<<<<<< HEAD
-    """Whether all is there, in one commit, and the tag on it."""
-    repository = hub.repositories[name]
-    whole = len(repository.commits) == 2 and is_whole(repository.files, folder)
-    return whole and repository.tags == {TAG: repository.head}
-=======
     """Return whether the build was published in one commit, which has the tag."""
     repository = hub.repositories[name]
     complete = len(repository.commits) == 2 and is_complete(repository.files, folder)
     return complete and repository.tags == {TAG: repository.head}
->>>>>>> m-w-inference

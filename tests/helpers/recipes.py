@@ -122,5 +122,6 @@ def built(run_recipe: Recipe) -> nn.Module:
     from glm4v_patched.finetune.worker import build_model
 
     return build_model(
-        decide_options(ChatGLMConfig(), run_recipe.engine_options(), BATCH, 0), resolve_base(run_recipe)
+        decide_options(ChatGLMConfig(), run_recipe.engine_options(), BATCH, 0),
+        resolve_base(run_recipe),
     )

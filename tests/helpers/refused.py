@@ -8,11 +8,7 @@ import pytest
 
 @contextmanager
 def refused(kind: type[BaseException], *named: str) -> Iterator[pytest.ExceptionInfo]:
-<<<<<<< HEAD
     """Expect an error ``kind`` whose message contains each of ``named``."""
-=======
-    """Expect an error of class ``kind`` with each of ``named`` in its message."""
->>>>>>> m-w-finetune
     with pytest.raises(kind) as caught:
         yield caught
     for part in named:

@@ -58,25 +58,12 @@ async def call(
     async def send(message):
         sent.append(message)
 
-<<<<<<< HEAD
-    headers_given = {"host": "localhost:8000", "content_type": "application/json"} | headers
-=======
     all_headers = {"host": "localhost:8000", "content_type": "application/json"} | headers
->>>>>>> m-w-inference
     scope = {
         "type": "http",
         "method": method,
         "path": path,
         "query_string": b"",
-<<<<<<< HEAD
-        "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers_given.items()],
-    }
-    await app(scope, receive, send)
-    reply = b"".join(message.get("body", b"") for message in sent[1:])
-    if reply.startswith((b"data: ", b"event: ")):
-        return sent[0]["status"], {"lines": reply.decode().splitlines()}
-    return sent[0]["status"], json.loads(reply or b"{}")
-=======
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in all_headers.items()],
     }
     await app(scope, receive, send)
@@ -84,7 +71,6 @@ async def call(
     if reply_body.startswith((b"data: ", b"event: ")):
         return sent[0]["status"], {"lines": reply_body.decode().splitlines()}
     return sent[0]["status"], json.loads(reply_body or b"{}")
->>>>>>> m-w-inference
 
 
 class EchoQueue:
@@ -120,10 +106,5 @@ def echo_app(queue: EchoQueue, with_page: bool = False, **limits):
 def numbered_ids(monkeypatch) -> None:
     """Give responses and their messages ids that are the same in every run."""
     numbers = itertools.count(1)
-<<<<<<< HEAD
-    fake = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032}"))
-    monkeypatch.setattr(replies, "uuid", fake)
-=======
     fake_uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):032}"))
     monkeypatch.setattr(replies, "uuid", fake_uuid)
->>>>>>> m-w-inference

@@ -67,11 +67,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> GLM4VForCausalLM:
 
 
 def encoded(model: GLM4VForCausalLM, pixels: torch.Tensor) -> torch.Tensor:
-<<<<<<< HEAD
     """Return the embeddings of images, from begin to end."""
-=======
-    """Return the embeddings that replace these images in their sequences."""
->>>>>>> m-w-finetune
     return model.get_image_features(pixels, return_dict=True).pooler_output
 
 

@@ -10,7 +10,12 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
-from glm4v_patched.finetune.adapter_card import BASE_PLACEHOLDER, NOT_ON_HUB, ADAPTERS_LOCATION, BASE_LOCATION
+from glm4v_patched.finetune.adapter_card import (
+    ADAPTERS_LOCATION,
+    BASE_LOCATION,
+    BASE_PLACEHOLDER,
+    NOT_ON_HUB,
+)
 from hub_upload.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST
 from tests.helpers.answering import write_files
 from tests.helpers.publishable import TAG, amended, as_files, signed

@@ -50,7 +50,9 @@ def referenced(files) -> Path:
 
 @pytest.fixture
 def never_loads(monkeypatch) -> None:
-    monkeypatch.setattr(loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded")
+    )
 
 
 @pytest.fixture

@@ -125,7 +125,8 @@ def test_each_batch_and_each_seed_samples_its_own_tokens(files):
         rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in (1, 2)]
         options = request(files, generation=generation_options, batch_size=1)
         return [
-            answer.text for _, answer in module.generate_answers(options, ModelSource(options.model), rows)
+            answer.text
+            for _, answer in module.generate_answers(options, ModelSource(options.model), rows)
         ]
 
     [first, second] = drawn()
@@ -154,7 +155,10 @@ def test_the_next_batch_is_copied_while_one_is_answered(files, monkeypatch):
     monkeypatch.setattr(Answerer, "generate", wait)
     rows = [Question(row, [{"role": "user", "content": "Which?"}]) for row in range(3)]
     answer_options = request(files, batch_size=1)
-    assert len([*module.generate_answers(answer_options, ModelSource(answer_options.model), rows)]) == 3
+    assert (
+        len([*module.generate_answers(answer_options, ModelSource(answer_options.model), rows)])
+        == 3
+    )
 
 
 @pytest.mark.parametrize("has_image", [False, True])

@@ -30,8 +30,8 @@ from tests.helpers.tiny import (
     padded,
     random_pixels,
     text,
-    unexpanded_image,
     tiny_model,
+    unexpanded_image,
 )
 from tests.helpers.waits import Calls, Operators
 

@@ -112,7 +112,9 @@ def test_a_tiny_model_is_evaluated_and_its_answers_are_kept(
     assert evaluate(files, referenced, "--out", str(out)) == 0
     first = json.loads((out / "metrics.json").read_text())
     assert first["rows_cut"] == 4 and "cut at --max-new-tokens" in capsys.readouterr().out
-    monkeypatch.setattr(loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        loading, "load_with_processor", lambda *_: pytest.fail("the model was loaded")
+    )
     assert evaluate(files, referenced, "--out", str(out)) == 0
     assert json.loads((out / "metrics.json").read_text()) == first
     assert evaluate(files, referenced, "--out", str(out), "--seed", "1") == 1

@@ -232,7 +232,9 @@ def test_positions_are_those_of_the_model(parts, inner):
         images += [(len(row), len(ids))] if part == "i" else []
         row += ids
     form = ImageFormat(BOI, EOI, num_image_tokens=inner, vocab_size=512, max_positions=8192)
-    expanded = expand_image_placeholders(UnexpandedBatch(torch.tensor([row])), form, num_images=len(images))
+    expanded = expand_image_placeholders(
+        UnexpandedBatch(torch.tensor([row])), form, num_images=len(images)
+    )
     assert expanded.input_ids[0].tolist() == row
     assert shared_positions(len(row), images).tolist() == expanded.position_ids[0].tolist()
 
@@ -321,7 +323,8 @@ def test_image_tokens_are_not_generated_as_in_our_model():
         published = vars(model.config) | {}
         published.pop("image_token_id")
         assert (
-            vllm_plugin.never_generated_ids(SimpleNamespace(**published)) == model._image_token_ids()[:2]
+            vllm_plugin.never_generated_ids(SimpleNamespace(**published))
+            == model._image_token_ids()[:2]
         )
 
 

@@ -116,7 +116,10 @@ def test_the_largest_sizes_are_whole_models_on_the_meta_device():
 
 JSON = {
     "deep": ("[" * 99_999, "cannot be read: maximum recursion"),
-    "deep enough for others": ('{"a":' * 200 + "1" + "}" * 200, f"nests more than {MAX_JSON_DEPTH}"),
+    "deep enough for others": (
+        '{"a":' * 200 + "1" + "}" * 200,
+        f"nests more than {MAX_JSON_DEPTH}",
+    ),
     "lists": ('{"a":' + "[" * 200 + "]" * 200 + "}", f"nests more than {MAX_JSON_DEPTH}"),
     "twice": ('{"num_layers": 2, "num_layers": 3}', "the key 'num_layers' is there twice"),
     "twice inside": ('{"a": {"b": 1, "b": 1}}', "the key 'b' is there twice"),

@@ -68,7 +68,9 @@ def test_adapters_may_come_after_their_model_is_held(tmp_path, monkeypatch):
 
     row = torch.tensor([[*text(3), *expanded_image()]])
     with_it = {"input_ids": row, "pixel_values": random_pixels(1).bfloat16()}
-    later = trainable.load_trainable_adapters(loading.build_on_device(build, "cpu", "fp8"), tmp_path)
+    later = trainable.load_trainable_adapters(
+        loading.build_on_device(build, "cpu", "fp8"), tmp_path
+    )
     before = loading.build_on_device(build, "cpu", "fp8", tmp_path)
     none = loading.build_on_device(build, "cpu", "fp8")
     with torch.no_grad():

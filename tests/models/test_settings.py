@@ -18,7 +18,12 @@ from glm4v_patched.models.find import find_source
 from glm4v_patched.models.limits import TOKENIZER_SETTINGS
 from glm4v_patched.models.loading import load_processor
 from glm4v_patched.patch.config_json import why_not_glm4v
-from glm4v_patched.remote.configuration_chatglm import GENERAL_SETTINGS, SAVED_CONFIG_FIELDS, VISION_SETTINGS, ChatGLMConfig
+from glm4v_patched.remote.configuration_chatglm import (
+    GENERAL_SETTINGS,
+    SAVED_CONFIG_FIELDS,
+    VISION_SETTINGS,
+    ChatGLMConfig,
+)
 from tests.helpers.tiny import golden_json
 
 VALUES = [None, True, -1, 0, 1.5, float("inf"), 10**30, "", "x", [], [[1]], {}, {"a": {"b": 1}}]
@@ -27,7 +32,11 @@ OTHERS = ["attribute_map", "sub_configs", "to_dict", "from_dict", "_auto_class",
 OTHERS += ["__dict__", "vision", "keys_to_ignore_at_inference", "num_hidden_layers", "vocab_size"]
 OTHERS += ["rope_parameters", "layer_types", "per_layer_config", "num_labels", "pruned_heads"]
 OTHERS += ["attn_implementation", "_attn_implementation_internal", "tokenizer_class", "model_type"]
-SETTINGS = [*sorted({*SAVED_CONFIG_FIELDS, *GENERAL_SETTINGS}), *OTHERS, *(f"vision_config.{name}" for name in VISION_SETTINGS)]
+SETTINGS = [
+    *sorted({*SAVED_CONFIG_FIELDS, *GENERAL_SETTINGS}),
+    *OTHERS,
+    *(f"vision_config.{name}" for name in VISION_SETTINGS),
+]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -58,7 +58,10 @@ def test_another_model_is_refused_with_the_same_reason_everywhere(change, part, 
         ),
     ]
     if "original_rope" in change:  # the model's own config has another message
-        for build in (lambda: ChatGLMConfig(**values), lambda: ChatGLMConfig.from_config(Foreign())):
+        for build in (
+            lambda: ChatGLMConfig(**values),
+            lambda: ChatGLMConfig.from_config(Foreign()),
+        ):
             with pytest.raises(ValueError, match="original_rope=.* every glm-4v .* has True"):
                 build()
     if values["model_type"] is not None:

@@ -21,8 +21,8 @@ from transformers.cache_utils import StaticLayer
 
 from ...remote.cache_metadata import is_static
 from ...remote.modeling_chatglm import MLP, GLMBlock, SelfAttention
-from ...remote.visual import VisionMLP as TowerMLP
 from ...remote.visual import PatchEmbedding, TransformerLayer
+from ...remote.visual import VisionMLP as TowerMLP
 from . import skinny_gemm
 from .fp8_linear import Fp8StoredLinear
 from .fp8_matmul import Fp8Tensor

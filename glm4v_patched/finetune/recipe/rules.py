@@ -10,7 +10,13 @@ from typing import Any
 
 from ...data.columns import find_columns_problem
 from ...data.source import make_sources
-from ...engine.options import LANGUAGE_TARGETS, MODEL_PARTS, is_lora, parts_with_rates, trains_vision
+from ...engine.options import (
+    LANGUAGE_TARGETS,
+    MODEL_PARTS,
+    is_lora,
+    parts_with_rates,
+    trains_vision,
+)
 from ...terminal_text import pip_install
 from .file import RecipeProblem, collect_problems
 from .trainer import METRIC_SCHEDULES

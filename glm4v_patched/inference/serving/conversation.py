@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...data.image_files import decode_data_url
-from ...data.messages import IMAGE_PLACEHOLDER_RE, EDGE_PLACEHOLDERS_RE, describe_value
+from ...data.messages import EDGE_PLACEHOLDERS_RE, IMAGE_PLACEHOLDER_RE, describe_value
 from ...terminal_text import shorten
 from .limits import ApiError
 
@@ -124,9 +124,7 @@ def drop_neutral_keys(
         same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in allowed)
         if not (any(same) if allowed else not value):
             expected = " or ".join(map(json.dumps, allowed)) or "no value"
-            problem = (
-                f"is {describe_value(value)}, which this server does not support; expected {expected}"
-            )
+            problem = f"is {describe_value(value)}, which this server does not support; expected {expected}"
             raise invalid_key(prefix + key, problem, "unsupported_parameter")
     return relevant
 
@@ -138,14 +136,8 @@ def _read_message(key: str, message: dict[str, Any]) -> Turn:
     api_role = message.pop("role", None)
     role = API_ROLES.get(api_role) if isinstance(api_role, str) else None
     if role is None:
-<<<<<<< HEAD
-        raise invalid(
-            f"{key}.role", f"is {describe_value(said)}; expected one of {', '.join(ROLES)}"
-        )
-=======
         roles = ", ".join(API_ROLES)
         raise invalid_key(f"{key}.role", f"is {describe_value(api_role)}; expected one of {roles}")
->>>>>>> m-w-inference
     content = message.pop("content", "" if role == "assistant" else None)
     _refuse_keys(message, f"{key}.", ("role", "content"))
     content_key = f"{key}.content"
@@ -157,7 +149,9 @@ def _read_message(key: str, message: dict[str, Any]) -> Turn:
             for index, part in enumerate(content)
         ]
     else:
-        raise invalid_key(content_key, f"is {describe_value(content)}; expected text or a list of parts")
+        raise invalid_key(
+            content_key, f"is {describe_value(content)}; expected text or a list of parts"
+        )
     return Turn(key, role, *_read_content(content_key, role, content))
 
 
@@ -195,7 +189,9 @@ def _strip_placeholders(key: str, text: str, num_images: int) -> str:
 def _read_content_part(key: str, part: Any) -> str | bytes:
     """Return a text or an image file."""
     if not isinstance(part, dict):
-        raise invalid_key(key, f"is {describe_value(part)}; expected {TEXT_EXAMPLE} or {IMAGE_EXAMPLE}")
+        raise invalid_key(
+            key, f"is {describe_value(part)}; expected {TEXT_EXAMPLE} or {IMAGE_EXAMPLE}"
+        )
     part = drop_neutral_keys(part, IGNORED_PART_KEYS, NEUTRAL_PART_VALUES, f"{key}.")
     kind = part.pop("type", None)
     if kind in TEXT_TYPES:
@@ -217,7 +213,9 @@ def _read_content_part(key: str, part: Any) -> str | bytes:
         url = drop_neutral_keys(url, IGNORED_PART_KEYS, {})
         url = url["url"] if [*url] == ["url"] else None
     if not isinstance(url, str):
-        raise invalid_key(f"{key}.{name}", f"is {describe_value(part[name])}; expected {IMAGE_EXAMPLE}")
+        raise invalid_key(
+            f"{key}.{name}", f"is {describe_value(part[name])}; expected {IMAGE_EXAMPLE}"
+        )
     return decode_data_url(url)  # the guard has replaced other URLs
 
 

@@ -86,7 +86,9 @@ def _server_limits(options: Namespace) -> ServerLimits:
         raise ValueError(
             f"{source} is empty, or has spaces or characters outside of ASCII: give another key"
         )
-    limits = from_namespace(ServerLimits, options, api_key=key, hosts=allowed_hosts(options.host, key))
+    limits = from_namespace(
+        ServerLimits, options, api_key=key, hosts=allowed_hosts(options.host, key)
+    )
     pixels = options.max_image_megapixels * 10**6
     return replace(limits, max_body_bytes=options.max_body_mb * 10**6, max_pixels=pixels)
 
@@ -119,20 +121,9 @@ def choose_vllm(options: Namespace) -> str | None:
     raise RuntimeError(f"vllm is not installed: {pip_install('glm4v-patched[vllm]')}")
 
 
-<<<<<<< HEAD
 def find_adapters(
     base: ModelSource, adapters: Mapping[str, str], weights: str | None
 ) -> dict[str, ModelSource]:
-    """By their names, the adapters that are served beside a model."""
-    others = {}
-    for each, folder in adapters.items():
-        told = f"--adapter {each}={folder}"
-        found = find_source(folder, weights=weights)
-        if found.adapters is None:
-            raise ValueError(f"{told}: it is a model; expected LoRA adapters")
-        if _place(found) != _place(base):
-=======
-def find_adapters(base: ModelSource, adapters: Mapping[str, str], weights: str | None) -> dict[str, ModelSource]:
     """Find the adapters of the options --adapter, by name.
 
     Args:
@@ -149,7 +140,6 @@ def find_adapters(base: ModelSource, adapters: Mapping[str, str], weights: str |
         if source.adapters is None:
             raise ValueError(f"{option}: this is a model; expected LoRA adapters")
         if _base_identity(source) != _base_identity(base):
->>>>>>> m-w-inference
             raise ValueError(
                 f"{option}: these are adapters of {source.model}, but the model that is served is "
                 f"{base.model}; both must be the same"
