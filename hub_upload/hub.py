@@ -62,7 +62,8 @@ def list_repository(
     info = api.model_info(name, revision=revision, files_metadata=True)
     if not info.sha or info.siblings is None or any(file.size is None for file in info.siblings):
         raise ValueError(
-            f"{url_origin(constants.ENDPOINT)} returned no commit of {name}, or no file sizes, unlike "
+            f"{url_origin(constants.ENDPOINT)} returned no commit of {name}, or no file sizes, "
+            "unlike "
             f"a Hub: check HF_ENDPOINT; {RETRY_HINT}"
         )
     return info, {file.rfilename: file for file in info.siblings}

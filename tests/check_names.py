@@ -17,57 +17,13 @@ PRODUCT = ("glm4v_patched", "hub_upload")
 EVERYWHERE = (*PRODUCT, "tests", "docs", ".github")
 
 # Participles, prepositions and pronouns: they hide what a value is.
-BANNED_LOCALS = frozenset(
-    [
-        "told",
-        "found",
-        "given",
-        "each",
-        "of",
-        "grown",
-        "held",
-        "drawn",
-        "asked",
-        "shown",
-        "said",
-        "meant",
-        "kept",
-        "got",
-        "had",
-        "made",
-        "read_",
-        "those",
-        "these",
-        "this",
-        "that",
-        "here",
-        "there",
-        "which",
-        "whose",
-        "where_",
-        "left",
-        "room",
-        "stood",
-        "taken",
-    ]
-)
-BANNED_OPENINGS = frozenset(
-    [
-        "Of",
-        "What",
-        "That",
-        "Those",
-        "These",
-        "This",
-        "Whose",
-        "Who",
-        "Which",
-        "With",
-        "By",
-        "In",
-        "For",
-    ]
-)
+BANNED_LOCALS = {
+    *str.split(
+        "told found given each of grown held drawn asked shown said meant kept got had made those "
+        "these this that here there which whose room stood taken"
+    )
+}
+BANNED_OPENINGS = {*str.split("Of What That Those These This Whose Who Which With By In For")}
 
 # Defined in several files on purpose.
 SAME_NAME_ALLOWED = {

@@ -131,8 +131,8 @@ def _conversation(
         return [user, {"role": "assistant", "content": letters(answer_length)}]
 
     [smallest] = ConversationCollator(processor).measure([conversation(1, 1)])
-    answer = num_supervised(text_tokens) - smallest.learned + 1
-    question = processor.num_image_tokens + 2 + text_tokens - smallest.positions - answer + 2
+    answer = num_supervised(text_tokens) - smallest.supervised + 1
+    question = processor.num_image_tokens + 2 + text_tokens - smallest.tokens - answer + 2
     if min(question, answer) < 1:
         raise ValueError(
             f"--text-tokens {text_tokens} is too small for a question and an answer in the chat "

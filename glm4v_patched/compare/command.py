@@ -191,12 +191,14 @@ def _require_memory(folder: Path, length: int, precision: Precision, device: str
     free = free_ram() if device == "cpu" else min_free_gpu_memory()
     print(
         f"comparing in {precision} on {device}, one model after the other, needs about "
-        f"{format_bytes(needed)} ({format_bytes(weights)} of weights); {format_bytes(free)} are free",
+        f"{format_bytes(needed)} ({format_bytes(weights)} of weights); {format_bytes(free)} are "
+        "free",
         file=sys.stderr,
         flush=True,
     )
     if needed > free:
         raise ValueError(
-            f"comparing needs about {format_bytes(needed)} and {format_bytes(free)} are free; expected "
+            f"comparing needs about {format_bytes(needed)} and {format_bytes(free)} are free; "
+            "expected "
             "a larger machine" + (", or --precision bf16" if precision == "fp32" else "")
         )

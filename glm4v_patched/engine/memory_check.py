@@ -36,14 +36,16 @@ def find_memory_problem(
     usable, ram = free - NON_TORCH_BYTES, free_ram()
     if free and (needed := model_state_bytes(config, options, batch)) > usable:
         return (
-            f"weights, gradients and optimizer states need {format_bytes(needed)} on each GPU, which "
+            f"weights, gradients and optimizer states need {format_bytes(needed)} on each GPU, "
+            "which "
             f"has {format_bytes(usable)} free; expected more GPUs with engine.zero_stage 3, "
             "engine.offload true, engine.optimizer adamw_8bit, or another trained"
         )
     of_ram = f"of the machine's memory, of which {format_bytes(ram)} are free; expected"
     if (needed := local_share * offloaded_bytes(config, options)) > ram:
         return (
-            f"engine.offload is true, and the optimizer states need {format_bytes(needed)} {of_ram} a "
+            f"engine.offload is true, and the optimizer states need {format_bytes(needed)} "
+            f"{of_ram} a "
             "machine with more, or another trained: lm, lora_all or lora_lm"
         )
     if free:

@@ -344,7 +344,7 @@ def check_data(job: Job) -> CheckedData:
         evaluate=job.data.eval_sources(),
         pack_to=job.data.pack_to,
         on_bad=job.data.on_bad,
-        first=job.data.num_checked,
+        num_precheck=job.data.num_checked,
     )
 
 

@@ -205,7 +205,8 @@ def require_usable(
     extends = is_longer(report.get("length"), length)
     if resume and finished and not extends:
         raise ValueError(
-            f"the training in {folder} is finished ({TRAINING_REPORT}), and there is nothing to resume; to "
+            f"the training in {folder} is finished ({TRAINING_REPORT}), and there is nothing to "
+            "resume; to "
             "make it longer, raise trainer.num_train_epochs or trainer.max_steps; to train on "
             "other data, give a new run that folder as model"
         )

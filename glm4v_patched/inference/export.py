@@ -84,7 +84,8 @@ class ExportReport(NamedTuple):
     after: dict[str, Any] | None
 
     def __str__(self) -> str:
-        sizes = f"before {format_bytes(self.bytes_before)}, {self.format} {format_bytes(self.bytes_after)}"
+        after = format_bytes(self.bytes_after)
+        sizes = f"before {format_bytes(self.bytes_before)}, {self.format} {after}"
         lines = [f"{sizes}, quantized in {self.seconds:.0f} s"]
         for name, scores in (("before", self.before), (self.format, self.after)):
             if scores is not None:
@@ -155,7 +156,8 @@ def export(
     if free < memory:
         raise ValueError(
             f"the {device} has {format_bytes(free)} of memory free, and the export needs about "
-            f"{format_bytes(memory)}; calibrate with fewer rows (--rows; now {len(conversations):,}), "
+            f"{format_bytes(memory)}; calibrate with fewer rows (--rows; now "
+            f"{len(conversations):,}), "
             "or use a larger machine, or --device cpu, which is slow"
         )
     with create_folder_atomically(out) as partial:
@@ -243,7 +245,7 @@ def estimate_needs(
     sizes = ConversationCollator(processor).measure(list(conversations))
     vision = config.vision
     # The inputs of one layer for all rows, of the language model or of the tower.
-    activations = [sum(size.positions for size in sizes) * config.hidden_size]
+    activations = [sum(size.tokens for size in sizes) * config.hidden_size]
     if format.quantizes_tower:
         num_images = sum(size.num_images for size in sizes)
         activations.append(num_images * vision.num_positions * vision.hidden_size)

@@ -166,7 +166,8 @@ def shared_positions(length: int, images: Iterable[tuple[int, int]]) -> Tensor:
             begin and end included.
 
     Returns:
-        ``(length,)`` int64, the same as :func:`..remote.image_layout.expand_image_placeholders` computes.
+        ``(length,)`` int64, as :func:`..remote.image_layout.expand_image_placeholders` computes
+        them.
     """
     steps = torch.ones(length, dtype=torch.long)
     steps[:1] = 0

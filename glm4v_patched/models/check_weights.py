@@ -130,7 +130,8 @@ def require_complete_weights(
     ]:
         raise ValueError(
             f"from_scratch has {frozen[0]}, which is missing in {model} and is not trained by "
-            f"trained: {trained}; expected trained to be full, or to include {part_of_parameter(frozen[0])}"
+            f"trained: {trained}; expected trained to be full, or to include "
+            f"{part_of_parameter(frozen[0])}"
         )
     not_allowed = [f"{name} {[*expected[name]]}" for name in missing if name not in allowed]
     groups = (

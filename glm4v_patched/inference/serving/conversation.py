@@ -124,7 +124,10 @@ def drop_neutral_keys(
         same = (value == n and isinstance(value, bool) == isinstance(n, bool) for n in allowed)
         if not (any(same) if allowed else not value):
             expected = " or ".join(map(json.dumps, allowed)) or "no value"
-            problem = f"is {describe_value(value)}, which this server does not support; expected {expected}"
+            problem = (
+                f"is {describe_value(value)}, which this server does not support; "
+                f"expected {expected}"
+            )
             raise invalid_key(prefix + key, problem, "unsupported_parameter")
     return relevant
 

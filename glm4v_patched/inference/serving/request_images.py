@@ -150,7 +150,8 @@ def _read_image(url: str, limits: ServerLimits, fetched: int) -> tuple[bytes, bo
     if not limits.allow_urls:
         raise ApiError(
             400,
-            f"the image is {describe_value(url)}, but this server does not fetch images (it was started "
+            f"the image is {describe_value(url)}, but this server does not fetch images (it was "
+            "started "
             "without --allow-urls): send it as data:image/...;base64,...",
             code="url_not_allowed",
         )
