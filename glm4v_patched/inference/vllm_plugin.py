@@ -75,7 +75,6 @@ class SharedPositions:
     def verify_and_update_model_config(model_config: Any) -> None:
         """Declare M-RoPE, so that vLLM asks the model for its positions."""
         config = model_config.hf_config
-        # vLLM serves cogagent-9b by the same architecture.
         if reason := why_not_glm4v(config.to_dict()):
             raise ValueError(
                 f"this config is not a glm-4v's: {reason}; to serve it without glm4v_patched's "

@@ -4,8 +4,8 @@
 
     swift sft --external_plugins $(python -m glm4v_patched.integrations ms-swift) ...
 
-It replaces ms-swift's own model type ``chatglm4v``, which fits the published code only. cogagent-9b
-has the same model type there; it is renamed to ``chatglm4v_of_swift``.
+It replaces ms-swift's own model type ``chatglm4v``, of glm-4v and cogagent-9b, which fits the
+published code only; that is renamed to ``chatglm4v_of_swift``.
 """
 
 from copy import deepcopy
@@ -54,8 +54,8 @@ class GLM4VLoader(ModelLoader):
     def get_config(self, model_dir):
         if reason := _glm4v_folder_problem(model_dir):
             raise ValueError(
-                f"{model_dir}: its config.json is not a glm-4v's: {reason}. For cogagent-9b, give "
-                f"--model_type and --template {STOCK_SWIFT_TYPE} while this plug-in is registered"
+                f"{model_dir}: its config.json is not a glm-4v's: {reason}. For ms-swift's own "
+                f"code, give --model_type and --template {STOCK_SWIFT_TYPE}"
             )
         return super().get_config(model_dir)
 

@@ -19,10 +19,10 @@ MAX_JSON_DEPTH = 64
 
 
 def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
-    """Return why a config is not a glm-4v's, or ``None`` if it is one.
+    """Return why a config is not a glm-4v's, or ``None`` if it is one or a cogagent-9b's.
 
     The model type "chatglm" is not enough: chatglm2, chatglm3 and the text models of GLM-4 share
-    it, and cogagent-9b also has the vision config.
+    it.
     """
     if (model_type := config.get("model_type")) != "chatglm":
         return f"model_type is {model_type!r:.60}, expected 'chatglm'"
@@ -30,12 +30,6 @@ def why_not_glm4v(config: Mapping[str, Any]) -> str | None:
         return (
             f"vision_config is {vision!r:.60}, expected an object (chatglm2, chatglm3 and the text "
             "models of GLM-4 have none)"
-        )
-    # Compared as the model's own config compares it: 1 is equal to True.
-    if (original_rope := config.get("original_rope", True)) not in (True,):
-        return (
-            f"original_rope is {original_rope!r:.60}, expected true or no such field (cogagent-9b "
-            "has false: it rotates other channels, which is not supported)"
         )
     return None
 

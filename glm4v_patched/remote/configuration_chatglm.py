@@ -401,7 +401,6 @@ class EVA2CLIPVisionConfig:
 # Fields of the published file with the only supported value, which every checkpoint has.
 FIXED_FIELDS = {
     "multi_query_attention": True,
-    "original_rope": True,
     "rmsnorm": True,
     "post_layer_norm": True,
     "apply_residual_connection_post_layernorm": False,
@@ -420,6 +419,7 @@ DEFAULTS = FIXED_FIELDS | {
     "num_attention_heads": 32,
     "multi_query_group_num": 2,
     "seq_length": 8192,
+    "original_rope": True,
     "rope_ratio": 1,
     "layernorm_epsilon": 1.5625e-07,
     "add_bias_linear": False,
@@ -497,9 +497,11 @@ COMMON_TOKEN_FIELDS = ("bos_token_id", "pad_token_id", "eos_token_id", "tie_word
 class ChatGLMConfig(PretrainedConfig):
     """Configuration of :class:`GLM4VForCausalLM`; ``ChatGLMConfig()`` is glm-4v-9b.
 
-    The fields are those of :data:`DEFAULTS`. These are not in the published file:
+    The fields are those of :data:`DEFAULTS`. Only the first one here is in the published file:
 
     Args:
+        original_rope: Rotate neighboring channels, as glm-4v does. ``False``, in cogagent-9b's
+            file, rotates the halves of the rotated channels.
         rope_in_fp32: Keep the rotary table in fp32. ``False`` rounds it to the model's dtype as
             the published code does, with which the weights were trained.
         skip_logits: In training with labels, compute only the loss, in chunks of
@@ -677,6 +679,12 @@ class ChatGLMConfig(PretrainedConfig):
             if name in values and values[name] == value:
                 del values[name]
         return values
+
+    @property
+    def rotary_distance(self) -> int:
+        """Number of channels between the two of a rotated pair: 1, or with ``original_rope`` false
+        half of the rotated channels (as GPT-NeoX rotates)."""
+        return 1 if self.original_rope else self.kv_channels // 4
 
     @property
     def vision(self) -> EVA2CLIPVisionConfig:

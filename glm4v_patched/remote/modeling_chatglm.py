@@ -111,15 +111,16 @@ class RotaryEmbedding(nn.Module):
         dtype = torch.float32 if self.config.rope_in_fp32 else dtype
         cos, sin = angles_BRF.cos().to(dtype), angles_BRF.sin().to(dtype)
         padding = 0, self.config.kv_channels - 2 * len(theta_F)
-        cos_BRC = F.pad(torch.stack((cos, cos), dim=-1).flatten(-2), padding, value=1.0)
-        sin_BRC = F.pad(torch.stack((-sin, sin), dim=-1).flatten(-2), padding)
+        cos, sin = (x.unflatten(-1, (-1, self.config.rotary_distance)) for x in (cos, sin))
+        cos_BRC = F.pad(torch.stack((cos, cos), dim=-2).flatten(-3), padding, value=1.0)
+        sin_BRC = F.pad(torch.stack((-sin, sin), dim=-2).flatten(-3), padding)
         return cos_BRC[:, :, None], sin_BRC[:, :, None]
 
 
-def apply_rotary(x_BRHC: Tensor, cos_BR1C: Tensor, sin_BR1C: Tensor) -> Tensor:
-    """Rotate pairs of neighboring channels ``(2i, 2i + 1)``."""
-    neighbors_BRHC = x_BRHC.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x_BRHC * cos_BR1C + neighbors_BRHC * sin_BR1C).to(x_BRHC.dtype)
+def apply_rotary(x_BRHC: Tensor, cos_BR1C: Tensor, sin_BR1C: Tensor, distance: int) -> Tensor:
+    """Rotate pairs of channels that are ``distance`` apart (``ChatGLMConfig.rotary_distance``)."""
+    partners_BRHC = x_BRHC.unflatten(-1, (-1, 2, distance)).flip(-2).flatten(-3)
+    return (x_BRHC * cos_BR1C + partners_BRHC * sin_BR1C).to(x_BRHC.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -181,7 +182,7 @@ class SelfAttention(nn.Module):
         num_heads, num_groups, _ = self.split_sizes
         sizes = num_heads + num_groups, num_groups
         query_key_BRHC, value_BRGC = heads_BRHC.split(sizes, dim=2)
-        rotated_BRHC = apply_rotary(query_key_BRHC, cos, sin)
+        rotated_BRHC = apply_rotary(query_key_BRHC, cos, sin, self.config.rotary_distance)
         return *rotated_BRHC.split((num_heads, num_groups), dim=2), value_BRGC
 
 

@@ -296,14 +296,16 @@ def test_packed_weights_of_other_packages_are_not_passed_to_kernels(monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_fp32", [False, True])
-def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(in_fp32):
-    config = ChatGLMConfig(rope_in_fp32=in_fp32, num_layers=1)
+@pytest.mark.parametrize("neighbors", [True, False])
+def test_heads_are_rotated_in_place_bit_for_bit_and_values_stay(neighbors, in_fp32):
+    config = ChatGLMConfig(rope_in_fp32=in_fp32, num_layers=1, original_rope=neighbors)
     with torch.device("cuda"):
         attention, angles = SelfAttention(config, 0), RotaryEmbedding(config)
         heads = torch.randn(2, 100, 36, 128).bfloat16()
         cos, sin = angles(torch.randint(0, 8000, (2, 100)), torch.bfloat16)
     set_implementation(attention, InferenceSelfAttention)
-    expected = apply_rotary(heads[:, :, :34], cos, sin).split((32, 2), dim=2)
+    expected = apply_rotary(heads[:, :, :34], cos, sin, config.rotary_distance)
+    expected = expected.split((32, 2), dim=2)
     value = heads[:, :, 34:].clone()
     with torch.no_grad():
         rotated = attention.rotate(heads, cos, sin)
@@ -360,13 +362,14 @@ def test_a_model_on_a_gpu_generates_as_before(weights):
     "batch, max_cache_len, filled", [(1, 2048, 1977), (3, 129, 128), (32, 1792, 1650)]
 )
 @pytest.mark.parametrize("queries, groups, channels", [(32, 2, 128), (4, 4, 16)])
-@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("in_fp32, neighbors", [(False, True), (True, True), (False, False)])
 def test_a_new_token_is_cached_and_attends_where_its_mask_is_true(
-    batch, max_cache_len, filled, queries, groups, channels, in_fp32
+    batch, max_cache_len, filled, queries, groups, channels, in_fp32, neighbors
 ):
     torch.manual_seed(0)
-    config = ChatGLMConfig(rope_in_fp32=in_fp32, num_layers=1, kv_channels=channels)
-    sizes = queries, groups, groups
+    rotation = {"rope_in_fp32": in_fp32, "original_rope": neighbors}
+    config = ChatGLMConfig(num_layers=1, kv_channels=channels, **rotation)
+    sizes, distance = (queries, groups, groups), config.rotary_distance
     with torch.device("cuda"):
         cache_layer = StaticLayer(max_cache_len=max_cache_len)
         cached = torch.randn(batch, groups, filled, channels).bfloat16()
@@ -374,19 +377,16 @@ def test_a_new_token_is_cached_and_attends_where_its_mask_is_true(
         heads = torch.randn(batch, 1, sum(sizes), channels).bfloat16()
         angles = RotaryEmbedding(config)(torch.randint(0, 8000, (batch, 1)), torch.bfloat16)
         mask = torch.rand(batch, 1, 1, max_cache_len) > 0.3
-    mask[..., 0], mask[..., filled - 70 : filled - 3] = (
-        True,
-        False,
-    )  # all keys of a block are masked
+    mask[..., 0], mask[..., filled - 70 : filled - 3] = True, False  # masks a block's keys
     mask[..., filled + 1 :] = False
-    rotated = apply_rotary(heads[:, :, : queries + groups], *angles).transpose(1, 2)
+    rotated = apply_rotary(heads[:, :, : queries + groups], *angles, distance).transpose(1, 2)
     keys, values = cache_layer.keys.clone(), cache_layer.values.clone()
     keys[:, :, filled : filled + 1] = rotated[:, queries:]
     values[:, :, filled : filled + 1] = heads[:, :, queries + groups :].transpose(1, 2)
     for current_mask in (mask, mask[:1]):
         for quantizes in (False, True):
             cache_layer.cumulative_length.fill_(filled)
-            query = rope_and_update_cache(heads.flatten(2), sizes, *angles, cache_layer)
+            query = rope_and_update_cache(heads.flatten(2), sizes, *angles, distance, cache_layer)
             assert torch.equal(query, rotated[:, :queries, 0])
             assert torch.equal(cache_layer.keys, keys) and torch.equal(cache_layer.values, values)
             out: Any = flash_decode(query, cache_layer, current_mask, quantizes)
@@ -404,7 +404,7 @@ def test_a_new_token_is_cached_and_attends_where_its_mask_is_true(
                 out = (data * out.scale[..., None]).flatten(2)
             assert apart(out, exact) < (0.04 if quantizes else 0.005)
     cache_layer.cumulative_length.fill_(max_cache_len)  # full: nothing is written beyond its end
-    rope_and_update_cache(heads.flatten(2), sizes, *angles, cache_layer)
+    rope_and_update_cache(heads.flatten(2), sizes, *angles, distance, cache_layer)
     assert torch.equal(cache_layer.keys, keys) and torch.equal(cache_layer.values, values)
 
 
@@ -467,7 +467,7 @@ def test_each_kernel_reduces_split_k_partials(rows, is_stored):
         position = torch.randint(0, 8000, (rows, 1), device="cuda")
         angles = RotaryEmbedding(ChatGLMConfig()).cuda()(position, torch.bfloat16)
         query, expected_query = (
-            rope_and_update_cache(heads, (32, 2, 2), *angles, cache)
+            rope_and_update_cache(heads, (32, 2, 2), *angles, 1, cache)
             for heads, cache in zip((partials, expected), caches, strict=True)
         )
         assert_near(query, expected_query)

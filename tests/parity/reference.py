@@ -35,6 +35,7 @@ def forward_row(weights: dict, config: dict, ids: list[int], images: list) -> to
 def decoder_layer(weights, prefix, config, x, positions) -> torch.Tensor:
     heads, groups = config["num_attention_heads"], config["multi_query_group_num"]
     eps, base = config["layernorm_epsilon"], 10000.0 * config["rope_ratio"]
+    rotation = positions, base, config["original_rope"]
 
     def weight(name):
         return weights[prefix + name]
@@ -46,7 +47,7 @@ def decoder_layer(weights, prefix, config, x, positions) -> torch.Tensor:
     outputs = []
     for h in range(heads):
         group = h // (heads // groups)
-        query, key = (rotate(of_heads[i], positions, base) for i in (h, heads + group))
+        query, key = (rotate(of_heads[i], *rotation) for i in (h, heads + group))
         outputs.append(attention(query, key, of_heads[heads + groups + group], causal=True))
     x = x + torch.cat(outputs, dim=1) @ weight("self_attention.dense.weight").T
     normed = rms_norm(x, weight("post_attention_layernorm.weight"), eps)
@@ -54,14 +55,16 @@ def decoder_layer(weights, prefix, config, x, positions) -> torch.Tensor:
     return x + (F.silu(gate) * up) @ weight("mlp.dense_4h_to_h.weight").T
 
 
-def rotate(x, positions, base) -> torch.Tensor:
-    """Rotate pairs of neighboring channels in the first half of ``(length, channels)``."""
+def rotate(x, positions, base, neighbors) -> torch.Tensor:
+    """Rotate pairs of channels in the first half of ``(length, channels)``: neighbors, or one of
+    the first quarter with one of the second (GPT-NeoX)."""
     rotated, columns = x.shape[1] // 2, list(x.unbind(dim=1))
-    for i in range(0, rotated, 2):
-        angles = [position * base ** (-i / rotated) for position in positions]
+    for i in range(rotated // 2):
+        angles = [position * base ** (-2 * i / rotated) for position in positions]
         cos, sin = (x.new_tensor([f(angle) for angle in angles]) for f in (math.cos, math.sin))
-        a, b = columns[i], columns[i + 1]
-        columns[i], columns[i + 1] = a * cos - b * sin, b * cos + a * sin
+        first, second = (2 * i, 2 * i + 1) if neighbors else (i, i + rotated // 2)
+        a, b = columns[first], columns[second]
+        columns[first], columns[second] = a * cos - b * sin, b * cos + a * sin
     return torch.stack(columns, dim=1)
 
 

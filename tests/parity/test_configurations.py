@@ -35,6 +35,7 @@ CONFIGURATIONS = {
     "a group for every head": {"num_attention_heads": 5, "multi_query_group_num": 5},
     "one group": {"multi_query_group_num": 1},
     "rope_ratio": {"rope_ratio": 50},
+    "rotation by halves": {"original_rope": False},
     "scaling_factor": vision(scaling_factor=3),
     "one image token": vision(image_size=28),
     "odd grid": vision(image_size=70),
@@ -45,6 +46,7 @@ CONFIGURATIONS = {
         "multi_query_group_num": 3,
         "kv_channels": 20,
         "rope_ratio": 3,
+        "original_rope": False,
         "ffn_hidden_size": 96,
         "num_layers": 3,
     }

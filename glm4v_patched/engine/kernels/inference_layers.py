@@ -176,7 +176,9 @@ class InferenceSelfAttention(SelfAttention):
         from .inference_triton import flash_decode, rope_and_update_cache  # needs Triton
 
         heads = _fused_linear(self, "query_key_value", x_BRD)
-        query_BHC = rope_and_update_cache(heads, self.split_sizes, cos, sin, cache_layer)
+        query_BHC = rope_and_update_cache(
+            heads, self.split_sizes, cos, sin, self.config.rotary_distance, cache_layer
+        )
         quantizes = (
             self.can_fuse("dense")
             and _takes_fp8(self.dense, heads)
@@ -224,7 +226,7 @@ class InferenceSelfAttention(SelfAttention):
         from .inference_triton import rope_in_place  # needs Triton
 
         query_heads, groups, _ = self.split_sizes
-        rope_in_place(heads_BRHC, query_heads + groups, cos, sin)
+        rope_in_place(heads_BRHC, query_heads + groups, cos, sin, self.config.rotary_distance)
         return heads_BRHC.split(self.split_sizes, dim=2)
 
 

@@ -135,11 +135,13 @@ def triton_rope_and_update_cache(
     has_bias: tl.constexpr,
     angle_dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DISTANCE: tl.constexpr,
     use_pdl: tl.constexpr,
 ):
     """Write one head of one sequence: a query, or a key or value of the cache.
 
-    The cosine is 1 and the sine 0 for the channels of a head that RoPE leaves alone.
+    The cosine is 1 and the sine 0 for the channels of a head that RoPE leaves alone. The distance
+    between the channels of a pair is a power of two, so that an XOR finds the other one.
     """
     pdl_wait_and_launch(use_pdl)
     row, num_rows, head = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.program_id(1)
@@ -152,8 +154,8 @@ def triton_rope_and_update_cache(
     )  # fmt: skip
     if head < query_heads + groups:
         neighbor = load_row(
-            heads, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns ^ 1, mask, dtype,
-            is_partials, is_scaled, has_bias,
+            heads, scale, bias, NUM_PARTIALS, num_rows, num_channels, row, columns ^ DISTANCE, mask,
+            dtype, is_partials, is_scaled, has_bias,
         )  # fmt: skip
         # Each product is rounded to the dtype of the angles, as torch's are.
         cos_term = value * tl.load(cos + row * HEAD_DIM + channels).to(tl.float32)
@@ -180,6 +182,7 @@ def triton_rope_in_place(
     num_rotated_heads,
     head_dim,
     NUM_PAIRS: tl.constexpr,
+    DISTANCE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
     """Rotate the first heads of one position of one sequence."""
@@ -188,8 +191,10 @@ def triton_rope_in_place(
     channels = tl.arange(0, 2 * NUM_PAIRS)
     pointers = heads + row * row_stride + head * head_dim + channels[None, :]
     value = tl.load(pointers, mask=head < num_rotated_heads, other=0.0)
-    even, odd = tl.split(tl.reshape(value, (BLOCK_HEADS, NUM_PAIRS, 2)))
-    neighbor = tl.reshape(tl.join(odd, even), (BLOCK_HEADS, 2 * NUM_PAIRS))
+    paired = tl.reshape(value, (BLOCK_HEADS, NUM_PAIRS // DISTANCE, 2, DISTANCE))
+    first, second = tl.split(tl.permute(paired, (0, 1, 3, 2)))
+    swapped = tl.permute(tl.join(second, first), (0, 1, 3, 2))
+    neighbor = tl.reshape(swapped, (BLOCK_HEADS, 2 * NUM_PAIRS))
     # Each product is rounded to the dtype of the angles, as torch's are.
     angle_dtype: tl.constexpr = cos.dtype.element_ty
     cosine = tl.load(cos + row * angle_stride + channels).to(tl.float32)
@@ -313,6 +318,7 @@ def rope_and_update_cache(
     sizes: tuple[int, int, int],
     cos_BR1C: Tensor,
     sin_BR1C: Tensor,
+    distance: int,
     cache_layer,
 ) -> Tensor:
     """Rotate the queries and keys of one new token per sequence, and cache its keys and values.
@@ -320,6 +326,7 @@ def rope_and_update_cache(
     Args:
         heads: ``(B, 1, (H + G + G) * C)``: queries, keys and values.
         sizes: ``H, G, G``.
+        distance: Number of channels between the two of a rotated pair.
         cache_layer: A ``StaticLayer``. The keys and values are written behind those that it has;
             :func:`flash_decode` counts them.
 
@@ -338,8 +345,8 @@ def rope_and_update_cache(
         triton_rope_and_update_cache[rows, sum(sizes)](
             *tensors, cos, sin, query, cache_layer.keys, cache_layer.values,
             cache_layer.cumulative_length, num_channels, query_heads, groups,
-            cache_layer.keys.shape[2], *flags, TL_DTYPES[cos.dtype], head_dim, use_pdl,
-            launch_pdl=use_pdl, num_warps=1, **NO_FP_FUSION,
+            cache_layer.keys.shape[2], *flags, TL_DTYPES[cos.dtype], head_dim, distance,
+            use_pdl, launch_pdl=use_pdl, num_warps=1, **NO_FP_FUSION,
         )  # fmt: skip
     return query
 
@@ -444,14 +451,14 @@ def _empty_like(x: Tensor, group_size: int) -> Tensor | Fp8Tensor:
 
 
 def rope_in_place(
-    heads_BRHC: Tensor, num_rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor
+    heads_BRHC: Tensor, num_rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor, distance: int
 ) -> None:
     """Rotate the first heads of a contiguous ``(B, R, H, C)`` in place, like ``apply_rotary``."""
     batch, length, heads, head_dim = heads_BRHC.shape
     cos, sin = (x.expand(batch, -1, -1, -1).contiguous() for x in (cos_BR1C, sin_BR1C))
     if rows := batch * length:
         # RoPE rotates the first half of the channels, in pairs.
-        sizes = head_dim // 4, triton.next_power_of_2(num_rotated_heads)
+        sizes = head_dim // 4, distance, triton.next_power_of_2(num_rotated_heads)
         with torch.cuda.device_of(heads_BRHC):
             triton_rope_in_place[(rows,)](
                 heads_BRHC, cos, sin, heads * head_dim, head_dim, num_rotated_heads, head_dim,

@@ -35,10 +35,10 @@ def add_rms_norm(
 
 
 def rope_in_place(
-    heads_BRHC: Tensor, num_rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor
+    heads_BRHC: Tensor, num_rotated_heads: int, cos_BR1C: Tensor, sin_BR1C: Tensor, distance: int
 ) -> None:
     rotated = heads_BRHC[:, :, :num_rotated_heads]
-    heads_BRHC[:, :, :num_rotated_heads] = apply_rotary(rotated, cos_BR1C, sin_BR1C)
+    heads_BRHC[:, :, :num_rotated_heads] = apply_rotary(rotated, cos_BR1C, sin_BR1C, distance)
 
 
 def rope_and_update_cache(
@@ -46,10 +46,11 @@ def rope_and_update_cache(
     sizes: tuple[int, int, int],
     cos: Tensor,
     sin: Tensor,
+    distance: int,
     cache_layer: Any,
 ) -> Tensor:
     heads_BRHC = to_tensor(heads).unflatten(-1, (sum(sizes), -1)).clone()
-    rope_in_place(heads_BRHC, sizes[0] + sizes[1], cos, sin)
+    rope_in_place(heads_BRHC, sizes[0] + sizes[1], cos, sin, distance)
     query, key, value = heads_BRHC.transpose(1, 2).split(sizes, dim=1)
     StaticLayer.update(cache_layer, key, value)
     return query.squeeze(2)
