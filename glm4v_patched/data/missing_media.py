@@ -154,6 +154,9 @@ def _find_placeholder_problem(text: str, row: dict) -> str | None:
 
 def _find_file_name_problem(text: str, files: ImageFiles, sample_images: set[str]) -> str | None:
     """Return which word of a question is an image file that the sample lacks, or None."""
+    lowered = text.lower()
+    if not any(suffix in lowered for suffix in IMAGE_SUFFIXES):
+        return None
     names = (name for line in text.splitlines() for name in _names_of(line))
     for name in islice(
         (name for name in names if name.lower().endswith(IMAGE_SUFFIXES)), MAX_NAMES

@@ -176,6 +176,24 @@ _ESCAPED = re.compile(_ESCAPE + r"(\d{7})")
 _CHARACTER = re.compile(_ESCAPED.pattern + "|.", re.DOTALL)
 
 
+PLAIN_MESSAGE_KEYS = {"role", "content", "image"}
+
+
+def _render_plain(messages: list[dict], piece_break: str) -> str | None:
+    """Render messages of text and at most one image each, exactly as `CHAT_TEMPLATE` does, in a
+    tenth of Jinja's time. Return None for all other messages."""
+    rendered = ["[gMASK]<sop>"]
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        is_text = role in CHAT_ROLES and isinstance(content, str)
+        if not is_text or message.keys() - PLAIN_MESSAGE_KEYS:
+            return None
+        image = "<|begin_of_image|><|endoftext|><|end_of_image|>" if "image" in message else ""
+        if image or content:
+            rendered.append(f"<|{role}|>\n{image}{piece_break}{content}")
+    return "".join(rendered)
+
+
 class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
     """Byte-level BPE with GLM-4's special tokens and chat format.
 
@@ -455,8 +473,16 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
             ]
         escape = escaper or (lambda value: value)
         piece_break = _PIECE_BREAK if escaper else ""
+        chats = [[escape(_drop_none(m)) for m in messages] for messages in conversations]
+        if template == CHAT_TEMPLATE and not (
+            tools or continue_final_message or return_assistant_tokens_mask
+        ):
+            plain = [_render_plain(messages, piece_break) for messages in chats]
+            if None not in plain:
+                ending = "<|assistant|>" if add_generation_prompt else ""
+                return [f"{text}{ending}" for text in plain], []
         rendered: Any = self.render_template(
-            conversations=[[escape(_drop_none(m)) for m in messages] for messages in conversations],
+            conversations=chats,
             tools=escape(tools),
             chat_template=template,
             return_assistant_tokens_mask=return_assistant_tokens_mask,
@@ -629,12 +655,11 @@ class ChatGLM4Tokenizer(PreTrainedTokenizerFast):
         split = re.compile("(" + "|".join(map(re.escape, marks)) + ")").split
         chats = [split(text) for text in rendered]
         # One call for all chats: it builds one tokenizer, and runs on several cores.
-        encodings = iter(
-            self._tokenizer_without_specials().encode_batch(
-                [_unescape(piece) for pieces in chats for piece in pieces[::2]],
-                add_special_tokens=False,
-            )
-        )
+        tokenizer = self._tokenizer_without_specials()
+        # Without offsets, encoding takes two thirds of the time.
+        encode_all = tokenizer.encode_batch if any(spans) else tokenizer.encode_batch_fast
+        texts = [_unescape(piece) for pieces in chats for piece in pieces[::2]]
+        encodings = iter(encode_all(texts, add_special_tokens=False))
 
         def encode(pieces: list[str], chat_spans: Sequence[tuple[int, int]]):
             def in_spans(first: int, last: int) -> int:

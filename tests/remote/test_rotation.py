@@ -20,7 +20,13 @@ from tests.helpers.tiny import (
 
 ROWS = [
     [*unexpanded_image(), *text(9, seed=1)],
-    [*text(4, seed=2), *unexpanded_image(), *text(3, seed=3), *unexpanded_image(), *text(2, seed=4)],
+    [
+        *text(4, seed=2),
+        *unexpanded_image(),
+        *text(3, seed=3),
+        *unexpanded_image(),
+        *text(2, seed=4),
+    ],
     text(7, seed=5),
 ]
 PIXELS = random_pixels(3)
