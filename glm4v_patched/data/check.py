@@ -12,11 +12,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,11 +29,23 @@ from .check_cache import ImageCheckCache, default_cache_path
 from .checked_data import CHECK_VERSION, CheckedData, row_digests
 from .collate import ConversationCollator, SampleSize
 from .decoding import ImageCheck, check_image_files
+from .forked import run_forked
 from .image_files import FileStamp, file_times
 from .messages import images_of, replace_images
 from .rows import ROWS_CURE, ConversationRow, RowProblem, describe_problems, iter_rows
 from .source import DataSource
-from .stored_rows import ROWS_PER_BATCH, StoredRows, column_values, iter_values, store_rows
+from .stored_rows import (
+    ROWS_PER_BATCH,
+    StoredRows,
+    column_values,
+    interleave_rows,
+    iter_values,
+    store_rows,
+    writable_folder,
+    write_rows,
+)
+from .text_rows import count_lines, file_kind
+from .workers import cores
 
 # Images between two writes, so that a stopped check loses little work.
 CACHE_WRITE_INTERVAL = 1000
@@ -40,6 +53,10 @@ CACHE_WRITE_INTERVAL = 1000
 MAX_CHARACTERS = 2**20
 # A file that changes twice within a tick of its file system's clock has the same time for both.
 CLOCK_TICK_NS = 2 * 10**9
+
+# Reading so many bytes takes a second, and starting a process a tenth of one.
+BYTES_PER_PROCESS = 2**21
+PROGRESS: dict[str, Any] = {"desc": "reading rows", "unit": " rows", "disable": None, "delay": 5}
 
 DataSources = Sequence[DataSource]
 # Shared: constructing one takes longer than encoding a row.
@@ -152,15 +169,18 @@ def _read_sources(
     measured."""
     streamed = num_precheck is not None
     files = [] if streamed else [FileStamp.of(path) for source in sources for path in source.files]
-    rows = store_rows(
-        _measured_batches(sources, collator, num_precheck), image_cache and image_cache.parent
-    )
+    folder = image_cache and image_cache.parent
+    processes = 1 if streamed else num_reading_processes(sources)
+    if processes == 1:
+        rows = store_rows(_all_measured_batches(sources, collator, num_precheck), folder)
+    else:
+        rows = _store_in_processes(sources, collator, processes, folder)
     if changed := next((stamp for stamp in files if stamp.has_changed()), None):
         raise ValueError(f"{changed.path} changed while it was read: start again")
     return files, rows
 
 
-def _measured_batches(
+def _all_measured_batches(
     sources: DataSources, collator: ConversationCollator, num_precheck: int | None
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of sources in batches, in the form in which they are stored."""
@@ -168,15 +188,64 @@ def _measured_batches(
         if num_precheck is not None:
             limit = min(num_precheck, source.max_samples or num_precheck)
             source = replace(source, max_samples=limit)
-        rows = iter(tqdm(iter_rows(source), desc="reading rows", disable=None, delay=5))
-        while batch := [*islice(rows, ROWS_PER_BATCH)]:
-            stored = [_stored_row(row, number) for row in batch]
-            usable = [index for index, row in enumerate(stored) if row["problem"] is None]
-            conversations = [batch[index].messages for index in usable]  # type: ignore[union-attr]
-            sizes = measure_conversations(conversations, collator)
-            for index, size in zip(usable, sizes, strict=True):
-                stored[index] |= {"problem": size} if isinstance(size, str) else size._asdict()
-            yield stored
+        yield from _measured_batches(iter(tqdm(iter_rows(source), **PROGRESS)), number, collator)
+
+
+def _measured_batches(
+    rows: Iterator[ConversationRow | RowProblem], source: int, collator: ConversationCollator
+) -> Iterator[list[dict[str, Any]]]:
+    while batch := [*islice(rows, ROWS_PER_BATCH)]:
+        stored = [_stored_row(row, source) for row in batch]
+        usable = [index for index, row in enumerate(stored) if row["problem"] is None]
+        conversations = [batch[index].messages for index in usable]  # type: ignore[union-attr]
+        sizes = measure_conversations(conversations, collator)
+        for index, size in zip(usable, sizes, strict=True):
+            stored[index] |= {"problem": size} if isinstance(size, str) else size._asdict()
+        yield stored
+
+
+def num_reading_processes(sources: DataSources) -> int:
+    """Return how many processes read the sources: one per core for large text files. Tables and
+    downloaded images are read by threads of one process."""
+    enough_work = 0
+    for source in sources:
+        path = Path(source.path)
+        is_text = source.is_local and path.is_file() and file_kind(path) != "table"
+        if source.allow_urls or not is_text:
+            return 1
+        enough_work += path.stat().st_size // BYTES_PER_PROCESS
+    return max(1, min(cores(), enough_work))
+
+
+def _store_in_processes(
+    sources: DataSources, collator: ConversationCollator, processes: int, folder: Path | None
+) -> StoredRows:
+    """Store the rows of sources; each of n processes reads and measures every n-th row."""
+    total = sum(count_lines(Path(source.path)) for source in sources)
+    with TemporaryDirectory(dir=writable_folder(folder), prefix=".rows.") as name:
+
+        def store_shard(process: int, report: Callable[[int], None]) -> None:
+            for number, source in enumerate(sources):
+                rows = iter_rows(source, shard=(process, processes))
+                with Path(name, f"{number}.{process}").open("wb") as file:
+                    batches = _measured_batches(rows, number, collator)
+                    write_rows(_report_sizes(batches, report), file)
+
+        with tqdm(total=total, **PROGRESS) as bar:
+            run_forked(store_shard, processes, bar.update)
+        shards = (
+            [Path(name, f"{number}.{process}") for process in range(processes)]
+            for number in range(len(sources))
+        )
+        return interleave_rows(shards, folder)
+
+
+def _report_sizes(
+    batches: Iterator[list[dict[str, Any]]], report: Callable[[int], None]
+) -> Iterator[list[dict[str, Any]]]:
+    for batch in batches:
+        yield batch
+        report(len(batch))
 
 
 def _stored_row(row: ConversationRow | RowProblem, source: int) -> dict[str, Any]:

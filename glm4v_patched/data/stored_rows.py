@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -97,14 +98,47 @@ def store_rows(rows: Iterable[list[dict[str, Any]]], folder: Path | None) -> Sto
         folder: Where to create the file; if it is not writable, the system's folder for temporary
             files, which may be in memory.
     """
-    if folder is not None:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = folder if folder.is_dir() and os.access(folder, os.W_OK) else None
-    with TemporaryFile(dir=folder) as file:
-        _write_batches((pa.RecordBatch.from_pylist(batch, SCHEMA) for batch in rows), file)
+    with TemporaryFile(dir=writable_folder(folder)) as file:
+        write_rows(rows, file)
         file.flush()
         return StoredRows.map(file)
+
+
+def interleave_rows(sources: Iterable[list[Path]], folder: Path | None) -> StoredRows:
+    """Write the rows of sharded sources to a temporary file in ``folder``.
+
+    Args:
+        sources: The n files of each source. The k-th has every n-th row, starting with row k, in
+            batches of one size (:func:`write_rows`).
+    """
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for paths in sources:
+            shards = [StoredRows.open(path).table.to_batches() for path in paths]
+            for parallel in zip_longest(*shards):
+                present = [(k, batch) for k, batch in enumerate(parallel) if batch is not None]
+                numbers = [np.arange(len(batch)) * len(paths) + k for k, batch in present]
+                joined = pa.Table.from_batches([batch for _, batch in present])
+                yield from joined.take(np.argsort(np.concatenate(numbers))).to_batches()
+
+    with TemporaryFile(dir=writable_folder(folder)) as file:
+        _write_batches(batches(), file)
+        file.flush()
+        return StoredRows.map(file)
+
+
+def writable_folder(folder: Path | None) -> Path | None:
+    """Return a folder, created if it is missing, or None if no file can be written there."""
+    if folder is None:
+        return None
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
+
+
+def write_rows(rows: Iterable[list[dict[str, Any]]], file: Any) -> None:
+    """Write batches of rows with the keys of :data:`SCHEMA`."""
+    _write_batches((pa.RecordBatch.from_pylist(batch, SCHEMA) for batch in rows), file)
 
 
 def _write_batches(batches: Iterable[pa.RecordBatch], file: Any) -> None:

@@ -113,6 +113,12 @@ def _naming_file(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} needs pyarrow: {pip_install('pyarrow')}") from error
 
 
+def count_lines(path: Path) -> int:
+    """Return the number of line feeds in a file, compressed files as they are."""
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 2**20), b""))
+
+
 def file_kind(path: Path) -> str:
     """Return the kind of a file: "table", "CSV", "JSON lines", "JSON array" or "JSON object"
     (around rows).

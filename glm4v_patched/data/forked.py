@@ -1,0 +1,88 @@
+"""Run one piece of work in several forked processes, each with its share."""
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
+
+POLL_SECONDS = 0.5
+
+Work = Callable[[int, Callable[[int], None]], None]
+
+
+def run_forked(work: Work, processes: int, advance: Callable[[int], Any]) -> None:
+    """Run ``work(number, report)`` in so many processes, and wait for all.
+
+    A fork has what this process has imported and loaded, at once; a new interpreter would import
+    torch first. The children start no threads that this process would have had to stop.
+
+    Args:
+        work: Takes the number of its process, from 0, and a function that counts finished items.
+        advance: Is called here with the number of items finished since the last call.
+
+    Raises:
+        Exception: the first one of a process, as it was raised there.
+        RuntimeError: a process was killed.
+    """
+    context = multiprocessing.get_context("fork")
+    counted = context.Value("q", 0)
+    children = []
+    try:
+        for number in range(processes):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run, args=(work, number, counted, sender), daemon=True
+            )
+            process.start()
+            sender.close()
+            children.append((process, receiver))
+        seen = 0
+        running: dict[Any, Any] = {receiver: process for process, receiver in children}
+        while running:
+            ready: list[Any] = wait(list(running), POLL_SECONDS)
+            for receiver in ready:
+                _join(running.pop(receiver), receiver)
+            now = counted.value
+            advance(now - seen)
+            seen = now
+    finally:
+        for process, _ in children:
+            process.kill()
+            process.join()
+
+
+def _join(process: Any, receiver: Any) -> None:
+    """Wait for a process that ended, or is about to; raise what it raised."""
+    try:
+        error = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"a process that reads rows ended with exit code {process.exitcode} before it was "
+            "done; if it was killed for memory, give data.max_samples, or data.stream: true"
+        ) from None
+    process.join()
+    if error is not None:
+        raise error
+
+
+def _run(work: Work, number: int, counted: "Synchronized[int]", sender: Any) -> None:
+    # A child of this process may not share the cores among threads once more.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def report(items: int) -> None:
+        with counted.get_lock():
+            counted.value += items
+
+    error: Exception | None = None
+    try:
+        work(number, report)
+    except Exception as caught:
+        error = caught
+    try:
+        sender.send(error)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        sender.send(RuntimeError(f"{type(error).__name__}: {error}"))

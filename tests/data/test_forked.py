@@ -1,0 +1,88 @@
+"""Rows that several processes read and measure are those that one reads, in the same order."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from glm4v_patched.data import check
+from glm4v_patched.data.forked import run_forked
+from glm4v_patched.data.source import DataSource
+
+
+def conversation(number: int) -> dict:
+    words = "word " * (number % 7)
+    asked = {"role": "user", "content": f"What is {number}? {words}"}
+    return {"messages": [asked, {"role": "assistant", "content": f"It is {number}."}]}
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_rows_of_several_processes_are_those_of_one(tmp_path, monkeypatch, processor, processes):
+    """Two sets; the number of rows is no multiple of that of processes or of a batch's rows, and
+    some cannot be used."""
+    monkeypatch.setattr(check, "ROWS_PER_BATCH", 4)
+    sources = []
+    for name, number in (("a", 23), ("b", 1)):
+        lines = [json.dumps(conversation(n)) for n in range(number)]
+        lines = ["{}" if at in (11, 16) else line for at, line in enumerate(lines)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([lines[0], "", *lines[1:]]))
+        sources.append(DataSource(str(tmp_path / f"{name}.jsonl"), max_samples=22))
+    found = []
+    for number in (1, processes):
+        monkeypatch.setattr(check, "num_reading_processes", lambda sources, number=number: number)
+        checked = check.check_sources(
+            sources, processor, 8192, on_bad="skip", image_cache=tmp_path / "memory" / "m.sqlite"
+        )
+        rows = [checked.rows[at] for at in range(len(checked.rows))]
+        found.append((rows, checked.skipped, checked.files, checked.row_labels))
+    assert found[0] == found[1] and 15 < len(found[0][0]) < 23 and found[0][1] > 0
+    assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["m.sqlite"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes"),
+    [({}, 3), ({"allow_urls": True}, 1), ({"path": "org/name"}, 1)],
+    ids=["large text", "fetched images", "the Hub"],
+)
+def test_processes_share_only_large_files_of_text(tmp_path, monkeypatch, changes, processes):
+    monkeypatch.setattr(check, "cores", lambda: 3)
+    monkeypatch.setattr(check, "BYTES_PER_PROCESS", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(conversation(1)) * 4)
+    assert check.num_reading_processes([DataSource(**({"path": str(path)} | changes))]) == processes
+    path.write_text(json.dumps(conversation(1))[:199])
+    assert check.num_reading_processes([DataSource(str(path))]) == 1
+
+
+def test_items_are_counted_and_the_first_error_is_raised_as_it_was():
+    counts: list[int] = []
+    run_forked(lambda number, report: report(number + 5), 3, counts.append)
+    assert sum(counts) == 18
+
+    def fail(number, report):
+        if number == 1:
+            raise ValueError("a.jsonl: 0 conversations")
+        time.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="0 conversations"):
+        run_forked(fail, 2, counts.append)
+    assert time.monotonic() - started < 30  # the other one is not waited for
+
+
+def test_a_process_that_is_killed_is_an_error():
+    with pytest.raises(RuntimeError, match="exit code -9 .*max_samples"):
+        run_forked(lambda number, report: os.kill(os.getpid(), signal.SIGKILL), 1, lambda n: None)
+
+
+def test_an_error_that_cannot_be_pickled_arrives_with_its_words():
+    def fail(number, report):
+        class Odd(Exception):
+            pass
+
+        raise Odd("as told")
+
+    with pytest.raises(RuntimeError, match="Odd: as told"):
+        run_forked(fail, 1, lambda n: None)
