@@ -58,7 +58,7 @@ def test_a_training_with_zero_gradients_or_nan_is_an_error():
     def ended(norms, verdict=None):
         history = [{"loss": 2.0, "grad_norm": norm} for norm in norms]
         state = SimpleNamespace(log_history=[*history, {"train_runtime": 1.0}])
-        return SimpleNamespace(state=state, watch=SimpleNamespace(verdict=verdict))
+        return SimpleNamespace(state=state, divergence=SimpleNamespace(verdict=verdict))
 
     require_learning(ended([0.0, 0.1]))
     for trainer, message in ((ended([0.0, 0.0]), "gradients of all"), (ended([1.0], "NaN"), "NaN")):

@@ -18,7 +18,7 @@ from glm4v_patched.bench.table import (
     read_measurements,
 )
 from glm4v_patched.bench.training import command_of, requested_settings
-from glm4v_patched.cli import _parser, main
+from glm4v_patched.cli import _build_parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -141,8 +141,8 @@ def test_a_row_s_command_repeats_its_settings():
         "bench --trained lm full --gpus 1 --micro-batch 3 --compile true --packed --precision fp32"
     )
     for settings in requested_settings(
-        _parser().parse_args([*options.split(), "--tower", "every 2"])
+        _build_parser().parse_args([*options.split(), "--tower", "every 2"])
     ):
         command = shlex.split(command_of(settings, 1, on_cpu=False))
-        assert requested_settings(_parser().parse_args(command[1:])) == [settings]
+        assert requested_settings(_build_parser().parse_args(command[1:])) == [settings]
     assert (settings.trained, settings.engine.tower, settings.micro_batch) == ("full", "every 2", 3)

@@ -61,7 +61,7 @@ def test_packed_samples_have_the_loss_of_padded_ones(shortest):
     )
     length = sum(6 + text for text in padded.text_lengths())
     assert benchmark_batch(packed, model.config, 1) == Batch(
-        rows=1, sequence_length=length, images_per_sequence=3
+        num_sequences=1, sequence_length=length, images_per_sequence=3
     )
 
 
@@ -137,8 +137,8 @@ def test_samples_from_files_have_the_tokens_and_labels_of_those_in_memory(tmp_pa
     dialogs = make_conversations(processor, settings, tmp_path, 20)
     sizes = ConversationCollator(processor).measure(dialogs)
     texts = settings.text_lengths() * 10
-    assert [size.positions for size in sizes] == [6 + text for text in texts]
-    assert [size.learned for size in sizes] == [num_supervised(text) for text in texts]
+    assert [size.tokens for size in sizes] == [6 + text for text in texts]
+    assert [size.supervised for size in sizes] == [num_supervised(text) for text in texts]
     images = {messages[0]["image"] for messages in dialogs}
     assert len(images) == 16
     assert {Image.open(image).size for image in images} == {(90, 70)}

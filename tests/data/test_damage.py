@@ -175,7 +175,7 @@ def assert_trains_all_it_says(row: dict, messages: list[dict], folder: Path, pro
     for words in strings(file_messages):
         if words in contents or not words.endswith(SUFFIXES):
             assert words.replace("<image>", "").strip() in everything
-    of_tools = json.dumps([message.get("tools") for message in said])  # whose words are no places
+    of_tools = json.dumps([message.get("tools") for message in file_messages])  # text
     assert "<image>" not in everything or "<image>" in of_tools
 
 

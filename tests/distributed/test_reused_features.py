@@ -90,7 +90,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("features")
     tiny_model().save_pretrained(folder / "model")
     output = run_two_processes(on_each_rank, folder, seconds=300)
-    assert output.count("kept in the memory of 2 processes") == 2 * 3
+    assert output.count("cached in the memory of 2 processes") == 2 * 3
     return folder
 
 

@@ -54,8 +54,8 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
         (WEIGHTS, None, "a folder without weights; expected model.safetensors"),
         (WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid", "git-lfs pointer without"),
         (INDEX, index_of("m-1.safetensors", WEIGHTS), "m-1.safetensors is missing"),
-        (INDEX, index_of(WEIGHTS, "../o/a"), "names '../o/a'; expected names of files"),
-        (INDEX, index_of(WEIGHTS, 5), "names 5; expected names of files"),
+        (INDEX, index_of(WEIGHTS, "../o/a"), "names '../o/a'; expected only names of files"),
+        (INDEX, index_of(WEIGHTS, 5), "names 5; expected only names of files"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(

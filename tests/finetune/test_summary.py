@@ -239,6 +239,6 @@ def test_nothing_is_said_of_what_people_do():
 
 
 def test_the_optimizer_s_memory_is_that_of_the_processes_on_this_machine(monkeypatch):
-    monkeypatch.setattr(summary, "offloaded", lambda config, options: 40e9)
+    monkeypatch.setattr(summary, "offloaded_bytes", lambda config, options: 40e9)
     plan = SimpleNamespace(options=None, placement=Placement(4, local_processes=1))
     assert summary._describe_offloaded(plan, None).startswith("10.0 GB of the machine's memory")

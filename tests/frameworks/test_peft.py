@@ -106,5 +106,7 @@ def test_prefixes_in_the_cache_are_answered(method):
     """Keys without ids: whether they hold an image, and what position comes next, is not known."""
     config = getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(tiny_model(), config)
-    with pytest.raises(ValueError, match="3 positions .* prefix tuning, .* use prompt tuning"):
+    with pytest.raises(
+        ValueError, match="3 cached positions .* prefix tuning .* use prompt tuning"
+    ):
         model(**two_sequences())

@@ -264,7 +264,9 @@ def test_adapters_come_from_the_hub_at_their_revision(files, tmp_path, monkeypat
         assert base.adapters is not None and base.adapters.name == first
         # What is a program there is not even fetched.
         assert {path.name for path in base.adapters.iterdir()} == {*names}
-        with pytest.raises(ValueError, match="our-org/adapters holds .* /was/there: .*in a copy"):
+        with pytest.raises(
+            ValueError, match="our-org/adapters contains .* /was/there: .*in a copy"
+        ):
             find_source("our-org/adapters")
 
 

@@ -102,7 +102,9 @@ def test_no_file_outside_is_written_that_an_index_names(files, tmp_path, monkeyp
     of_hub = module.ModelSource(str(folder), adapters=Path(adapters))
     for find in (module.find_source, lambda *_: of_hub):
         monkeypatch.setattr(module, "find_source", find)
-        with pytest.raises(ValueError, match="names '../mine.safetensors'; expected names of file"):
+        with pytest.raises(
+            ValueError, match="names '../mine.safetensors'; expected only names of file"
+        ):
             merge(adapters, tmp_path / "out")
     assert victim.read_bytes() == before and not (tmp_path / "out").exists()
 

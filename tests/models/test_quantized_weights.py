@@ -96,7 +96,7 @@ def test_a_layer_makes_room_for_its_successor(monkeypatch, way):
         replaced(linear, None)
         hold(linear, stores_transposed)
 
-    monkeypatch.setattr(trainable, "_quantized", replaced)
+    monkeypatch.setattr(trainable, "_make_quantized", replaced)
     monkeypatch.setattr(Fp8StoredLinear, "quantize_weight", held)
     if way == "fp8":
         loading.build_on_device(lambda: model, "cpu", "fp8")

@@ -107,9 +107,9 @@ OTHER_VALUES = {
         "freeze": "lm",
         "all": "full",
         "llm": "lm",
-        "projector": "projector",
+        "adapter": "projector",
     },
-    "trainer.learning_rate": {"projector": "projector"},
+    "trainer.learning_rate": {"adapter": "projector"},
     "lora.targets": {
         **_ATTENTION,
         "o_proj": "dense",
