@@ -91,8 +91,9 @@ def long_subjects() -> Iterator[str]:
         return
     commits = git("rev-list", "HEAD").split()
     first = next((commit for commit in commits if commit.startswith(FIRST_CHECKED_COMMIT)), None)
-    span = f"{first}..HEAD" if first else "HEAD"
-    for line in git("log", "--format=%h %s", span).splitlines():
+    if first is None:  # a shallow clone
+        return
+    for line in git("log", "--format=%h %s", f"{first}..HEAD").splitlines():
         commit, subject = line.split(" ", 1)
         if len(subject) > MAX_SUBJECT:
             yield f"commit {commit}: its subject has {len(subject)} characters, of {MAX_SUBJECT}"

@@ -82,10 +82,11 @@ def requirements(*extras: str) -> list[str]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff."""
+    """ruff, and tests/check_names.py."""
     session.install(*(one for one in requirements("dev") if one.startswith("ruff==")))
     session.run("ruff", "check", str(ROOT))
     session.run("ruff", "format", "--check", str(ROOT))
+    session.run("python", str(ROOT / "tests" / "check_names.py"))
 
 
 @nox.session(venv_backend="none")

@@ -55,7 +55,7 @@ def test_the_range_of_transformers_is_that_of_the_code():
 def test_ruff_has_one_version():
     [ruff] = [str(one) for one in required("dev") if one.name == "ruff"]
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    assert [hook["additional_dependencies"] for hook in hooks] == [[ruff], [ruff]]
+    assert [hook["additional_dependencies"] for hook in hooks[:2]] == [[ruff], [ruff]]
     assert ruff.startswith("ruff==")
 
 

@@ -68,8 +68,8 @@ def measure(use_reentrant: bool | None) -> str:
 
     def look(*_):
         nonlocal peak
-        there = [p.ds_numel for p in frozen if p.ds_status == ZeroParamStatus.AVAILABLE]
-        peak = max(peak, sum(there))
+        gathered = [p.ds_numel for p in frozen if p.ds_status == ZeroParamStatus.AVAILABLE]
+        peak = max(peak, sum(gathered))
 
     for block in model.blocks:
         block.up.register_full_backward_hook(look)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..engine.options import TRAINED, EngineOptions, EngineSection
 from ..inference.questions import CACHES
-from ..models.quantized_weights import check_weights_option, resolve_cache
+from ..models.quantized_weights import check_weights_option, choose_cache_implementation
 from ..option_fields import option
 from ..paths import expand_path
 
@@ -152,7 +152,7 @@ class GenerationSettings:
     @property
     def resolved_cache(self) -> str:
         """The kind of cache that is measured: ``auto`` is resolved."""
-        return resolve_cache(self.cache, self.weights, "static")
+        return choose_cache_implementation(self.cache, self.weights, "static")
 
 
 FULL_SIZE_ON_CPU = (

@@ -13,10 +13,10 @@ def check_weights_option(weights: str | None, device: str, cache: str = "auto") 
         raise ValueError(
             f"--weights {weights} needs a GPU, but --device is cpu: remove one of them"
         )
-    resolve_cache(cache, weights, "dynamic")
+    choose_cache_implementation(cache, weights, "dynamic")
 
 
-def resolve_cache(cache: str, weights: str | None, default: str) -> str:
+def choose_cache_implementation(cache: str, weights: str | None, default: str) -> str:
     """Return the kind of cache to use: ``cache``, or for ``auto`` the default where it is
     supported.
 

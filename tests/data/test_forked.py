@@ -14,8 +14,8 @@ from glm4v_patched.data.source import DataSource
 
 def conversation(number: int) -> dict:
     words = "word " * (number % 7)
-    asked = {"role": "user", "content": f"What is {number}? {words}"}
-    return {"messages": [asked, {"role": "assistant", "content": f"It is {number}."}]}
+    question = {"role": "user", "content": f"What is {number}? {words}"}
+    return {"messages": [question, {"role": "assistant", "content": f"It is {number}."}]}
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -29,15 +29,15 @@ def test_rows_of_several_processes_are_those_of_one(tmp_path, monkeypatch, proce
         lines = ["{}" if at in (11, 16) else line for at, line in enumerate(lines)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join([lines[0], "", *lines[1:]]))
         sources.append(DataSource(str(tmp_path / f"{name}.jsonl"), max_samples=22))
-    found = []
+    results = []
     for number in (1, processes):
         monkeypatch.setattr(check, "num_reading_processes", lambda sources, number=number: number)
         checked = check.check_sources(
             sources, processor, 8192, on_bad="skip", image_cache=tmp_path / "memory" / "m.sqlite"
         )
         rows = [checked.rows[at] for at in range(len(checked.rows))]
-        found.append((rows, checked.skipped, checked.files, checked.row_labels))
-    assert found[0] == found[1] and 15 < len(found[0][0]) < 23 and found[0][1] > 0
+        results.append((rows, checked.skipped, checked.files, checked.row_labels))
+    assert results[0] == results[1] and 15 < len(results[0][0]) < 23 and results[0][1] > 0
     assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["m.sqlite"]
 
 

@@ -24,14 +24,14 @@ LAYER = "transformer.encoder.layers.1."
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
+def tiny_recipe(tmp_path_factory):
     """A recipe of a tiny model that is whole."""
     return drawn_recipe(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture
-def model(drawn, tmp_path) -> Path:
-    return Path(shutil.copytree(drawn.model, tmp_path / "model"))
+def model(tiny_recipe, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny_recipe.model, tmp_path / "model"))
 
 
 def change(model: Path, new) -> None:
@@ -229,11 +229,11 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_every_command_refuses_a_model_that_is_not_whole(drawn, model, tmp_path, capfd, command):
+def test_every_command_refuses_a_model_that_is_not_whole(tiny_recipe, model, tmp_path, capfd, command):
     change(model, without(TOWER))
     recipe, out = tmp_path / "recipe.json", tmp_path / "out"
-    write_recipe(drawn.override({"model": str(model), "out": str(out)}), recipe)
-    places = {"recipe": recipe, "model": model, "rows": drawn.data.train, "out": out}
+    write_recipe(tiny_recipe.override({"model": str(model), "out": str(out)}), recipe)
+    places = {"recipe": recipe, "model": model, "rows": tiny_recipe.data.train, "out": out}
     assert main([part.format(**places) for part in command]) == 1
     assert "38 of 55 weights are missing" in "".join(capfd.readouterr()) and not out.exists()
 

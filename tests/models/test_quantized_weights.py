@@ -18,7 +18,7 @@ from glm4v_patched.inference.questions import Generation, read_questions
 from glm4v_patched.models import loading
 from glm4v_patched.models.find import find_source
 from glm4v_patched.models.loading import load_with_processor
-from glm4v_patched.models.quantized_weights import WEIGHT_FORMATS, resolve_cache
+from glm4v_patched.models.quantized_weights import WEIGHT_FORMATS, choose_cache_implementation
 from tests.helpers.tiny import expanded_image, random_pixels, text, tiny_model
 
 
@@ -141,13 +141,13 @@ def test_ways_that_the_device_or_the_cache_do_not_allow_are_refused(
 
 
 def test_steps_of_layers_that_are_not_recorded_keep_a_dynamic_cache():
-    assert resolve_cache("auto", None, default="static") == "static"
-    assert resolve_cache("auto", "fp8", default="static") == "static"
-    assert resolve_cache("auto", "8bit", default="static") == "dynamic"
-    assert resolve_cache("dynamic", "fp8", default="static") == "dynamic"
-    assert resolve_cache("auto", "compressed-tensors", default="static") == "dynamic"
+    assert choose_cache_implementation("auto", None, default="static") == "static"
+    assert choose_cache_implementation("auto", "fp8", default="static") == "static"
+    assert choose_cache_implementation("auto", "8bit", default="static") == "dynamic"
+    assert choose_cache_implementation("dynamic", "fp8", default="static") == "dynamic"
+    assert choose_cache_implementation("auto", "compressed-tensors", default="static") == "dynamic"
     with pytest.raises(ValueError, match="--cache static with a model saved by compressed-tensors"):
-        resolve_cache("static", "compressed-tensors", default="static")
+        choose_cache_implementation("static", "compressed-tensors", default="static")
 
 
 def test_a_missing_package_or_gpu_is_named(files, monkeypatch):

@@ -12,7 +12,7 @@ from ...engine.implementations import CUDA_GRAPHS, ModelUsage, use_implementatio
 from ...engine.kernels.cuda_graphs import CudaGraphCallable
 from ...models.base import ModelSource
 from ...models.check_weights import quantized_by
-from ...models.quantized_weights import resolve_cache
+from ...models.quantized_weights import choose_cache_implementation
 from ...remote.keywords import cache_kwarg
 from .loop import decode_without_sync
 
@@ -65,4 +65,4 @@ def choose_cache(cache: str, device: str, base: ModelSource, weights: str | None
     a CUDA graph.
     """
     weights = weights or quantized_by(base.model, base.revision)
-    return resolve_cache(cache, weights, "dynamic" if device == "cpu" else "static")
+    return choose_cache_implementation(cache, weights, "dynamic" if device == "cpu" else "static")

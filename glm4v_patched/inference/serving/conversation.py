@@ -148,7 +148,7 @@ def _read_message(key: str, message: dict[str, Any]) -> Turn:
         content = [content]
     elif isinstance(content, list):
         content = [
-            _read_content_part(f"{content_key}[{index}]", part)
+            _parse_content_part(f"{content_key}[{index}]", part)
             for index, part in enumerate(content)
         ]
     else:
@@ -189,7 +189,7 @@ def _strip_placeholders(key: str, text: str, num_images: int) -> str:
     return text
 
 
-def _read_content_part(key: str, part: Any) -> str | bytes:
+def _parse_content_part(key: str, part: Any) -> str | bytes:
     """Return a text or an image file."""
     if not isinstance(part, dict):
         raise invalid_key(
