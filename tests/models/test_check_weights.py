@@ -229,7 +229,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_every_command_refuses_a_model_that_is_not_whole(tiny_recipe, model, tmp_path, capfd, command):
+def test_every_command_refuses_a_model_that_is_not_whole(
+    tiny_recipe, model, tmp_path, capfd, command
+):
     change(model, without(TOWER))
     recipe, out = tmp_path / "recipe.json", tmp_path / "out"
     write_recipe(tiny_recipe.override({"model": str(model), "out": str(out)}), recipe)
