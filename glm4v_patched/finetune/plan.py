@@ -73,6 +73,7 @@ class Plan:
         answers: How many rows for evaluation are answered, and the maximum tokens of an answer.
         settings: Values that must be the same when the run is resumed (:meth:`Job.settings`).
         length: Length of the run by the recipe (:attr:`TrainerFields.length`).
+        ignored_epochs: The recipe's ``num_train_epochs`` if ``max_steps`` overrides it, else None.
         public_values: As in :class:`Job`.
         batch: Size of the largest batch of one process.
         rows: Rows of an epoch, after packing; of a stream the checked rows.
@@ -97,6 +98,7 @@ class Plan:
     answers: tuple[int, int]
     settings: dict[str, Any]
     length: dict[str, float]
+    ignored_epochs: float | None
     public_values: dict[str, Any]
     batch: Batch
     rows: int
@@ -264,6 +266,7 @@ def make_plan(
         answers=(job.data.eval_answers, job.data.eval_max_new_tokens),
         settings=job.settings(placement.processes),
         length=trainer.length,
+        ignored_epochs=trainer.ignored_epochs,
         public_values=job.public_values,
         batch=batch,
         rows=len(rows.lengths),

@@ -124,6 +124,8 @@ def _describe_steps(plan: Plan) -> str:
     if not plan.is_streamed:
         epochs = plan.steps / plan.steps_an_epoch
         text += f", {plan.steps_an_epoch:,} an epoch: {epochs:.2f} epochs"
+    if plan.ignored_epochs is not None:
+        text += f" (max_steps overrides num_train_epochs, which is {plan.ignored_epochs:g})"
     return (
         f"{text}; effective batch {plan.effective_batch} (per_device_train_batch_size "
         f"{plan.arguments['per_device_train_batch_size']} x gradient_accumulation_steps "

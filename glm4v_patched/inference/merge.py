@@ -21,7 +21,7 @@ from ..models.find import find_source
 from ..models.weight_files import WEIGHTS_INDEX, shards_of, standard_index
 from ..patch.config_json import read_json_object
 from ..paths import require_apart
-from ..terminal_text import format_bytes, listed
+from ..terminal_text import format_bytes, listed, show_progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,7 +203,6 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
-    from tqdm import tqdm
     from transformers.dynamic_module_utils import custom_object_save
 
     from ..models.loading import load_processor
@@ -223,13 +222,16 @@ def _write_merged(base: ModelSource, folder: Path, out: Path) -> None:
         write_atomically(out / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
     layers = adapted_layers(base, model)
     missing = {*layers}
-    for name in tqdm(shards_of(folder), unit="file", desc="merging", disable=None):
-        with safe_open(folder / name, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
-        for key in layers.keys() & tensors.keys():
-            tensors[key] = merged_weight(layers[key], tensors[key], key)
-            missing.discard(key)
-        save_file(tensors, out / name, metadata={"format": "pt"})
+    shards = shards_of(folder)
+    for number, name in enumerate(shards, start=1):
+        with show_progress(f"merging file {number} of {len(shards)}"):
+            with safe_open(folder / name, framework="pt") as file:
+                keys = file.keys()
+                tensors = {key: file.get_tensor(key) for key in keys}
+            for key in layers.keys() & tensors.keys():
+                tensors[key] = merged_weight(layers[key], tensors[key], key)
+                missing.discard(key)
+            save_file(tensors, out / name, metadata={"format": "pt"})
     if missing:
         raise ValueError(
             f"{base.model} is missing {len(missing)} of the {len(layers)} weights that the "

@@ -190,6 +190,15 @@ def test_a_dry_run_says_all_and_writes_nothing(saving, capsys, monkeypatch):
     assert not Path(saving.out).exists()
 
 
+def test_epochs_that_max_steps_overrides_are_reported(saving, capsys):
+    overridden = "(max_steps overrides num_train_epochs, which is 2)"
+    assert train(saving, "--dry-run") == 0 and overridden not in capsys.readouterr().out
+    assert train(saving, "--dry-run", "trainer.max_steps=3") == 0
+    assert overridden in capsys.readouterr().out
+    assert train(saving, "--dry-run", "trainer.max_steps=3", "trainer.num_train_epochs=1.0") == 0
+    assert "overrides" not in capsys.readouterr().out  # the default
+
+
 def test_learned_turns_of_the_sample_are_marked_and_repeated_words_are_no_image(base_recipe):
     turns = [("user", "A ? ? ????"), ("assistant", "B"), ("user", "C"), ("assistant", "D")]
     messages = [{"role": role, "content": text} for role, text in turns]

@@ -266,10 +266,10 @@ def triton_attend_to_split(
         total = total * correction + tl.sum(weights, axis=1)
         weighted = weighted * correction[:, None] + tl.dot(weights.to(values.dtype), values)
         highest = new_highest
-    split_usable_rows = query_rows * tl.num_programs(1) + tl.program_id(1)
-    tl.store(split_max + split_usable_rows, highest, mask=is_head)
-    tl.store(split_sum + split_usable_rows, total, mask=is_head)
-    out_pointers = split_out + split_usable_rows[:, None] * HEAD_DIM + channels[None, :]
+    split_rows = query_rows * tl.num_programs(1) + tl.program_id(1)
+    tl.store(split_max + split_rows, highest, mask=is_head)
+    tl.store(split_sum + split_rows, total, mask=is_head)
+    out_pointers = split_out + split_rows[:, None] * HEAD_DIM + channels[None, :]
     tl.store(out_pointers, weighted, mask=is_head[:, None])
 
 
@@ -295,12 +295,12 @@ def triton_combine_splits(
     head, split, channels = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, HEAD_DIM)
     if head == 0:  # no kernel of this step reads the length any more
         tl.store(cache_length, tl.load(cache_length) + 1)
-    split_usable_rows, is_split = head * num_splits + split, split < num_splits
-    highest = tl.load(split_max + split_usable_rows, mask=is_split, other=float("-inf"))
+    split_rows, is_split = head * num_splits + split, split < num_splits
+    highest = tl.load(split_max + split_rows, mask=is_split, other=float("-inf"))
     correction = tl.exp2(highest - tl.max(highest, axis=0))
-    sums = tl.load(split_sum + split_usable_rows, mask=is_split, other=0.0)
+    sums = tl.load(split_sum + split_rows, mask=is_split, other=0.0)
     total = tl.sum(correction * sums, axis=0)
-    pointers = split_out + split_usable_rows[:, None] * HEAD_DIM + channels[None, :]
+    pointers = split_out + split_rows[:, None] * HEAD_DIM + channels[None, :]
     weighted = tl.load(pointers, mask=is_split[:, None], other=0.0)
     combined = (tl.sum(weighted * correction[:, None], axis=0) / total).to(dtype)
     out += head * HEAD_DIM + channels

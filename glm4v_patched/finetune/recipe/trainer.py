@@ -164,6 +164,12 @@ class TrainerFields(Section):
             return {"max_steps": self.max_steps}
         return {"num_train_epochs": self.num_train_epochs}
 
+    @property
+    def ignored_epochs(self) -> float | None:
+        """Return ``num_train_epochs`` if it is set and ``max_steps`` overrides it, else None."""
+        is_default = self.num_train_epochs == type(self).model_fields["num_train_epochs"].default
+        return None if self.max_steps is None or is_default else self.num_train_epochs
+
     def steps_in_epoch(self, rows: int, processes: int) -> int:
         """Return the optimizer steps of one pass over the rows, counted as the Trainer does.
 
