@@ -35,8 +35,7 @@ def check_transformers(installed: str) -> None:
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
         )
     if not SpecifierSet(TESTED_TRANSFORMERS).contains(installed, prereleases=True):
-        # By transformers' logger, so that it warns once: each Auto class may load a copy of this
-        # file.
+        # transformers' logger warns once, although each Auto class may load a copy of this file.
         logging.get_logger().warning_once(
             f"{problem}; if it fails or gives wrong numbers, install a tested version: "
             f"pip install 'transformers{TESTED_TRANSFORMERS}'"
@@ -208,7 +207,7 @@ def check_setting_types(
 def refuse_nonfinite_generation(values: Mapping, source: str) -> None:
     """Run :func:`refuse_nonfinite` on options of generation.
 
-    ``max_time`` may be infinite, and a ``sequence_bias`` minus infinity, which bans the sequence.
+    ``max_time`` may be infinite, and a ``sequence_bias`` of minus infinity bans its sequence.
     """
     checked = {name: value for name, value in values.items() if name != "max_time"}
     biases = checked.pop("sequence_bias", None) or ()
