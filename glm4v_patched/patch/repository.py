@@ -1,4 +1,4 @@
-"""Detect a glm-4v in a local folder or a Hub repository, by its files instead of its name."""
+"""Detection of a glm-4v in a folder or a Hub repository, by its files instead of its name."""
 
 import re
 from contextlib import suppress

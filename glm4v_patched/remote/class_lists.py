@@ -1,4 +1,4 @@
-"""Registers our classes in transformers' lists of class names.
+"""Registration of our classes in transformers' lists of class names.
 
 Other code looks only at these lists to learn what a class is. A Trainer with
 ``label_smoothing_factor`` takes the labels out of the batch and shifts them only for listed causal

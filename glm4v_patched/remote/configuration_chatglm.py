@@ -330,7 +330,7 @@ def _model_auto_map(auto_map: dict | None) -> dict:
         for name, value in (auto_map or {}).items()
         if name in AUTO_MAP and value.partition("--")[2] == AUTO_MAP[name]
     }
-    # The published code's config class has this name, too: a reference to it alone may be to that.
+    # The published code's config class has this name, too: a reference to it alone proves nothing.
     return AUTO_MAP | (references if references.keys() - {"AutoConfig"} else {})
 
 

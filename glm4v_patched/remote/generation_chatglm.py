@@ -429,7 +429,7 @@ def _uncached_images(
     columns_and_cuts = torch.cat(
         (image_starts[:, 1:], is_cut[image_starts.unbind(1)][:, None]), dim=1
     ).tolist()
-    if any(is_cut for _, is_cut in columns_and_cuts):
+    if any(cut for _, cut in columns_and_cuts):
         raise ValueError(
             f"the cache ends at position {past_length}, inside an image, which must be cached "
             "completely or not at all: crop before the image (assistant models and prompt lookup "

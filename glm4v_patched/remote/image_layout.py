@@ -172,9 +172,9 @@ def _expand(
     num_padding = length - ends[:, -1:]
     # The index of a column's source id is the number of ids that end before the column.
     # (searchsorted would wake all threads for a few ids.)
-    num_ends = ends.new_zeros(ends.shape[0], length + 1)
-    num_ends.scatter_(1, ends + num_padding, 1)
-    source = num_ends.cumsum(dim=1)[:, :-1]
+    is_end_column = ends.new_zeros(ends.shape[0], length + 1)
+    is_end_column.scatter_(1, ends + num_padding, 1)
+    source = is_end_column.cumsum(dim=1)[:, :-1]
     is_padding = torch.arange(length, device=input_ids.device) < num_padding
 
     def expand(values: Tensor, fill) -> Tensor:

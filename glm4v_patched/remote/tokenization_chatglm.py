@@ -923,7 +923,7 @@ def _refuse_unknown_keys(subject: str, values: Mapping, known: Sequence[str]) ->
 
 
 class _Escaper:
-    """Copies template inputs so that no string contains a special token.
+    """Copier of template inputs, whose copied strings contain no special token.
 
     The first character of a special token is replaced by `_ESCAPE` and its code point, in digits,
     because templates may change the case of strings. An incomplete special token at the end of a
